@@ -1,0 +1,255 @@
+"""A language of digits, small enough that every probability in it is known exactly.
+
+Shapes: `*B` is any batch shape, `T` the tokens of a context, `P` the prompt length, `R` the
+response length and `L = P + 1 + R` the length of a whole text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+__all__ = ["DigitLanguage"]
+
+
+@dataclass(frozen=True)
+class DigitLanguage:
+    r"""Texts of digits in which each response digit is a recent digit plus one.
+
+    A text is a prompt of uniform digits, a separator, and a response. With W the last `window`
+    digits of what stands before a response token (all of them where there are fewer; separators are
+    left out wherever they stand), that token is one of W, uniformly over positions, plus one:
+
+        P(a | context) = |{i in W : (x_i + 1) mod vocab_size = a}| / |W|
+
+    The preferred response begins with the last prompt digit plus one. All probabilities are exact,
+    in float64. The separator and most digits have probability zero: the KL of a policy with full
+    support to this language is infinite.
+
+    Args:
+        vocab_size: number of digits; they are the token ids from 0 to `vocab_size - 1`.
+        prompt_length: digits in a prompt (P).
+        response_length: tokens in a response (R).
+        window: how many of the last digits a response digit is drawn from.
+
+    Raises:
+        TypeError: a size is no integer.
+        ValueError: a size is below 1.
+
+    Example:
+        >>> language = DigitLanguage()
+        >>> probs = language.next_token_probs(torch.tensor([0, 2, 8, 6, language.separator]))
+        >>> probs.nonzero().flatten().tolist()
+        [1, 3, 7, 9]
+        >>> language.sample(language.sample_prompts(3)).shape
+        torch.Size([3, 9])
+    """
+
+    vocab_size: int = 10
+    prompt_length: int = 4
+    response_length: int = 4
+    window: int = 4
+
+    def __post_init__(self):
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"`{field.name}` must be an integer, got {type(size).__name__}.")
+            if size < 1:
+                raise ValueError(f"`{field.name}` must be at least 1, got {size}.")
+
+    @property
+    def separator(self) -> int:
+        """Token id of the separator, the one id after the digits."""
+        return self.vocab_size
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of token ids: the digits and the separator."""
+        return self.vocab_size + 1
+
+    @property
+    def context_length(self) -> int:
+        """Tokens before the response: the prompt and the separator."""
+        return self.prompt_length + 1
+
+    @property
+    def text_length(self) -> int:
+        """Tokens in a whole text (L)."""
+        return self.context_length + self.response_length
+
+    def sample_prompts(self, shape: int | Sequence[int], *, generator: torch.Generator | None = None) -> Tensor:
+        """Draws prompts of independent, uniform digits.
+
+        Args:
+            shape: number of prompts, or the batch shape `*B`.
+            generator: source of the randomness, whose device the prompts are made on. The global
+                one if None.
+
+        Returns:
+            Prompts of shape (*B, P), int64.
+        """
+        batch_shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        device = None if generator is None else generator.device
+        size = (*batch_shape, self.prompt_length)
+        return torch.randint(self.vocab_size, size, generator=generator, device=device)
+
+    def sample(self, prompts: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draws one response to each prompt.
+
+        Args:
+            prompts: digits of shape (*B, P), int64.
+            generator: source of the randomness, on the device of `prompts`. The global one if None.
+
+        Returns:
+            Whole texts of shape (*B, L), int64, that begin with `prompts`.
+
+        Raises:
+            TypeError: `prompts` is no int64 tensor.
+            ValueError: `prompts` has another shape, or holds something that is no digit.
+        """
+        self._check_prompts(prompts)
+        # The separator is never drawn, so the window over the digits alone is a plain slice.
+        batch_shape, device = prompts.shape[:-1], prompts.device
+        digits = torch.cat([prompts, prompts.new_empty(*batch_shape, self.response_length)], -1)
+        for end in range(self.prompt_length, digits.shape[-1]):
+            start = max(0, end - self.window)
+            source = torch.randint(start, end, (*batch_shape, 1), generator=generator, device=device)
+            digits[..., end, None] = (digits.gather(-1, source) + 1) % self.vocab_size
+        separator = prompts.new_full((*batch_shape, 1), self.separator)
+        return torch.cat([prompts, separator, digits[..., self.prompt_length :]], -1)
+
+    def next_token_probs(self, tokens: Tensor) -> Tensor:
+        """Exact probabilities of the response token that follows a context.
+
+        Args:
+            tokens: contexts of shape (*B, T) with any T from 1, int64: prompt, separator, response
+                so far.
+
+        Returns:
+            Probabilities of shape (*B, n_tokens), float64; each row sums to one.
+
+        Raises:
+            TypeError: `tokens` is no int64 tensor.
+            ValueError: `tokens` has no time dimension, holds ids that are no tokens, or has a row
+                without a digit.
+        """
+        check_ids("tokens", tokens, self.n_tokens)
+        is_digit = tokens != self.separator
+        if not is_digit.any(-1).all():
+            raise ValueError(
+                f"`tokens` must hold a digit in each context, got shape {tuple(tokens.shape)} "
+                "with a context of separators only: a response token is made from the digits "
+                "before it, begin with the prompt."
+            )
+        rank_from_end = is_digit.flip(-1).cumsum(-1).flip(-1)
+        in_window = is_digit & (rank_from_end <= self.window)
+        counts = torch.zeros(*tokens.shape[:-1], self.n_tokens, dtype=torch.float64, device=tokens.device)
+        counts.scatter_add_(-1, (tokens + 1) % self.vocab_size, in_window.to(counts.dtype))
+        return counts / counts.sum(-1, keepdim=True)
+
+    def log_prob(self, tokens: Tensor) -> Tensor:
+        """Log-probability of each response token of whole texts, given what stands before it.
+
+        Impossible tokens have -inf, and only they: a position is judged by the tokens that do stand
+        before it, also where one of those was impossible. The sum over the last dimension is the
+        log-probability of the response.
+
+        Args:
+            tokens: whole texts of shape (*B, L), int64.
+
+        Returns:
+            Log-probabilities in nats of shape (*B, R), float64.
+
+        Raises:
+            TypeError: `tokens` is no int64 tensor.
+            ValueError: `tokens` has another shape, holds ids that are no tokens, or does not begin
+                with a prompt and the separator.
+        """
+        self._check_texts(tokens)
+        probs = [
+            self.next_token_probs(tokens[..., :end]).gather(-1, tokens[..., end, None])
+            for end in range(self.context_length, self.text_length)
+        ]
+        return torch.cat(probs, -1).log()
+
+    def entropy(self, tokens: Tensor) -> Tensor:
+        """Entropy of the response token that follows a context, -sum_a P(a) log P(a).
+
+        Args:
+            tokens: contexts of shape (*B, T), as in `next_token_probs`, with the same errors.
+
+        Returns:
+            Entropies in nats of shape (*B,), float64.
+        """
+        return torch.special.entr(self.next_token_probs(tokens)).sum(-1)
+
+    def preferred_token(self, prompts: Tensor) -> Tensor:
+        """First response digit that the preference asks for: the last prompt digit plus one.
+
+        Args:
+            prompts: digits of shape (*B, P), int64.
+
+        Returns:
+            Digits of shape (*B,), int64.
+
+        Raises:
+            TypeError: `prompts` is no int64 tensor.
+            ValueError: `prompts` has another shape, or holds something that is no digit.
+        """
+        self._check_prompts(prompts)
+        return (prompts[..., -1] + 1) % self.vocab_size
+
+    def preference(self, tokens: Tensor) -> Tensor:
+        """Reward of whole texts: 1 where the response begins with the preferred token, else 0.
+
+        Args:
+            tokens: whole texts of shape (*B, L), int64.
+
+        Returns:
+            Rewards of shape (*B,), float32.
+
+        Raises:
+            TypeError: `tokens` is no int64 tensor.
+            ValueError: `tokens` are no whole texts, as in `log_prob`.
+
+        Example:
+            >>> DigitLanguage().preference(torch.tensor([5, 7, 1, 5, 10, 6, 2, 7, 3]))
+            tensor(1.)
+        """
+        self._check_texts(tokens)
+        preferred = self.preferred_token(tokens[..., : self.prompt_length])
+        return (tokens[..., self.context_length] == preferred).to(torch.float32)
+
+    def _check_prompts(self, prompts: Tensor) -> None:
+        check_ids("prompts", prompts, self.vocab_size, self.prompt_length)
+
+    def _check_texts(self, tokens: Tensor) -> None:
+        check_ids("tokens", tokens, self.n_tokens, self.text_length)
+        is_separator = tokens[..., : self.context_length] == self.separator
+        if is_separator[..., :-1].any() or not is_separator[..., -1].all():
+            raise ValueError(
+                f"`tokens` must begin with {self.prompt_length} digits and the separator "
+                f"{self.separator}, got a text that does not: are prompt and response joined "
+                "without it?"
+            )
+
+
+def check_ids(name: str, ids: Tensor, n_ids: int, length: int | None = None) -> None:
+    """Raises unless `ids` is int64 of shape (*B, length), any length if None, in [0, n_ids)."""
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"`{name}` must be a tensor of torch.int64 token ids, got {got}.")
+    if ids.ndim == 0 or length not in (None, ids.shape[-1]):
+        wanted = f"(*B, {'T' if length is None else length})"
+        raise ValueError(f"`{name}` must have shape {wanted}, got {tuple(ids.shape)}.")
+    if ((ids < 0) | (ids >= n_ids)).any():
+        low, high = ids.aminmax()
+        raise ValueError(
+            f"`{name}` must be between 0 and {n_ids - 1}, got values between {low} and {high}: do "
+            "they come from a language with another `vocab_size`, or is there a separator or "
+            "padding where none belongs?"
+        )

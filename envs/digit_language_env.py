@@ -1,0 +1,230 @@
+"""The digit language as a TorchRL environment that writes one response token per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Bounded, Categorical, Composite, Unbounded
+from torchrl.envs import EnvBase
+
+from torchrl_kl.envs.digit_language import DigitLanguage, check_ids
+
+__all__ = ["DigitLanguageEnv"]
+
+
+class DigitLanguageEnv(EnvBase):
+    """Writes a response to a random prompt, one token per step, and rewards the finished text.
+
+    The action is the next token. The separator is allowed: it is an ordinary, wrong token and ends
+    nothing. A text ends after `language.response_length` actions: `terminated` (and `done`) are
+    True there and nowhere else, and nothing is ever truncated. The reward is zero before that.
+
+    All that a step depends on is in the tensordict: rows may be stepped in any order, in any
+    process and from any unfinished text. A finished row must be reset before it is stepped. Rows
+    that a `_step` mask leaves out keep their text and their `terminated`, and have reward zero.
+
+    Only reset draws, from a generator of the env's own: `set_seed` makes what follows repeat, alike
+    on every device, and the global RNG is neither read nor moved. Without a seed the generator
+    starts from the system's entropy. A copy (`deepcopy`, `pickle`) carries the generator's state on
+    and draws the same prompts: seed copies apart, as `set_seed` of `SerialEnv` and `ParallelEnv`
+    does.
+
+    `reset(prompt=prompts)` begins with given prompts, int64 digits of shape (*B, P), or (P,) for
+    the same one in every row; with a `_reset` mask they go to the masked rows. They serve that call
+    only. `SerialEnv` and `ParallelEnv` want one for each worker:
+    `reset(list_of_kwargs=[{"prompt": ...}, ...])`.
+
+    Keys (L is `language.text_length`):
+        `tokens`: (*B, L) int64: prompt, separator, response so far, then separators as padding.
+        `position`: (*B,) int64: how many of `tokens` are filled; the next action goes there.
+        `action`: (*B,) int64: the next token.
+        `reward`: (*B, 1) float32.
+
+    Args:
+        language: the language of the prompts; `DigitLanguage()` if None.
+        reward_fn: rewards of texts, (N, L) int64 -> (N,). Called without gradients and with
+            finished texts only; the result is cast to float32. A model is used as it is: put it in
+            eval mode and on the env's device. `language.preference` if None.
+        batch_size: shape `*B` of the texts that are written side by side.
+        device: where the texts are.
+        seed: seed of the generator.
+
+    Raises:
+        TypeError: `language` is no DigitLanguage, `reward_fn` cannot be called or returns no
+            tensor, a prompt is no int64 tensor, or reset is given another argument than `prompt`.
+        ValueError: an action, a prompt, a position or a result of `reward_fn` has a wrong shape or
+            wrong values.
+        RuntimeError: a finished row is stepped.
+
+    Example:
+        >>> env = DigitLanguageEnv(batch_size=(2,), seed=0)
+        >>> env.rollout(10)["next", "terminated"].squeeze(-1).tolist()
+        [[False, False, False, True], [False, False, False, True]]
+        >>> env.reset(prompt=torch.tensor([5, 7, 1, 5]))["tokens"][0].tolist()
+        [5, 7, 1, 5, 10, 10, 10, 10, 10]
+    """
+
+    language: DigitLanguage
+    reward_fn: Callable[[Tensor], Tensor]
+
+    def __init__(
+        self,
+        language: DigitLanguage | None = None,
+        *,
+        reward_fn: Callable[[Tensor], Tensor] | None = None,
+        batch_size: Sequence[int] = (),
+        device: torch.device | str | int | None = None,
+        seed: int | None = None,
+    ):
+        if language is None:
+            language = DigitLanguage()
+        if not isinstance(language, DigitLanguage):
+            raise TypeError(f"`language` must be a DigitLanguage or None, got {language!r}.")
+        if reward_fn is None:
+            reward_fn = language.preference
+        if not callable(reward_fn):
+            raise TypeError(f"`reward_fn` must be callable, got {type(reward_fn).__name__}.")
+        super().__init__(device=device, batch_size=torch.Size(batch_size))
+        self.language = language
+        # Not as a submodule: the env's train(), to() and state_dict() are not for the user's model.
+        object.__setattr__(self, "reward_fn", reward_fn)
+        # On the CPU wherever the texts are, so that a seed means the same prompts on every device.
+        self._generator = torch.Generator(device="cpu")
+        self._set_seed(seed)
+        self._make_specs()
+
+    def _make_specs(self) -> None:
+        language, batch_size, device = self.language, self.batch_size, self.device
+        text_shape = torch.Size((*batch_size, language.text_length))
+        self.observation_spec = Composite(
+            tokens=Categorical(language.n_tokens, shape=text_shape, device=device),
+            position=Bounded(
+                low=language.context_length,
+                high=language.text_length,
+                shape=batch_size,
+                dtype=torch.int64,
+                device=device,
+            ),
+            shape=batch_size,
+            device=device,
+        )
+        # The state is what is observed: step reads it from its input and from nowhere else.
+        self.state_spec = self.observation_spec.clone()
+        self.action_spec = Categorical(language.n_tokens, shape=batch_size, device=device)
+        flag_shape = torch.Size((*batch_size, 1))
+        self.reward_spec = Unbounded(shape=flag_shape, dtype=torch.float32, device=device)
+        flag = Categorical(2, shape=flag_shape, dtype=torch.bool, device=device)
+        self.done_spec = Composite(done=flag, terminated=flag.clone(), shape=batch_size, device=device)
+
+    def _set_seed(self, seed: int | None) -> None:
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+
+    def _reset(
+        self, tensordict: TensorDictBase | None, *, prompt: Tensor | None = None, **kwargs: Any
+    ) -> TensorDictBase:
+        if kwargs:
+            raise TypeError(f"`reset` takes `prompt` and no other argument, got {sorted(kwargs)}.")
+        language, batch_size = self.language, self.batch_size
+        if prompt is None:
+            prompt = language.sample_prompts(batch_size, generator=self._generator)
+        else:
+            self._check_prompt(prompt)
+        # All rows begin anew here: EnvBase.reset puts back those that a `_reset` mask leaves out.
+        size = (*batch_size, language.text_length)
+        tokens = torch.full(size, language.separator, device=self.device)
+        tokens[..., : language.prompt_length] = prompt
+        position = torch.full(batch_size, language.context_length, device=self.device)
+        return self._output(tokens, position)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        tokens, position, action = (tensordict[key] for key in ("tokens", "position", "action"))
+        stepped = tensordict.get("_step", None)
+        if stepped is None:
+            stepped = torch.ones_like(position, dtype=torch.bool)
+        stepped = stepped.reshape(self.batch_size)
+        self._check_step(position, action, stepped)
+
+        # Rows left out may be finished, with no slot to write to, or hold any action.
+        slot = position.clamp(max=self.language.text_length - 1).unsqueeze(-1)
+        written = tokens.scatter(-1, slot, action.unsqueeze(-1))
+        tokens = torch.where(stepped.unsqueeze(-1), written, tokens)
+        position = position + stepped
+        output = self._output(tokens, position)
+        finished = output["terminated"].squeeze(-1) & stepped
+        return output.set("reward", self._reward(tokens, finished).unsqueeze(-1))
+
+    def _output(self, tokens: Tensor, position: Tensor) -> TensorDict:
+        terminated = (position == self.language.text_length).unsqueeze(-1)
+        return TensorDict(
+            tokens=tokens,
+            position=position,
+            terminated=terminated,
+            done=terminated.clone(),
+            batch_size=self.batch_size,
+            device=self.device,
+        )
+
+    def _reward(self, tokens: Tensor, finished: Tensor) -> Tensor:
+        """Rewards of shape (*B,): of `reward_fn` where finished, else zero."""
+        reward = torch.zeros(finished.shape, dtype=torch.float32, device=finished.device)
+        if not finished.any():
+            return reward
+        texts = tokens[finished]
+        with torch.no_grad():
+            values = self.reward_fn(texts)
+        if not isinstance(values, Tensor):
+            raise TypeError(f"`reward_fn` must return a tensor, got {type(values).__name__}.")
+        if values.shape != texts.shape[:1]:
+            raise ValueError(
+                f"`reward_fn` must return one reward per text, shape {tuple(texts.shape[:1])} for "
+                f"texts of shape {tuple(texts.shape)}, got {tuple(values.shape)}: a network's head "
+                "of size one needs `squeeze(-1)`, rewards per token a sum or the last one."
+            )
+        reward[finished] = values.to(reward)
+        return reward
+
+    def _check_prompt(self, prompt: Tensor) -> None:
+        length = self.language.prompt_length
+        check_ids("prompt", prompt, self.language.vocab_size, length)
+        if prompt.shape not in ((length,), (*self.batch_size, length)):
+            raise ValueError(
+                f"`prompt` must have shape {(*self.batch_size, length)}, or {(length,)} for the "
+                f"same prompt in every row, got {tuple(prompt.shape)}: with a `_reset` mask give "
+                "every row one, those of the rows left out are not used."
+            )
+
+    def _check_step(self, position: Tensor, action: Tensor, stepped: Tensor) -> None:
+        language = self.language
+        if action.shape != self.batch_size or action.dtype != torch.int64:
+            raise ValueError(
+                f"`action` must have shape {tuple(self.batch_size)} and dtype torch.int64, got "
+                f"{tuple(action.shape)} and {action.dtype}: an action is the id of a token, so "
+                "one-hot actions and logits need `argmax(-1)`."
+            )
+        if (((action < 0) | (action >= language.n_tokens)) & stepped).any():
+            low, high = action[stepped].aminmax()
+            raise ValueError(
+                f"`action` must be between 0 and {language.n_tokens - 1}, got values between {low} "
+                f"and {high}: the tokens are {language.vocab_size} digits and the separator."
+            )
+        first, last = language.context_length, language.text_length
+        if (((position < first) | (position > last)) & stepped).any():
+            low, high = position[stepped].aminmax()
+            raise ValueError(
+                f"`position` must be between {first} and {last}, got values between {low} and "
+                f"{high}: step what reset or step returned, of an env with this language."
+            )
+        finished = (position == last) & stepped
+        if finished.any():
+            raise RuntimeError(
+                f"cannot step a finished text, got {int(finished.sum())} with `position` {last}: "
+                "reset these rows (as `step_and_maybe_reset` does), or leave them out with a "
+                "`_step` mask."
+            )

@@ -1,0 +1,226 @@
+"""A frozen actor: the reference policy, with its own copy of everything and its own recurrent state."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict.nn import ProbabilisticTensorDictSequential
+from torch import Tensor, nn
+from torchrl.data import TensorSpec
+from torchrl.envs.utils import ExplorationType, exploration_type
+from torchrl.modules import set_recurrent_mode
+from torchrl.modules.utils import get_primers_from_module
+
+from torchrl_kl._keys import (
+    MASK_KEY,
+    TRAJECTORY_KEY,
+    as_tuple,
+    beside,
+    existing_keys,
+    holder_batch_size,
+    is_fake,
+    sum_action_dims,
+)
+
+__all__ = ["FrozenActor"]
+
+
+class FrozenActor(nn.Module):
+    """A deep copy of an actor in eval mode for ever, which only scores actions.
+
+    You may rely on: no call on the policy (`train()`, an optimizer step, in-place edits of its weights) changes it, no
+    gradient reaches it unless `requires_grad` asks for one, it moves with `.to(device)` and it is in `state_dict`.
+
+    A recurrent actor keeps its hidden state under keys of its own, `ref_<name>` beside the policy's `<name>`: on the
+    policy's state the reference would score another policy's memory.
+
+    Args:
+        actor: a probabilistic actor (`get_dist`, `log_prob`) whose weights are there (no lazy layers left).
+        log_prob_key: where the policy records its log-prob; found with `actor.log_prob_keys` if not given.
+        requires_grad: whether the copied weights receive gradients.
+
+    Raises:
+        TypeError: if the actor has no distribution.
+        ValueError: if it has uninitialised weights, or several log-probs and no key is given.
+    """
+
+    def __init__(
+        self,
+        actor: nn.Module,
+        *,
+        log_prob_key: NestedKey | None = None,
+        requires_grad: bool = False,
+    ):
+        super().__init__()
+        _check_actor(actor)
+        self.actor: ProbabilisticTensorDictSequential = copy.deepcopy(actor)  # type: ignore[assignment]
+        self.actor.requires_grad_(requires_grad)
+        self.actor.eval()
+        self.requires_grad = requires_grad
+        self.action_keys = [unravel_key(key) for key in self.actor.dist_sample_keys]
+        self.log_prob_key = log_prob_key or self._find_log_prob_key()
+        self.state_keys = [key for key in self.actor.in_keys if unravel_key(("next", key)) in self.actor.out_keys]
+        self.own_state_keys = [beside(key, f"ref_{as_tuple(key)[-1]}") for key in self.state_keys]
+        states = (*self.state_keys, *self.action_keys)
+        self.in_keys = [key for key in self.actor.in_keys if key not in states]
+        # Entries that only a policy's forward pass leaves behind: with them and no log-prob, the policy did run.
+        self.trace_keys = [
+            key
+            for key in self.actor.out_keys
+            if as_tuple(key)[0] != "next" and key not in (*states, *self.in_keys, self.log_prob_key)
+        ]
+        self._last_states: dict[int, list[Tensor]] = {}
+
+    def train(self, mode: bool = True) -> FrozenActor:
+        """Stays in eval mode: dropout noise in a reference would be measured as divergence."""
+        return super().train(False)
+
+    def samples(self) -> bool:
+        """Whether the policy draws its actions now: k1 of an argmax is biased and must not steer a controller."""
+        mode = exploration_type() or self.actor.default_interaction_type
+        return mode == ExplorationType.RANDOM
+
+    def inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """What the reference reads of a step (shallow copy, missing entries left out)."""
+        keys = (*self.in_keys, *self.action_keys, *self.own_state_keys)
+        return tensordict.select(*keys, strict=False)
+
+    def step(self, inputs: TensorDictBase) -> tuple[Tensor, list[Tensor]]:
+        """Scores the actions step by step; no dimension is taken for time.
+
+        Args:
+            inputs: what `inputs` selected, batch shape (*B).
+
+        Returns:
+            The log-probs, nats, of the batch shape of the tensordict that holds the action, and the next recurrent
+            states in the order of `own_state_keys`.
+
+        Raises:
+            RuntimeError: if the actor is recurrent and its own state is not in the data.
+        """
+        missing = [key for key in self.own_state_keys if key not in inputs.keys(True, True)]
+        if missing:
+            raise RuntimeError(
+                f"the reference is recurrent and its state {missing} is not in the data, got {existing_keys(inputs)}: "
+                "put ReferenceModelLogProbTransform into the env, which records that state, or pass batches whose "
+                'last dimension is time (named "time", or `time_dim=`).'
+            )
+        return self._score(inputs, recurrent=False)
+
+    def trajectories(self, tensordict: TensorDictBase, *, zero_states: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """Scores a batch whose last dimension is time, in one pass in TorchRL's recurrent mode.
+
+        Args:
+            tensordict: batch of shape (*B, T).
+            zero_states: whether rows that begin inside a trajectory may begin from a zero state.
+
+        Returns:
+            As `step`.
+
+        Raises:
+            RuntimeError: if the actor is recurrent, a row begins inside a trajectory, its state is not in the data, the
+                last call did not end in that trajectory, and `zero_states` is not set.
+        """
+        inputs = self.inputs(tensordict)
+        if not self.state_keys:
+            return self._score(inputs, recurrent=True)
+        if any(key not in inputs.keys(True, True) for key in self.own_state_keys):
+            self._set_first_states(tensordict, inputs, zero_states)
+        log_prob, states = self._score(inputs, recurrent=True)
+        self._remember(tensordict, states)
+        return log_prob, states
+
+    def state_specs(self) -> dict[NestedKey, TensorSpec]:
+        """The specs of the reference's own state, by its keys, as the actor's `make_tensordict_primer` gives them."""
+        if not self.state_keys:
+            return {}
+        primer = get_primers_from_module(self.actor, warn=False)
+        primers = [] if primer is None else getattr(primer, "transforms", [primer])
+        specs = {unravel_key(key): spec for one in primers for key, spec in one.primers.items(True, True)}
+        if any(key not in specs for key in self.state_keys):
+            raise ValueError(
+                f"`actor` has the recurrent state {self.state_keys} but no `make_tensordict_primer` that describes it "
+                f"(found {list(specs)}): give its recurrent module one, as TorchRL's LSTMModule has."
+            )
+        return {own: specs[key] for own, key in zip(self.own_state_keys, self.state_keys, strict=True)}
+
+    def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> tuple[Tensor, list[Tensor]]:
+        for own, key in zip(self.own_state_keys, self.state_keys, strict=True):
+            inputs.rename_key_(own, key)
+        batch_size = holder_batch_size(inputs, self.log_prob_key)
+        grad = self.requires_grad and torch.is_grad_enabled()
+        with torch.set_grad_enabled(grad), set_recurrent_mode(recurrent):
+            log_prob = self.actor.log_prob(inputs)
+        states = [inputs.get(("next", *as_tuple(key))) for key in self.state_keys]
+        return sum_action_dims(log_prob, batch_size), states
+
+    def _set_first_states(self, tensordict: TensorDictBase, inputs: TensorDictBase, zero_states: bool) -> None:
+        """Gives every row its state at its first step; later starts of trajectories begin from zero."""
+        shape = tensordict.batch_size
+        init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
+        zeros = [spec.zero() for spec in self.state_specs().values()]
+        if init_key is None:
+            known = torch.zeros(shape[:-1], dtype=torch.bool)
+        else:
+            known = tensordict.get(init_key).reshape(shape)[..., 0]
+        ids = tensordict.get(TRAJECTORY_KEY, None)
+        first_ids = [-1] * known.numel() if ids is None else ids[..., 0].reshape(-1).tolist()
+        rows = []
+        for starts, trajectory in zip(known.reshape(-1).tolist(), first_ids, strict=True):
+            state = zeros if starts else self._last_states.get(trajectory)
+            if state is None:
+                if not (zero_states or is_fake(tensordict)):
+                    raise RuntimeError(
+                        "a row of the batch begins inside a trajectory and the state that the recurrent reference had "
+                        "there is unknown: put ReferenceModelLogProbTransform into the env, which records it, or "
+                        "accept the error of a zero state with `zero_states=True`."
+                    )
+                state = zeros
+            rows.append(state)
+        for index, (own, zero) in enumerate(zip(self.own_state_keys, zeros, strict=True)):
+            value = torch.zeros(*shape, *zero.shape, dtype=zero.dtype, device=known.device)
+            firsts = torch.stack([row[index].to(value.device) for row in rows])
+            value[(..., 0, *(slice(None),) * zero.ndim)] = firsts.reshape(*shape[:-1], *zero.shape)
+            inputs.set(own, value)
+
+    def _remember(self, tensordict: TensorDictBase, states: list[Tensor]) -> None:
+        """Keeps the state after the last valid step of each row, by trajectory, for the next call."""
+        self._last_states = {}
+        ids = tensordict.get(TRAJECTORY_KEY, None)
+        if ids is None or is_fake(tensordict):
+            return
+        n_steps = tensordict.batch_size[-1]
+        ids = ids.reshape(-1, n_steps)
+        mask = tensordict.get(MASK_KEY, None)
+        last = ids.new_full((len(ids),), n_steps - 1)
+        if mask is not None:
+            last = mask.reshape(-1, n_steps).sum(-1) - 1
+        rows = torch.arange(len(ids), device=ids.device)
+        batch_dims = tensordict.batch_dims
+        ends = [state.reshape(-1, n_steps, *state.shape[batch_dims:])[rows, last] for state in states]
+        for row, trajectory in enumerate(ids[rows, last].tolist()):
+            self._last_states[trajectory] = [end[row].clone() for end in ends]
+
+    def _find_log_prob_key(self) -> NestedKey:
+        keys = [unravel_key(key) for key in self.actor.log_prob_keys]
+        if len(keys) != 1:
+            raise ValueError(
+                f"`actor` must record one log-prob, got the keys {keys}: name the one to use with `log_prob_key`."
+            )
+        return keys[0]
+
+
+def _check_actor(actor: nn.Module) -> None:
+    if not (isinstance(actor, nn.Module) and hasattr(actor, "get_dist") and hasattr(actor, "log_prob")):
+        raise TypeError(
+            f"`actor` must be a probabilistic actor (with `get_dist` and `log_prob`), got {type(actor).__name__}: wrap "
+            "the network in torchrl.modules.ProbabilisticActor; a deterministic policy has no KL."
+        )
+    lazy = [name for name, p in actor.named_parameters() if nn.parameter.is_lazy(p)]
+    if lazy:
+        raise ValueError(
+            f"`actor` has uninitialised weights ({lazy[0]}, ...): run it once on data first; a copy made now would be "
+            "initialised apart from the policy."
+        )

@@ -1,0 +1,232 @@
+"""The transform that charges: the reward minus the coefficient times the KL, and who moves the coefficient."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor
+from torchrl.data import Composite, TensorSpec
+from torchrl.envs.transforms import Transform
+
+from torchrl_kl._charge import Charge, add_reward_like
+from torchrl_kl._keys import MASK_KEY, beside, expand_right, find_time_dim, is_fake, state_spec
+from torchrl_kl._transform import KLTransform, copy_batch, counted_key, get_required, sampled_from_replay
+from torchrl_kl.controllers import ConstantKLController, KLController, KLStatistics
+from torchrl_kl.trajectories import OpenTrajectories, find_done
+
+__all__ = ["RewardAdjustmentTransform"]
+
+
+class RewardAdjustmentTransform(KLTransform):
+    """Charges the KL to the reward, `reward = task_reward - coeff * kl`, and lets a controller move the coefficient.
+
+    A step is charged with the coefficient of that moment, then the controller is updated. Finished trajectories are
+    pooled; when `update_every` of them are in, the controller is updated once, with the pooled mean and their count.
+    (One trajectory at a time, its clip would make it steer the median.) With `per="step"` steps are pooled instead.
+
+    The controller moves in the steps of an env and in calls on a batch. It does not move while frozen, in a replay
+    buffer, on random or deterministic actions (an argmax is no sample: its k1 is biased), or on fake data.
+
+    You may rely on: every step's coefficient is recorded; charging twice is an error; a call on a batch leaves its
+    input alone. With gamma < 1 the reward penalises the discounted KL while the controller holds the undiscounted one.
+
+    Keys:
+        reads ("next", "reward"), ("next", "kl"), and what the controller is fed, `measured_key`, all of one shape.
+        writes ("next", "reward"), ("next", "task_reward"), ("next", "kl_coeff") and ("next", "episode_kl"), the sum of
+        what the controller is fed over the trajectory up to this step: the reward's shape. A batch without a time
+        dimension gets no "episode_kl".
+
+    State: the controller's, and `statistics`, the pool since its last update. The sums of trajectories that are
+    still open are not saved: a restarted collector begins new ones.
+
+    Args:
+        controller: a KLController, or a float for a constant coefficient.
+        update_every: how many finished trajectories (steps, if the controller's unit is the step) an update waits for.
+        reward_key: the reward to charge.
+        kl_key: what is charged, k1 in nats per step.
+        measured_key: what the controller is fed; by default what is charged.
+        task_reward_key: the reward before the charge; by default "task_reward" beside the reward.
+        kl_coeff_key: the coefficient of each step; by default "kl_coeff" beside the reward.
+        episode_kl_key: the running sum; by default "episode_kl" beside the KL.
+        done_key: what ends a trajectory; by default "done" beside the reward, or at the root.
+        time_dim: the batch dimension that is time, for batches that do not name it "time"; it must be the last.
+
+    Raises:
+        TypeError: if `controller` is neither a KLController nor a number.
+        ValueError: if `update_every` is less than 1, or KL and reward differ in shape.
+        RuntimeError: if the reward was charged before, or the controller would have to be fed from a batch whose
+            trajectories cannot be told apart.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> step = TensorDict(reward=torch.ones(1, 1), kl=torch.full((1, 1), 0.5), done=torch.ones(1, 1).bool())
+        >>> batch = TensorDict(next=step, batch_size=1)
+        >>> charged = RewardAdjustmentTransform(0.1, time_dim=-1)(batch)
+        >>> charged["next", "reward"], batch["next", "reward"]
+        (tensor([[0.9500]]), tensor([[1.]]))
+    """
+
+    def __init__(
+        self,
+        controller: KLController | float,
+        *,
+        update_every: int = 64,
+        reward_key: NestedKey = "reward",
+        kl_key: NestedKey = "kl",
+        measured_key: NestedKey | None = None,
+        task_reward_key: NestedKey | None = None,
+        kl_coeff_key: NestedKey | None = None,
+        episode_kl_key: NestedKey | None = None,
+        done_key: NestedKey | None = None,
+        time_dim: int | None = None,
+    ):
+        if update_every < 1:
+            raise ValueError(f"`update_every` must be at least 1, got {update_every}.")
+        self.reward_key = unravel_key(reward_key)
+        self.kl_key = unravel_key(kl_key)
+        self.measured_key = measured_key or self.kl_key
+        self.task_reward_key = task_reward_key or beside(reward_key, "task_reward")
+        self.kl_coeff_key = kl_coeff_key or beside(reward_key, "kl_coeff")
+        self.episode_kl_key = episode_kl_key or beside(kl_key, "episode_kl")
+        self.done_key = done_key
+        self.update_every = update_every
+        self.time_dim = time_dim
+        super().__init__(
+            in_keys=[self.reward_key, self.kl_key],
+            out_keys=[self.reward_key, self.task_reward_key, self.kl_coeff_key, self.episode_kl_key],
+        )
+        self.controller = _as_controller(controller)
+        self.statistics = KLStatistics()
+        self.frozen = False
+        self._charge = Charge(self.reward_key, self.reward_key, self.kl_coeff_key)
+        self._open_trajectories = OpenTrajectories()
+
+    def freeze(self) -> RewardAdjustmentTransform:
+        """Stops the controller; rewards are still charged, with the coefficient as it stands."""
+        self.frozen = True
+        return self
+
+    def unfreeze(self) -> RewardAdjustmentTransform:
+        """Lets the controller move again."""
+        self.frozen = False
+        return self
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        measured = self._adjust(next_tensordict)
+        episode_kl = tensordict.get(self.episode_kl_key, 0.0) + measured
+        next_tensordict.set(self.episode_kl_key, episode_kl)
+        if not self.frozen:
+            counted = tensordict.get(counted_key(self.kl_key), None)
+            if counted is None:
+                counted = torch.ones_like(measured, dtype=torch.bool)
+            if self.controller.per == "step":
+                self._pool(measured[counted])
+            else:
+                done = next_tensordict.get(self.done_key or find_done(next_tensordict, self.reward_key))
+                self._pool(episode_kl[counted & expand_right(done, measured.shape)])
+        return next_tensordict
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Charges a batch (*B) that has "next"; returns a shallow copy with the results.
+
+        Raises:
+            KeyError: if the reward, the KL or "next" is not there.
+            RuntimeError: if the reward was charged before, or the controller cannot be fed.
+        """
+        tensordict = copy_batch(tensordict)
+        next_tensordict = tensordict.get("next")
+        self._charge.refuse_charged(next_tensordict.keys(True, True), "the batch")
+        measured = self._adjust(next_tensordict)
+        moves = not (self.frozen or is_fake(tensordict) or sampled_from_replay())
+        timed = find_time_dim(tensordict, self.time_dim) is not None
+        finished = measured.new_zeros(0)
+        if timed:
+            done_key = self.done_key or find_done(next_tensordict, self.reward_key)
+            trajectories = self._open_trajectories if moves else OpenTrajectories()
+            running, finished = trajectories.add(tensordict, measured, done_key)
+            next_tensordict.set(self.episode_kl_key, running)
+        if not moves:
+            return tensordict
+        if self.controller.per == "step":
+            mask = tensordict.get(MASK_KEY, None)
+            self._pool(measured if mask is None else measured[expand_right(mask, measured.shape)])
+        elif timed:
+            self._pool(finished)
+        elif not isinstance(self.controller, ConstantKLController):
+            raise RuntimeError(
+                f"the controller is fed nats per trajectory, and in a batch of shape {tuple(tensordict.batch_size)} "
+                'without a time dimension trajectories cannot be told apart: name the last dimension "time" or pass '
+                "`time_dim`, call freeze() first, or use a controller with per='step'."
+            )
+        return tensordict
+
+    def _adjust(self, next_tensordict: TensorDictBase) -> Tensor:
+        """Charges the reward, keeps the one before; returns what the controller is fed."""
+        kl = get_required(next_tensordict, self.kl_key, _NO_KL)
+        measured = kl
+        if self.measured_key != self.kl_key:
+            measured = get_required(next_tensordict, self.measured_key, _NO_KL)
+        task_reward = next_tensordict.get(self.reward_key, None)
+        self._charge(next_tensordict, kl, self.controller.coeff)
+        next_tensordict.set(self.task_reward_key, task_reward)
+        return measured.detach()
+
+    def _pool(self, values: Tensor) -> None:
+        if values.numel():
+            self.statistics.add(values)
+            n_steps = int(self.statistics.count)
+            if n_steps >= self.update_every:
+                self.controller.update(self.statistics.mean, n_steps)
+                self.statistics.reset()
+
+    def set_container(self, container: Transform) -> None:
+        """Refuses an env whose reward is charged already, as soon as one is known."""
+        super().set_container(container)
+        if self.parent is not None:
+            self._charge.refuse_charged(self.parent_env.full_observation_spec.keys(True, True), "the env")
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Adds the running sum to the state spec, so that batched envs carry it."""
+        add_reward_like(state_spec(input_spec), self.episode_kl_key, self._reward_spec)
+        return input_spec
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the task reward, the coefficient and the running sum.
+
+        Raises:
+            RuntimeError: if the reward was charged by a transform before this one.
+            KeyError: if no transform before this one declares the KL.
+            ValueError: if the KL does not have the reward's shape.
+        """
+        self._charge.refuse_charged(observation_spec.keys(True, True), "the env")
+        if self.kl_key not in observation_spec.keys(True, True):
+            raise KeyError(
+                f"{self.kl_key!r} is not in the observation spec, got "
+                f"{sorted(map(str, observation_spec.keys(True, True)))}: {_NO_KL}"
+            )
+        self._charge.check_shape(observation_spec[self.kl_key].shape, self._reward_spec.shape)
+        for key in self.out_keys[1:]:
+            add_reward_like(observation_spec, key, self._reward_spec)
+        return observation_spec
+
+    @property
+    def _reward_spec(self) -> TensorSpec:
+        return self.parent_env.full_reward_spec[self.reward_key]
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """The charged reward has no bounds."""
+        return self._charge.unbounded_reward_spec(reward_spec)
+
+
+_NO_KL = "put KLDivergenceTransform before this transform, or name its key with `kl_key`."
+
+
+def _as_controller(controller: KLController | float) -> KLController:
+    if isinstance(controller, KLController):
+        return controller
+    if isinstance(controller, bool) or not isinstance(controller, (int, float)):
+        raise TypeError(
+            f"`controller` must be a KLController or a number, got {type(controller).__name__}: a number is a constant "
+            "coefficient."
+        )
+    return ConstantKLController(controller)

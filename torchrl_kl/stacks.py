@@ -1,0 +1,250 @@
+"""The transforms in one line: the whole stack, and the one-piece drop-in for TorchRL's former class."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from tensordict import NestedKey, unravel_key
+from torch import Tensor, nn
+from torchrl.data import Composite
+from torchrl.envs.transforms import Compose, Transform
+
+from torchrl_kl._charge import Charge, add_reward_like
+from torchrl_kl._keys import MASK_KEY, as_tuple, beside, expand_right, holder_batch_size, sum_action_dims
+from torchrl_kl._transform import get_required
+from torchrl_kl.controllers import KLController
+from torchrl_kl.functional import Estimator, kl_k1
+from torchrl_kl.reference import FrozenActor
+from torchrl_kl.reward_transforms import RewardAdjustmentTransform
+from torchrl_kl.transforms import KLDivergenceTransform, ReferenceModelLogProbTransform, ReferenceTransform
+
+__all__ = ["KLConstrainedTransform", "KLRewardTransform"]
+
+
+class KLConstrainedTransform(Compose):
+    """The three transforms, wired: log-prob under the reference, KL divergence, reward adjustment.
+
+    Put it last in an env's transforms: what stands before it sees the task, what stands after it would take penalties
+    for rewards and observations. Outside an env, pass it as a collector's `postproc` or call it on a batch.
+
+    Keys: those of ReferenceModelLogProbTransform, KLDivergenceTransform and RewardAdjustmentTransform. With an
+    estimator other than k1 the controller is fed that measurement; the reward is charged k1 always.
+
+    State: that of the three.
+
+    Args:
+        actor: the policy; a frozen copy of it becomes the reference.
+        controller: a KLController, or a float for a constant coefficient, reward per nat.
+        estimator: what is measured: "k1", "k2" or "k3".
+        update_every: how many finished trajectories (or steps) an update of the controller waits for.
+        reward_key: the reward to charge.
+        log_prob_key: where the policy records its log-prob; by default found with `actor.log_prob_keys`.
+        done_key: what ends a trajectory; by default "done" beside the reward, or at the root.
+        time_dim: the batch dimension that is time, for batches that do not name it "time"; it must be the last.
+        zero_states: whether a recurrent reference may begin inside a trajectory from a zero state.
+
+    Example:
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torchrl.envs import GymEnv, TransformedEnv
+        >>> from torchrl.modules import ProbabilisticActor
+        >>> actor = ProbabilisticActor(
+        ...     TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
+        ...     in_keys=["logits"],
+        ...     distribution_class=torch.distributions.Categorical,
+        ...     return_log_prob=True,
+        ... )
+        >>> env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+        >>> env = TransformedEnv(env, Compose(KLConstrainedTransform(actor, 0.1)))
+        >>> env.rollout(3, actor)["next", "kl"].abs().max() < 1e-6  # the policy is still its reference
+        tensor(True)
+    """
+
+    def __init__(
+        self,
+        actor: nn.Module,
+        controller: KLController | float,
+        *,
+        estimator: Estimator = "k1",
+        update_every: int = 64,
+        reward_key: NestedKey = "reward",
+        log_prob_key: NestedKey | None = None,
+        done_key: NestedKey | None = None,
+        time_dim: int | None = None,
+        zero_states: bool = False,
+    ):
+        reference = ReferenceModelLogProbTransform(
+            actor, log_prob_key=log_prob_key, time_dim=time_dim, zero_states=zero_states
+        )
+        divergence = KLDivergenceTransform(estimator=estimator, log_prob_key=reference.reference.log_prob_key)
+        adjustment = RewardAdjustmentTransform(
+            controller,
+            update_every=update_every,
+            reward_key=reward_key,
+            kl_key=divergence.kl_key,
+            measured_key=divergence.measured_key,
+            done_key=done_key,
+            time_dim=time_dim,
+        )
+        super().__init__([reference, divergence, adjustment])
+
+    @property
+    def _parts(self) -> list[Transform]:
+        return cast(list[Transform], list(self.transforms))
+
+    @property
+    def adjustment(self) -> RewardAdjustmentTransform:
+        """The part that charges, which holds the controller."""
+        return cast(RewardAdjustmentTransform, self._parts[-1])
+
+    @property
+    def controller(self) -> KLController:
+        """Who moves the coefficient."""
+        return self.adjustment.controller
+
+    @property
+    def reference(self) -> FrozenActor:
+        """The frozen actor."""
+        return cast(ReferenceModelLogProbTransform, self._parts[0]).reference
+
+    def freeze(self) -> KLConstrainedTransform:
+        """Stops the controller; rewards are still charged."""
+        self.adjustment.freeze()
+        return self
+
+    def unfreeze(self) -> KLConstrainedTransform:
+        """Lets the controller move again."""
+        self.adjustment.unfreeze()
+        return self
+
+    def _rebuild_up_to(self, final_transform: Transform):
+        # TorchRL's own fails for the first transform of a Compose within a Compose that has nothing before it.
+        container = self.__dict__["_container"]
+        outer = None if container is None else container()
+        if not isinstance(outer, Compose):
+            return super()._rebuild_up_to(final_transform)
+        parent, _ = outer._rebuild_up_to(self)  # type: ignore[misc]
+        if parent is None:
+            return None, None
+        for transform in self._parts:
+            if transform is final_transform:
+                break
+            parent.append_transform(transform.clone())
+        return parent, parent.transform
+
+    def clone(self) -> KLConstrainedTransform:
+        """A copy without a parent that shares the parts' tensors."""
+        clone = Transform.clone(self)
+        clone.transforms = nn.ModuleList(part.clone() for part in self._parts)
+        for part in clone._parts:
+            part.set_container(clone)
+        return clone
+
+
+class KLRewardTransform(ReferenceTransform):
+    """Reward minus a constant times the KL in one piece: `out = reward - coef * (log_prob - ref_log_prob)`.
+
+    A drop-in for the class of this name that TorchRL had for all environments up to 0.10, with the sign right: that one
+    added the penalty. For a coefficient that adapts use KLConstrainedTransform.
+
+    Keys:
+        reads ("next", "reward"), the actor's in_keys, the action and its log-prob.
+        writes ("next", out_keys[0]) and ("next", "kl_coeff"): the reward's shape.
+
+    Args:
+        actor: the policy; a frozen copy of it becomes the reference.
+        coef: the coefficient, reward per nat, at least 0.
+        in_keys: the reward's key, a list of one; by default ["reward"].
+        out_keys: where the result goes, a list of one; by default `in_keys`.
+        requires_grad: whether the reference's weights receive gradients.
+
+    Raises:
+        ValueError: if `in_keys` or `out_keys` is not one key, `coef` is negative, or KL and reward differ in shape.
+        RuntimeError: if the reward was charged before.
+
+    Example:
+        >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
+        >>> from torchrl.envs import GymEnv, TransformedEnv
+        >>> from torchrl.modules import ProbabilisticActor, TanhNormal
+        >>> net = nn.Sequential(nn.Linear(3, 2), NormalParamExtractor())
+        >>> actor = ProbabilisticActor(
+        ...     TensorDictModule(net, ["observation"], ["loc", "scale"]),
+        ...     in_keys=["loc", "scale"],
+        ...     distribution_class=TanhNormal,
+        ...     return_log_prob=True,
+        ... )
+        >>> env = TransformedEnv(GymEnv("Pendulum-v1"), KLRewardTransform(actor, out_keys="reward_kl"))
+        >>> rollout = env.rollout(3, actor)
+        >>> torch.equal(rollout["next", "reward_kl"], rollout["next", "reward"])  # still its reference
+        True
+    """
+
+    coef: Tensor
+
+    def __init__(
+        self,
+        actor: nn.Module,
+        coef: float | Tensor = 1.0,
+        in_keys: NestedKey | list[NestedKey] | None = None,
+        out_keys: NestedKey | list[NestedKey] | None = None,
+        requires_grad: bool = False,
+    ):
+        reference = FrozenActor(actor, requires_grad=requires_grad)
+        self.reward_key = _one_key("in_keys", in_keys or ["reward"])
+        self.out_key = _one_key("out_keys", out_keys or [self.reward_key])
+        self.kl_coeff_key = beside(self.out_key, "kl_coeff")
+        super().__init__(
+            reference,
+            in_keys=[self.reward_key, *reference.in_keys, *reference.action_keys],
+            out_keys=[self.out_key, self.kl_coeff_key],
+            time_dim=None,
+            zero_states=False,
+        )
+        coef = torch.as_tensor(coef)
+        if not bool(coef >= 0):
+            raise ValueError(f"`coef` must be at least 0, got {coef.item()}: divergence is charged, not paid for.")
+        self.register_buffer("coef", coef)
+        self._charge = Charge(self.reward_key, self.out_key, self.kl_coeff_key)
+
+    def _write(self, tensordict, next_tensordict, log_prob, ref_log_prob):
+        if not self.in_env:
+            self._charge.refuse_charged(next_tensordict.keys(True, True), "the batch")
+        if log_prob is None or ref_log_prob is None:
+            reward = get_required(next_tensordict, self.reward_key, "name it with `in_keys`.")
+            kl = torch.zeros_like(reward)
+        else:
+            log_prob = sum_action_dims(log_prob, holder_batch_size(tensordict, self.reference.log_prob_key))
+            mask = tensordict.get("_step" if self.in_env else MASK_KEY, None)
+            if mask is not None:
+                mask = expand_right(mask, log_prob.shape)
+            kl = kl_k1(log_prob, ref_log_prob, mask=mask).unsqueeze(-1)
+        self._charge(next_tensordict, kl, self.coef)
+
+    def set_container(self, container: Transform) -> None:
+        """Refuses an env whose reward is charged already, as soon as one is known."""
+        super().set_container(container)
+        if self.parent is not None:
+            self._charge.refuse_charged(self.parent_env.full_observation_spec.keys(True, True), "the env")
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the coefficient, and the charged reward if it does not replace the reward.
+
+        Raises:
+            RuntimeError: if the reward was charged by a transform before this one.
+        """
+        self._charge.refuse_charged(observation_spec.keys(True, True), "the env")
+        reward = self.parent_env.full_reward_spec[self.reward_key]
+        for key in {self.kl_coeff_key, self.out_key} - {self.reward_key}:
+            add_reward_like(observation_spec, key, reward)
+        return super().transform_observation_spec(observation_spec)
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """The charged reward has no bounds."""
+        return self._charge.unbounded_reward_spec(reward_spec)
+
+
+def _one_key(name: str, keys: NestedKey | list[NestedKey]) -> NestedKey:
+    keys = keys if isinstance(keys, list) else [keys]
+    if len(keys) != 1:
+        raise ValueError(f"`{name}` must be one key, got {keys}: use one transform per reward.")
+    return unravel_key(as_tuple(keys[0]))

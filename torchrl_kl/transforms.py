@@ -1,0 +1,350 @@
+"""The transforms that measure: log-prob under the reference, and the KL divergence from it.
+
+In an env they work in `_step`, on the policy's side of any action transform; on a batch they work in `forward`, on a
+shallow copy, and never write into their input. The numbers are the same.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor, nn
+from torchrl.data import Composite
+
+from torchrl_kl._keys import (
+    MASK_KEY,
+    add_spec,
+    as_tuple,
+    beside,
+    existing_keys,
+    expand_right,
+    find_time_dim,
+    holder_batch_size,
+    state_spec,
+    sum_action_dims,
+)
+from torchrl_kl._transform import RECORD_LOG_PROB, KLTransform, copy_batch, counted_key, get_required
+from torchrl_kl.functional import ESTIMATORS, Estimator
+from torchrl_kl.reference import FrozenActor
+
+__all__ = ["KLDivergenceTransform", "ReferenceModelLogProbTransform"]
+
+
+class ReferenceTransform(KLTransform):
+    """Base of the transforms that evaluate a reference: when it is evaluated, on what, and which specs that needs.
+
+    Args:
+        reference: the frozen actor.
+        in_keys: what the transform reads, for TorchRL's bookkeeping.
+        out_keys: what it writes, for TorchRL's bookkeeping.
+        time_dim: the batch dimension that is time, for batches that do not name it; it must be the last one.
+        zero_states: whether a recurrent reference may begin in the middle of a trajectory from a zero state.
+    """
+
+    def __init__(
+        self,
+        reference: FrozenActor,
+        *,
+        in_keys: list[NestedKey],
+        out_keys: list[NestedKey],
+        time_dim: int | None,
+        zero_states: bool,
+    ):
+        super().__init__(in_keys=in_keys, out_keys=[*out_keys, *reference.own_state_keys])
+        self.reference = reference
+        self.time_dim = time_dim
+        self.zero_states = zero_states
+        self._inputs_key = beside(reference.log_prob_key, f"_{as_tuple(out_keys[0])[-1]}_inputs")
+
+    @abstractmethod
+    def _write(
+        self,
+        tensordict: TensorDictBase,
+        next_tensordict: TensorDictBase,
+        log_prob: Tensor | None,
+        ref_log_prob: Tensor | None,
+    ) -> None:
+        """Writes the results of one step or batch; both log-probs are None where no policy ran."""
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Keeps what the policy saw and did, before the inverse transforms before this one turn it into the env's."""
+        if self.in_env:
+            tensordict.set(self._inputs_key, self.reference.inputs(tensordict))
+        return tensordict
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        inputs = tensordict.get(self._inputs_key)
+        log_prob = tensordict.get(self.reference.log_prob_key, None)
+        if log_prob is None:
+            self._refuse_unrecorded(tensordict)
+            self._write(tensordict, next_tensordict, None, None)
+            self._write_states(next_tensordict, [inputs.get(k) for k in self._own_states])
+            return next_tensordict
+        ref_log_prob, states = self.reference.step(inputs)
+        self._write(tensordict, next_tensordict, log_prob, ref_log_prob)
+        self._write_states(next_tensordict, states)
+        return next_tensordict
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Evaluates a batch that has "next"; returns a shallow copy with the results.
+
+        Args:
+            tensordict: batch of shape (*B, T) whose last dimension is time (named "time", or given as `time_dim`):
+                the reference is evaluated once, in recurrent mode; or any other batch (*B): step by step.
+
+        Raises:
+            KeyError: if the policy's log-prob or "next" is not there.
+            RuntimeError: if the reference is recurrent and its state is not known.
+        """
+        tensordict = copy_batch(tensordict)
+        log_prob = get_required(tensordict, self.reference.log_prob_key, RECORD_LOG_PROB)
+        if find_time_dim(tensordict, self.time_dim) is None:
+            ref_log_prob, _ = self.reference.step(self.reference.inputs(tensordict))
+        else:
+            ref_log_prob, _ = self.reference.trajectories(tensordict, zero_states=self.zero_states)
+        self._write(tensordict, tensordict.get("next"), log_prob, ref_log_prob)
+        return tensordict
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Adds the reference's recurrent state to the state spec, so that batched envs carry it."""
+        self._add_state_specs(state_spec(input_spec))
+        return input_spec
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the reference's recurrent state to the observation spec."""
+        self._add_state_specs(observation_spec)
+        return observation_spec
+
+    def log_prob_shape(self) -> torch.Size:
+        """The shape of a log-prob in the parent env: the batch shape of the tensordict that holds the action."""
+        path = as_tuple(self.reference.log_prob_key)[:-1]
+        spec = self.parent_env.full_action_spec
+        return spec[path].shape if path and path in spec.keys(True) else self.parent_env.batch_size
+
+    def log_prob_dtype(self) -> torch.dtype:
+        """The dtype of a log-prob: that of the reference's weights."""
+        return next(
+            (p.dtype for p in self.reference.parameters() if p.is_floating_point()),
+            torch.get_default_dtype(),
+        )
+
+    @property
+    def _own_states(self) -> list[NestedKey]:
+        return self.reference.own_state_keys
+
+    def _write_states(self, next_tensordict: TensorDictBase, states: list[Tensor]) -> None:
+        for key, state in zip(self._own_states, states, strict=True):
+            next_tensordict.set(key, state)
+
+    def _add_state_specs(self, spec: Composite) -> None:
+        for key, leaf in self.reference.state_specs().items():
+            shape = (*self.parent_env.batch_size, *leaf.shape)
+            add_spec(spec, key, shape, leaf.dtype, self.parent_env.batch_size)
+
+    def _refuse_unrecorded(self, tensordict: TensorDictBase) -> None:
+        """A policy that ran without recording its log-prob must not pass for a random one."""
+        keys = tensordict.keys(True, True)
+        traces = [key for key in self.reference.trace_keys if key in keys]
+        if traces:
+            raise KeyError(
+                f"the policy ran (its {traces} are there) but left no {self.reference.log_prob_key!r}, got "
+                f"{existing_keys(tensordict)}: {RECORD_LOG_PROB}"
+            )
+
+
+class ReferenceModelLogProbTransform(ReferenceTransform):
+    """Writes log pi_ref(a|s), the log-prob of the policy's action under a frozen copy of an actor.
+
+    You may rely on: the copy never moves and never has gradients; identical weights give the policy's own log-prob; the
+    action scored is the policy's, not the env's, if action transforms stand before this one.
+
+    Keys:
+        reads the actor's in_keys and its action; in the env also its log-prob, to know whether the policy ran.
+        writes ("next", "ref_log_prob"): nats per step, batch shape of the tensordict that holds the action; zero
+        where a random policy acted. A recurrent reference adds its own state, ("next", "ref_<state>").
+
+    Args:
+        actor: the actor to copy and freeze.
+        ref_log_prob_key: where to write; by default "ref_log_prob" beside the policy's log-prob.
+        log_prob_key: where the policy records its log-prob; by default found with `actor.log_prob_keys`.
+        time_dim: the batch dimension that is time, for batches that do not name it "time"; it must be the last.
+        zero_states: whether a recurrent reference may begin in the middle of a trajectory from a zero state instead of
+            raising; a state that is not known then costs accuracy.
+
+    Raises:
+        TypeError: if `actor` has no distribution.
+        ValueError: if `actor` has uninitialised weights.
+        KeyError: in a step, if the policy ran but did not record its log-prob.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torchrl.modules import ProbabilisticActor
+        >>> actor = ProbabilisticActor(
+        ...     TensorDictModule(nn.Linear(3, 2), ["observation"], ["logits"]),
+        ...     in_keys=["logits"],
+        ...     distribution_class=torch.distributions.Categorical,
+        ...     return_log_prob=True,
+        ... )
+        >>> batch = actor(TensorDict(observation=torch.randn(5, 3), next=TensorDict(batch_size=5), batch_size=5))
+        >>> batch = ReferenceModelLogProbTransform(actor)(batch)
+        >>> torch.equal(batch["next", "ref_log_prob"], batch["action_log_prob"])
+        True
+    """
+
+    def __init__(
+        self,
+        actor: nn.Module,
+        *,
+        ref_log_prob_key: NestedKey | None = None,
+        log_prob_key: NestedKey | None = None,
+        time_dim: int | None = None,
+        zero_states: bool = False,
+    ):
+        reference = FrozenActor(actor, log_prob_key=log_prob_key)
+        self.ref_log_prob_key = ref_log_prob_key or beside(reference.log_prob_key, "ref_log_prob")
+        super().__init__(
+            reference,
+            in_keys=[*reference.in_keys, *reference.action_keys],
+            out_keys=[self.ref_log_prob_key],
+            time_dim=time_dim,
+            zero_states=zero_states,
+        )
+
+    def _write(self, tensordict, next_tensordict, log_prob, ref_log_prob):
+        if ref_log_prob is None:
+            batch_size = holder_batch_size(tensordict, self.reference.log_prob_key)
+            ref_log_prob = torch.zeros(batch_size, dtype=self.log_prob_dtype(), device=tensordict.device)
+        next_tensordict.set(self.ref_log_prob_key, ref_log_prob)
+        counts = log_prob is not None and self.reference.samples()
+        if self.in_env:
+            counted = torch.full_like(ref_log_prob, counts, dtype=torch.bool)
+            tensordict.set(counted_key(self.ref_log_prob_key), counted)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the log-prob under the reference."""
+        shape = self.log_prob_shape()
+        add_spec(observation_spec, self.ref_log_prob_key, shape, self.log_prob_dtype(), shape)
+        return super().transform_observation_spec(observation_spec)
+
+
+class KLDivergenceTransform(KLTransform):
+    """Writes the k1 estimate of KL(policy || reference) for each step, and another estimate of it on request.
+
+    `kl = log_prob - ref_log_prob` is what may be charged to a reward: of all estimates it alone moves the policy along
+    the gradient of the KL when it is charged. Charged k2 or k3 nearly vanish at the reference, and a charged exact KL
+    is constant in its own step's action. So `estimator` chooses what is *measured* beside it, for logs and controllers.
+
+    You may rely on: the mean of `kl` over the policy's actions is the KL. You may not rely on its sign.
+
+    Keys:
+        reads "action_log_prob" and ("next", "ref_log_prob"), batch shape of the tensordict that holds them.
+        writes ("next", "kl"): nats per step, that shape plus a trailing 1; ("next", "kl_estimate") alike, with another
+        estimator than k1. Zero where no policy ran, where a batched env skipped the row, and on padding
+        (("collector", "mask") False).
+
+    Args:
+        estimator: what is measured: "k1", "k2" or "k3".
+        log_prob_key: the policy's log-prob.
+        ref_log_prob_key: the reference's; by default "ref_log_prob" beside the policy's.
+        kl_key: where k1 goes; by default "kl" beside the policy's log-prob.
+        kl_estimate_key: where the other estimate goes; by default "kl_estimate" beside it.
+
+    Raises:
+        ValueError: if the estimator is unknown, or the two log-probs differ in shape.
+        KeyError: if a log-prob is missing where a policy ran.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> step = TensorDict(action_log_prob=torch.tensor([-1.0]), batch_size=1)
+        >>> step["next"] = TensorDict(ref_log_prob=torch.tensor([-1.5]), batch_size=1)
+        >>> KLDivergenceTransform()(step)["next", "kl"]
+        tensor([[0.5000]])
+    """
+
+    def __init__(
+        self,
+        *,
+        estimator: Estimator = "k1",
+        log_prob_key: NestedKey = "action_log_prob",
+        ref_log_prob_key: NestedKey | None = None,
+        kl_key: NestedKey | None = None,
+        kl_estimate_key: NestedKey | None = None,
+    ):
+        if estimator not in ESTIMATORS:
+            raise ValueError(f"`estimator` must be one of {sorted(ESTIMATORS)}, got {estimator!r}.")
+        self.estimator = estimator
+        self.log_prob_key = unravel_key(log_prob_key)
+        self.ref_log_prob_key = ref_log_prob_key or beside(log_prob_key, "ref_log_prob")
+        self.kl_key = kl_key or beside(log_prob_key, "kl")
+        outputs = {self.kl_key: ESTIMATORS["k1"]}
+        if estimator != "k1":
+            outputs[kl_estimate_key or beside(log_prob_key, "kl_estimate")] = ESTIMATORS[estimator]
+        self._outputs = outputs
+        super().__init__(in_keys=[self.log_prob_key, self.ref_log_prob_key], out_keys=list(outputs))
+
+    @property
+    def measured_key(self) -> NestedKey:
+        """The key of the best measurement: what a controller should be fed."""
+        return self.out_keys[-1]
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        ref_log_prob = get_required(next_tensordict, self.ref_log_prob_key, _NO_REFERENCE)
+        log_prob = tensordict.get(self.log_prob_key, None)
+        counted = tensordict.get(counted_key(self.ref_log_prob_key), None)
+        mask = tensordict.get("_step", None)
+        if log_prob is None:
+            if counted is not None and counted.any():
+                get_required(tensordict, self.log_prob_key, RECORD_LOG_PROB)
+            log_prob, mask = ref_log_prob, torch.zeros_like(ref_log_prob, dtype=torch.bool)
+        if counted is None:
+            counted = torch.full_like(ref_log_prob, mask is None, dtype=torch.bool)
+        if mask is not None:
+            counted = counted & expand_right(mask, counted.shape)
+        tensordict.set(counted_key(self.kl_key), counted.unsqueeze(-1))
+        self._write(tensordict, next_tensordict, log_prob, ref_log_prob, mask)
+        return next_tensordict
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Measures a batch (*B) that has "next"; returns a shallow copy with the results.
+
+        Raises:
+            KeyError: if a log-prob or "next" is not there.
+        """
+        tensordict = copy_batch(tensordict)
+        log_prob = get_required(tensordict, self.log_prob_key, RECORD_LOG_PROB)
+        next_tensordict = tensordict.get("next")
+        ref_log_prob = get_required(next_tensordict, self.ref_log_prob_key, _NO_REFERENCE)
+        mask = tensordict.get(MASK_KEY, None)
+        self._write(tensordict, next_tensordict, log_prob, ref_log_prob, mask)
+        return tensordict
+
+    def _write(self, tensordict, next_tensordict, log_prob, ref_log_prob, mask) -> None:
+        batch_size = holder_batch_size(tensordict, self.log_prob_key)
+        log_prob = sum_action_dims(log_prob.detach(), batch_size)
+        if mask is not None:
+            mask = expand_right(mask, log_prob.shape)
+        for key, estimate in self._outputs.items():
+            kl = estimate(log_prob, ref_log_prob, mask=mask)
+            next_tensordict.set(key, kl.unsqueeze(-1))
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the KL of the step.
+
+        Raises:
+            KeyError: if no transform before this one declares the log-prob under the reference.
+        """
+        if self.ref_log_prob_key not in observation_spec.keys(True, True):
+            raise KeyError(
+                f"{self.ref_log_prob_key!r} is not in the observation spec, got "
+                f"{sorted(map(str, observation_spec.keys(True, True)))}: {_NO_REFERENCE}"
+            )
+        ref = observation_spec[self.ref_log_prob_key]
+        for key in self.out_keys:
+            add_spec(observation_spec, key, (*ref.shape, 1), ref.dtype, ref.shape)
+        return observation_spec
+
+
+_NO_REFERENCE = "put ReferenceModelLogProbTransform before this transform, or name its key with `ref_log_prob_key`."
