@@ -46,6 +46,8 @@ class DigitLanguageEnv(EnvBase):
 
     Args:
         language: the language of the prompts; `DigitLanguage()` if None.
+        prompts: the prompts to draw from, (N, P) int64 digits, all alike probable (a training set that leaves
+            others held out); all prompts of the language if None.
         reward_fn: rewards of texts, (N, L) int64 -> (N,). Called without gradients and with
             finished texts only; the result is cast to float32. A model is used as it is: put it in
             eval mode and on the env's device. `language.preference` if None.
@@ -75,6 +77,7 @@ class DigitLanguageEnv(EnvBase):
         self,
         language: DigitLanguage | None = None,
         *,
+        prompts: Tensor | None = None,
         reward_fn: Callable[[Tensor], Tensor] | None = None,
         batch_size: Sequence[int] = (),
         device: torch.device | str | int | None = None,
@@ -90,6 +93,14 @@ class DigitLanguageEnv(EnvBase):
             raise TypeError(f"`reward_fn` must be callable, got {type(reward_fn).__name__}.")
         super().__init__(device=device, batch_size=torch.Size(batch_size))
         self.language = language
+        if prompts is not None:
+            check_ids("prompts", prompts, language.vocab_size, language.prompt_length)
+            if prompts.ndim != 2 or len(prompts) == 0:
+                raise ValueError(
+                    f"`prompts` must have shape (N, {language.prompt_length}) with N >= 1, got {tuple(prompts.shape)}: "
+                    "stack the prompts to draw from along dimension 0."
+                )
+        self.prompts = prompts
         # Not as a submodule: the env's train(), to() and state_dict() are not for the user's model.
         object.__setattr__(self, "reward_fn", reward_fn)
         # On the CPU wherever the texts are, so that a seed means the same prompts on every device.
@@ -133,7 +144,7 @@ class DigitLanguageEnv(EnvBase):
             raise TypeError(f"`reset` takes `prompt` and no other argument, got {sorted(kwargs)}.")
         language, batch_size = self.language, self.batch_size
         if prompt is None:
-            prompt = language.sample_prompts(batch_size, generator=self._generator)
+            prompt = self._draw_prompts()
         else:
             self._check_prompt(prompt)
         # All rows begin anew here: EnvBase.reset puts back those that a `_reset` mask leaves out.
@@ -142,6 +153,12 @@ class DigitLanguageEnv(EnvBase):
         tokens[..., : language.prompt_length] = prompt
         position = torch.full(batch_size, language.context_length, device=self.device)
         return self._output(tokens, position)
+
+    def _draw_prompts(self) -> Tensor:
+        if self.prompts is None:
+            return self.language.sample_prompts(self.batch_size, generator=self._generator)
+        index = torch.randint(len(self.prompts), self.batch_size, generator=self._generator)
+        return self.prompts[index.to(self.prompts.device)]
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         tokens, position, action = (tensordict[key] for key in ("tokens", "position", "action"))

@@ -32,6 +32,11 @@ class Charge:
         """Writes `reward - coeff * kl` and the coefficient; a coefficient of 0 charges nothing, not even infinity."""
         reward = get_required(next_tensordict, self.reward_key, "name the key of the reward to charge.")
         self.check_shape(kl.shape, reward.shape)
+        if not reward.is_floating_point():
+            raise TypeError(
+                f"{self.reward_key!r} must be floating point, got {reward.dtype}: the coefficient would be rounded to "
+                "an integer. Cast the reward before the charge."
+            )
         coeff = coeff.to(reward).expand(reward.shape).clone()
         penalty = torch.where(coeff == 0, torch.zeros_like(reward), coeff * kl.to(reward.dtype))
         next_tensordict.set(self.out_key, reward - penalty)

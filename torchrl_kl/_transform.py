@@ -56,7 +56,9 @@ def sampled_from_replay() -> bool:
     """
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name in ("sample", "_sample") and isinstance(frame.f_locals.get("self"), ReplayBuffer):
+        if frame.f_code.co_name in ("sample", "_sample", "__getitem__") and isinstance(
+            frame.f_locals.get("self"), ReplayBuffer
+        ):
             return True
         frame = frame.f_back
     return False

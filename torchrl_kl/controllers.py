@@ -50,6 +50,15 @@ class KLController(_Float64State, ABC):
 
     Raises:
         ValueError: if `init_coeff` is not finite or negative, or `per` is neither unit.
+
+    Example:
+        A controller of one's own says what the next coefficient is::
+
+            >>> class Doubling(KLController):
+            ...     def _next_coeff(self, kl, n_steps):
+            ...         return self.coeff.item() * (2 if kl > 1 else 1)
+            >>> Doubling(0.1).update(kl=3.0, n_steps=64)
+            0.2
     """
 
     coeff: Tensor
@@ -79,7 +88,7 @@ class KLController(_Float64State, ABC):
             ValueError: if `kl` is NaN or infinite, or `n_steps` is less than 1. The coefficient is then unchanged.
             TypeError: if `n_steps` is not an integer.
         """
-        kl = float(kl)
+        kl = float(kl.detach() if isinstance(kl, Tensor) else kl)
         if not math.isfinite(kl):
             raise ValueError(
                 f"`kl` must be finite, got {kl}: the coefficient stays at {self.coeff.item():.6g}. Look for "
@@ -240,7 +249,7 @@ class ExponentialKLController(KLController):
 
     def _next_coeff(self, kl: float, n_steps: int) -> float:
         error = min(max(kl / self.target - 1, -1.0), 1.0)
-        value = self.coeff.item() * math.exp(self.gain * error)
+        value = self.coeff.item() * math.exp(min(self.gain * error, 700.0))  # exp(710) overflows; the bounds decide
         return min(max(value, self.min_coeff), self.max_coeff)
 
     def extra_repr(self) -> str:
@@ -295,12 +304,12 @@ class KLStatistics(_Float64State):
                     f"shape {tuple(mask.shape)}."
                 )
             values = values[mask]
-        values = values.detach().to(self.sum.dtype)
+        values = values.detach().to(self.sum)
         total, squares = values.sum(), values.square().sum()
-        if not math.isfinite(total.item()):
+        if not math.isfinite(squares.item()):  # finite squares imply a finite sum
             raise ValueError(
-                f"`values` must be finite, got a sum of {total.item()} over {values.numel()} values: look for -inf "
-                "log-probabilities. The statistics are unchanged."
+                f"`values` must be finite, got a sum of squares of {squares.item()} over {values.numel()} values: look "
+                "for -inf log-probabilities. The statistics are unchanged."
             )
         self.count.add_(values.numel())
         self.sum.add_(total)
@@ -309,9 +318,8 @@ class KLStatistics(_Float64State):
 
     def merge(self, other: KLStatistics) -> KLStatistics:
         """Pools what another object holds (of another worker or micro-batch); returns this object."""
-        self.count.add_(other.count)
-        self.sum.add_(other.sum)
-        self.sum_of_squares.add_(other.sum_of_squares)
+        for buffer, addend in zip(self.buffers(), other.buffers(), strict=True):
+            buffer.add_(addend.to(buffer.device))
         return self
 
     def reset(self) -> KLStatistics:

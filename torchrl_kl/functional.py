@@ -121,7 +121,5 @@ def _log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor | None) -> T
     counts = log_prob != -torch.inf
     if mask is not None:
         counts = counts & mask
-    # The double where: neither value nor gradient of an excluded step may reach the result, not even as NaN * 0.
-    zero = torch.zeros((), dtype=log_prob.dtype, device=log_prob.device)
-    difference = torch.where(counts, log_prob, zero) - torch.where(counts, ref_log_prob, zero)
-    return torch.where(counts, difference, zero)
+    # `where` stands before all that bends: an excluded step is 0 in value and gradient, never NaN * 0.
+    return torch.where(counts, log_prob - ref_log_prob, 0.0)

@@ -44,6 +44,17 @@ class FrozenActor(nn.Module):
     Raises:
         TypeError: if the actor has no distribution.
         ValueError: if it has uninitialised weights, or several log-probs and no key is given.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_kl import GPT, GPTActor
+        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> reference = FrozenActor(actor)
+        >>> state = TensorDict(tokens=torch.tensor([[0, 2, 8, 6, 10, 3]]), position=torch.tensor([6]), batch_size=[1])
+        >>> step = actor(state)
+        >>> log_prob, _ = reference.step(reference.inputs(step))
+        >>> torch.equal(log_prob, step["action_log_prob"]), log_prob.requires_grad
+        (True, False)
     """
 
     def __init__(
@@ -72,6 +83,7 @@ class FrozenActor(nn.Module):
             if as_tuple(key)[0] != "next" and key not in (*states, *self.in_keys, self.log_prob_key)
         ]
         self._last_states: dict[int, list[Tensor]] = {}
+        self._last_observed: dict[int, TensorDictBase] = {}
 
     def train(self, mode: bool = True) -> FrozenActor:
         """Stays in eval mode: dropout noise in a reference would be measured as divergence."""
@@ -126,8 +138,10 @@ class FrozenActor(nn.Module):
         inputs = self.inputs(tensordict)
         if not self.state_keys:
             return self._score(inputs, recurrent=True)
-        if any(key not in inputs.keys(True, True) for key in self.own_state_keys):
-            self._set_first_states(tensordict, inputs, zero_states)
+        if all(key in inputs.keys(True, True) for key in self.own_state_keys):
+            # Every step carries its own state: exact, also for a shuffled batch that kept the name "time".
+            return self._score(inputs, recurrent=False)
+        self._set_first_states(tensordict, inputs, zero_states)
         log_prob, states = self._score(inputs, recurrent=True)
         self._remember(tensordict, states)
         return log_prob, states
@@ -169,7 +183,7 @@ class FrozenActor(nn.Module):
         first_ids = [-1] * known.numel() if ids is None else ids[..., 0].reshape(-1).tolist()
         rows = []
         for starts, trajectory in zip(known.reshape(-1).tolist(), first_ids, strict=True):
-            state = zeros if starts else self._last_states.get(trajectory)
+            state = zeros if starts else self._state_before(tensordict, len(rows), trajectory)
             if state is None:
                 if not (zero_states or is_fake(tensordict)):
                     raise RuntimeError(
@@ -187,7 +201,7 @@ class FrozenActor(nn.Module):
 
     def _remember(self, tensordict: TensorDictBase, states: list[Tensor]) -> None:
         """Keeps the state after the last valid step of each row, by trajectory, for the next call."""
-        self._last_states = {}
+        self._last_states, self._last_observed = {}, {}
         ids = tensordict.get(TRAJECTORY_KEY, None)
         if ids is None or is_fake(tensordict):
             return
@@ -201,7 +215,18 @@ class FrozenActor(nn.Module):
         batch_dims = tensordict.batch_dims
         ends = [state.reshape(-1, n_steps, *state.shape[batch_dims:])[rows, last] for state in states]
         for row, trajectory in enumerate(ids[rows, last].tolist()):
-            self._last_states[trajectory] = [end[row].clone() for end in ends]
+            step = tensordict.get("next").reshape(-1, n_steps)[row, last[row]]
+            self._last_states[trajectory] = [end[row].detach().clone() for end in ends]
+            self._last_observed[trajectory] = step.select(*self.in_keys, strict=False).clone()
+
+    def _state_before(self, tensordict: TensorDictBase, row: int, trajectory: int) -> list[Tensor] | None:
+        """The state that the last call left in a trajectory, if that call ended where this row begins."""
+        if trajectory not in self._last_states:
+            return None
+        first = tensordict.reshape(-1, tensordict.batch_size[-1])[row, 0]
+        last = self._last_observed[trajectory]
+        follows = all(torch.equal(first.get(key), last.get(key)) for key in last.keys(True, True))
+        return self._last_states[trajectory] if follows else None
 
     def _find_log_prob_key(self) -> NestedKey:
         keys = [unravel_key(key) for key in self.actor.log_prob_keys]

@@ -9,7 +9,7 @@ from torchrl.data import Composite, TensorSpec
 from torchrl.envs.transforms import Transform
 
 from torchrl_kl._charge import Charge, add_reward_like
-from torchrl_kl._keys import MASK_KEY, beside, expand_right, find_time_dim, is_fake, state_spec
+from torchrl_kl._keys import MASK_KEY, add_spec, beside, expand_right, find_time_dim, is_fake, state_spec
 from torchrl_kl._transform import KLTransform, copy_batch, counted_key, get_required, sampled_from_replay
 from torchrl_kl.controllers import ConstantKLController, KLController, KLStatistics
 from torchrl_kl.trajectories import OpenTrajectories, find_done
@@ -122,8 +122,12 @@ class RewardAdjustmentTransform(KLTransform):
             if self.controller.per == "step":
                 self._pool(measured[counted])
             else:
-                done = next_tensordict.get(self.done_key or find_done(next_tensordict, self.reward_key))
-                self._pool(episode_kl[counted & expand_right(done, measured.shape)])
+                done_key = find_done(next_tensordict, self.reward_key, self.done_key)
+                ended = expand_right(next_tensordict.get(done_key), measured.shape)
+                before = tensordict.get(done_key, None)
+                if before is not None:  # an agent that has left while others go on was counted when it left
+                    ended = ended & ~expand_right(before, measured.shape)
+                self._pool(episode_kl[counted & ended])
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -141,7 +145,7 @@ class RewardAdjustmentTransform(KLTransform):
         timed = find_time_dim(tensordict, self.time_dim) is not None
         finished = measured.new_zeros(0)
         if timed:
-            done_key = self.done_key or find_done(next_tensordict, self.reward_key)
+            done_key = find_done(next_tensordict, self.reward_key, self.done_key)
             trajectories = self._open_trajectories if moves else OpenTrajectories()
             running, finished = trajectories.add(tensordict, measured, done_key)
             next_tensordict.set(self.episode_kl_key, running)
@@ -172,6 +176,8 @@ class RewardAdjustmentTransform(KLTransform):
         return measured.detach()
 
     def _pool(self, values: Tensor) -> None:
+        if self.controller.coeff == 0:  # only measures: what cannot be pooled must not stop the training either
+            values = values[values.isfinite()]
         if values.numel():
             self.statistics.add(values)
             n_steps = int(self.statistics.count)
@@ -187,8 +193,12 @@ class RewardAdjustmentTransform(KLTransform):
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Adds the running sum to the state spec, so that batched envs carry it."""
-        add_reward_like(state_spec(input_spec), self.episode_kl_key, self._reward_spec)
+        self._add_episode_kl(state_spec(input_spec), self.parent_env.full_observation_spec)
         return input_spec
+
+    def _add_episode_kl(self, spec: Composite, measured_in: Composite) -> None:
+        shape = self._reward_spec.shape
+        add_spec(spec, self.episode_kl_key, shape, measured_in[self.measured_key].dtype, shape[:-1])
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the task reward, the coefficient and the running sum.
@@ -205,8 +215,9 @@ class RewardAdjustmentTransform(KLTransform):
                 f"{sorted(map(str, observation_spec.keys(True, True)))}: {_NO_KL}"
             )
         self._charge.check_shape(observation_spec[self.kl_key].shape, self._reward_spec.shape)
-        for key in self.out_keys[1:]:
+        for key in (self.task_reward_key, self.kl_coeff_key):
             add_reward_like(observation_spec, key, self._reward_spec)
+        self._add_episode_kl(observation_spec, observation_spec)
         return observation_spec
 
     @property

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from tensordict import NestedKey, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
 from torchrl.data import Composite
 from torchrl.envs.transforms import Compose, Transform
 
 from torchrl_kl._charge import Charge, add_reward_like
-from torchrl_kl._keys import MASK_KEY, as_tuple, beside, expand_right, holder_batch_size, sum_action_dims
+from torchrl_kl._keys import as_tuple, beside, expand_right, holder_batch_size, sum_action_dims
 from torchrl_kl._transform import get_required
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional import Estimator, kl_k1
@@ -188,11 +188,13 @@ class KLRewardTransform(ReferenceTransform):
         in_keys: NestedKey | list[NestedKey] | None = None,
         out_keys: NestedKey | list[NestedKey] | None = None,
         requires_grad: bool = False,
+        *,
+        kl_coeff_key: NestedKey | None = None,
     ):
         reference = FrozenActor(actor, requires_grad=requires_grad)
         self.reward_key = _one_key("in_keys", in_keys or ["reward"])
         self.out_key = _one_key("out_keys", out_keys or [self.reward_key])
-        self.kl_coeff_key = beside(self.out_key, "kl_coeff")
+        self.kl_coeff_key = kl_coeff_key or beside(self.out_key, "kl_coeff")
         super().__init__(
             reference,
             in_keys=[self.reward_key, *reference.in_keys, *reference.action_keys],
@@ -201,20 +203,30 @@ class KLRewardTransform(ReferenceTransform):
             zero_states=False,
         )
         coef = torch.as_tensor(coef)
-        if not bool(coef >= 0):
-            raise ValueError(f"`coef` must be at least 0, got {coef.item()}: divergence is charged, not paid for.")
+        if not bool(coef.isfinite() & (coef >= 0)):
+            raise ValueError(
+                f"`coef` must be finite and at least 0, got {coef.item()}: divergence is charged, not paid for."
+            )
         self.register_buffer("coef", coef)
         self._charge = Charge(self.reward_key, self.out_key, self.kl_coeff_key)
 
-    def _write(self, tensordict, next_tensordict, log_prob, ref_log_prob):
-        if not self.in_env:
-            self._charge.refuse_charged(next_tensordict.keys(True, True), "the batch")
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Charges a batch that has "next"; returns a shallow copy with the results.
+
+        Raises:
+            KeyError: if the reward, the policy's log-prob or "next" is not there.
+            RuntimeError: if the reward was charged before, or a recurrent reference's state is not known.
+        """
+        if "next" in tensordict.keys():
+            self._charge.refuse_charged(tensordict.get("next").keys(True, True), "the batch")
+        return super().forward(tensordict)
+
+    def _write(self, tensordict, next_tensordict, log_prob, ref_log_prob, mask):
         if log_prob is None or ref_log_prob is None:
             reward = get_required(next_tensordict, self.reward_key, "name it with `in_keys`.")
             kl = torch.zeros_like(reward)
         else:
-            log_prob = sum_action_dims(log_prob, holder_batch_size(tensordict, self.reference.log_prob_key))
-            mask = tensordict.get("_step" if self.in_env else MASK_KEY, None)
+            log_prob = sum_action_dims(log_prob.detach(), holder_batch_size(tensordict, self.reference.log_prob_key))
             if mask is not None:
                 mask = expand_right(mask, log_prob.shape)
             kl = kl_k1(log_prob, ref_log_prob, mask=mask).unsqueeze(-1)

@@ -34,7 +34,7 @@ class OpenTrajectories:
 
     def __init__(self):
         self._sums: dict[int, Tensor] = {}
-        self._ended_unless_back: dict[int, Tensor] = {}
+        self._ended_unless_back: set[int] = set()
 
     def add(self, tensordict: TensorDictBase, values: Tensor, done_key: NestedKey) -> TrajectorySums:
         """Adds a batch whose last dimension is time.
@@ -52,71 +52,65 @@ class OpenTrajectories:
         done, terminated = (
             expand_right(flag, values.shape).reshape(flat.shape) for flag in _done_flags(tensordict, done_key)
         )
-        ids = tensordict.get(TRAJECTORY_KEY, None)
-        if ids is not None:
-            ids = ids.reshape(-1, n_steps)
         mask = tensordict.get(MASK_KEY, None)
         mask = torch.ones(flat.shape[:2], dtype=torch.bool) if mask is None else mask.reshape(-1, n_steps)
         mask = mask.to(flat.device)
-        last = mask.sum(-1) - 1  # padding follows the valid steps
-        cuts = self._cuts(ids, done, mask)
-        carried = self._carried_in(ids, flat, tensordict)
+        ids = tensordict.get(TRAJECTORY_KEY, None)
+        ids = None if ids is None else ids.reshape(-1, n_steps)
+        cuts = done if ids is None else _changes(ids, mask).unsqueeze(-1).expand_as(done)
+        followed = None if is_fake(tensordict) else ids
+        carried, finished = flat.new_zeros(flat.shape[0], flat.shape[2]), []
+        if followed is not None:
+            finished = self._resume(followed, tensordict.get("is_init", None), carried)
         running = _segment_cumsum(flat, cuts, carried)
-        finished = [running[cuts & mask.unsqueeze(-1)]]
-        if ids is not None and not is_fake(tensordict):
-            finished += self._settle(ids, last, running, done, terminated)
+        counted = cuts & mask.unsqueeze(-1)
+        before = tensordict.get(done_key, None)
+        if ids is None and before is not None:  # an agent that has left while others go on was counted when it left
+            counted = counted & ~expand_right(before, values.shape).reshape(flat.shape)
+        finished.append(running[counted])
+        if followed is not None:
+            last = torch.arange(len(flat), device=flat.device), mask.sum(-1) - 1  # padding follows the valid steps
+            finished.append(self._suspend(followed[last], running[last], done[last], terminated[last]))
         return TrajectorySums(running.reshape(values.shape).to(values.dtype), torch.cat(finished))
 
-    def _cuts(self, ids: Tensor | None, done: Tensor, mask: Tensor) -> Tensor:
-        """Where a trajectory is known to end from this batch alone, (R, T, F)."""
-        if ids is None:
-            return done
-        changes = torch.zeros_like(mask)
-        changes[:, :-1] = (ids[:, 1:] != ids[:, :-1]) & mask[:, 1:]
-        return changes.unsqueeze(-1).expand_as(done)
-
-    def _carried_in(self, ids: Tensor | None, flat: Tensor, tensordict: TensorDictBase) -> Tensor:
-        """The sums with which the rows begin, (R, F)."""
-        carried = flat.new_zeros(flat.shape[0], flat.shape[2])
-        if ids is None or not self._sums:
-            return carried
-        starts = tensordict.get("is_init", None)
-        starts = torch.zeros_like(ids) if starts is None else starts.reshape(ids.shape)
-        for row, (trajectory, new) in enumerate(zip(ids[:, 0].tolist(), starts[:, 0].tolist(), strict=True)):
+    def _resume(self, ids: Tensor, is_init: Tensor | None, carried: Tensor) -> list[Tensor]:
+        """Gives each row the sum that it goes on from; returns the totals that are now known to have ended."""
+        begins = torch.zeros_like(ids[:, 0]) if is_init is None else is_init.reshape(ids.shape)[:, 0]
+        for row, (trajectory, new) in enumerate(zip(ids[:, 0].tolist(), begins.tolist(), strict=True)):
             # An id that begins anew belongs to another collector: ids restart with each.
             if trajectory in self._sums and not new:
-                carried[row] = self._sums[trajectory].to(carried.device)
-        return carried
+                carried[row] = self._sums.pop(trajectory).to(carried.device)
+        ended = [self._sums.pop(trajectory) for trajectory in self._ended_unless_back if trajectory in self._sums]
+        self._ended_unless_back.clear()
+        return [total.to(carried.device) for total in ended]
 
-    def _settle(self, ids: Tensor, last: Tensor, running: Tensor, done: Tensor, terminated: Tensor) -> list[Tensor]:
-        """Judges what the batch before left open, then keeps what this one leaves open; returns finished totals."""
-        rows = torch.arange(len(ids), device=ids.device)
-        present = set(ids.reshape(-1).tolist())
-        finished = [
-            self._sums.pop(trajectory)[ended].to(running.device)
-            for trajectory, ended in self._ended_unless_back.items()
-            if trajectory not in present
-        ]
-        for trajectory in present:
-            self._sums.pop(trajectory, None)
-        self._ended_unless_back = {}
-        totals, ended, maybe = running[rows, last], terminated[rows, last], done[rows, last]
-        finished.append(totals[ended])
-        for row, trajectory in enumerate(ids[rows, last].tolist()):
-            if not bool(ended[row].all()):
-                # Agents that terminated are counted: what they would add later begins at zero.
-                self._sums[trajectory] = torch.where(ended[row], 0.0, totals[row])
-                if bool(maybe[row].any()):
-                    self._ended_unless_back[trajectory] = maybe[row] & ~ended[row]
-        return finished
+    def _suspend(self, ids: Tensor, totals: Tensor, done: Tensor, terminated: Tensor) -> Tensor:
+        """Keeps what the rows leave open; returns the totals that have ended. (R,), then (R, F) each.
+
+        A collector begins a new id as soon as any agent is done: they all end with their id.
+        """
+        ended, maybe = terminated.any(-1), done.any(-1)
+        for trajectory, total, ends, perhaps in zip(ids.tolist(), totals, ended.tolist(), maybe.tolist(), strict=True):
+            if not ends:
+                self._sums[trajectory] = total
+                if perhaps:
+                    self._ended_unless_back.add(trajectory)
+        return totals[ended].flatten()
 
 
-def find_done(tensordict: TensorDictBase, reward_key: NestedKey) -> NestedKey:
-    """The done flag of a reward: the one beside it, or else the one at the root of the step."""
-    near = beside(reward_key, "done")
+def _changes(ids: Tensor, mask: Tensor) -> Tensor:
+    """The last steps of the trajectories after which the row goes on with another one, (R, T)."""
+    changes = torch.zeros_like(mask)
+    changes[:, :-1] = (ids[:, 1:] != ids[:, :-1]) & mask[:, 1:]
+    return changes
+
+
+def find_done(tensordict: TensorDictBase, reward_key: NestedKey, done_key: NestedKey | None = None) -> NestedKey:
+    """The done flag of a reward: the one named, or else the one beside it, or else the one at the root of the step."""
+    near = done_key or beside(reward_key, "done")
     if tensordict.get(near, None) is not None:
         return near
-    if tensordict.get("done", None) is not None:
+    if done_key is None and tensordict.get("done", None) is not None:
         return "done"
     raise KeyError(
         f"there is no {near!r} and no 'done' in the step, got {sorted(map(str, tensordict.keys(True, True)))}: "
@@ -134,15 +128,11 @@ def _done_flags(tensordict: TensorDictBase, done_key: NestedKey) -> tuple[Tensor
 def _segment_cumsum(values: Tensor, cuts: Tensor, carried: Tensor) -> Tensor:
     """Cumulative sums along dimension 1 that restart after each cut; the first segment begins at `carried`.
 
-    `values`, `cuts`: (R, T, F); `carried`: (R, F); all sums in the dtype of `values`.
+    `values`, `cuts`: (R, T, F); `carried`: (R, F); all sums in the dtype of `values`. Step by step: the difference of
+    two sums over the row would let a large or infinite trajectory spoil the ones after it.
     """
-    total = values.cumsum(1)
-    before = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], 1)  # sum before each step
-    starts = torch.zeros_like(cuts)
-    starts[:, 1:] = cuts[:, :-1]
-    n_steps = values.shape[1]
-    steps = torch.arange(n_steps, device=values.device).view(1, -1, 1)
-    start_index = torch.where(starts, steps, 0).cummax(1).values
-    offset = before.gather(1, start_index)
-    first = start_index == 0
-    return total - offset + torch.where(first, carried.unsqueeze(1), 0.0)
+    running, total = [], carried
+    for value, cut in zip(values.unbind(1), cuts.unbind(1), strict=True):
+        running.append(total + value)
+        total = torch.where(cut, 0.0, running[-1])
+    return torch.stack(running, 1)

@@ -56,7 +56,7 @@ class ReferenceTransform(KLTransform):
         self.reference = reference
         self.time_dim = time_dim
         self.zero_states = zero_states
-        self._inputs_key = beside(reference.log_prob_key, f"_{as_tuple(out_keys[0])[-1]}_inputs")
+        self._inputs_key = f"_{'_'.join(as_tuple(out_keys[0]))}_inputs"  # at the root: it may hold entries of the root
 
     @abstractmethod
     def _write(
@@ -65,6 +65,7 @@ class ReferenceTransform(KLTransform):
         next_tensordict: TensorDictBase,
         log_prob: Tensor | None,
         ref_log_prob: Tensor | None,
+        mask: Tensor | None,
     ) -> None:
         """Writes the results of one step or batch; both log-probs are None where no policy ran."""
 
@@ -79,11 +80,11 @@ class ReferenceTransform(KLTransform):
         log_prob = tensordict.get(self.reference.log_prob_key, None)
         if log_prob is None:
             self._refuse_unrecorded(tensordict)
-            self._write(tensordict, next_tensordict, None, None)
+            self._write(tensordict, next_tensordict, None, None, None)
             self._write_states(next_tensordict, [inputs.get(k) for k in self._own_states])
             return next_tensordict
         ref_log_prob, states = self.reference.step(inputs)
-        self._write(tensordict, next_tensordict, log_prob, ref_log_prob)
+        self._write(tensordict, next_tensordict, log_prob, ref_log_prob, tensordict.get("_step", None))
         self._write_states(next_tensordict, states)
         return next_tensordict
 
@@ -104,7 +105,7 @@ class ReferenceTransform(KLTransform):
             ref_log_prob, _ = self.reference.step(self.reference.inputs(tensordict))
         else:
             ref_log_prob, _ = self.reference.trajectories(tensordict, zero_states=self.zero_states)
-        self._write(tensordict, tensordict.get("next"), log_prob, ref_log_prob)
+        self._write(tensordict, tensordict.get("next"), log_prob, ref_log_prob, tensordict.get(MASK_KEY, None))
         return tensordict
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
@@ -114,6 +115,12 @@ class ReferenceTransform(KLTransform):
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the reference's recurrent state to the observation spec."""
+        taken = [key for key in self._own_states if key in observation_spec.keys(True, True)]
+        if taken:
+            raise RuntimeError(
+                f"the env has {taken}, the state of another recurrent reference: two references in one env would "
+                "overwrite each other's memory. Score one of them on the collector's batches."
+            )
         self._add_state_specs(observation_spec)
         return observation_spec
 
@@ -213,15 +220,18 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
             zero_states=zero_states,
         )
 
-    def _write(self, tensordict, next_tensordict, log_prob, ref_log_prob):
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        next_tensordict = super()._step(tensordict, next_tensordict)
+        counts = tensordict.get(self.reference.log_prob_key, None) is not None and self.reference.samples()
+        counted = torch.full_like(next_tensordict.get(self.ref_log_prob_key), counts, dtype=torch.bool)
+        tensordict.set(counted_key(self.ref_log_prob_key), counted)
+        return next_tensordict
+
+    def _write(self, tensordict, next_tensordict, log_prob, ref_log_prob, mask):
         if ref_log_prob is None:
             batch_size = holder_batch_size(tensordict, self.reference.log_prob_key)
             ref_log_prob = torch.zeros(batch_size, dtype=self.log_prob_dtype(), device=tensordict.device)
         next_tensordict.set(self.ref_log_prob_key, ref_log_prob)
-        counts = log_prob is not None and self.reference.samples()
-        if self.in_env:
-            counted = torch.full_like(ref_log_prob, counts, dtype=torch.bool)
-            tensordict.set(counted_key(self.ref_log_prob_key), counted)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the log-prob under the reference."""

@@ -368,3 +368,25 @@ class TestElsewhere:
         assert rollout.shape == (2, 3)
         assert rollout["next", "tokens"].shape == (2, 3, language.text_length)
         assert env.full_action_spec["action"].cardinality() == 1001
+
+
+class TestPromptSet:
+    def test_draws_only_and_all_of_the_given_prompts(self):
+        prompts = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]])
+        env = DigitLanguageEnv(prompts=prompts, batch_size=(200,), seed=0)
+        drawn = env.reset()["tokens"][:, :4]
+        assert {tuple(row) for row in drawn.tolist()} == {tuple(row) for row in prompts.tolist()}
+
+    def test_seed_repeats_the_draw(self):
+        prompts = torch.arange(80).reshape(20, 4) % 10
+        first, second = (DigitLanguageEnv(prompts=prompts, batch_size=(50,), seed=3).reset() for _ in range(2))
+        assert torch.equal(first["tokens"], second["tokens"])
+
+    @pytest.mark.parametrize("prompts", [torch.zeros(4, dtype=torch.int64), torch.zeros(0, 4, dtype=torch.int64)])
+    def test_refuses_a_wrong_shape(self, prompts):
+        with pytest.raises(ValueError, match=r"`prompts` must have shape \(N, 4\) with N >= 1"):
+            DigitLanguageEnv(prompts=prompts)
+
+    def test_refuses_what_are_no_digits(self):
+        with pytest.raises(ValueError, match="`prompts`"):
+            DigitLanguageEnv(prompts=torch.full((2, 4), 10))

@@ -1,0 +1,106 @@
+"""Why the KL that is charged to a reward is k1: a bandit on which every expectation is a sum over four actions.
+
+A reward is not differentiated. Charging c to it moves the policy along E[(r - beta c) grad log pi], with c a constant.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from torchrl_kl.functional import kl_k1, kl_k2, kl_k3
+
+BETA = 0.5
+REWARD = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+REF_LOG_PROB = torch.full((4,), 0.25, dtype=torch.float64).log()
+NO_LEASH = math.log(4)  # KL of a policy that always takes one action
+
+
+def charge_exact(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> torch.Tensor:
+    """The KL itself, which is the same for every action."""
+    return (log_prob.exp() * (log_prob - ref_log_prob)).sum().expand(4)
+
+
+def kl(log_prob: torch.Tensor) -> float:
+    return sum(math.exp(a) * (a - b) for a, b in zip(log_prob.tolist(), REF_LOG_PROB.tolist(), strict=True))
+
+
+def direction(logits: torch.Tensor, charged) -> torch.Tensor:
+    """The exact policy gradient with respect to the logits, of shape (4,)."""
+    logits = logits.detach().requires_grad_()
+    log_prob = logits.log_softmax(-1)
+    advantage = (REWARD - BETA * charged(log_prob, REF_LOG_PROB)).detach()
+    return torch.autograd.grad((log_prob.exp().detach() * advantage * log_prob).sum(), logits)[0]
+
+
+def train(charged, n_updates: int) -> list[torch.Tensor]:
+    """Log-probabilities after each update of plain gradient ascent that begins beside the reference."""
+    logits, log_probs = REF_LOG_PROB + 0.01 * torch.randn(4, dtype=torch.float64), []
+    for _ in range(n_updates):
+        logits = logits + direction(logits, charged)
+        log_probs.append(logits.log_softmax(-1))
+    return log_probs
+
+
+def optimum() -> torch.Tensor:
+    """Log-probabilities of the maximiser of E[r] - beta KL, pi* ~ pi_ref exp(r / beta), shape (4,)."""
+    weights = [0.25 * math.exp(2.0), 0.25, 0.25, 0.25]
+    return torch.tensor([math.log(weight / sum(weights)) for weight in weights], dtype=torch.float64)
+
+
+def test_the_optimum_is_better_than_all_policies_around_it_and_has_the_known_kl():
+    def objective(log_prob):
+        return math.exp(log_prob[0].item()) - BETA * kl(log_prob)
+
+    best = objective(optimum())
+    for _ in range(100):
+        other = (optimum() + 0.1 * torch.randn(4, dtype=torch.float64)).log_softmax(-1)
+        assert objective(other) < best
+    assert kl(optimum()) == pytest.approx(0.468, abs=5e-4)
+
+
+def test_charged_k1_ends_at_the_optimum():
+    assert_close(train(kl_k1, 500)[-1], optimum(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("charged", [kl_k2, charge_exact], ids=["k2", "exact"])
+def test_charged_k2_and_exact_kl_are_no_leash(charged):
+    policy = train(charged, 3000)[-1]
+    assert policy.exp()[0] > 0.999
+    assert kl(policy) == pytest.approx(NO_LEASH, abs=5e-3)
+
+
+def test_charged_k3_diverges():
+    log_probs = train(kl_k3, 2000)
+    lowest = [policy.min().item() for policy in log_probs]
+    assert kl(log_probs[200]) == pytest.approx(NO_LEASH, abs=1e-12)
+    # It does not settle there: pi * k3 tends to pi_ref, so a dying action is pushed on at the constant speed
+    # beta * pi_ref = 1/8 of its logit, while the winner rises by beta * (1 - pi_ref) = 3/8.
+    assert lowest[400] - lowest[200] == pytest.approx(-200 * (1 / 8 + 3 / 8), rel=1e-6)
+    # At last exp(-log-ratio) overflows.
+    assert math.isnan(lowest[-1])
+
+
+@pytest.mark.parametrize("charged", [kl_k2, charge_exact], ids=["k2", "exact"])
+def test_the_others_only_creep(charged):
+    lowest = [policy.min().item() for policy in train(charged, 401)]
+    assert -math.log(4) < lowest[400] - lowest[200] < 0  # at most the logarithm of the time, against -100 of k3
+
+
+def test_only_k1_is_at_rest_at_the_optimum():
+    assert_close(direction(optimum(), kl_k1), torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-15)
+    for charged in (kl_k2, kl_k3, charge_exact):
+        assert direction(optimum(), charged)[0] > 0.05
+
+
+def test_near_the_reference_only_k1_pulls_back():
+    """The share of the charge in the update, against -beta grad KL."""
+    logits = (REF_LOG_PROB + 0.01 * torch.randn(4, dtype=torch.float64)).requires_grad_()
+    log_prob = logits.log_softmax(-1)
+    truth = -BETA * torch.autograd.grad((log_prob.exp() * (log_prob - REF_LOG_PROB)).sum(), logits)[0]
+    task = direction(logits, lambda log_prob, _: torch.zeros_like(log_prob))
+    pulls = {charged: direction(logits, charged) - task for charged in (kl_k1, kl_k2, kl_k3, charge_exact)}
+    assert_close(pulls[kl_k1], truth, rtol=0, atol=1e-15)
+    for charged in (kl_k2, kl_k3, charge_exact):
+        assert pulls[charged].norm() < 0.05 * truth.norm()
