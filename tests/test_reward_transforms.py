@@ -698,3 +698,12 @@ def test_the_buffer_that_a_collector_hands_out_twice_stays_clean():
     collector.shutdown()
     assert len(storage) == 1  # the same buffer each time
     assert total(controller)[0] == 32
+
+
+def test_a_frozen_stack_goes_on_summing_from_batch_to_batch():
+    stack = KLConstrainedTransform(make_actor(), SpyController()).freeze()
+    inside = KLConstrainedTransform(make_actor(), SpyController()).freeze()
+    batches = collect(with_transforms(WalkEnv((2,), longest=9), inside), policy(), frames=10, batches=4)
+    assert not all((batch["episode_kl"][:, 0] == 0).all() for batch in batches)  # some rows begin inside
+    for batch in batches:
+        assert_same(stack(without_kl(batch))["next", "episode_kl"], batch["next", "episode_kl"])

@@ -141,15 +141,15 @@ class RewardAdjustmentTransform(KLTransform):
         next_tensordict = tensordict.get("next")
         self._charge.refuse_charged(next_tensordict.keys(True, True), "the batch")
         measured = self._adjust(next_tensordict)
-        moves = not (self.frozen or is_fake(tensordict) or sampled_from_replay())
+        follows = not (is_fake(tensordict) or sampled_from_replay())  # what comes next in the same trajectories
         timed = find_time_dim(tensordict, self.time_dim) is not None
         finished = measured.new_zeros(0)
         if timed:
             done_key = find_done(next_tensordict, self.reward_key, self.done_key)
-            trajectories = self._open_trajectories if moves else OpenTrajectories()
+            trajectories = self._open_trajectories if follows else OpenTrajectories()
             running, finished = trajectories.add(tensordict, measured, done_key)
             next_tensordict.set(self.episode_kl_key, running)
-        if not moves:
+        if self.frozen or not follows:
             return tensordict
         if self.controller.per == "step":
             mask = tensordict.get(MASK_KEY, None)
