@@ -79,6 +79,7 @@ class Args:
     rm_iterations: int = arg(400, "Updates of the reward model.")
     rm_batch: int = arg(128, "Pairs per update of the reward model.")
     rm_lr: float = arg(3e-3, "Peak learning rate of the reward model.")
+    rm_centring: float = arg(0.01, "Weight of the squared sum of the two scores of a pair.")
     rm_heldout_pairs: int = arg(10_000, "Held-out pairs that test the reward model.")
     ppo_batches: int = arg(70, "Batches of responses that PPO collects with beta 1 and with beta 0.")
     adaptive_batches: int = arg(120, "Batches of responses that PPO collects with the adaptive coefficient.")
@@ -209,7 +210,9 @@ def train_reward_model(language_model: GPT, language: DigitLanguage, prompts, ar
     bar = tqdm(range(args.rm_iterations), desc="reward model")
     for step in bar:
         accepted, rejected = score(torch.stack(preference_pairs(language, draw(prompts, args.rm_batch))))
-        loss = -logsigmoid(accepted - rejected).mean()
+        # The second term centres the scores (Eisenstein et al. 2023): differences alone leave every pair's mean free, and
+        # the policy would be rewarded for what the later digits happen to add to it.
+        loss = -logsigmoid(accepted - rejected).mean() + args.rm_centring * (accepted + rejected).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

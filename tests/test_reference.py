@@ -10,6 +10,7 @@ from tensordict.nn import InteractionType, TensorDictModule
 from torch import nn
 from torch.distributions import Categorical
 from torch.testing import assert_close
+from torchrl.collectors import Collector
 from torchrl.envs import SerialEnv
 from torchrl.modules import Actor, MaskedCategorical, set_recurrent_mode
 
@@ -267,6 +268,16 @@ def test_a_batch_that_begins_inside_a_trajectory(kind, zero_states):
         assert error[inside].abs().max() > 1e-3  # what a zero state costs
         assert (~inside).any()
         assert error[~inside].abs().max() <= 1e-5
+
+
+def test_fake_data_needs_no_state():
+    actor = make_actor("lstm")
+    env = with_transforms(WalkEnv((2,)), *memory_of(actor))
+    collector = Collector(env, moved(actor), frames_per_batch=8, total_frames=8, auto_register_policy_transforms=False)
+    fake = collector.fake_tensordict()
+    collector.shutdown()
+    assert not fake["is_init"].any()
+    assert ref_log_prob(ReferenceModelLogProbTransform(actor), fake).shape == (2, 4)
 
 
 @recurrent

@@ -313,6 +313,18 @@ def test_trajectories_across_batches_are_those_of_the_env(truncates):
     assert_close(kl_outside, kl - last["episode_kl"][:, -1][pending].sum().item(), atol=1e-4, rtol=0)
 
 
+def test_replay_sampling_leaves_open_trajectories_alone():
+    stack, _ = spied(time_dim=-1)
+    env = with_transforms(SerialEnv(2, lambda: WalkEnv(longest=9)), KLConstrainedTransform(make_actor(), 0.1))
+    batches = collect(env, policy(), frames=8, batches=6)
+    replay = ReplayBuffer(storage=LazyTensorStorage(2), batch_size=2, transform=stack)
+    replay.extend(without_kl(batches[0]))
+    for batch in batches:
+        after = stack(without_kl(batch))
+        assert_same(after["next", "episode_kl"], batch["next", "episode_kl"])
+        replay.sample()
+
+
 def test_a_new_collector_with_the_same_ids_begins_anew():
     stack, controller = spied()
     for seed in range(2):
@@ -638,9 +650,9 @@ def test_a_number_is_a_constant_controller(coeff):
     assert controller.coeff.item() == coeff
 
 
-@pytest.mark.parametrize("update_every", [0, -1])
+@pytest.mark.parametrize("update_every", [0, -1, 2.5, True])
 def test_update_every_must_be_positive(update_every):
-    with pytest.raises(ValueError, match=f"`update_every` must be at least 1, got {update_every}"):
+    with pytest.raises(ValueError, match=f"`update_every` must be an int of at least 1, got {update_every}"):
         RewardAdjustmentTransform(0.1, update_every=update_every)
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.data import Composite, TensorSpec
 
-from torchrl_kl._keys import add_spec
+from torchrl_kl._keys import add_spec, beside
 from torchrl_kl._transform import get_required
 
 
@@ -48,17 +48,21 @@ class Charge:
             raise ValueError(
                 f"the KL and {self.reward_key!r} must have the same shape, got {tuple(kl)} and {tuple(reward)}: "
                 "broadcasting would charge the same KL several times. The KL has the batch shape of the tensordict "
-                "that holds the action, plus 1; sum it over agents for a shared reward, and reduce a reward of several "
-                "trailing dimensions to one."
+                "that holds the action, plus 1; sum it over agents for a shared reward (with `reduce`), and reduce "
+                "a reward of several trailing dimensions to one."
             )
 
     def refuse_charged(self, keys: Iterable[NestedKey], where: str) -> None:
         """RuntimeError if the coefficient is among the keys: the reward was charged before."""
-        if self.kl_coeff_key in keys:
+        signs = {self.kl_coeff_key}
+        if self.out_key != self.reward_key:  # what the result starts from must not have been charged either
+            signs.add(beside(self.reward_key, "kl_coeff"))
+        found = signs & {unravel_key(key) for key in keys}
+        if found:
             raise RuntimeError(
-                f"{where} has {self.kl_coeff_key!r}: {self.reward_key!r} was charged for its KL before, and a second "
-                "charge would count it twice. Use one stack, in the env or on the batch; for another reward, give this "
-                "transform a `kl_coeff_key` of its own."
+                f"{where} has {min(map(str, found))!r}: {self.reward_key!r} was charged for its KL before, and a "
+                "second charge would count it twice. Use one stack, in the env or on the batch; for another reward, "
+                "give this transform a `kl_coeff_key` of its own."
             )
 
     def unbounded_reward_spec(self, reward_spec: Composite) -> Composite:

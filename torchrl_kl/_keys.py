@@ -91,8 +91,7 @@ def find_time_dim(tensordict: TensorDictBase, time_dim: int | None) -> int | Non
 
 def is_fake(tensordict: TensorDictBase) -> bool:
     """Whether a batch is all zeros at its root: the stand-in that collectors and buffers allocate storage with."""
-    return not any(
-        bool(value.any())
-        for key, value in tensordict.items(True, True)
-        if as_tuple(key)[0] != "next" and isinstance(value, Tensor)
-    )
+    values = [
+        value for key, value in tensordict.items(True, True) if as_tuple(key)[0] != "next" and isinstance(value, Tensor)
+    ]
+    return bool(values) and not any(bool(value.any()) for value in values)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import cast
 
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
-from torchrl.data import ReplayBuffer
+from torchrl.data import Composite, ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
@@ -46,6 +47,15 @@ class KLTransform(Transform):
         return tensordict_reset
 
     _reset_on_native_autoreset = _reset
+
+    def claim(self, observation_spec: Composite, keys: Iterable[NestedKey]) -> None:
+        """RuntimeError if the env has one of the keys that this transform is going to declare."""
+        taken = [key for key in keys if key in observation_spec.keys(True, True)]
+        if taken:
+            raise RuntimeError(
+                f"{type(self).__name__} would overwrite {taken}, which the env has already (of another stack, or of "
+                "its own): give this transform keys of its own, such as `kl_key=`."
+            )
 
 
 def sampled_from_replay() -> bool:

@@ -149,8 +149,8 @@ class AdaptiveKLController(KLController):
     Args:
         init_coeff: the first coefficient, reward per nat, above 0.
         target: the KL to hold, nats per trajectory or per step, as `per` says; above 0.
-        horizon: how many trajectories (steps) it takes to change the coefficient by a factor of about e at an error
-            of 1; above 0. A large horizon is a slow, quiet controller.
+        horizon: over so many trajectories (steps) the coefficient changes by a factor of at most about exp(clip); above
+            0. A large horizon is a slow, quiet controller.
         clip: the largest relative error that counts, in (0, inf).
         per: "trajectory" (Ziegler et al.: 6 nats for a response of 24 tokens) or "step" (0.01 is careful, 0.05 to 0.1
             usual, 0.1 to 0.2 bold).
@@ -348,7 +348,9 @@ class KLStatistics(_Float64State):
 
 
 def _check_number(name: str, value: float, *, above: float | None = None, at_least: float | None = None) -> float:
-    """`value` as a float; ValueError unless it is finite and within the bound given."""
+    """`value` as a float; TypeError unless it is a number, ValueError unless finite and within the bound given."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}.")
     low_enough = (above is None or value > above) and (at_least is None or value >= at_least)
     if not (math.isfinite(value) and low_enough):
         bound = f"above {above:g}" if above is not None else f"at least {at_least:g}"

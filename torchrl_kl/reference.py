@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -76,6 +77,7 @@ class FrozenActor(nn.Module):
         self.own_state_keys = [beside(key, f"ref_{as_tuple(key)[-1]}") for key in self.state_keys]
         states = (*self.state_keys, *self.action_keys)
         self.in_keys = [key for key in self.actor.in_keys if key not in states]
+        self._init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
         # Entries that only a policy's forward pass leaves behind: with them and no log-prob, the policy did run.
         self.trace_keys = [
             key
@@ -141,6 +143,7 @@ class FrozenActor(nn.Module):
         if all(key in inputs.keys(True, True) for key in self.own_state_keys):
             # Every step carries its own state: exact, also for a shuffled batch that kept the name "time".
             return self._score(inputs, recurrent=False)
+        self._check_consecutive(tensordict)
         self._set_first_states(tensordict, inputs, zero_states)
         log_prob, states = self._score(inputs, recurrent=True)
         self._remember(tensordict, states)
@@ -173,17 +176,17 @@ class FrozenActor(nn.Module):
     def _set_first_states(self, tensordict: TensorDictBase, inputs: TensorDictBase, zero_states: bool) -> None:
         """Gives every row its state at its first step; later starts of trajectories begin from zero."""
         shape = tensordict.batch_size
-        init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
         zeros = [spec.zero() for spec in self.state_specs().values()]
-        if init_key is None:
-            known = torch.zeros(shape[:-1], dtype=torch.bool)
+        if self._init_key is None:
+            known = torch.zeros(shape[:-1], dtype=torch.bool, device=tensordict.device)
         else:
-            known = tensordict.get(init_key).reshape(shape)[..., 0]
+            known = tensordict.get(self._init_key).reshape(shape)[..., 0]
         ids = tensordict.get(TRAJECTORY_KEY, None)
         first_ids = [-1] * known.numel() if ids is None else ids[..., 0].reshape(-1).tolist()
+        firsts = tensordict.select(*self.in_keys, strict=False)[..., 0].reshape(-1)
         rows = []
         for starts, trajectory in zip(known.reshape(-1).tolist(), first_ids, strict=True):
-            state = zeros if starts else self._state_before(tensordict, len(rows), trajectory)
+            state = zeros if starts else self._state_before(firsts[len(rows)], trajectory)
             if state is None:
                 if not (zero_states or is_fake(tensordict)):
                     raise RuntimeError(
@@ -195,8 +198,8 @@ class FrozenActor(nn.Module):
             rows.append(state)
         for index, (own, zero) in enumerate(zip(self.own_state_keys, zeros, strict=True)):
             value = torch.zeros(*shape, *zero.shape, dtype=zero.dtype, device=known.device)
-            firsts = torch.stack([row[index].to(value.device) for row in rows])
-            value[(..., 0, *(slice(None),) * zero.ndim)] = firsts.reshape(*shape[:-1], *zero.shape)
+            begin = torch.stack([row[index].to(value.device) for row in rows])
+            value[(..., 0, *(slice(None),) * zero.ndim)] = begin.reshape(*shape[:-1], *zero.shape)
             inputs.set(own, value)
 
     def _remember(self, tensordict: TensorDictBase, states: list[Tensor]) -> None:
@@ -214,16 +217,35 @@ class FrozenActor(nn.Module):
         rows = torch.arange(len(ids), device=ids.device)
         batch_dims = tensordict.batch_dims
         ends = [state.reshape(-1, n_steps, *state.shape[batch_dims:])[rows, last] for state in states]
+        observed = tensordict.get("next").select(*self.in_keys, strict=False).reshape(-1, n_steps)[rows, last].clone()
         for row, trajectory in enumerate(ids[rows, last].tolist()):
-            step = tensordict.get("next").reshape(-1, n_steps)[row, last[row]]
             self._last_states[trajectory] = [end[row].detach().clone() for end in ends]
-            self._last_observed[trajectory] = step.select(*self.in_keys, strict=False).clone()
+            self._last_observed[trajectory] = observed[row]
 
-    def _state_before(self, tensordict: TensorDictBase, row: int, trajectory: int) -> list[Tensor] | None:
+    def _check_consecutive(self, tensordict: TensorDictBase) -> None:
+        """Refuses a shuffled batch whose dimension kept the name "time": memory would run through it in that order."""
+        after = cast(TensorDictBase, tensordict[..., 1:])
+        before = cast(TensorDictBase, tensordict.get("next")[..., :-1])
+        may_differ = torch.zeros(after.batch_size, dtype=torch.bool, device=tensordict.device)
+        if self._init_key is not None:
+            may_differ = may_differ | after.get(self._init_key).reshape(after.batch_size)
+        if after.get(MASK_KEY, None) is not None:
+            may_differ = may_differ | ~after.get(MASK_KEY)
+        for key in self.in_keys:
+            if key != self._init_key and before.get(key, None) is not None:
+                equal = (after.get(key) == before.get(key)).reshape(*may_differ.shape, -1).all(-1)
+                if not bool((equal | may_differ).all()):
+                    raise ValueError(
+                        f"the steps of the batch do not follow one another: {key!r} is not what the step before has in "
+                        '"next", nor does a trajectory begin there, and the reference is recurrent. Is it a shuffled '
+                        'sample whose dimension kept the name "time"? Put ReferenceModelLogProbTransform into the env, '
+                        "which records the state of each step."
+                    )
+
+    def _state_before(self, first: TensorDictBase, trajectory: int) -> list[Tensor] | None:
         """The state that the last call left in a trajectory, if that call ended where this row begins."""
         if trajectory not in self._last_states:
             return None
-        first = tensordict.reshape(-1, tensordict.batch_size[-1])[row, 0]
         last = self._last_observed[trajectory]
         follows = all(torch.equal(first.get(key), last.get(key)) for key in last.keys(True, True))
         return self._last_states[trajectory] if follows else None

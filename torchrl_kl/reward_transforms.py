@@ -6,6 +6,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.data import Composite, TensorSpec
+from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
 from torchrl_kl._charge import Charge, add_reward_like
@@ -25,7 +26,8 @@ class RewardAdjustmentTransform(KLTransform):
     (One trajectory at a time, its clip would make it steer the median.) With `per="step"` steps are pooled instead.
 
     The controller moves in the steps of an env and in calls on a batch. It does not move while frozen, in a replay
-    buffer, on random or deterministic actions (an argmax is no sample: its k1 is biased), or on fake data.
+    buffer, in env steps with random or deterministic actions (an argmax is no sample: its k1 is biased), or on fake
+    data. A batch does not say how its actions were chosen: freeze the transform for batches of an evaluation.
 
     You may rely on: every step's coefficient is recorded; charging twice is an error; a call on a batch leaves its
     input alone. With gamma < 1 the reward penalises the discounted KL while the controller holds the undiscounted one.
@@ -80,8 +82,8 @@ class RewardAdjustmentTransform(KLTransform):
         done_key: NestedKey | None = None,
         time_dim: int | None = None,
     ):
-        if update_every < 1:
-            raise ValueError(f"`update_every` must be at least 1, got {update_every}.")
+        if isinstance(update_every, bool) or not isinstance(update_every, int) or update_every < 1:
+            raise ValueError(f"`update_every` must be an int of at least 1, got {update_every!r}.")
         self.reward_key = unravel_key(reward_key)
         self.kl_key = unravel_key(kl_key)
         self.measured_key = measured_key or self.kl_key
@@ -140,7 +142,7 @@ class RewardAdjustmentTransform(KLTransform):
         tensordict = copy_batch(tensordict)
         next_tensordict = tensordict.get("next")
         self._charge.refuse_charged(next_tensordict.keys(True, True), "the batch")
-        measured = self._adjust(next_tensordict)
+        measured = self._adjust(next_tensordict, tensordict.get(MASK_KEY, None))
         follows = not (is_fake(tensordict) or sampled_from_replay())  # what comes next in the same trajectories
         timed = find_time_dim(tensordict, self.time_dim) is not None
         finished = measured.new_zeros(0)
@@ -164,12 +166,12 @@ class RewardAdjustmentTransform(KLTransform):
             )
         return tensordict
 
-    def _adjust(self, next_tensordict: TensorDictBase) -> Tensor:
-        """Charges the reward, keeps the one before; returns what the controller is fed."""
+    def _adjust(self, next_tensordict: TensorDictBase, mask: Tensor | None = None) -> Tensor:
+        """Charges the reward where the mask is True, keeps the one before; returns what the controller is fed."""
         kl = get_required(next_tensordict, self.kl_key, _NO_KL)
-        measured = kl
-        if self.measured_key != self.kl_key:
-            measured = get_required(next_tensordict, self.measured_key, _NO_KL)
+        measured = get_required(next_tensordict, self.measured_key, _NO_KL)
+        if mask is not None:
+            kl, measured = (torch.where(expand_right(mask, kl.shape), value, 0.0) for value in (kl, measured))
         task_reward = next_tensordict.get(self.reward_key, None)
         self._charge(next_tensordict, kl, self.controller.coeff)
         next_tensordict.set(self.task_reward_key, task_reward)
@@ -182,14 +184,19 @@ class RewardAdjustmentTransform(KLTransform):
             self.statistics.add(values)
             n_steps = int(self.statistics.count)
             if n_steps >= self.update_every:
-                self.controller.update(self.statistics.mean, n_steps)
-                self.statistics.reset()
+                mean = self.statistics.mean
+                self.statistics.reset()  # first: a measurement that the controller refuses must not be refused for ever
+                self.controller.update(mean, n_steps)
 
     def set_container(self, container: Transform) -> None:
         """Refuses an env whose reward is charged already, as soon as one is known."""
         super().set_container(container)
         if self.parent is not None:
-            self._charge.refuse_charged(self.parent_env.full_observation_spec.keys(True, True), "the env")
+            self.refuse_charged_env(self.parent_env)
+
+    def refuse_charged_env(self, env: EnvBase) -> None:
+        """RuntimeError if the reward that this transform is to charge was charged by a transform of the env."""
+        self._charge.refuse_charged(env.full_observation_spec.keys(True, True), "the env")
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Adds the running sum to the state spec, so that batched envs carry it."""
@@ -215,6 +222,7 @@ class RewardAdjustmentTransform(KLTransform):
                 f"{sorted(map(str, observation_spec.keys(True, True)))}: {_NO_KL}"
             )
         self._charge.check_shape(observation_spec[self.kl_key].shape, self._reward_spec.shape)
+        self.claim(observation_spec, self.out_keys[1:])
         for key in (self.task_reward_key, self.kl_coeff_key):
             add_reward_like(observation_spec, key, self._reward_spec)
         self._add_episode_kl(observation_spec, observation_spec)

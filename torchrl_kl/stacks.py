@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -40,7 +40,10 @@ class KLConstrainedTransform(Compose):
         update_every: how many finished trajectories (or steps) an update of the controller waits for.
         reward_key: the reward to charge.
         log_prob_key: where the policy records its log-prob; by default found with `actor.log_prob_keys`.
+        ref_log_prob_key, kl_key, kl_estimate_key, task_reward_key, kl_coeff_key, episode_kl_key: where the results go;
+            by default as the parts say. A second stack in one env needs keys of its own.
         done_key: what ends a trajectory; by default "done" beside the reward, or at the root.
+        reduce: "sum" adds up the KL of the agents that share a reward; None keeps one per agent.
         time_dim: the batch dimension that is time, for batches that do not name it "time"; it must be the last.
         zero_states: whether a recurrent reference may begin inside a trajectory from a zero state.
 
@@ -69,20 +72,41 @@ class KLConstrainedTransform(Compose):
         update_every: int = 64,
         reward_key: NestedKey = "reward",
         log_prob_key: NestedKey | None = None,
+        ref_log_prob_key: NestedKey | None = None,
+        kl_key: NestedKey | None = None,
+        kl_estimate_key: NestedKey | None = None,
+        task_reward_key: NestedKey | None = None,
+        kl_coeff_key: NestedKey | None = None,
+        episode_kl_key: NestedKey | None = None,
         done_key: NestedKey | None = None,
+        reduce: Literal["sum"] | None = None,
         time_dim: int | None = None,
         zero_states: bool = False,
     ):
         reference = ReferenceModelLogProbTransform(
-            actor, log_prob_key=log_prob_key, time_dim=time_dim, zero_states=zero_states
+            actor,
+            ref_log_prob_key=ref_log_prob_key,
+            log_prob_key=log_prob_key,
+            time_dim=time_dim,
+            zero_states=zero_states,
         )
-        divergence = KLDivergenceTransform(estimator=estimator, log_prob_key=reference.reference.log_prob_key)
+        divergence = KLDivergenceTransform(
+            estimator=estimator,
+            log_prob_key=reference.reference.log_prob_key,
+            ref_log_prob_key=reference.ref_log_prob_key,
+            kl_key=kl_key,
+            kl_estimate_key=kl_estimate_key,
+            reduce=reduce,
+        )
         adjustment = RewardAdjustmentTransform(
             controller,
             update_every=update_every,
             reward_key=reward_key,
             kl_key=divergence.kl_key,
             measured_key=divergence.measured_key,
+            task_reward_key=task_reward_key,
+            kl_coeff_key=kl_coeff_key,
+            episode_kl_key=episode_kl_key,
             done_key=done_key,
             time_dim=time_dim,
         )
@@ -117,6 +141,14 @@ class KLConstrainedTransform(Compose):
         self.adjustment.unfreeze()
         return self
 
+    def set_container(self, container: Transform) -> None:
+        """Refuses an env whose reward is charged already, before any other complaint about it."""
+        self.reset_parent()
+        Transform.set_container(self, container)
+        if self.parent is not None:
+            self.adjustment.refuse_charged_env(self.parent)
+        super().set_container(container)
+
     def _rebuild_up_to(self, final_transform: Transform):
         # TorchRL's own fails for the first transform of a Compose within a Compose that has nothing before it.
         container = self.__dict__["_container"]
@@ -144,8 +176,8 @@ class KLConstrainedTransform(Compose):
 class KLRewardTransform(ReferenceTransform):
     """Reward minus a constant times the KL in one piece: `out = reward - coef * (log_prob - ref_log_prob)`.
 
-    A drop-in for the class of this name that TorchRL had for all environments up to 0.10, with the sign right: that one
-    added the penalty. For a coefficient that adapts use KLConstrainedTransform.
+    A drop-in for the class of this name that TorchRL once had for all environments (0.7, say), with the sign right:
+    that one added the penalty. For a coefficient that adapts use KLConstrainedTransform.
 
     Keys:
         reads ("next", "reward"), the actor's in_keys, the action and its log-prob.
@@ -203,6 +235,9 @@ class KLRewardTransform(ReferenceTransform):
             zero_states=False,
         )
         coef = torch.as_tensor(coef)
+        if coef.numel() != 1:
+            raise ValueError(f"`coef` must be one number, got shape {tuple(coef.shape)}: use one transform per reward.")
+        coef = coef.reshape(())
         if not bool(coef.isfinite() & (coef >= 0)):
             raise ValueError(
                 f"`coef` must be finite and at least 0, got {coef.item()}: divergence is charged, not paid for."
@@ -246,7 +281,9 @@ class KLRewardTransform(ReferenceTransform):
         """
         self._charge.refuse_charged(observation_spec.keys(True, True), "the env")
         reward = self.parent_env.full_reward_spec[self.reward_key]
-        for key in {self.kl_coeff_key, self.out_key} - {self.reward_key}:
+        new_keys = {self.kl_coeff_key, self.out_key} - {self.reward_key}
+        self.claim(observation_spec, new_keys)
+        for key in new_keys:
             add_reward_like(observation_spec, key, reward)
         return super().transform_observation_spec(observation_spec)
 

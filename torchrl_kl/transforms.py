@@ -7,6 +7,7 @@ shallow copy, and never write into their input. The numbers are the same.
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -235,6 +236,7 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the log-prob under the reference."""
+        self.claim(observation_spec, [self.ref_log_prob_key])
         shape = self.log_prob_shape()
         add_spec(observation_spec, self.ref_log_prob_key, shape, self.log_prob_dtype(), shape)
         return super().transform_observation_spec(observation_spec)
@@ -260,7 +262,9 @@ class KLDivergenceTransform(KLTransform):
         log_prob_key: the policy's log-prob.
         ref_log_prob_key: the reference's; by default "ref_log_prob" beside the policy's.
         kl_key: where k1 goes; by default "kl" beside the policy's log-prob.
-        kl_estimate_key: where the other estimate goes; by default "kl_estimate" beside it.
+        kl_estimate_key: where the other estimate goes; by default "kl_estimate" beside the KL.
+        reduce: "sum" adds up the agents that share a reward; the KL then has the root's batch shape plus 1, and stands
+            at the root by default. None keeps one KL per agent.
 
     Raises:
         ValueError: if the estimator is unknown, or the two log-probs differ in shape.
@@ -282,16 +286,19 @@ class KLDivergenceTransform(KLTransform):
         ref_log_prob_key: NestedKey | None = None,
         kl_key: NestedKey | None = None,
         kl_estimate_key: NestedKey | None = None,
+        reduce: Literal["sum"] | None = None,
     ):
-        if estimator not in ESTIMATORS:
+        if estimator not in tuple(ESTIMATORS):
             raise ValueError(f"`estimator` must be one of {sorted(ESTIMATORS)}, got {estimator!r}.")
-        self.estimator = estimator
+        if reduce not in (None, "sum"):
+            raise ValueError(f'`reduce` must be None or "sum", got {reduce!r}: "sum" adds up the agents.')
+        self.estimator, self.reduce = estimator, reduce
         self.log_prob_key = unravel_key(log_prob_key)
         self.ref_log_prob_key = ref_log_prob_key or beside(log_prob_key, "ref_log_prob")
-        self.kl_key = kl_key or beside(log_prob_key, "kl")
+        self.kl_key = kl_key or ("kl" if reduce == "sum" else beside(log_prob_key, "kl"))
         outputs = {self.kl_key: ESTIMATORS["k1"]}
         if estimator != "k1":
-            outputs[kl_estimate_key or beside(log_prob_key, "kl_estimate")] = ESTIMATORS[estimator]
+            outputs[kl_estimate_key or beside(self.kl_key, "kl_estimate")] = ESTIMATORS[estimator]
         self._outputs = outputs
         super().__init__(in_keys=[self.log_prob_key, self.ref_log_prob_key], out_keys=list(outputs))
 
@@ -304,15 +311,17 @@ class KLDivergenceTransform(KLTransform):
         ref_log_prob = get_required(next_tensordict, self.ref_log_prob_key, _NO_REFERENCE)
         log_prob = tensordict.get(self.log_prob_key, None)
         counted = tensordict.get(counted_key(self.ref_log_prob_key), None)
+        if counted is None:  # the log-prob under the reference is another transform's
+            counted = torch.full_like(ref_log_prob, log_prob is not None, dtype=torch.bool)
+        elif log_prob is None and counted.any():
+            get_required(tensordict, self.log_prob_key, RECORD_LOG_PROB)
         mask = tensordict.get("_step", None)
-        if log_prob is None:
-            if counted is not None and counted.any():
-                get_required(tensordict, self.log_prob_key, RECORD_LOG_PROB)
-            log_prob, mask = ref_log_prob, torch.zeros_like(ref_log_prob, dtype=torch.bool)
-        if counted is None:
-            counted = torch.full_like(ref_log_prob, mask is None, dtype=torch.bool)
         if mask is not None:
             counted = counted & expand_right(mask, counted.shape)
+        if log_prob is None:
+            log_prob, mask = ref_log_prob, torch.zeros_like(ref_log_prob, dtype=torch.bool)
+        if self.reduce == "sum" and counted.ndim > tensordict.batch_dims:
+            counted = counted.flatten(tensordict.batch_dims).all(-1)
         tensordict.set(counted_key(self.kl_key), counted.unsqueeze(-1))
         self._write(tensordict, next_tensordict, log_prob, ref_log_prob, mask)
         return next_tensordict
@@ -338,6 +347,8 @@ class KLDivergenceTransform(KLTransform):
             mask = expand_right(mask, log_prob.shape)
         for key, estimate in self._outputs.items():
             kl = estimate(log_prob, ref_log_prob, mask=mask)
+            if self.reduce == "sum":
+                kl = sum_action_dims(kl, tensordict.batch_size)
             next_tensordict.set(key, kl.unsqueeze(-1))
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
@@ -351,9 +362,11 @@ class KLDivergenceTransform(KLTransform):
                 f"{self.ref_log_prob_key!r} is not in the observation spec, got "
                 f"{sorted(map(str, observation_spec.keys(True, True)))}: {_NO_REFERENCE}"
             )
+        self.claim(observation_spec, self.out_keys)
         ref = observation_spec[self.ref_log_prob_key]
+        shape = self.parent_env.batch_size if self.reduce == "sum" else ref.shape
         for key in self.out_keys:
-            add_spec(observation_spec, key, (*ref.shape, 1), ref.dtype, ref.shape)
+            add_spec(observation_spec, key, (*shape, 1), ref.dtype, shape)
         return observation_spec
 
 
