@@ -17,7 +17,7 @@ from torchrl.envs import Compose, EnvBase, InitTracker, Transform, TransformedEn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, TanhNormal
 
-from torchrl_kl import KLController
+from torchrl_kl import KLConstrainedTransform, KLController
 
 N_OBS = 3
 N_ACTIONS = 4
@@ -231,3 +231,28 @@ class SpyController(KLController):
     def _next_coeff(self, kl: float, n_steps: int) -> float:
         self.calls.append((kl, n_steps))
         return self.coeff.item() + self.step
+
+
+def spied(per: Any = "trajectory", *, update_every: int = 1, step: float = 0.0, **kwargs):
+    """A stack and the controller that it calls."""
+    controller = SpyController(per=per, step=step)
+    return KLConstrainedTransform(make_actor(), controller, update_every=update_every, **kwargs), controller
+
+
+def policy() -> Any:
+    return moved(make_actor())
+
+
+def total(controller: SpyController) -> tuple[int, float]:
+    """How many values a controller was told of, and their sum."""
+    return sum(n for _, n in controller.calls), sum(kl * n for kl, n in controller.calls)
+
+
+def step_of(**entries) -> Any:
+    """A batch (1, T) of steps, time last, from lists of T numbers for "next"."""
+    values = {name: torch.tensor(value)[None, :, None] for name, value in entries.items()}
+    n_steps = next(iter(values.values())).shape[1]
+    batch = TensorDict(next=TensorDict(values, batch_size=(1, n_steps)), batch_size=(1, n_steps))
+    batch["observation"] = torch.ones(1, n_steps, 1)
+    batch.names = [None, "time"]
+    return batch

@@ -1,6 +1,7 @@
 """The examples run from the command line at a small size and leave behind what they promise."""
 
 import csv
+import importlib
 import json
 import os
 import subprocess
@@ -8,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchrl_kl import GPT
+from torchrl_kl.envs import DigitLanguage
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -18,6 +21,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("digit_rlhf")
     command = [sys.executable, str(EXAMPLES / "digit_rlhf.py"), "--quick", "--threads", "1", "--out", "out"]
+    command += ["--logger", "tensorboard"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
@@ -40,7 +44,8 @@ def test_report_has_its_figures(run):
         assert figures | {"first_digit_right"} <= report[policy].keys()
         assert report[policy]["regret"] >= -1e-9
         assert sum(report[policy]["kl_per_position"]) == pytest.approx(report[policy]["kl"])
-    assert {"coeff_mean_last_quarter", "coeff_exact"} <= report["adaptive"].keys()
+    adaptive = {"coeff_mean_last_quarter", "coeff_exact", "coeff_first_within_20_percent", "batches", "target"}
+    assert adaptive <= report["adaptive"].keys()
 
 
 def test_metrics_and_pictures(run):
@@ -51,9 +56,42 @@ def test_metrics_and_pictures(run):
         assert {f"{policy}/{name}" for name in ("reward", "kl_reference", "kl_old_policy", "coeff")} <= metrics
     for name in ("reward_model", "curves", "probabilities", "attention"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert list((out / "tensorboard").glob("**/events.*"))
     assert json.loads((out / "config.json").read_text())["quick"] is True
 
 
 def test_the_last_thing_printed_is_the_table(run):
     printed = run[1]
     assert printed.index("likely first digits") < printed.index("for each first digit") < printed.index("policy  ")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("digit_rlhf")
+
+
+def test_no_stage_trains_on_a_heldout_prompt(script):
+    train, heldout = script.split_prompts(DigitLanguage(), script.Args(heldout_prompts=100))
+    assert len(train) == 9900
+    assert len(heldout) == 100
+    assert len(torch.cat([train, heldout]).unique(dim=0)) == 10_000
+    assert heldout[:2].tolist() == [[5, 7, 1, 5], [0, 2, 8, 6]]  # those that the pictures and checks show
+
+
+@pytest.mark.parametrize("heldout_prompts", [1, 10_000])
+def test_a_split_without_prompts_on_both_sides_is_refused(script, heldout_prompts):
+    with pytest.raises(SystemExit, match="--heldout-prompts must be from 2 to 9999"):
+        script.split_prompts(DigitLanguage(), script.Args(heldout_prompts=heldout_prompts))
+
+
+def test_pairs_differ_in_the_first_digit_alone(script):
+    language = DigitLanguage()
+    prompts = language.sample_prompts(2000)
+    accepted, rejected = script.preference_pairs(language, prompts)
+    first = language.context_length
+    assert (accepted[:, first] == language.preferred_token(prompts)).all()
+    assert (rejected[:, first] != accepted[:, first]).all()
+    assert ((rejected[:, first] >= 0) & (rejected[:, first] < language.vocab_size)).all()
+    others = [i for i in range(language.text_length) if i != first]
+    assert torch.equal(accepted[:, others], rejected[:, others])

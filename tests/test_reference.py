@@ -318,23 +318,18 @@ def test_the_last_call_is_carried_on_only_by_the_step_that_follows():
     assert (batch["collector", "traj_ids"] == 0).all()
     transform = ReferenceModelLogProbTransform(actor)
     transform(without_kl(batch[:6]))
-    try:
-        after = ref_log_prob(transform, without_kl(batch[3:9]))
-    except RuntimeError:
-        return
-    assert_same(after, batch["next", "ref_log_prob"][3:9])
+    with pytest.raises(RuntimeError, match="begins inside a trajectory and the state"):
+        transform(without_kl(batch[3:9]))
+    # The step that does follow is carried on.
+    transform(without_kl(batch[:6]))
+    assert_same(ref_log_prob(transform, without_kl(batch[6:])), batch["next", "ref_log_prob"][6:])
 
 
 def test_two_recurrent_references_do_not_share_a_state():
     one, two = make_actor("lstm"), make_actor("lstm", seed=5)
-    alone = with_transforms(WalkEnv((2,)), *memory_of(one), ReferenceModelLogProbTransform(one))
-    expected = play(alone, moved(one))["next", "ref_log_prob"]
     transforms = [ReferenceModelLogProbTransform(one), ReferenceModelLogProbTransform(two, ref_log_prob_key="other")]
-    try:
-        both = play(with_transforms(WalkEnv((2,)), *memory_of(one), *transforms), moved(one))
-    except (RuntimeError, ValueError):
-        return
-    assert_same(both["next", "ref_log_prob"], expected)
+    with pytest.raises(RuntimeError, match=r"\['ref_h', 'ref_c'\], the state of another recurrent reference"):
+        play(with_transforms(WalkEnv((2,)), *memory_of(one), *transforms), moved(one))
 
 
 def test_gradients_of_one_batch_do_not_run_into_the_next():

@@ -1,4 +1,5 @@
-"""Two stacks, shared rewards of agents, and what must not pass silently (to be merged into the tests)."""
+"""Two stacks in one env, one reward for several agents, and batches that only look like trajectories."""
+
 from typing import Any
 
 import pytest
@@ -6,8 +7,24 @@ import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
 
-from tests.helpers import SpyController, WalkEnv, assert_same, collect, make_actor, memory_of, moved, play, with_transforms, without_kl
-from torchrl_kl import KLConstrainedTransform, KLDivergenceTransform, KLRewardTransform, ReferenceModelLogProbTransform, RewardAdjustmentTransform
+from tests.helpers import (
+    SpyController,
+    WalkEnv,
+    assert_same,
+    make_actor,
+    memory_of,
+    moved,
+    play,
+    with_transforms,
+    without_kl,
+)
+from torchrl_kl import (
+    KLConstrainedTransform,
+    KLDivergenceTransform,
+    KLRewardTransform,
+    ReferenceModelLogProbTransform,
+    RewardAdjustmentTransform,
+)
 
 
 def policy():
@@ -23,13 +40,15 @@ def test_a_shared_reward_is_charged_the_sum_over_agents():
     each = batch["agents", "action_log_prob"] - batch["next", "agents", "ref_log_prob"]
     assert batch["next", "kl"].shape == batch["next", "reward"].shape
     assert_same(batch["next", "kl"], each.sum(-1, keepdim=True))
-    outside = KLConstrainedTransform(actor, 0.5, reduce="sum")(play(WalkEnv((2,), n_agents=3, shared_reward=True), behaviour))
+    outside = KLConstrainedTransform(actor, 0.5, reduce="sum")(
+        play(WalkEnv((2,), n_agents=3, shared_reward=True), behaviour)
+    )
     for name in ("kl", "reward", "episode_kl"):
         assert_same(outside["next", name], batch["next", name])
 
 
 def test_reduce_must_be_known():
-    with pytest.raises(ValueError, match='`reduce` must be None or "sum", got \'mean\''):
+    with pytest.raises(ValueError, match="`reduce` must be None or \"sum\", got 'mean'"):
         KLDivergenceTransform(reduce="mean")  # type: ignore[arg-type]
 
 
