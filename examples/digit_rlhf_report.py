@@ -114,7 +114,8 @@ def draw_curves(curve: Curve, target: float, coeff: float, file: Path) -> None:
     axes[1].set(title="Preference reward", ylabel="first digit right (0 to 1)")
     axes[2].set(title="KL to the reference", ylabel="nats per response")
     axes[3].set(title="Coefficient", ylabel="reward per nat")
-    axes[3].margins(y=0.3)  # room for the legend
+    bottom, top = axes[3].get_ylim()
+    axes[3].set_ylim(bottom, top + 0.5 * (top - bottom))  # room for the legend
     for panel in axes:
         panel.set_xlabel("batch of responses")
         panel.legend(frameon=False, fontsize=8)
