@@ -7,7 +7,7 @@
 
 Every policy is then compared with the best one possible, which is known exactly. Results go to the folder `--out`.
 
-Glossary of the metrics (one column of metrics.csv each, prefixed by the run):
+Glossary of the metrics of PPO (rows of metrics.csv, named run/metric, one per batch of responses):
     reward        mean task reward of a response, before any penalty
     kl_reference  mean of sum_t log pi - log pi_ref over a response, nats: how far the policy is from where it began
     kl_old_policy mean of log pi_old - log pi per token at the last update on a batch, nats: how far the policy moved

@@ -254,8 +254,8 @@ class KLDivergenceTransform(KLTransform):
     Keys:
         reads "action_log_prob" and ("next", "ref_log_prob"), batch shape of the tensordict that holds them.
         writes ("next", "kl"): nats per step, that shape plus a trailing 1; ("next", "kl_estimate") alike, with another
-        estimator than k1. Zero where no policy ran, where a batched env skipped the row, and on padding
-        (("collector", "mask") False).
+        estimator than k1. Zero in an env step where no policy ran or a batched env skips the row (a rollout
+        then repeats the row's last step instead), and on padding (("collector", "mask") False).
 
     Args:
         estimator: what is measured: "k1", "k2" or "k3".
