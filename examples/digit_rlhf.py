@@ -219,7 +219,7 @@ def train_reward_model(language_model: GPT, language: DigitLanguage, prompts, ar
         loss = -logsigmoid(accepted - rejected).mean() + args.rm_centring * (accepted + rejected).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)  # some seeds diverge without
+        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)  # steadier: scores may jump without
         optimizer.step()
         schedule.step()
         values = {"accepted": accepted.mean().item(), "rejected": rejected.mean().item(), "loss": loss.item()}
