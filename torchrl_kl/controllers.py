@@ -258,6 +258,18 @@ class ExponentialKLController(KLController):
         return f"{super().extra_repr()}, target={self.target:g}, gain={self.gain:g}, bounds={bounds}"
 
 
+def as_controller(controller: KLController | float) -> KLController:
+    """A controller as it is, a number as a constant coefficient; TypeError for anything else."""
+    if isinstance(controller, KLController):
+        return controller
+    if isinstance(controller, bool) or not isinstance(controller, (int, float)):
+        raise TypeError(
+            f"`controller` must be a KLController or a number, got {type(controller).__name__}: a number is a constant "
+            "coefficient."
+        )
+    return ConstantKLController(controller)
+
+
 class KLStatistics(_Float64State):
     """Pooled KL values as (count, sum, sum of squares), never as running means.
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torchrl.data import TensorSpec
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import set_recurrent_mode
@@ -114,13 +117,7 @@ class FrozenActor(nn.Module):
         Raises:
             RuntimeError: if the actor is recurrent and its own state is not in the data.
         """
-        missing = [key for key in self.own_state_keys if key not in inputs.keys(True, True)]
-        if missing:
-            raise RuntimeError(
-                f"the reference is recurrent and its state {missing} is not in the data, got {existing_keys(inputs)}: "
-                "put ReferenceModelLogProbTransform into the env, which records that state, or pass batches whose "
-                'last dimension is time (named "time", or `time_dim=`).'
-            )
+        self._require_states(inputs)
         return self._score(inputs, recurrent=False)
 
     def trajectories(self, tensordict: TensorDictBase, *, zero_states: bool = False) -> tuple[Tensor, list[Tensor]]:
@@ -149,6 +146,29 @@ class FrozenActor(nn.Module):
         self._remember(tensordict, states)
         return log_prob, states
 
+    def get_dist(self, tensordict: TensorDictBase, *, timed: bool) -> Distribution:
+        """The distribution over the actions of each step, without gradients unless `requires_grad` asks for them.
+
+        A recurrent reference reads its own state where the data carry it; else the rows of a timed batch must begin
+        with their trajectories (or where the last call of `trajectories` ended).
+
+        Args:
+            tensordict: batch of shape (*B).
+            timed: whether the last dimension is time, which is then run through in one pass.
+
+        Raises:
+            RuntimeError: if the actor is recurrent and its own state is not known.
+        """
+        inputs = self.inputs(tensordict)
+        carried = all(key in inputs.keys(True, True) for key in self.own_state_keys)
+        if not carried and timed:
+            self._check_consecutive(tensordict)
+            self._set_first_states(tensordict, inputs, zero_states=False)
+        self._require_states(inputs)
+        self._rename_states(inputs)
+        with self._scoring(timed and not (carried and self.state_keys)):
+            return self.actor.get_dist(inputs)
+
     def state_specs(self) -> dict[NestedKey, TensorSpec]:
         """The specs of the reference's own state, by its keys, as the actor's `make_tensordict_primer` gives them."""
         if not self.state_keys:
@@ -163,12 +183,29 @@ class FrozenActor(nn.Module):
             )
         return {own: specs[key] for own, key in zip(self.own_state_keys, self.state_keys, strict=True)}
 
-    def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> tuple[Tensor, list[Tensor]]:
+    def _require_states(self, inputs: TensorDictBase) -> None:
+        missing = [key for key in self.own_state_keys if key not in inputs.keys(True, True)]
+        if missing:
+            raise RuntimeError(
+                f"the reference is recurrent and its state {missing} is not in the data, got {existing_keys(inputs)}: "
+                "put ReferenceModelLogProbTransform into the env, which records that state, or pass batches whose "
+                'last dimension is time (named "time", or `time_dim=`).'
+            )
+
+    def _rename_states(self, inputs: TensorDictBase) -> None:
         for own, key in zip(self.own_state_keys, self.state_keys, strict=True):
             inputs.rename_key_(own, key)
-        batch_size = holder_batch_size(inputs, self.log_prob_key)
+
+    @contextmanager
+    def _scoring(self, recurrent: bool) -> Iterator[None]:
         grad = self.requires_grad and torch.is_grad_enabled()
         with torch.set_grad_enabled(grad), set_recurrent_mode(recurrent):
+            yield
+
+    def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> tuple[Tensor, list[Tensor]]:
+        self._rename_states(inputs)
+        batch_size = holder_batch_size(inputs, self.log_prob_key)
+        with self._scoring(recurrent):
             log_prob = self.actor.log_prob(inputs)
         states = [inputs.get(("next", *as_tuple(key))) for key in self.state_keys]
         return sum_action_dims(log_prob, batch_size), states

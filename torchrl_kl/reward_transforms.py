@@ -12,7 +12,7 @@ from torchrl.envs.transforms import Transform
 from torchrl_kl._charge import Charge, add_reward_like
 from torchrl_kl._keys import MASK_KEY, add_spec, beside, expand_right, find_time_dim, is_fake, state_spec
 from torchrl_kl._transform import KLTransform, copy_batch, counted_key, get_required, sampled_from_replay
-from torchrl_kl.controllers import ConstantKLController, KLController, KLStatistics
+from torchrl_kl.controllers import ConstantKLController, KLController, KLStatistics, as_controller
 from torchrl_kl.trajectories import OpenTrajectories, find_done
 
 __all__ = ["RewardAdjustmentTransform"]
@@ -97,7 +97,7 @@ class RewardAdjustmentTransform(KLTransform):
             in_keys=[self.reward_key, self.kl_key],
             out_keys=[self.reward_key, self.task_reward_key, self.kl_coeff_key, self.episode_kl_key],
         )
-        self.controller = _as_controller(controller)
+        self.controller = as_controller(controller)
         self.statistics = KLStatistics()
         self.frozen = False
         self._charge = Charge(self.reward_key, self.reward_key, self.kl_coeff_key)
@@ -238,14 +238,3 @@ class RewardAdjustmentTransform(KLTransform):
 
 
 _NO_KL = "put KLDivergenceTransform before this transform, or name its key with `kl_key`."
-
-
-def _as_controller(controller: KLController | float) -> KLController:
-    if isinstance(controller, KLController):
-        return controller
-    if isinstance(controller, bool) or not isinstance(controller, (int, float)):
-        raise TypeError(
-            f"`controller` must be a KLController or a number, got {type(controller).__name__}: a number is a constant "
-            "coefficient."
-        )
-    return ConstantKLController(controller)

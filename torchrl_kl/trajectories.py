@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_kl._keys import MASK_KEY, TRAJECTORY_KEY, as_tuple, beside, expand_right, is_fake
 
-__all__ = ["OpenTrajectories", "TrajectorySums", "find_done"]
+__all__ = ["OpenTrajectories", "TrajectorySums", "find_done", "sum_after", "sum_before"]
 
 
 class TrajectorySums(NamedTuple):
@@ -136,3 +136,22 @@ def _segment_cumsum(values: Tensor, cuts: Tensor, carried: Tensor) -> Tensor:
         running.append(total + value)
         total = torch.where(cut, 0.0, running[-1])
     return torch.stack(running, 1)
+
+
+def sum_before(values: Tensor, ends: Tensor) -> Tensor:
+    """At each step the sum over the earlier steps of its trajectory; all (*R, T), `ends` True at last steps."""
+    sums, total = [], torch.zeros_like(values[..., 0])
+    for value, end in zip(values.unbind(-1), ends.unbind(-1), strict=True):
+        sums.append(total)
+        total = torch.where(end, 0.0, total + value)
+    return torch.stack(sums, -1)
+
+
+def sum_after(values: Tensor, ends: Tensor) -> Tensor:
+    """At each step the sum over the later steps of its trajectory; all (*R, T), `ends` True at last steps."""
+    sums, total = [], torch.zeros_like(values[..., 0])
+    for value, end in zip(values.flip(-1).unbind(-1), ends.flip(-1).unbind(-1), strict=True):
+        total = torch.where(end, 0.0, total)
+        sums.append(total)
+        total = total + value
+    return torch.stack(sums, -1).flip(-1)
