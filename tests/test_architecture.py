@@ -26,6 +26,7 @@ PUBLIC_NAMES = {
         "KLConstrainedTransform",
         "KLController",
         "KLDivergenceTransform",
+        "KLPenaltyLoss",
         "KLRewardTransform",
         "KLStatistics",
         "PolicyValues",
@@ -52,6 +53,7 @@ ARROWS = {
     "trajectories": {"_keys"},
     "transforms": {"_keys", "_transform", "functional", "reference"},
     "reward_transforms": {"_keys", "_transform", "_charge", "controllers", "trajectories"},
+    "objectives": {"_keys", "_transform", "controllers", "functional", "reference", "trajectories"},
     "stacks": {
         *("_keys", "_transform", "_charge", "controllers", "functional"),
         *("reference", "transforms", "reward_transforms"),
