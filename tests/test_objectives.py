@@ -209,6 +209,27 @@ class TestMask:
         assert results[0][2].isfinite().all()
         assert_close(results[1], results[0])
 
+    @pytest.mark.parametrize("gradient", ["step", "k2"])
+    def test_padding_that_allows_no_action_at_all(self, gradient):
+        # split_trajs pads masks of actions with False.
+        net = TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), ["observation"], ["logits"])
+        actor = probabilistic_actor(
+            net, in_keys=["logits", "mask"], distribution_class=MaskedCategorical, return_log_prob=True
+        )
+        allowed = torch.tensor([True, True, False, True]).expand(6, N_ACTIONS).clone()
+        batch = actor(TensorDict(observation=torch.randn(6, N_OBS), mask=allowed, batch_size=6)).detach()
+        padded = batch.clone()
+        padded["mask"][4:] = False
+        padded["collector", "mask"] = torch.arange(6) < 4
+        results = []
+        for data in (batch[:4], padded):
+            loss: Any = KLPenaltyLoss(moved(actor), 1.0, reference=actor, gradient=gradient)
+            value = loss(data)["loss_kl"]
+            value.backward()
+            results.append((value.detach(), weight_of(loss).grad))
+        assert results[0][1].abs().max() > 1e-4
+        assert_close(results[1], results[0])
+
     def test_another_mask_can_be_named_or_none(self):
         loss, batch = make_loss(reduction="none"), rollout()
         batch["valid"] = torch.rand(2, 12, 1) > 0.5
