@@ -31,6 +31,7 @@ PUBLIC_NAMES = {
         "PolicyValues",
         "ReferenceModelLogProbTransform",
         "RewardAdjustmentTransform",
+        "TopKActor",
         "exact_kl",
         "kl_k1",
         "kl_k2",
@@ -50,10 +51,13 @@ ARROWS = {
     "_charge": {"_keys", "_transform"},
     "reference": {"_keys"},
     "trajectories": {"_keys"},
-    "transforms": {"_keys", "_transform", "functional", "reference"},
+    "_distributions": set(),
+    "top_k": {"_keys", "_distributions"},
+    "_estimates": {"_keys", "_transform", "_distributions", "functional"},
+    "transforms": {"_keys", "_transform", "_estimates", "functional", "reference"},
     "reward_transforms": {"_keys", "_transform", "_charge", "controllers", "trajectories"},
     "stacks": {
-        *("_keys", "_transform", "_charge", "controllers", "functional"),
+        *("_keys", "_transform", "_charge", "_estimates", "controllers", "functional"),
         *("reference", "transforms", "reward_transforms"),
     },
 }

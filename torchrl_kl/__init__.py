@@ -13,6 +13,7 @@ from torchrl_kl.gpt import GPT, GPTActor, GPTCritic, GPTRewardModel
 from torchrl_kl.reference import FrozenActor
 from torchrl_kl.reward_transforms import RewardAdjustmentTransform
 from torchrl_kl.stacks import KLConstrainedTransform, KLRewardTransform
+from torchrl_kl.top_k import TopKActor
 from torchrl_kl.transforms import KLDivergenceTransform, ReferenceModelLogProbTransform
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "PolicyValues",
     "ReferenceModelLogProbTransform",
     "RewardAdjustmentTransform",
+    "TopKActor",
     "exact_kl",
     "kl_k1",
     "kl_k2",
