@@ -33,16 +33,22 @@ PUBLIC_NAMES = {
         "RewardAdjustmentTransform",
         "TopKActor",
         "exact_kl",
+        "kl_exact",
         "kl_k1",
         "kl_k2",
         "kl_k3",
+        "kl_top_k",
+        "masked_mean",
+        "masked_sum",
+        "sum_over_trajectories",
     ],
     "torchrl_kl.envs": ["DigitLanguage", "DigitLanguageEnv"],
 }
 
 # Modules of torchrl_kl, lowest first: what each may import of the others. All arrows point to an earlier line.
 ARROWS = {
-    "functional": set(),
+    "_divergence": set(),
+    "functional": {"_divergence"},
     "controllers": set(),
     "exact": {"functional"},
     "gpt": set(),
@@ -66,7 +72,7 @@ ARROWS = {
 TENSORDICT = {"torch", "tensordict", "torchrl"}
 LIBRARIES = {
     **dict.fromkeys(ARROWS, TENSORDICT),
-    **{module: {"torch"} for module in ("functional", "controllers", "exact")},
+    **{module: {"torch"} for module in ("_divergence", "functional", "controllers", "exact")},
     "gpt": TENSORDICT | {"safetensors"},
 }
 
