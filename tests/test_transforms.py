@@ -289,7 +289,9 @@ def test_a_divergence_without_a_reference_is_an_error():
 
 
 def test_an_unknown_estimator_is_an_error():
-    with pytest.raises(ValueError, match=r"`estimator` must be one of \['k1', 'k2', 'k3'\], got 'k4'"):
+    with pytest.raises(
+        ValueError, match=r"`estimator` must be one of \['k1', 'k2', 'k3', 'exact', 'top_k'\], got 'k4'"
+    ):
         KLDivergenceTransform(estimator="k4")  # type: ignore[arg-type]
 
 

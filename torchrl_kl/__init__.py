@@ -23,6 +23,7 @@ from torchrl_kl.objectives import KLPenaltyLoss
 from torchrl_kl.reference import FrozenActor
 from torchrl_kl.reward_transforms import RewardAdjustmentTransform
 from torchrl_kl.stacks import KLConstrainedTransform, KLRewardTransform
+from torchrl_kl.top_k import TopKActor
 from torchrl_kl.transforms import KLDivergenceTransform, ReferenceModelLogProbTransform
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "PolicyValues",
     "ReferenceModelLogProbTransform",
     "RewardAdjustmentTransform",
+    "TopKActor",
     "exact_kl",
     "kl_exact",
     "kl_k1",

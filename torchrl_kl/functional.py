@@ -7,7 +7,6 @@ policy: `log_prob = log pi(a|s)`, `ref_log_prob = log pi_ref(a|s)`, `lr = log_pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torchrl_kl._divergence import kl_of_distributions, kl_of_logits, split_log_
 
 __all__ = [
     "ESTIMATORS",
-    "Estimator",
     "kl_exact",
     "kl_k1",
     "kl_k2",
@@ -27,8 +25,6 @@ __all__ = [
     "masked_sum",
     "sum_over_trajectories",
 ]
-
-Estimator = Literal["k1", "k2", "k3"]
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -29,6 +29,20 @@ from torchrl_kl._keys import (
 )
 
 __all__ = ["FrozenActor"]
+
+
+class Score(NamedTuple):
+    """What one pass of a reference gives.
+
+    Args:
+        log_prob: of the actions, nats, batch shape of the tensordict that holds the action.
+        states: the next recurrent states, in the order of `own_state_keys`.
+        outputs: all that the actor read and wrote in the pass, the parameters of its distribution among it.
+    """
+
+    log_prob: Tensor
+    states: list[Tensor]
+    outputs: TensorDictBase
 
 
 class FrozenActor(nn.Module):
@@ -56,7 +70,7 @@ class FrozenActor(nn.Module):
         >>> reference = FrozenActor(actor)
         >>> state = TensorDict(tokens=torch.tensor([[0, 2, 8, 6, 10, 3]]), position=torch.tensor([6]), batch_size=[1])
         >>> step = actor(state)
-        >>> log_prob, _ = reference.step(reference.inputs(step))
+        >>> log_prob = reference.step(reference.inputs(step)).log_prob
         >>> torch.equal(log_prob, step["action_log_prob"]), log_prob.requires_grad
         (True, False)
     """
@@ -104,15 +118,14 @@ class FrozenActor(nn.Module):
         keys = (*self.in_keys, *self.action_keys, *self.own_state_keys)
         return tensordict.select(*keys, strict=False)
 
-    def step(self, inputs: TensorDictBase) -> tuple[Tensor, list[Tensor]]:
+    def step(self, inputs: TensorDictBase) -> Score:
         """Scores the actions step by step; no dimension is taken for time.
 
         Args:
             inputs: what `inputs` selected, batch shape (*B).
 
         Returns:
-            The log-probs, nats, of the batch shape of the tensordict that holds the action, and the next recurrent
-            states in the order of `own_state_keys`.
+            Log-probs, next recurrent states, and what else the pass left.
 
         Raises:
             RuntimeError: if the actor is recurrent and its own state is not in the data.
@@ -120,7 +133,7 @@ class FrozenActor(nn.Module):
         self._require_states(inputs)
         return self._score(inputs, recurrent=False)
 
-    def trajectories(self, tensordict: TensorDictBase, *, zero_states: bool = False) -> tuple[Tensor, list[Tensor]]:
+    def trajectories(self, tensordict: TensorDictBase, *, zero_states: bool = False) -> Score:
         """Scores a batch whose last dimension is time, in one pass in TorchRL's recurrent mode.
 
         Args:
@@ -142,9 +155,9 @@ class FrozenActor(nn.Module):
             return self._score(inputs, recurrent=False)
         self._check_consecutive(tensordict)
         self._set_first_states(tensordict, inputs, zero_states)
-        log_prob, states = self._score(inputs, recurrent=True)
-        self._remember(tensordict, states)
-        return log_prob, states
+        score = self._score(inputs, recurrent=True)
+        self._remember(tensordict, score.states)
+        return score
 
     def get_dist(self, tensordict: TensorDictBase, *, timed: bool) -> Distribution:
         """The distribution over the actions of each step, without gradients unless `requires_grad` asks for them.
@@ -202,13 +215,13 @@ class FrozenActor(nn.Module):
         with torch.set_grad_enabled(grad), set_recurrent_mode(recurrent):
             yield
 
-    def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> tuple[Tensor, list[Tensor]]:
+    def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> Score:
         self._rename_states(inputs)
         batch_size = holder_batch_size(inputs, self.log_prob_key)
         with self._scoring(recurrent):
-            log_prob = self.actor.log_prob(inputs)
+            log_prob = self.actor.log_prob(inputs)  # leaves the parameters of the distribution in `inputs`
         states = [inputs.get(("next", *as_tuple(key))) for key in self.state_keys]
-        return sum_action_dims(log_prob, batch_size), states
+        return Score(sum_action_dims(log_prob, batch_size), states, inputs)
 
     def _set_first_states(self, tensordict: TensorDictBase, inputs: TensorDictBase, zero_states: bool) -> None:
         """Gives every row its state at its first step; later starts of trajectories begin from zero."""

@@ -11,10 +11,11 @@ from torchrl.data import Composite
 from torchrl.envs.transforms import Compose, Transform
 
 from torchrl_kl._charge import Charge, add_reward_like
+from torchrl_kl._estimates import Estimator
 from torchrl_kl._keys import as_tuple, beside, expand_right, holder_batch_size, sum_action_dims
 from torchrl_kl._transform import get_required
 from torchrl_kl.controllers import KLController
-from torchrl_kl.functional import Estimator, kl_k1
+from torchrl_kl.functional import kl_k1
 from torchrl_kl.reference import FrozenActor
 from torchrl_kl.reward_transforms import RewardAdjustmentTransform
 from torchrl_kl.transforms import KLDivergenceTransform, ReferenceModelLogProbTransform, ReferenceTransform
@@ -29,20 +30,24 @@ class KLConstrainedTransform(Compose):
     for rewards and observations. Outside an env, pass it as a collector's `postproc` or call it on a batch.
 
     Keys: those of ReferenceModelLogProbTransform, KLDivergenceTransform and RewardAdjustmentTransform. With an
-    estimator other than k1 the controller is fed that measurement; the reward is charged k1 always.
+    estimator other than k1 the controller is fed that measurement; the reward is charged k1 always, for
+    the reason that KLDivergenceTransform gives.
 
     State: that of the three.
 
     Args:
         actor: the policy; a frozen copy of it becomes the reference.
         controller: a KLController, or a float for a constant coefficient, reward per nat.
-        estimator: what is measured: "k1", "k2" or "k3".
+        estimator: what is measured: "k1", "k2", "k3"; "exact", from the parameters that the policy records of its
+            distribution; or "top_k", from what TopKActor records.
         update_every: how many finished trajectories (or steps) an update of the controller waits for.
         reward_key: the reward to charge.
         log_prob_key: where the policy records its log-prob; by default found with `actor.log_prob_keys`.
         ref_log_prob_key, kl_key, kl_estimate_key, task_reward_key, kl_coeff_key, episode_kl_key: where the results go;
             by default as the parts say. A second stack in one env needs keys of its own.
         done_key: what ends a trajectory; by default "done" beside the reward, or at the root.
+        top_k_key: where the policy records its top k; by default "top_k" beside its log-prob.
+        keep_dist_params: whether batches keep the parameters (or top k) that "exact" (or "top_k") has read.
         reduce: "sum" adds up the KL of the agents that share a reward; None keeps one per agent.
         time_dim: the batch dimension that is time, for batches that do not name it "time"; it must be the last.
         zero_states: whether a recurrent reference may begin inside a trajectory from a zero state.
@@ -79,23 +84,30 @@ class KLConstrainedTransform(Compose):
         kl_coeff_key: NestedKey | None = None,
         episode_kl_key: NestedKey | None = None,
         done_key: NestedKey | None = None,
+        top_k_key: NestedKey | None = None,
+        keep_dist_params: bool = False,
         reduce: Literal["sum"] | None = None,
         time_dim: int | None = None,
         zero_states: bool = False,
     ):
         reference = ReferenceModelLogProbTransform(
             actor,
+            estimator=estimator,
             ref_log_prob_key=ref_log_prob_key,
             log_prob_key=log_prob_key,
             time_dim=time_dim,
             zero_states=zero_states,
+            top_k_key=top_k_key,
         )
         divergence = KLDivergenceTransform(
             estimator=estimator,
+            actor=actor,
             log_prob_key=reference.reference.log_prob_key,
             ref_log_prob_key=reference.ref_log_prob_key,
             kl_key=kl_key,
             kl_estimate_key=kl_estimate_key,
+            top_k_key=top_k_key,
+            keep_dist_params=keep_dist_params,
             reduce=reduce,
         )
         adjustment = RewardAdjustmentTransform(

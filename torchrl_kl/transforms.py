@@ -14,6 +14,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
 from torchrl.data import Composite
 
+from torchrl_kl._estimates import Estimator, make_estimate, reference_dist_key
 from torchrl_kl._keys import (
     MASK_KEY,
     add_spec,
@@ -23,11 +24,12 @@ from torchrl_kl._keys import (
     expand_right,
     find_time_dim,
     holder_batch_size,
+    is_fake,
     state_spec,
     sum_action_dims,
 )
 from torchrl_kl._transform import RECORD_LOG_PROB, KLTransform, copy_batch, counted_key, get_required
-from torchrl_kl.functional import ESTIMATORS, Estimator
+from torchrl_kl.functional import kl_k1
 from torchrl_kl.reference import FrozenActor
 
 __all__ = ["KLDivergenceTransform", "ReferenceModelLogProbTransform"]
@@ -70,6 +72,9 @@ class ReferenceTransform(KLTransform):
     ) -> None:
         """Writes the results of one step or batch; both log-probs are None where no policy ran."""
 
+    def _keep(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, outputs: TensorDictBase) -> None:
+        """Keeps what a later transform needs of the reference's pass."""
+
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Keeps what the policy saw and did, before the inverse transforms before this one turn it into the env's."""
         if self.in_env:
@@ -84,9 +89,10 @@ class ReferenceTransform(KLTransform):
             self._write(tensordict, next_tensordict, None, None, None)
             self._write_states(next_tensordict, [inputs.get(k) for k in self._own_states])
             return next_tensordict
-        ref_log_prob, states = self.reference.step(inputs)
-        self._write(tensordict, next_tensordict, log_prob, ref_log_prob, tensordict.get("_step", None))
-        self._write_states(next_tensordict, states)
+        score = self.reference.step(inputs)
+        self._write(tensordict, next_tensordict, log_prob, score.log_prob, tensordict.get("_step", None))
+        self._write_states(next_tensordict, score.states)
+        self._keep(tensordict, next_tensordict, score.outputs)
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -103,10 +109,11 @@ class ReferenceTransform(KLTransform):
         tensordict = copy_batch(tensordict)
         log_prob = get_required(tensordict, self.reference.log_prob_key, RECORD_LOG_PROB)
         if find_time_dim(tensordict, self.time_dim) is None:
-            ref_log_prob, _ = self.reference.step(self.reference.inputs(tensordict))
+            score = self.reference.step(self.reference.inputs(tensordict))
         else:
-            ref_log_prob, _ = self.reference.trajectories(tensordict, zero_states=self.zero_states)
-        self._write(tensordict, tensordict.get("next"), log_prob, ref_log_prob, tensordict.get(MASK_KEY, None))
+            score = self.reference.trajectories(tensordict, zero_states=self.zero_states)
+        self._write(tensordict, tensordict.get("next"), log_prob, score.log_prob, tensordict.get(MASK_KEY, None))
+        self._keep(tensordict, tensordict.get("next"), score.outputs)
         return tensordict
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
@@ -172,19 +179,24 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
         reads the actor's in_keys and its action; in the env also its log-prob, to know whether the policy ran.
         writes ("next", "ref_log_prob"): nats per step, batch shape of the tensordict that holds the action; zero
         where a random policy acted. A recurrent reference adds its own state, ("next", "ref_<state>").
+        For "exact" and "top_k" also ("next", "_ref_log_prob_dist"): what the reference has where the policy recorded
+        its distribution ("exact": the parameters, under the policy's names; "top_k": the log-probs of the policy's top
+        k, (*B, k)). It comes out of the same pass, and the KLDivergenceTransform after this one takes it away.
 
     Args:
         actor: the actor to copy and freeze.
+        estimator: that of the KLDivergenceTransform that follows.
         ref_log_prob_key: where to write; by default "ref_log_prob" beside the policy's log-prob.
         log_prob_key: where the policy records its log-prob; by default found with `actor.log_prob_keys`.
         time_dim: the batch dimension that is time, for batches that do not name it "time"; it must be the last.
         zero_states: whether a recurrent reference may begin in the middle of a trajectory from a zero state instead of
             raising; a state that is not known then costs accuracy.
+        top_k_key: where the policy records its top k; by default "top_k" beside its log-prob.
 
     Raises:
-        TypeError: if `actor` has no distribution.
-        ValueError: if `actor` has uninitialised weights.
-        KeyError: in a step, if the policy ran but did not record its log-prob.
+        TypeError: if `actor` has no distribution, or not a categorical one for "top_k".
+        ValueError: if `actor` has uninitialised weights, or the estimator is unknown.
+        KeyError: in a step, if the policy ran but did not record its log-prob, or its top k for "top_k".
 
     Example:
         >>> from tensordict import TensorDict
@@ -206,10 +218,12 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
         self,
         actor: nn.Module,
         *,
+        estimator: Estimator = "k1",
         ref_log_prob_key: NestedKey | None = None,
         log_prob_key: NestedKey | None = None,
         time_dim: int | None = None,
         zero_states: bool = False,
+        top_k_key: NestedKey | None = None,
     ):
         reference = FrozenActor(actor, log_prob_key=log_prob_key)
         self.ref_log_prob_key = ref_log_prob_key or beside(reference.log_prob_key, "ref_log_prob")
@@ -220,6 +234,7 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
             time_dim=time_dim,
             zero_states=zero_states,
         )
+        self._estimate = make_estimate(estimator, reference.actor, reference.log_prob_key, top_k_key)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         next_tensordict = super()._step(tensordict, next_tensordict)
@@ -234,6 +249,12 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
             ref_log_prob = torch.zeros(batch_size, dtype=self.log_prob_dtype(), device=tensordict.device)
         next_tensordict.set(self.ref_log_prob_key, ref_log_prob)
 
+    def _keep(self, tensordict, next_tensordict, outputs):
+        if self._estimate is not None:
+            kept = self._estimate.of_reference(tensordict, outputs, self.reference.actor)
+            if kept is not None:
+                next_tensordict.set(reference_dist_key(self.ref_log_prob_key), kept)
+
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the log-prob under the reference."""
         self.claim(observation_spec, [self.ref_log_prob_key])
@@ -245,30 +266,43 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
 class KLDivergenceTransform(KLTransform):
     """Writes the k1 estimate of KL(policy || reference) for each step, and another estimate of it on request.
 
-    `kl = log_prob - ref_log_prob` is what may be charged to a reward: of all estimates it alone moves the policy along
-    the gradient of the KL when it is charged. Charged k2 or k3 nearly vanish at the reference, and a charged exact KL
-    is constant in its own step's action. So `estimator` chooses what is *measured* beside it, for logs and controllers.
+    `kl = log_prob - ref_log_prob` is what may be charged to a reward, and the only one of these. A reward is not
+    differentiated: charging c moves the policy along E[c grad log pi], which is the gradient of the KL for k1 alone.
+    Charged k2 or k3 nearly vanish at the reference. A charged exact KL is the same whatever action its step takes, so
+    it does not hold that action back at all. So `estimator` chooses what is *measured* beside k1, for logs and
+    controllers: "exact" has no sampling noise within a step, "top_k" only that of its tail; both have the mean of k1.
 
-    You may rely on: the mean of `kl` over the policy's actions is the KL. You may not rely on its sign.
+    You may rely on: the mean of `kl` over the policy's actions is the KL; so is that of "exact" and "top_k". You may
+    not rely on the sign of `kl` and "top_k", nor on the means of k2 (and of k3 where the policy lacks support).
 
     Keys:
-        reads "action_log_prob" and ("next", "ref_log_prob"), batch shape of the tensordict that holds them.
+        reads "action_log_prob" and ("next", "ref_log_prob"), batch shape of the tensordict that holds them; for "exact"
+        also the parameters of its distribution that the policy records ("logits", or "loc" and "scale", ...), for
+        "top_k" what TopKActor records; and what ReferenceModelLogProbTransform with the same estimator kept.
         writes ("next", "kl"): nats per step, that shape plus a trailing 1; ("next", "kl_estimate") alike, with another
         estimator than k1. Zero in an env step where no policy ran or a batched env skips the row (a rollout
         then repeats the row's last step instead), and on padding (("collector", "mask") False).
+        drops, on a batch, what the estimate has used up: the reference's part, and unless `keep_dist_params` the
+        policy's, its recorded parameters or top k. (In an env the policy's record stays in the rollout: TorchRL keeps
+        what a policy writes.)
 
     Args:
-        estimator: what is measured: "k1", "k2" or "k3".
+        estimator: what is measured: "k1", "k2", "k3", "exact" or "top_k".
+        actor: for "exact": an actor with the policy's distribution class and keys. Its weights are not kept.
         log_prob_key: the policy's log-prob.
         ref_log_prob_key: the reference's; by default "ref_log_prob" beside the policy's.
         kl_key: where k1 goes; by default "kl" beside the policy's log-prob.
         kl_estimate_key: where the other estimate goes; by default "kl_estimate" beside the KL.
+        top_k_key: for "top_k": where the policy records them; by default "top_k" beside its log-prob.
+        keep_dist_params: whether a batch keeps the policy's recorded parameters (or top k), for a loss that reads them.
+            ClipPPOLoss does not, KLPENPPOLoss does.
         reduce: "sum" adds up the agents that share a reward; the KL then has the root's batch shape plus 1, and stands
             at the root by default. None keeps one KL per agent.
 
     Raises:
-        ValueError: if the estimator is unknown, or the two log-probs differ in shape.
-        KeyError: if a log-prob is missing where a policy ran.
+        ValueError: if the estimator is unknown, "exact" has no actor, or what policy and reference recorded differs in
+            shape.
+        KeyError: if a log-prob, or what the estimator reads, is missing where a policy ran.
 
     Example:
         >>> from tensordict import TensorDict
@@ -282,25 +316,29 @@ class KLDivergenceTransform(KLTransform):
         self,
         *,
         estimator: Estimator = "k1",
+        actor: nn.Module | None = None,
         log_prob_key: NestedKey = "action_log_prob",
         ref_log_prob_key: NestedKey | None = None,
         kl_key: NestedKey | None = None,
         kl_estimate_key: NestedKey | None = None,
+        top_k_key: NestedKey | None = None,
+        keep_dist_params: bool = False,
         reduce: Literal["sum"] | None = None,
     ):
-        if estimator not in tuple(ESTIMATORS):
-            raise ValueError(f"`estimator` must be one of {sorted(ESTIMATORS)}, got {estimator!r}.")
         if reduce not in (None, "sum"):
             raise ValueError(f'`reduce` must be None or "sum", got {reduce!r}: "sum" adds up the agents.')
-        self.estimator, self.reduce = estimator, reduce
+        self.estimator, self.reduce, self.keep_dist_params = estimator, reduce, keep_dist_params
         self.log_prob_key = unravel_key(log_prob_key)
         self.ref_log_prob_key = ref_log_prob_key or beside(log_prob_key, "ref_log_prob")
         self.kl_key = kl_key or ("kl" if reduce == "sum" else beside(log_prob_key, "kl"))
-        outputs = {self.kl_key: ESTIMATORS["k1"]}
-        if estimator != "k1":
-            outputs[kl_estimate_key or beside(self.kl_key, "kl_estimate")] = ESTIMATORS[estimator]
-        self._outputs = outputs
-        super().__init__(in_keys=[self.log_prob_key, self.ref_log_prob_key], out_keys=list(outputs))
+        estimate = make_estimate(estimator, actor, self.log_prob_key, top_k_key)
+        out_keys = [self.kl_key]
+        if estimate is not None:
+            out_keys.append(kl_estimate_key or beside(self.kl_key, "kl_estimate"))
+        super().__init__(in_keys=[self.log_prob_key, self.ref_log_prob_key], out_keys=out_keys)
+        self._estimate = estimate
+        self._policy_keys = [] if estimate is None else estimate.policy_keys
+        self._ref_dist_key = reference_dist_key(self.ref_log_prob_key)
 
     @property
     def measured_key(self) -> NestedKey:
@@ -318,8 +356,6 @@ class KLDivergenceTransform(KLTransform):
         mask = tensordict.get("_step", None)
         if mask is not None:
             counted = counted & expand_right(mask, counted.shape)
-        if log_prob is None:
-            log_prob, mask = ref_log_prob, torch.zeros_like(ref_log_prob, dtype=torch.bool)
         if self.reduce == "sum" and counted.ndim > tensordict.batch_dims:
             counted = counted.flatten(tensordict.batch_dims).all(-1)
         tensordict.set(counted_key(self.kl_key), counted.unsqueeze(-1))
@@ -337,16 +373,29 @@ class KLDivergenceTransform(KLTransform):
         next_tensordict = tensordict.get("next")
         ref_log_prob = get_required(next_tensordict, self.ref_log_prob_key, _NO_REFERENCE)
         mask = tensordict.get(MASK_KEY, None)
+        if mask is None and self._policy_keys and is_fake(tensordict):  # zeros are no parameters
+            mask = torch.zeros(tensordict.batch_size, dtype=torch.bool, device=log_prob.device)
         self._write(tensordict, next_tensordict, log_prob, ref_log_prob, mask)
+        if not self.keep_dist_params:
+            for key in self._policy_keys:
+                tensordict.pop(key)
         return tensordict
 
     def _write(self, tensordict, next_tensordict, log_prob, ref_log_prob, mask) -> None:
-        batch_size = holder_batch_size(tensordict, self.log_prob_key)
-        log_prob = sum_action_dims(log_prob.detach(), batch_size)
-        if mask is not None:
-            mask = expand_right(mask, log_prob.shape)
-        for key, estimate in self._outputs.items():
-            kl = estimate(log_prob, ref_log_prob, mask=mask)
+        """Writes the estimates of one step or batch; zeros where no policy ran (`log_prob` is None)."""
+        of_reference = next_tensordict.pop(self._ref_dist_key, None)
+        if log_prob is None:
+            estimates = [torch.zeros_like(ref_log_prob) for _ in self.out_keys]
+        else:
+            log_prob = sum_action_dims(log_prob.detach(), holder_batch_size(tensordict, self.log_prob_key))
+            if mask is not None:
+                mask = expand_right(mask, log_prob.shape)
+            estimates = [kl_k1(log_prob, ref_log_prob, mask=mask)]
+            if self._estimate is not None:
+                if self._policy_keys and of_reference is None:
+                    get_required(next_tensordict, self._ref_dist_key, _NO_REFERENCE_DIST)
+                estimates.append(self._estimate(tensordict, of_reference, log_prob, ref_log_prob, mask))
+        for key, kl in zip(self.out_keys, estimates, strict=True):
             if self.reduce == "sum":
                 kl = sum_action_dims(kl, tensordict.batch_size)
             next_tensordict.set(key, kl.unsqueeze(-1))
@@ -371,3 +420,7 @@ class KLDivergenceTransform(KLTransform):
 
 
 _NO_REFERENCE = "put ReferenceModelLogProbTransform before this transform, or name its key with `ref_log_prob_key`."
+_NO_REFERENCE_DIST = (
+    "put ReferenceModelLogProbTransform with the same `estimator` before this transform, both into the env or both on "
+    "the batch: what it keeps for this estimator is not recorded."
+)
