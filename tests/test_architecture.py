@@ -26,6 +26,7 @@ PUBLIC_NAMES = {
         "KLConstrainedTransform",
         "KLController",
         "KLDivergenceTransform",
+        "KLMonitor",
         "KLRewardTransform",
         "KLStatistics",
         "PolicyValues",
@@ -51,6 +52,9 @@ ARROWS = {
     "reference": {"_keys"},
     "trajectories": {"_keys"},
     "transforms": {"_keys", "_transform", "functional", "reference"},
+    "_sampling": set(),
+    "_scorer": {"_keys", "_sampling", "_transform", "reference"},
+    "monitor": {"_keys", "_sampling", "_scorer", "_transform", "controllers", "reference", "trajectories"},
     "reward_transforms": {"_keys", "_transform", "_charge", "controllers", "trajectories"},
     "stacks": {
         *("_keys", "_transform", "_charge", "controllers", "functional"),
@@ -62,7 +66,7 @@ ARROWS = {
 TENSORDICT = {"torch", "tensordict", "torchrl"}
 LIBRARIES = {
     **dict.fromkeys(ARROWS, TENSORDICT),
-    **{module: {"torch"} for module in ("functional", "controllers", "exact")},
+    **{module: {"torch"} for module in ("functional", "controllers", "exact", "_sampling")},
     "gpt": TENSORDICT | {"safetensors"},
 }
 

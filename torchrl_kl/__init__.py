@@ -10,6 +10,7 @@ from torchrl_kl.controllers import (
 from torchrl_kl.exact import Enumeration, ExactValues, PolicyValues, exact_kl
 from torchrl_kl.functional import kl_k1, kl_k2, kl_k3
 from torchrl_kl.gpt import GPT, GPTActor, GPTCritic, GPTRewardModel
+from torchrl_kl.monitor import KLMonitor
 from torchrl_kl.reference import FrozenActor
 from torchrl_kl.reward_transforms import RewardAdjustmentTransform
 from torchrl_kl.stacks import KLConstrainedTransform, KLRewardTransform
@@ -29,6 +30,7 @@ __all__ = [
     "KLConstrainedTransform",
     "KLController",
     "KLDivergenceTransform",
+    "KLMonitor",
     "KLRewardTransform",
     "KLStatistics",
     "PolicyValues",

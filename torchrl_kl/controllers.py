@@ -44,6 +44,9 @@ class KLController(_Float64State, ABC):
 
     State: `coeff`, a 0-dim float64 buffer, in `state_dict` and changed in place only.
 
+    What a KLMonitor holds it to: `target` (NaN where there is none), `min_coeff` and `max_coeff`. A subclass sets those
+    that it has.
+
     Args:
         init_coeff: the first coefficient, reward per nat, finite.
         per: the unit of the KL that `update` is given: nats per "trajectory" or nats per "step".
@@ -62,6 +65,9 @@ class KLController(_Float64State, ABC):
     """
 
     coeff: Tensor
+    target: float = math.nan
+    min_coeff: float = 0.0
+    max_coeff: float = math.inf
 
     def __init__(self, init_coeff: float, *, per: Per = "trajectory"):
         super().__init__()
