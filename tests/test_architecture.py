@@ -29,9 +29,12 @@ PUBLIC_NAMES = {
         "KLMonitor",
         "KLRewardTransform",
         "KLStatistics",
+        "PIDKLController",
         "PolicyValues",
         "ReferenceModelLogProbTransform",
         "RewardAdjustmentTransform",
+        "TargetKLController",
+        "coeff_for_budget",
         "exact_kl",
         "kl_k1",
         "kl_k2",
@@ -43,7 +46,10 @@ PUBLIC_NAMES = {
 # Modules of torchrl_kl, lowest first: what each may import of the others. All arrows point to an earlier line.
 ARROWS = {
     "functional": set(),
-    "controllers": set(),
+    "_scalars": set(),
+    "statistics": {"_scalars"},
+    "controllers": {"_scalars"},
+    "budget": {"_scalars"},
     "exact": {"functional"},
     "gpt": set(),
     "_keys": set(),
@@ -52,10 +58,19 @@ ARROWS = {
     "reference": {"_keys"},
     "trajectories": {"_keys"},
     "transforms": {"_keys", "_transform", "functional", "reference"},
+    "reward_transforms": {"_keys", "_transform", "_charge", "controllers", "statistics", "trajectories"},
     "_sampling": set(),
     "_scorer": {"_keys", "_sampling", "_transform", "reference"},
-    "monitor": {"_keys", "_sampling", "_scorer", "_transform", "controllers", "reference", "trajectories"},
-    "reward_transforms": {"_keys", "_transform", "_charge", "controllers", "trajectories"},
+    "monitor": {
+        "_keys",
+        "_sampling",
+        "_scorer",
+        "_transform",
+        "controllers",
+        "reference",
+        "statistics",
+        "trajectories",
+    },
     "stacks": {
         *("_keys", "_transform", "_charge", "controllers", "functional"),
         *("reference", "transforms", "reward_transforms"),
@@ -66,7 +81,10 @@ ARROWS = {
 TENSORDICT = {"torch", "tensordict", "torchrl"}
 LIBRARIES = {
     **dict.fromkeys(ARROWS, TENSORDICT),
-    **{module: {"torch"} for module in ("functional", "controllers", "exact", "_sampling")},
+    **{
+        module: {"torch"}
+        for module in ("functional", "_scalars", "statistics", "controllers", "budget", "exact", "_sampling")
+    },
     "gpt": TENSORDICT | {"safetensors"},
 }
 

@@ -16,8 +16,9 @@ from torchrl_kl._keys import MASK_KEY, beside, expand_right, find_time_dim
 from torchrl_kl._sampling import BEYOND_CHANCE
 from torchrl_kl._scorer import NO_CHANCE, OTHER_POLICY, Fault, Scorer
 from torchrl_kl._transform import get_required
-from torchrl_kl.controllers import KLController, KLStatistics
+from torchrl_kl.controllers import KLController
 from torchrl_kl.reference import FrozenActor
+from torchrl_kl.statistics import KLStatistics
 from torchrl_kl.trajectories import OpenTrajectories, find_done
 
 __all__ = ["CONDITIONS", "ConditionCount", "KLMessage", "KLMonitor"]
