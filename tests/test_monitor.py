@@ -127,6 +127,11 @@ class TestTarget:
         assert monitor(batch) == []
         assert monitor.state_dict()["pools"] == [[1, 0.5, 0.25]]
 
+    def test_a_batch_of_padding_alone_says_nothing(self):
+        batch = steps(-9.0, math.nan)
+        batch["collector"] = TensorDict(mask=torch.tensor([False, False]), batch_size=2)
+        assert KLMonitor(per_step(), window=1)(batch) == []
+
     def test_without_a_target_there_is_nothing_to_hold_it_against(self):
         assert KLMonitor(ConstantKLController(0.1), window=1)(steps(100.0)) == []
 
@@ -412,7 +417,7 @@ class TestInterface:
             KLMonitor(per_step(), reference=stack.reference)
 
     def test_missing_entries(self):
-        with pytest.raises(KeyError, match="'next' is not in the data, got observation: pass the batches of a coll"):
+        with pytest.raises(KeyError, match="'next' is not in the data, got observation: pass a collector's batches"):
             KLMonitor(per_step())(TensorDict(observation=torch.zeros(2), batch_size=2))
         with pytest.raises(KeyError, match="'kl' is not in the data, got reward: run the stack"):
             KLMonitor(per_step())(TensorDict(next=TensorDict(reward=torch.zeros(2), batch_size=2), batch_size=2))

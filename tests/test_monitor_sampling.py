@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
+from tensordict import TensorDict
+from tensordict.nn import CompositeDistribution, TensorDictModule
 from torch import nn
 from torch.distributions import Categorical, Distribution, Normal
 from torch.testing import assert_close
@@ -184,6 +185,14 @@ class TestCauses:
         monitor = KLMonitor(ConstantKLController(0.1), actor=actor)
         assert monitor(KLConstrainedTransform(actor, 0.1)(batch)) == []
 
+    def test_a_batch_of_padding_alone_has_nothing_to_compare(self):
+        actor = make_actor()
+        batch = play(WalkEnv((8,)), actor)
+        batch["action_log_prob"] += 1.0
+        batch["collector", "mask"] = torch.zeros(8, 12, dtype=torch.bool)
+        batch["next", "kl"] = torch.ones(8, 12, 1)
+        assert KLMonitor(ConstantKLController(0.1), actor=actor)(batch) == []
+
     def test_frames_of_a_random_policy(self):
         actor = make_actor()
         batch = play(WalkEnv((8,)), actor)
@@ -240,8 +249,7 @@ class TestCauseByNumbers:
         kept = torch.linspace(0.5, 0.9, 700).double()
         scored = take(self.log_probs, self.action)
         said = self.cause(scored - kept.log())
-        some = kept[torch.linspace(0, 699, 512).long()]
-        assert f"hold {some.mean():.0%} of the actor's probability on average" in said
+        assert f"hold {kept.mean():.0%} of the actor's probability on average" in said
         assert "never the larger: as if the actor masked actions" in self.cause(scored + kept.log())
 
     def test_a_few_steps_of_one_sign_say_nothing(self):
@@ -251,10 +259,11 @@ class TestCauseByNumbers:
             shifted[:n_steps] += torch.linspace(0.1, 0.2, n_steps).double()
             assert said in find_cause(self.log_probs[:500], self.action[:500], shifted[:500], {}, 1e-3)
 
-    def test_infinite_ones_cannot_be_told(self):
+    @pytest.mark.parametrize(("value", "said"), [(math.nan, "cannot be told"), (-INF, "never the larger")])
+    def test_recorded_ones_that_are_not_finite(self, value, said):
         recorded = take(self.log_probs, self.action)
-        recorded[::2] = -INF
-        assert "cannot be told" in self.cause(recorded) or "never the larger" in self.cause(recorded)
+        recorded[::2] = value
+        assert said in self.cause(recorded)
 
 
 class TestActions:
@@ -471,13 +480,56 @@ class TestActors:
         (message,) = KLMonitor(ConstantKLController(0.1), actor=one_hot)(batch)
         assert "Cause: the recorded ones are never the smaller" in message.text
 
+    def test_of_several_heads_one_is_named(self):
+        class TwoHeads(nn.Linear):
+            def forward(self, observation):
+                logits = super().forward(observation)
+                return logits, -logits
+
+        actor = probabilistic_actor(
+            TensorDictModule(
+                TwoHeads(N_OBS, 4), ["observation"], [("params", "a", "logits"), ("params", "b", "logits")]
+            ),
+            in_keys=["params"],
+            distribution_class=CompositeDistribution,
+            distribution_kwargs={"distribution_map": {"a": Categorical, "b": Categorical}},
+            return_log_prob=True,
+        )
+        batch = actor(TensorDict(observation=torch.randn(50, N_OBS), batch_size=50)).detach()
+        batch["next"] = TensorDict(kl=torch.ones(50, 1), batch_size=50)
+        batch["b_log_prob"] += 0.25
+        with pytest.raises(ValueError, match="must record one log-prob, got the keys.*`log_prob_key`"):
+            KLMonitor(ConstantKLController(0.1), actor=actor)
+        seen = []
+        for key in ("a_log_prob", "b_log_prob"):
+            seen += KLMonitor(ConstantKLController(0.1), actor=actor, log_prob_key=key)(batch)
+        (message,) = seen
+        assert "by up to 0.25 nats, on 100.0% of 50 steps" in message.text
+        batch["other"] = batch["a_log_prob"]
+        monitor = KLMonitor(ConstantKLController(0.1), actor=actor, log_prob_key="other")
+        with pytest.raises(KeyError, match="'other' is not in the data, got a_log_prob, b_log_prob: name one of them"):
+            monitor(batch)
+
+    def test_a_large_vocabulary_is_looked_at_in_part(self, monkeypatch):
+        """Evenly spaced steps: as the cause stands in all of them, it is found in a few."""
+        actor = make_actor()
+        monkeypatch.setattr("torchrl_kl._scorer._TABLE_SIZE", 100 * N_ACTIONS)
+        sizes: list[int] = []
+        monkeypatch.setattr(
+            "torchrl_kl._scorer.find_cause", lambda *args: sizes.append(len(args[2])) or find_cause(*args)
+        )
+        (message,) = watch(actor_drawing(Tempered, actor), actor)
+        assert "temperature 0.7" in message.text
+        assert "of 480 steps" in message.text
+        assert sizes == [100]
+
     def test_missing_entries(self):
         actor = make_actor()
         batch = KLConstrainedTransform(actor, 0.1)(play(WalkEnv((2,)), actor))
         for key, said in (
             ("action_log_prob", "'action_log_prob' is not in the data.*return_log_prob=True"),
-            ("observation", "'observation' is not in the data.*the actor reads it to recompute the log-probs"),
-            ("action", "'action' is not in the data.*the actor reads it to recompute the log-probs"),
+            ("observation", "observation"),
+            ("action", "'action' is not in the data.*`actor` must be the policy of this batch"),
         ):
             with pytest.raises(KeyError, match=said):
                 KLMonitor(ConstantKLController(0.1), actor=actor)(batch.exclude(key))
@@ -486,12 +538,11 @@ class TestActors:
         """No exact KL is no error: the samples alone say that it is noise."""
 
         class Own(Distribution):
-            arg_constraints = {}
             has_rsample = False
 
             def __init__(self, loc, scale):
                 self.normal = Normal(loc, scale)
-                super().__init__(self.normal.batch_shape)
+                super().__init__(self.normal.batch_shape, validate_args=False)
 
             def sample(self, sample_shape=()):
                 return self.normal.sample(sample_shape)

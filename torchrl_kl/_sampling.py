@@ -19,7 +19,6 @@ BEYOND_CHANCE = math.log(1e6)  # nats of evidence: once in a million batches at 
 TEMPERATURES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 _LEAST = -1e5  # stands for -inf where it is multiplied: 0 * -inf is NaN
 _MIN_STEPS = 20  # steps with a difference of one sign, before the sign says something: 2 ** -19 by chance
-_MAX_STEPS = 512  # what a cause is looked for in
 
 
 class Evidence(NamedTuple):
@@ -46,10 +45,6 @@ def find_cause(
         masks: boolean entries (N, V) of the data that may have masked the sampler's actions, by name.
         tolerance: nats.
     """
-    if len(action) > _MAX_STEPS:
-        some = torch.linspace(0, len(action) - 1, _MAX_STEPS, device=action.device).long()
-        log_probs, action, recorded = log_probs[some], action[some], recorded[some]
-        masks = {name: mask[some] for name, mask in masks.items()}
     scored = take(log_probs, action)
     impossible = (scored <= _LEAST).double().mean().item()
     if impossible:

@@ -19,6 +19,7 @@ from torchrl_kl.reference import FrozenActor
 
 __all__ = ["NO_CHANCE", "OTHER_POLICY", "Fault", "Report", "Scorer"]
 
+_TABLE_SIZE = 2**23  # numbers in a table of log-probs, 64 MiB: of a large vocabulary fewer steps are looked at
 NO_CHANCE = "which is no noise: it comes by chance once in a million batches at most. "
 OTHER_POLICY = (
     "The recorded log-probs are the actor's, but the actions look drawn by another policy, nearer to the reference. "
@@ -59,7 +60,12 @@ class Scorer:
             )
         self.actor = cast(ProbabilisticTensorDictSequential, actor)
         self.reference, self.tolerance, self.time_dim = reference, tolerance, time_dim
-        self.log_prob_key = unravel_key(log_prob_key or self.actor.log_prob_keys[0])
+        keys = [unravel_key(key) for key in self.actor.log_prob_keys]
+        if log_prob_key is None and len(keys) != 1:
+            raise ValueError(
+                f"`actor` must record one log-prob, got the keys {keys}: name the one to use with `log_prob_key`."
+            )
+        self.log_prob_key = unravel_key(log_prob_key or keys[0])
 
     @torch.no_grad()
     def report(self, batch: TensorDictBase, *, negative: bool) -> Report:
@@ -67,11 +73,12 @@ class Scorer:
         recorded = get_required(batch, self.log_prob_key, RECORD_LOG_PROB)
         action_key = self.actor.dist_sample_keys[0]
         inputs = batch.select(*self.actor.in_keys, *self.actor.dist_sample_keys, strict=False)
-        for key in (*self.actor.in_keys, action_key):
-            get_required(inputs, key, "the actor reads it to recompute the log-probs.")
+        get_required(inputs, action_key, "its log-prob is recomputed; `actor` must be the policy of this batch.")
         with set_recurrent_mode(find_time_dim(batch, self.time_dim) is not None):
             dist = self.actor.get_dist(inputs)
             recomputed = self.actor.log_prob(inputs, dist=dist)
+        if not isinstance(recomputed, Tensor):  # several action heads have a log-prob each
+            recomputed = get_required(recomputed, self.log_prob_key, "name one of them with `log_prob_key`.")
         holder = holder_batch_size(batch, self.log_prob_key)
         recorded, recomputed = (sum_action_dims(value, holder).double() for value in (recorded, recomputed))
         mask = batch.get(MASK_KEY, None)
@@ -80,13 +87,13 @@ class Scorer:
         fault = self._compare(batch, recorded, recomputed, counted, table)
         exact_kl = None
         if fault is None and table is not None:
-            fault = _unlike_actions(*table)
+            fault = _unlike_actions(table)
         if fault is None and negative and self.reference is not None:
             ref_dist = self._reference_dist(batch)
             exact_kl = _mean_kl(dist, ref_dist, counted)
             ref_table = _table(ref_dist, inputs.get(action_key), None, counted)
-            if table is not None and ref_table is not None:
-                fault = _unlike_kl(*table, ref_table[0], exact_kl)
+            if table is not None and ref_table is not None and exact_kl is not None:
+                fault = _unlike_kl(table, ref_table, exact_kl)
         return Report(fault, exact_kl)
 
     def _compare(self, batch, recorded, recomputed, counted, table) -> Fault | None:
@@ -94,10 +101,7 @@ class Scorer:
         differs = ~(gap.abs() <= self.tolerance)  # NaN differs
         if not bool(differs.any()):
             return None
-        share, largest = (
-            differs.double().mean().item(),
-            gap.nan_to_num(math.inf, math.inf, -math.inf).abs().max().item(),
-        )
+        share, largest = differs.double().mean().item(), gap.abs().nan_to_num(math.inf, math.inf).max().item()
         text = (
             "The sampler and the scorer disagree: recorded log-probs differ from those that the actor gives the same "
             f"actions by up to {largest:.3g} nats, on {share:.1%} of {gap.numel()} steps. "
@@ -105,9 +109,9 @@ class Scorer:
         if table is None:
             text += "Do both use the same temperature, bounds and masks, and the same weights?"
         else:
-            log_probs, action = table
-            masks = _boolean_masks(batch, counted, log_probs.shape[-1])
-            text += f"Cause: {find_cause(log_probs, action, recorded[counted], masks, self.tolerance)}."
+            masks = _boolean_masks(batch, table.steps, table.log_probs.shape[-1])
+            cause = find_cause(table.log_probs, table.action, recorded[table.steps], masks, self.tolerance)
+            text += f"Cause: {cause}."
         text += " Until then the KL is that of another policy than the one that is trained."
         return Fault(text, {"share": share, "largest_difference": largest})
 
@@ -126,21 +130,30 @@ class Scorer:
             return reference.actor.get_dist(inputs)
 
 
-def _unlike_actions(log_probs: Tensor, action: Tensor) -> Fault | None:
-    evidence = against_policy(log_probs, action)
+class _Table(NamedTuple):
+    """Log-probs of all actions (N, V), and the drawn ones (N,), of N of the steps, which are True in `steps` (*B)."""
+
+    log_probs: Tensor
+    action: Tensor
+    steps: Tensor
+
+
+def _unlike_actions(table: _Table) -> Fault | None:
+    evidence = against_policy(table.log_probs, table.action)
     if evidence.nats < BEYOND_CHANCE:
         return None
+    batches = f"1e{evidence.nats / math.log(10):.0f}"
     text = (
         "The sampler and the scorer disagree: the recorded log-probs are the actor's, but the actions were not drawn "
-        f"from it. They look like {evidence.drawn_by}; by chance that comes once in exp({evidence.nats:.0f}) batches. "
-        "Sample from the distribution whose log-probs are recorded (temperature 1, no top-k, ExplorationType.RANDOM), "
-        "or record those of the one that is sampled: the mean of k1 is the KL on the policy's own actions alone."
+        f"from it. They look like {evidence.drawn_by}; by chance that comes once in {batches} batches. Sample from the "
+        "distribution whose log-probs are recorded (temperature 1, no top-k, ExplorationType.RANDOM), or record those "
+        "of the one that is sampled: the mean of k1 is the KL on the policy's own actions alone."
     )
     return Fault(text, {"evidence": evidence.nats})
 
 
-def _unlike_kl(log_probs: Tensor, action: Tensor, ref_log_probs: Tensor, exact_kl: float) -> Fault | None:
-    nats = towards_reference(log_probs, ref_log_probs, action)
+def _unlike_kl(table: _Table, ref_table: _Table, exact_kl: float) -> Fault | None:
+    nats = towards_reference(table.log_probs, ref_table.log_probs, table.action)
     if nats < BEYOND_CHANCE:
         return None
     text = (
@@ -159,25 +172,36 @@ def _mean_kl(dist: Distribution, ref_dist: Distribution, counted: Tensor) -> flo
     return kl.double()[counted].mean().item()
 
 
-def _table(dist, action: Tensor, log_prob: Tensor | None, counted: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Log-probs of all actions (N, V) and the drawn ones (N,) where a categorical policy has one of each per step."""
+def _table(dist, action: Tensor, log_prob: Tensor | None, counted: Tensor) -> _Table | None:
+    """What a categorical policy with one action per step could have drawn, and drew; None of another policy."""
     if not isinstance(dist, Categorical) or dist.logits.shape[:-1] != counted.shape:
         return None
     if action.shape == dist.logits.shape:
         action = action.int().argmax(-1)  # one-hot
-    log_probs, action = dist.logits.double().log_softmax(-1)[counted], action[counted].long()
-    if log_prob is not None and not torch.allclose(take(log_probs, action), log_prob[counted], atol=1e-3):
+    steps = _thin(counted, max(_TABLE_SIZE // dist.logits.shape[-1], 1))
+    log_probs, action = dist.logits[steps].double().log_softmax(-1), action[steps].long()
+    if log_prob is not None and not torch.allclose(take(log_probs, action), log_prob[steps], atol=1e-3):
         return None  # logits of a sparse mask: they are not in the order of the actions
-    return log_probs, action
+    return _Table(log_probs, action, steps)
 
 
-def _boolean_masks(batch: TensorDictBase, counted: Tensor, n_actions: int) -> dict[str, Tensor]:
-    """Entries of the batch that may be masks of actions, (N, V) where steps count."""
+def _thin(counted: Tensor, at_most: int) -> Tensor:
+    """So many of the True ones, evenly spaced: which steps are looked at must not depend on their actions."""
+    index = counted.flatten().nonzero().squeeze(-1)
+    if len(index) <= at_most:
+        return counted
+    thinned = torch.zeros_like(counted).flatten()
+    thinned[index[torch.linspace(0, len(index) - 1, at_most, device=index.device).long()]] = True
+    return thinned.reshape(counted.shape)
+
+
+def _boolean_masks(batch: TensorDictBase, steps: Tensor, n_actions: int) -> dict[str, Tensor]:
+    """Entries of the batch that may be masks of actions, (N, V) at the steps."""
     return {
-        repr(key): value[counted]
+        repr(key): value[steps]
         for key, value in batch.items(True, True)
         if as_tuple(key)[0] != "next"
         and isinstance(value, Tensor)
         and value.dtype == torch.bool
-        and value.shape == (*counted.shape, n_actions)
+        and value.shape == (*steps.shape, n_actions)
     }

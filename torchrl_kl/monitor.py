@@ -119,7 +119,8 @@ class KLMonitor:
 
     Raises:
         TypeError: if `controller` is no KLController, `actor` has no distribution or `reference` is no FrozenActor.
-        ValueError: if a number is out of its range, or `reference` comes without `actor`.
+        ValueError: if a number is out of its range, `reference` comes without `actor`, or the actor records several
+            log-probs and no key is given.
 
     Example:
         >>> from tensordict import TensorDict
@@ -186,15 +187,15 @@ class KLMonitor:
             RuntimeError: if the target is per trajectory and the batch has no time dimension, or the reference is
                 recurrent and its state is not in the batch.
         """
-        step = batch.get("next", None)
-        if step is None:
-            get_required(batch, "next", "pass the batches of a collector, after the stack has run.")
+        step = cast(TensorDictBase, get_required(batch, "next", "pass a collector's batches, after the stack has run."))
         kl = get_required(step, self.kl_key, _NO_KL).detach()
         mask = batch.get(MASK_KEY, None)
         counted = torch.ones_like(kl, dtype=torch.bool) if mask is None else expand_right(mask, kl.shape)
         finite = counted & kl.isfinite()
         looks: dict[str, KLMessage | None] = {"kl_not_finite": _look_finite(kl, counted, finite)}
-        looks |= self._look_target(batch, counted) | self._look_coeff() | self._look_samples(batch, kl[counted])
+        looks |= (
+            self._look_target(batch, counted) | self._look_coeff() | self._look_samples(batch, kl[counted].double())
+        )
         self._n_batches += 1
         return self._begun(looks)
 
@@ -305,7 +306,7 @@ class KLMonitor:
 
     def _look_samples(self, batch: TensorDictBase, k1: Tensor) -> dict[str, KLMessage | None]:
         """Whether the actions and their log-probs can be the policy's; k1: the steps that count, flat."""
-        total = k1.double().nan_to_num(math.inf, math.inf).sum().item()
+        total = k1.nan_to_num(math.inf, math.inf).sum().item()
         self._k1_sums.append(total)
         negative = total < -_ROUNDING * k1.numel()
         due = self._n_batches % self.check_every == 0
