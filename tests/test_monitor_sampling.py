@@ -27,6 +27,7 @@ from tests.helpers import (
 )
 from torchrl_kl import ConstantKLController, KLConstrainedTransform, KLMonitor
 from torchrl_kl._sampling import TEMPERATURES, against_policy, find_cause, take, towards_reference
+from torchrl_kl._scorer import _table
 
 INF = math.inf
 
@@ -251,6 +252,14 @@ class TestCauseByNumbers:
         said = self.cause(scored - kept.log())
         assert f"hold {kept.mean():.0%} of the actor's probability on average" in said
         assert "never the larger: as if the actor masked actions" in self.cause(scored + kept.log())
+
+    def test_cuts_that_no_p_explains_are_no_top_p(self):
+        """Each step renormalises over so many of its most likely actions, now 1 and now 5 of 6, whatever they hold."""
+        ranked = self.log_probs.sort(-1, descending=True)
+        n_kept = torch.arange(700) % 2 * 4 + 1
+        kept = ranked.values.logcumsumexp(-1).gather(-1, n_kept.unsqueeze(-1) - 1).squeeze(-1)
+        said = find_cause(self.log_probs, ranked.indices[:, 0], ranked.values[:, 0] - kept, {}, 1e-3)
+        assert "never the smaller" in said
 
     def test_a_few_steps_of_one_sign_say_nothing(self):
         recorded = take(self.log_probs, self.action)
@@ -509,6 +518,12 @@ class TestActors:
         monitor = KLMonitor(ConstantKLController(0.1), actor=actor, log_prob_key="other")
         with pytest.raises(KeyError, match="'other' is not in the data, got a_log_prob, b_log_prob: name one of them"):
             monitor(batch)
+
+    @pytest.mark.parametrize("allowed", [[0, 2, 3], [1, 2, 0]])
+    def test_logits_of_a_sparse_mask_are_not_in_the_order_of_actions(self, allowed):
+        dist = MaskedCategorical(logits=torch.randn(40, 4), indices=torch.tensor([allowed]).expand(40, 3))
+        action = dist.sample()
+        assert _table(dist, action, dist.log_prob(action).double(), torch.ones(40, dtype=torch.bool)) is None
 
     def test_a_large_vocabulary_is_looked_at_in_part(self, monkeypatch):
         """Evenly spaced steps: as the cause stands in all of them, it is found in a few."""

@@ -180,8 +180,11 @@ def _table(dist, action: Tensor, log_prob: Tensor | None, counted: Tensor) -> _T
         action = action.int().argmax(-1)  # one-hot
     steps = _thin(counted, max(_TABLE_SIZE // dist.logits.shape[-1], 1))
     log_probs, action = dist.logits[steps].double().log_softmax(-1), action[steps].long()
-    if log_prob is not None and not torch.allclose(take(log_probs, action), log_prob[steps], atol=1e-3):
-        return None  # logits of a sparse mask: they are not in the order of the actions
+    in_order = bool((action < log_probs.shape[-1]).all())  # not so where the logits are those of a sparse mask
+    if in_order and log_prob is not None:
+        in_order = torch.allclose(take(log_probs, action), log_prob[steps], atol=1e-3)
+    if not in_order:
+        return None
     return _Table(log_probs, action, steps)
 
 
