@@ -153,6 +153,15 @@ class TestTrajectories:
         assert message.figures["count"] == 2
         assert "nats per trajectory over the last 2 batches (2 trajectories)" in str(message)
 
+    def test_padding_after_the_end_is_not_summed(self):
+        batch = step_of(kl=[0.5, 0.7, math.nan, 9.0], done=[False, True, False, False])
+        batch["collector"] = TensorDict(mask=torch.tensor([[True, True, False, False]]), batch_size=(1, 4))
+        monitor = KLMonitor(self.controller)
+        monitor(batch)
+        ((count, total, _),) = monitor.state_dict()["pools"]
+        assert count == 1
+        assert_close(total, 1.2, rtol=1e-6, atol=0.0)
+
     def test_a_window_in_which_nothing_ended_says_nothing(self):
         batch = step_of(kl=[9.0, 9.0], done=[False, False])
         monitor = KLMonitor(self.controller, window=1)

@@ -253,6 +253,20 @@ class TestCauseByNumbers:
         assert f"hold {kept.mean():.0%} of the actor's probability on average" in said
         assert "never the larger: as if the actor masked actions" in self.cause(scored + kept.log())
 
+    def test_top_k_holds_the_actions_that_it_draws(self):
+        """The mass of the 2 most likely, but on the least likely action: no top-k."""
+        ranked = self.log_probs.sort(-1, descending=True)
+        recorded = ranked.values[:, -1] - ranked.values[:, :2].logsumexp(-1)
+        assert "never the smaller" in find_cause(self.log_probs, ranked.indices[:, -1], recorded, {}, 1e-3)
+
+    def test_a_cause_explains_most_of_a_small_difference(self):
+        """Differences of 0.01 at most: a temperature that leaves 0.0005 over is a coincidence, though within 0.001."""
+        exact = take((self.log_probs / 1.0015).log_softmax(-1), self.action)
+        largest = (exact - take(self.log_probs, self.action)).abs().max()
+        assert 1e-3 < largest < 0.01
+        assert "at temperature 1" in self.cause(exact)
+        assert "cannot be told" in self.cause(exact + 5e-4 * torch.linspace(-1, 1, 700).sign())
+
     def test_cuts_that_no_p_explains_are_no_top_p(self):
         """Each step renormalises over so many of its most likely actions, now 1 and now 5 of 6, whatever they hold."""
         ranked = self.log_probs.sort(-1, descending=True)
@@ -378,6 +392,18 @@ class TestNegative:
         assert_close(message.figures["exact_kl"], exact, rtol=1e-4, atol=1e-7)
         assert f"(the exact KL on the same states is {exact:.3g}): noise, no bug" in message.text
 
+    def test_the_exact_kl_leaves_padding_out(self):
+        reference = make_actor()
+        policy = moved(reference, scale=0.1)
+        stack = KLConstrainedTransform(reference, 0.1)
+        batch = self.negative_batch(policy, stack)
+        (whole,) = KLMonitor(stack.controller, actor=policy, reference=stack.reference)(batch)
+        padded = torch.cat([batch, batch.clone()], 1)
+        padded["observation"][:, 4:] += 10.0
+        padded["collector", "mask"] = torch.arange(8).expand(4, 8) < 4
+        (message,) = KLMonitor(stack.controller, actor=policy, reference=stack.reference)(padded)
+        assert_close(message.figures, whole.figures, rtol=1e-5, atol=1e-7)
+
     def test_without_a_reference_it_is_noise_all_the_same(self):
         reference = make_actor()
         policy = moved(reference, scale=0.1)
@@ -475,9 +501,12 @@ class TestActors:
         (batch,) = collect(
             with_transforms(WalkEnv((4,)), *memory_of(policy)), policy, frames=40, batches=1, postproc=stack
         )
-        batch["next", "kl"] = -batch["next", "kl"].abs() - 0.01
+        monitor = KLMonitor(stack.controller, actor=policy, reference=stack.reference)
+        batch["next", "kl"] = batch["next", "kl"].abs()
+        assert monitor(batch) == []  # only a negative mean asks for the exact KL
+        batch["next", "kl"] = -batch["next", "kl"] - 0.01
         with pytest.raises(RuntimeError, match="the reference is recurrent and its state 'ref_h' is not in the batch"):
-            KLMonitor(stack.controller, actor=policy, reference=stack.reference)(batch)
+            monitor(batch)
 
     def test_one_hot_actions(self):
         actor = make_actor()
