@@ -398,7 +398,7 @@ class TestNegative:
         stack = KLConstrainedTransform(reference, 0.1)
         batch = self.negative_batch(policy, stack)
         (whole,) = KLMonitor(stack.controller, actor=policy, reference=stack.reference)(batch)
-        padded = torch.cat([batch, batch.clone()], 1)
+        padded: Any = torch.cat([batch, batch.clone()], 1)
         padded["observation"][:, 4:] += 10.0
         padded["collector", "mask"] = torch.arange(8).expand(4, 8) < 4
         (message,) = KLMonitor(stack.controller, actor=policy, reference=stack.reference)(padded)
