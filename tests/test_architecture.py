@@ -36,16 +36,22 @@ PUBLIC_NAMES = {
         "TargetKLController",
         "coeff_for_budget",
         "exact_kl",
+        "kl_exact",
         "kl_k1",
         "kl_k2",
         "kl_k3",
+        "kl_top_k",
+        "masked_mean",
+        "masked_sum",
+        "sum_over_trajectories",
     ],
     "torchrl_kl.envs": ["DigitLanguage", "DigitLanguageEnv"],
 }
 
 # Modules of torchrl_kl, lowest first: what each may import of the others. All arrows point to an earlier line.
 ARROWS = {
-    "functional": set(),
+    "_divergence": set(),
+    "functional": {"_divergence"},
     "_scalars": set(),
     "statistics": {"_scalars"},
     "controllers": {"_scalars"},
@@ -60,7 +66,7 @@ ARROWS = {
     "transforms": {"_keys", "_transform", "functional", "reference"},
     "reward_transforms": {"_keys", "_transform", "_charge", "controllers", "statistics", "trajectories"},
     "_sampling": set(),
-    "_scorer": {"_keys", "_sampling", "_transform", "reference"},
+    "_scorer": {"_keys", "_sampling", "_transform", "functional", "reference"},
     "monitor": {
         "_keys",
         "_sampling",
@@ -83,7 +89,16 @@ LIBRARIES = {
     **dict.fromkeys(ARROWS, TENSORDICT),
     **{
         module: {"torch"}
-        for module in ("functional", "_scalars", "statistics", "controllers", "budget", "exact", "_sampling")
+        for module in (
+            "_divergence",
+            "functional",
+            "_scalars",
+            "statistics",
+            "controllers",
+            "budget",
+            "exact",
+            "_sampling",
+        )
     },
     "gpt": TENSORDICT | {"safetensors"},
 }

@@ -10,7 +10,16 @@ from torchrl_kl.controllers import (
     TargetKLController,
 )
 from torchrl_kl.exact import Enumeration, ExactValues, PolicyValues, exact_kl
-from torchrl_kl.functional import kl_k1, kl_k2, kl_k3
+from torchrl_kl.functional import (
+    kl_exact,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    kl_top_k,
+    masked_mean,
+    masked_sum,
+    sum_over_trajectories,
+)
 from torchrl_kl.gpt import GPT, GPTActor, GPTCritic, GPTRewardModel
 from torchrl_kl.monitor import KLMonitor
 from torchrl_kl.reference import FrozenActor
@@ -43,7 +52,12 @@ __all__ = [
     "TargetKLController",
     "coeff_for_budget",
     "exact_kl",
+    "kl_exact",
     "kl_k1",
     "kl_k2",
     "kl_k3",
+    "kl_top_k",
+    "masked_mean",
+    "masked_sum",
+    "sum_over_trajectories",
 ]

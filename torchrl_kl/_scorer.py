@@ -9,12 +9,13 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
-from torch.distributions import Categorical, Distribution, kl_divergence
+from torch.distributions import Categorical, Distribution
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_kl._keys import MASK_KEY, as_tuple, expand_right, find_time_dim, holder_batch_size, sum_action_dims
 from torchrl_kl._sampling import BEYOND_CHANCE, against_policy, find_cause, take, towards_reference
 from torchrl_kl._transform import RECORD_LOG_PROB, get_required
+from torchrl_kl.functional import kl_exact
 from torchrl_kl.reference import FrozenActor
 
 __all__ = ["NO_CHANCE", "OTHER_POLICY", "Fault", "Report", "Scorer"]
@@ -166,8 +167,8 @@ def _unlike_kl(table: _Table, ref_table: _Table, exact_kl: float) -> Fault | Non
 def _mean_kl(dist: Distribution, ref_dist: Distribution, counted: Tensor) -> float | None:
     """The exact KL, nats per step; None where no closed form is known."""
     try:
-        kl = sum_action_dims(kl_divergence(dist, ref_dist), counted.shape)
-    except NotImplementedError:
+        kl = sum_action_dims(kl_exact(dist, ref_dist), counted.shape)
+    except (TypeError, ValueError):  # no KL is known for the pair, or the bijections differ
         return None
     return kl.double()[counted].mean().item()
 
