@@ -108,7 +108,10 @@ class Scorer:
             f"actions by up to {largest:.3g} nats, on {share:.1%} of {gap.numel()} steps. "
         )
         if table is None:
-            text += "Do both use the same temperature, bounds and masks, and the same weights?"
+            text += (
+                "Do both use the same temperature, bounds and masks, and the same weights? An action at the bound of a "
+                "squashed distribution (TanhNormal) loses its log-prob to rounding."
+            )
         else:
             masks = _boolean_masks(batch, table.steps, table.log_probs.shape[-1])
             cause = find_cause(table.log_probs, table.action, recorded[table.steps], masks, self.tolerance)
