@@ -27,12 +27,16 @@ PUBLIC_NAMES = {
         "KLController",
         "KLDivergenceTransform",
         "KLPenaltyLoss",
+        "KLMonitor",
         "KLRewardTransform",
         "KLStatistics",
+        "PIDKLController",
         "PolicyValues",
         "ReferenceModelLogProbTransform",
         "RewardAdjustmentTransform",
         "TopKActor",
+        "TargetKLController",
+        "coeff_for_budget",
         "exact_kl",
         "kl_exact",
         "kl_k1",
@@ -50,7 +54,10 @@ PUBLIC_NAMES = {
 ARROWS = {
     "_divergence": set(),
     "functional": {"_divergence"},
-    "controllers": set(),
+    "_scalars": set(),
+    "statistics": {"_scalars"},
+    "controllers": {"_scalars"},
+    "budget": {"_scalars"},
     "exact": {"functional"},
     "gpt": set(),
     "_keys": set(),
@@ -62,8 +69,20 @@ ARROWS = {
     "top_k": {"_keys", "_distributions"},
     "_estimates": {"_keys", "_transform", "_distributions", "functional"},
     "transforms": {"_keys", "_transform", "_estimates", "functional", "reference"},
-    "reward_transforms": {"_keys", "_transform", "_charge", "controllers", "trajectories"},
-    "objectives": {"_keys", "_transform", "controllers", "functional", "reference", "trajectories"},
+    "objectives": {"_keys", "_transform", "controllers", "functional", "reference", "statistics", "trajectories"},
+    "reward_transforms": {"_keys", "_transform", "_charge", "controllers", "statistics", "trajectories"},
+    "_sampling": set(),
+    "_scorer": {"_keys", "_sampling", "_transform", "functional", "reference"},
+    "monitor": {
+        "_keys",
+        "_sampling",
+        "_scorer",
+        "_transform",
+        "controllers",
+        "reference",
+        "statistics",
+        "trajectories",
+    },
     "stacks": {
         *("_keys", "_transform", "_charge", "_estimates", "controllers", "functional"),
         *("reference", "transforms", "reward_transforms"),
@@ -74,7 +93,19 @@ ARROWS = {
 TENSORDICT = {"torch", "tensordict", "torchrl"}
 LIBRARIES = {
     **dict.fromkeys(ARROWS, TENSORDICT),
-    **{module: {"torch"} for module in ("_divergence", "functional", "controllers", "exact")},
+    **{
+        module: {"torch"}
+        for module in (
+            "_divergence",
+            "functional",
+            "_scalars",
+            "statistics",
+            "controllers",
+            "budget",
+            "exact",
+            "_sampling",
+        )
+    },
     "gpt": TENSORDICT | {"safetensors"},
 }
 

@@ -1,11 +1,13 @@
 """KL control for reinforcement learning on TorchRL: measure the divergence, charge it, steer its price."""
 
+from torchrl_kl.budget import coeff_for_budget
 from torchrl_kl.controllers import (
     AdaptiveKLController,
     ConstantKLController,
     ExponentialKLController,
     KLController,
-    KLStatistics,
+    PIDKLController,
+    TargetKLController,
 )
 from torchrl_kl.exact import Enumeration, ExactValues, PolicyValues, exact_kl
 from torchrl_kl.functional import (
@@ -19,10 +21,12 @@ from torchrl_kl.functional import (
     sum_over_trajectories,
 )
 from torchrl_kl.gpt import GPT, GPTActor, GPTCritic, GPTRewardModel
+from torchrl_kl.monitor import KLMonitor
 from torchrl_kl.objectives import KLPenaltyLoss
 from torchrl_kl.reference import FrozenActor
 from torchrl_kl.reward_transforms import RewardAdjustmentTransform
 from torchrl_kl.stacks import KLConstrainedTransform, KLRewardTransform
+from torchrl_kl.statistics import KLStatistics
 from torchrl_kl.top_k import TopKActor
 from torchrl_kl.transforms import KLDivergenceTransform, ReferenceModelLogProbTransform
 
@@ -40,13 +44,17 @@ __all__ = [
     "KLConstrainedTransform",
     "KLController",
     "KLDivergenceTransform",
+    "KLMonitor",
     "KLPenaltyLoss",
     "KLRewardTransform",
     "KLStatistics",
+    "PIDKLController",
     "PolicyValues",
     "ReferenceModelLogProbTransform",
     "RewardAdjustmentTransform",
+    "TargetKLController",
     "TopKActor",
+    "coeff_for_budget",
     "exact_kl",
     "kl_exact",
     "kl_k1",

@@ -32,6 +32,7 @@ from torchrl_kl._transform import RECORD_LOG_PROB, get_required
 from torchrl_kl.controllers import KLController, as_controller
 from torchrl_kl.functional import kl_exact, kl_k1, kl_k2, kl_k3
 from torchrl_kl.reference import FrozenActor
+from torchrl_kl.statistics import KLStatistics
 from torchrl_kl.trajectories import OpenTrajectories, sum_after, sum_before
 
 __all__ = ["KLPenaltyLoss"]
@@ -264,7 +265,8 @@ class KLPenaltyLoss(LossModule):
             self._done(tensordict)
             measured = self._open_trajectories.add(tensordict, terms.kl, self.tensor_keys.done).finished
         if measured.numel():
-            self.controller.update(measured.double().mean(), measured.numel())
+            pool = KLStatistics().add(measured)
+            self.controller.update(pool.mean, measured.numel(), standard_error=pool.standard_error)
         return self.controller.coeff.item()
 
     @property
