@@ -189,10 +189,10 @@ def kl_top_k(
     that autograd finds the whole gradient, `(lr + 1) grad log pi(a)` in the tail and not only `grad log pi(a)`.
 
     You may rely on: over actions drawn from the policy, its mean is the KL and its gradient has the mean of the KL's
-    gradient, for any k and any choice of the k actions. k = 0 is k1 with its score, k = V is `kl_exact`. The mean square
-    of the sampled term only falls as actions are added to the k; a step takes 2 k + 2 numbers and one bit. You may not
-    rely on its sign where the tail is drawn, nor that it varies less than k1 (where lr is nearly the same for all
-    actions it varies more), nor charge it to a reward.
+    gradient, for any k and any choice of the k actions. k = 0 is k1 with its score, k = V is `kl_exact`. The mean
+    square of the sampled term only falls as actions are added to the k; a step takes 2 k + 2 numbers and one bit. You
+    may not rely on its sign where the tail is drawn, nor that it varies less than k1 (where lr is nearly the same for
+    all actions it varies more), nor charge it to a reward.
 
     Args:
         top_log_probs: log pi of k actions, as a rule the policy's most likely ones, nats, shape (*B, k); normalised
@@ -296,8 +296,8 @@ def masked_mean(values: Tensor, mask: Tensor | None, *, dim: int | tuple[int, ..
     if empty > 0:
         raise ValueError(
             f"`mask` must be True somewhere in each mean, got {empty} of {number.numel()} means over "
-            f"`values` of shape {tuple(values.shape)} with nothing that counts: a mean of nothing is not defined; leave "
-            "such rows out, or use `masked_sum`."
+            f"`values` of shape {tuple(values.shape)} with nothing that counts: a mean of nothing is not defined; "
+            "leave such rows out, or use `masked_sum`."
         )
     return (total / number).to(values.dtype)
 
