@@ -44,10 +44,11 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
         mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0, whatever stands there.
 
     Returns:
-        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action. A `log_prob` of
-        -inf (an action that the policy cannot draw) contributes 0.
+        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action, with gradient 0. A
+        `log_prob` of -inf (an action that the policy cannot draw) contributes 0.
 
     Raises:
+        TypeError: if the log-probabilities are not floating point.
         ValueError: if the shapes differ or the mask is not boolean.
 
     Reference:
@@ -72,9 +73,10 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
         mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0, whatever stands there.
 
     Returns:
-        One estimate per step, nats, shape (*B).
+        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action, with gradient 0.
 
     Raises:
+        TypeError: if the log-probabilities are not floating point.
         ValueError: if the shapes differ or the mask is not boolean.
 
     Reference:
@@ -100,9 +102,10 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
         mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0, whatever stands there.
 
     Returns:
-        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action.
+        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action, with gradient 0.
 
     Raises:
+        TypeError: if the log-probabilities are not floating point.
         ValueError: if the shapes differ or the mask is not boolean.
 
     Reference:
@@ -136,7 +139,8 @@ def kl_exact(policy: Tensor | Distribution, reference: Tensor | Distribution, *,
             ones too), independent and transformed ones (TanhNormal) through their bases, the latter if both share the
             bijection, whose parameters are taken as constants; all others as registered with torch.
         reference: the same for the reference: same kind, same shape.
-        mask: True where a step counts, boolean, shape (*B). Elsewhere the KL is 0, whatever stands there.
+        mask: True where a step counts, boolean, shape (*B). Elsewhere the KL is 0, whatever stands there; but
+            the gradient of what a distribution computed when it was built (Categorical normalises) is its own.
 
     Returns:
         The KL of each step, nats, shape (*B). NaN where a row is no distribution (every logit -inf, or one NaN).
