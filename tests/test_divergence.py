@@ -58,7 +58,7 @@ class TestContinuous:
             lambda x: D.MultivariateNormal(x[0], scale_tril=x[1].diag_embed()),
             lambda x: TanhNormal(*x),
             lambda x: TanhNormal(*x, safe_tanh=False),
-            lambda x: TanhNormal(*x, low=-3.0, high=torch.tensor([1.0, 2.0, 5.0])),
+            lambda x: TanhNormal(*x, low=torch.tensor(-3.0), high=torch.tensor([1.0, 2.0, 5.0])),
             lambda x: D.TransformedDistribution(D.Independent(D.Normal(*x), 1), [D.TanhTransform(), D.ExpTransform()]),
             lambda x: D.Independent(D.LogNormal(*x), 1),
         ],
@@ -71,7 +71,7 @@ class TestContinuous:
     def test_tanh_normal_agrees_with_its_own_log_prob(self):
         # By quadrature over the action: 4000 midpoints of an integrand that vanishes at both ends.
         policy, reference = (
-            TanhNormal(randn(1) / 2, 0.3 + torch.rand(1).double() / 5, low=-2.0, high=1.0) for _ in range(2)
+            TanhNormal(randn(1) / 2, 0.3 + torch.rand(1).double() / 5, low=torch.tensor(-2.0)) for _ in range(2)
         )
         actions = (3 * (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000 - 2).unsqueeze(-1)
         log_prob, ref_log_prob = policy.log_prob(actions), reference.log_prob(actions)
@@ -233,7 +233,7 @@ class TestMasks:
         plain = kl_exact(*dists)
         params = [torch.where(self.mask.unsqueeze(-1), dist.probs, hidden).requires_grad_() for dist in dists]
         for dist, param in zip(dists, params, strict=True):
-            dist.probs = dist._param = param
+            vars(dist).update(probs=param, _param=param)
         value = kl_exact(*dists, mask=self.mask)
         assert_close(value, torch.where(self.mask, plain, 0.0), rtol=0, atol=0)
         for gradient in torch.autograd.grad(value.sum(), params):

@@ -117,7 +117,7 @@ class TestTopK:
         *top, log_prob, ref_log_prob, _ = self.arguments(6)
         log_prob.requires_grad_()
         in_top_k = torch.tensor([True, False] * 3)
-        value = kl_top_k(*top, log_prob, ref_log_prob, in_top_k)
+        value = kl_top_k(top[0], top[1], log_prob, ref_log_prob, in_top_k)
         gradient = torch.autograd.grad(value.sum(), log_prob)[0]
         assert_close(gradient, torch.where(in_top_k, 0.0, log_prob - ref_log_prob + 1).detach(), rtol=0, atol=1e-15)
 
@@ -166,7 +166,7 @@ class TestTopK:
         ref_log_prob[1] = -INF  # nor the action drawn, which is in the tail
         ref_log_prob[2] = -INF  # and here in the top, so that it does not matter
         inputs = [x.requires_grad_() for x in arguments[:4]]
-        value = kl_top_k(*inputs, torch.tensor([False, False, True, False]))
+        value = kl_top_k(*inputs, in_top_k=torch.tensor([False, False, True, False]))
         assert value.isposinf().tolist() == [True, True, False, False]
         for gradient in torch.autograd.grad(value.sum(), inputs):
             assert gradient.isfinite().all()
@@ -177,7 +177,7 @@ class TestTopK:
         for i in range(4):
             arguments = self.arguments(2)
             arguments[i][0] = math.nan
-            value = kl_top_k(*arguments[:4], torch.zeros(2, dtype=torch.bool))
+            value = kl_top_k(*arguments[:4], in_top_k=torch.zeros(2, dtype=torch.bool))
             assert value.isnan().tolist() == [True, False]
         nan = torch.tensor(math.nan)
         assert kl_k1(nan, torch.tensor(-INF)).isnan()
@@ -186,15 +186,15 @@ class TestTopK:
     def test_half_precision_is_rounded_once(self, dtype):
         arguments = [x.to(dtype) for x in self.arguments(50, k=8)[:4]]
         outside = torch.zeros(50, dtype=torch.bool)
-        value = kl_top_k(*arguments, outside)
-        truth = kl_top_k(*(x.double() for x in arguments), outside)
+        value = kl_top_k(*arguments, in_top_k=outside)
+        truth = kl_top_k(*(x.double() for x in arguments), in_top_k=outside)
         assert value.dtype == dtype
         assert_close(value.double(), truth, rtol=0.51 * torch.finfo(dtype).eps, atol=1e-6)
 
     def test_vmap(self):
         arguments = self.arguments(6)
         mask = torch.rand(6) < 0.5
-        value = torch.vmap(lambda *x: kl_top_k(*x[:5], mask=x[5]))(*arguments, mask)
+        value = torch.vmap(lambda mask, *x: kl_top_k(*x, mask=mask))(mask, *arguments)
         assert_close(value, kl_top_k(*arguments, mask=mask))
 
 

@@ -104,19 +104,17 @@ class EstimatorLaws:
     def test_its_sum_over_steps_is_the_kl_of_the_sequence_plus_the_biases(self):
         # Contexts of 0, 1, 2 tokens; a sequence is a triple (a, b, c), and V ** 3 of them are all there are.
         steps = [self.random(*(V,) * t) for t in range(3)]
-        policy, reference = (
-            [x.reshape(x.shape + (1,) * (2 - t)).expand(V, V, V) for t, x in enumerate(table)]
-            for table in zip(*[[y.log_softmax(-1) for y in step] for step in steps], strict=True)
-        )
-        joint, ref_joint = sum(policy), sum(reference)
-        values = [self.every_action(*step) for step in steps]
-        values = sum(x.reshape(x.shape + (1,) * (2 - t)).expand(V, V, V) for t, x in enumerate(values))
-        reached = torch.ones((), dtype=torch.float64), policy[0].exp()[:, 0, 0], (policy[0] + policy[1]).exp()[:, :, 0]
-        bias = sum(
-            (reach.flatten() * self.bias(*(x.reshape(-1, V) for x in step))).sum()
-            for reach, step in zip(reached, steps, strict=True)
-        )
-        truth = true_kl(joint.flatten(), ref_joint.flatten()) + bias
+
+        def of_sequences(per_step: list[Tensor]) -> Tensor:
+            """Sum over the steps of what is given for the action of each, (V, V, V)."""
+            wide = [x.reshape(x.shape + (1,) * (2 - t)).expand(V, V, V) for t, x in enumerate(per_step)]
+            return torch.stack(wide).sum(0)
+
+        joint, ref_joint = (of_sequences([step[i].log_softmax(-1) for step in steps]) for i in range(2))
+        values = of_sequences([self.every_action(*step) for step in steps])
+        biases = [self.bias(*(x.reshape(-1, V) for x in step)) for step in steps]
+        biases = of_sequences([x.reshape((V,) * t + (1,)).expand((V,) * (t + 1)) for t, x in enumerate(biases)])
+        truth = true_kl(joint.flatten(), ref_joint.flatten()) + (joint.exp() * biases).sum()
         assert_close((joint.exp() * values).sum(), truth, rtol=0, atol=TOLERANCE)
 
     @pytest.mark.parametrize("hidden", [math.nan, math.inf, -math.inf], ids=str)
@@ -125,7 +123,7 @@ class EstimatorLaws:
         mask = torch.tensor([True, False, True, False])
         dirty = [torch.where(mask.unsqueeze(-1), x, hidden).requires_grad_() for x in clean]
         clean = [x.requires_grad_() for x in clean]
-        value, plain = self.every_action(*dirty, mask), self.every_action(*clean)
+        value, plain = self.every_action(*dirty, mask=mask), self.every_action(*clean)
         assert_close(value, torch.where(mask.unsqueeze(-1), plain, 0.0), rtol=0, atol=0)
         for x, y in zip(dirty, clean, strict=True):
             gradient = torch.autograd.grad(value.sum(), x, retain_graph=True)[0]
