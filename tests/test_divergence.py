@@ -219,6 +219,13 @@ class TestMasks:
             assert (gradient[self.mask] != 0).all()
         assert (policy.base_dist.loc.isfinite().all(-1) == self.mask).all()  # the policy itself is not written to
 
+    def test_a_pair_of_two_kinds(self, hidden):
+        loc = torch.where(self.mask, randn(4), hidden)
+        policy, reference = D.Laplace(loc, torch.ones(4), validate_args=False), D.Normal(torch.zeros(4), torch.ones(4))
+        value = kl_exact(policy, reference, mask=self.mask)
+        assert_close(value[self.mask], D.kl_divergence(policy, reference)[self.mask], rtol=0, atol=0)
+        assert value[~self.mask].tolist() == [0, 0]
+
     def test_hidden_categoricals(self, hidden):
         logits = randn(2, 4, 3, 5)
         truth = [D.Independent(D.Categorical(logits=x), 1) for x in logits]
@@ -290,8 +297,9 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             kl_exact(TanhNormal(*normals[0], **kwargs), TanhNormal(*normals[1], **ref_kwargs))
 
-    def test_a_transform_that_is_no_bijection(self):
-        folded = [D.TransformedDistribution(D.Normal(loc, 1.0), D.AbsTransform()) for loc in (-1.0, 1.0)]
+    @pytest.mark.parametrize("transforms", [[D.AbsTransform()], [D.TanhTransform(), D.AbsTransform()]], ids=len)
+    def test_a_transform_that_is_no_bijection(self, transforms):
+        folded = [D.TransformedDistribution(D.Normal(loc, 1.0), transforms) for loc in (-1.0, 1.0)]
         message = self.message(
             "`policy` and `reference` must share a bijection, got TransformedDistribution(Normal) with a transform "
             "that maps several points to one: the divergence of the bases is then only an upper bound."
