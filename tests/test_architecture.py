@@ -28,9 +28,12 @@ PUBLIC_NAMES = {
         "KLDivergenceTransform",
         "KLRewardTransform",
         "KLStatistics",
+        "PIDKLController",
         "PolicyValues",
         "ReferenceModelLogProbTransform",
         "RewardAdjustmentTransform",
+        "TargetKLController",
+        "coeff_for_budget",
         "exact_kl",
         "kl_k1",
         "kl_k2",
@@ -42,7 +45,10 @@ PUBLIC_NAMES = {
 # Modules of torchrl_kl, lowest first: what each may import of the others. All arrows point to an earlier line.
 ARROWS = {
     "functional": set(),
-    "controllers": set(),
+    "_scalars": set(),
+    "statistics": {"_scalars"},
+    "controllers": {"_scalars"},
+    "budget": {"_scalars"},
     "exact": {"functional"},
     "gpt": set(),
     "_keys": set(),
@@ -51,7 +57,7 @@ ARROWS = {
     "reference": {"_keys"},
     "trajectories": {"_keys"},
     "transforms": {"_keys", "_transform", "functional", "reference"},
-    "reward_transforms": {"_keys", "_transform", "_charge", "controllers", "trajectories"},
+    "reward_transforms": {"_keys", "_transform", "_charge", "controllers", "statistics", "trajectories"},
     "stacks": {
         *("_keys", "_transform", "_charge", "controllers", "functional"),
         *("reference", "transforms", "reward_transforms"),
@@ -62,7 +68,7 @@ ARROWS = {
 TENSORDICT = {"torch", "tensordict", "torchrl"}
 LIBRARIES = {
     **dict.fromkeys(ARROWS, TENSORDICT),
-    **{module: {"torch"} for module in ("functional", "controllers", "exact")},
+    **{module: {"torch"} for module in ("functional", "_scalars", "statistics", "controllers", "budget", "exact")},
     "gpt": TENSORDICT | {"safetensors"},
 }
 

@@ -12,7 +12,8 @@ from torchrl.envs.transforms import Transform
 from torchrl_kl._charge import Charge, add_reward_like
 from torchrl_kl._keys import MASK_KEY, add_spec, beside, expand_right, find_time_dim, is_fake, state_spec
 from torchrl_kl._transform import KLTransform, copy_batch, counted_key, get_required, sampled_from_replay
-from torchrl_kl.controllers import ConstantKLController, KLController, KLStatistics
+from torchrl_kl.controllers import ConstantKLController, KLController
+from torchrl_kl.statistics import KLStatistics
 from torchrl_kl.trajectories import OpenTrajectories, find_done
 
 __all__ = ["RewardAdjustmentTransform"]
