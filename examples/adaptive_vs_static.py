@@ -38,6 +38,7 @@ from typing import NamedTuple
 import torch
 from adaptive_vs_static_report import draw_study, print_study
 from digit_job import (
+    DECAYS,
     JobArgs,
     arg,
     draw,
@@ -78,16 +79,19 @@ class Args(JobArgs):
     seed: int = arg(0, "The first seed.")
     seeds: int = arg(5, "How many seeds.")
     threads: int = arg(1, "Threads that PyTorch may use.")
-    ppo_batches: int = arg(160, "Batches of responses that each run collects.")
-    ppo_hold: float = arg(0.5, "Part of the batches before the learning rates begin to decay, in [0, 1).")
-    exact_prompts: int = arg(100, "Held-out prompts over which the exact values are taken.")
-    eval_every: int = arg(10, "Batches between two exact perplexities.")
+    ppo_batches: int = arg(120, "Batches of responses that each run collects.")
+    ppo_decay: str = arg("cosine", "How the learning rates decay to zero.", list(DECAYS))
+    exact_prompts: int = arg(64, "Held-out prompts over which the exact values are taken.")
+    eval_every: int = arg(20, "Batches between two exact perplexities.")
     budget_prompts: int = arg(200, "Prompts from which coeff_for_budget computes its coefficient.")
     budget_responses: int = arg(64, "Responses of the language model to each of them.")
     target_kl: float = arg(0.5, "KL that the study wants, nats per response.")
     horizon: float = arg(8192.0, "Adaptive: responses in which the coefficient can grow by a factor of e.")
     clip: float = arg(1.0, "Adaptive: the largest relative error of the KL that it reacts to.")
     gain: float = arg(1 / 16, "Exponential: the largest change of log(coeff) per batch.")
+    kp: float = arg(0.25, "PID: proportional gain.")
+    ki: float = arg(0.06, "PID: integral gain per batch.")
+    smoothing: float = arg(0.5, "PID: weight of the past in the filtered error.")
 
 
 class Problem(NamedTuple):
@@ -119,15 +123,13 @@ def add_separator(prompts: torch.Tensor, language: DigitLanguage) -> torch.Tenso
 
 def perplexity(model: Model, problem: Problem) -> float:
     """The exponential of the cross-entropy per token on the true language, over all responses that it can give."""
-    truth, length, n_tokens = (
-        true_next_token(problem.language),
-        problem.language.response_length,
-        problem.language.n_tokens,
+    language, truth = problem.language, true_next_token(problem.language)
+    excess = exact_kl(truth, model, problem.contexts, language.response_length)
+    # The cross-entropy is the excess plus the entropy of the truth, and that is log n_tokens - KL(truth || uniform).
+    knowledge = exact_kl(
+        truth, lambda tokens: torch.zeros(len(tokens), language.n_tokens), problem.contexts, language.response_length
     )
-    excess = exact_kl(truth, model, problem.contexts, length)
-    # KL(truth || uniform) = log n_tokens - entropy of the truth.
-    knowledge = exact_kl(truth, lambda tokens: torch.zeros(len(tokens), n_tokens), problem.contexts, length)
-    return n_tokens * (excess - knowledge).mean().exp().item()
+    return language.n_tokens * (excess - knowledge).mean().exp().item()
 
 
 def frontier_reward(exact: Enumeration, kl: float) -> float:
@@ -165,15 +167,15 @@ def sample_rewards(problem: Problem, args: Args) -> torch.Tensor:
 
 
 def make_controllers(budget_coeff: float, args: Args) -> dict[str, KLController]:
-    """The runs of a seed by name."""
-    runs: dict[str, KLController] = {f"constant {coeff:g}": ConstantKLController(coeff) for coeff in CONSTANTS}
-    runs["budget"] = ConstantKLController(budget_coeff)
+    """The runs of a seed by name: closed loops, then coefficients that never move."""
+    runs: dict[str, KLController] = {}
     for start in STARTS:
-        adaptive = AdaptiveKLController(start, args.target_kl, args.horizon, clip=args.clip)
-        runs[f"adaptive {start:g}"] = adaptive
-        runs[f"exponential {start:g}"] = ExponentialKLController(start, args.target_kl, gain=args.gain)
-        runs[f"PID {start:g}"] = PIDKLController(start, args.target_kl)
-    return runs
+        known = {"init_coeff": start, "target": args.target_kl}
+        runs[f"adaptive {start:g}"] = AdaptiveKLController(**known, horizon=args.horizon, clip=args.clip)
+        runs[f"exponential {start:g}"] = ExponentialKLController(**known, gain=args.gain)
+        runs[f"PID {start:g}"] = PIDKLController(**known, kp=args.kp, ki=args.ki, smoothing=args.smoothing)
+    runs["budget"] = ConstantKLController(budget_coeff)
+    return runs | {f"constant {coeff:g}": ConstantKLController(coeff) for coeff in CONSTANTS}
 
 
 def run_once(run: str, controller: KLController, problem: Problem, args: Args) -> dict:
@@ -203,8 +205,7 @@ def run_once(run: str, controller: KLController, problem: Problem, args: Args) -
 
 def describe_problem(problem: Problem, args: Args) -> dict:
     """The truth that the runs of a seed are judged by."""
-    coeffs = torch.logspace(torch.tensor(0.05).log10(), torch.tensor(5.0).log10(), 60, dtype=torch.float64).tolist()
-    optima = [problem.exact.optimum(coeff) for coeff in coeffs]
+    optima = [problem.exact.optimum(0.05 * 100 ** (step / 59)) for step in range(60)]  # coefficients from 0.05 to 5
     return {
         "coeff": problem.exact.solve_coeff(args.target_kl),
         "budget_coeff": coeff_for_budget(sample_rewards(problem, args), args.target_kl),

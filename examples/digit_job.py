@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
@@ -18,6 +19,8 @@ from tqdm import tqdm
 from torchrl_kl import GPT, GPTActor, GPTCritic, KLConstrainedTransform, KLController
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
 
+# The part of a learning rate that is left when a part of the batches is done.
+DECAYS = {"linear": lambda done: 1 - done, "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2}
 Log = Callable[..., None]  # called as log(step, name=value, ...)
 Settings = TypeVar("Settings", bound="JobArgs")
 
@@ -42,7 +45,7 @@ class JobArgs:
     ppo_epochs: int = arg(2, "How often each batch is used.")
     ppo_lr: float = arg(1e-3, "Initial learning rate of the policy; it decays to zero.")
     critic_lr: float = arg(3e-3, "Initial learning rate of the critic; it decays to zero.")
-    ppo_hold: float = arg(0.0, "Part of the batches before the learning rates begin to decay, in [0, 1).")
+    ppo_decay: str = arg("linear", "How the learning rates decay to zero.", list(DECAYS))
 
 
 def parse_args(settings: type[Settings], description: str | None) -> Settings:
@@ -146,8 +149,7 @@ def train_policy(
         betas=(0.9, 0.95),
         fused=True,
     )
-    held = args.ppo_hold * n_batches
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda batch: 1 - max(batch - held, 0) / (n_batches - held))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda batch: DECAYS[args.ppo_decay](batch / n_batches))
     losses = {}
     bar = tqdm(collector, desc=f"PPO, {run}", total=n_batches)
     for step, batch in enumerate(bar):
