@@ -124,11 +124,10 @@ def add_separator(prompts: torch.Tensor, language: DigitLanguage) -> torch.Tenso
 def perplexity(model: Model, problem: Problem) -> float:
     """The exponential of the cross-entropy per token on the true language, over all responses that it can give."""
     language, truth = problem.language, true_next_token(problem.language)
-    excess = exact_kl(truth, model, problem.contexts, language.response_length)
+    walk = {"prompts": problem.contexts, "response_length": language.response_length}
+    excess = exact_kl(truth, model, **walk)
     # The cross-entropy is the excess plus the entropy of the truth, and that is log n_tokens - KL(truth || uniform).
-    knowledge = exact_kl(
-        truth, lambda tokens: torch.zeros(len(tokens), language.n_tokens), problem.contexts, language.response_length
-    )
+    knowledge = exact_kl(truth, lambda tokens: torch.zeros(len(tokens), language.n_tokens), **walk)
     return language.n_tokens * (excess - knowledge).mean().exp().item()
 
 
@@ -169,11 +168,12 @@ def sample_rewards(problem: Problem, args: Args) -> torch.Tensor:
 def make_controllers(budget_coeff: float, args: Args) -> dict[str, KLController]:
     """The runs of a seed by name: closed loops, then coefficients that never move."""
     runs: dict[str, KLController] = {}
+    target = args.target_kl
     for start in STARTS:
-        known = {"init_coeff": start, "target": args.target_kl}
-        runs[f"adaptive {start:g}"] = AdaptiveKLController(**known, horizon=args.horizon, clip=args.clip)
-        runs[f"exponential {start:g}"] = ExponentialKLController(**known, gain=args.gain)
-        runs[f"PID {start:g}"] = PIDKLController(**known, kp=args.kp, ki=args.ki, smoothing=args.smoothing)
+        pid = PIDKLController(start, target, kp=args.kp, ki=args.ki, smoothing=args.smoothing)
+        runs[f"adaptive {start:g}"] = AdaptiveKLController(start, target, args.horizon, clip=args.clip)
+        runs[f"exponential {start:g}"] = ExponentialKLController(start, target, gain=args.gain)
+        runs[f"PID {start:g}"] = pid
     runs["budget"] = ConstantKLController(budget_coeff)
     return runs | {f"constant {coeff:g}": ConstantKLController(coeff) for coeff in CONSTANTS}
 
