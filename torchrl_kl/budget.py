@@ -58,15 +58,17 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
             f"`budget` must be below {limit:.6g} nats, all that these rewards can show (the log of the samples over "
             f"those of the highest reward, per prompt), got {budget:g}: draw more samples, or spend less."
         )
-    # The variance of the tilted rewards is at most spread^2 / 4, hence KL <= spread^2 / (8 beta^2).
-    high = -gaps.min().item() / math.sqrt(8 * budget)
+    spread = -gaps.min().item()
+    gaps = gaps / spread
+    # The variance of the tilted gaps is at most 1 / 4, hence KL <= 1 / (8 beta^2).
+    high = 1 / math.sqrt(8 * budget)
     low = high / 2
     while _kl(gaps / low) < budget:
         high, low = low, low / 2
     while high / low > 1 + 1e-12:
-        middle = math.sqrt(high * low)
+        middle = math.sqrt(high) * math.sqrt(low)
         low, high = (middle, high) if _kl(gaps / middle) >= budget else (low, middle)
-    return low
+    return low * spread
 
 
 def _gaps(rewards: Tensor) -> Tensor:
@@ -76,16 +78,18 @@ def _gaps(rewards: Tensor) -> Tensor:
             "`rewards` must be the rewards (N,) of samples, or (P, S) of S samples of each of P prompts, not empty, "
             f"got shape {tuple(rewards.shape)}."
         )
-    rewards = rewards.detach().double()
-    if not rewards.isfinite().all():
-        bad = int((~rewards.isfinite()).sum())
-        raise ValueError(f"`rewards` must be finite, got {bad} NaN or infinite ones of {rewards.numel()}.")
-    rewards = rewards.reshape(-1, rewards.shape[-1])
-    gaps = rewards - rewards.amax(1, keepdim=True)
+    values = rewards.detach().double().reshape(-1, rewards.shape[-1])
+    gaps = values - values.amax(1, keepdim=True)
+    if not gaps.isfinite().all():
+        bad = int((~values.isfinite()).sum())
+        raise ValueError(
+            f"`rewards` and their differences must be finite, got {bad} NaN or infinite ones of {values.numel()}."
+        )
     if not (gaps < 0).any():
         raise ValueError(
-            f"`rewards` must differ between the samples of a prompt, got shape {tuple(rewards.shape)}, constant in every "
-            "row: there is nothing to gain from leaving the reference. Samples of one prompt stand in a row."
+            "`rewards` must differ between the samples of a prompt, or there is nothing to gain from leaving the "
+            f"reference: got shape {tuple(rewards.shape)} with all rewards of a prompt equal. Samples of one prompt "
+            "stand in a row: squeeze a trailing dimension of 1."
         )
     return gaps
 

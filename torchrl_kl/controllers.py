@@ -95,9 +95,7 @@ class KLController(Float64State, ABC):
             standard_error = _as_float(standard_error)
             if standard_error < 0 or math.isinf(standard_error):
                 raise ValueError(f"`standard_error` must be finite and at least 0, or NaN, got {standard_error}.")
-        if self._is_noise(kl, standard_error):
-            return self.coeff.item()
-        value = self._next_coeff(kl, n_steps)
+        value = self._next_coeff(self._ignore_noise(kl, standard_error), n_steps)
         self.coeff.fill_(value)
         return value
 
@@ -108,9 +106,9 @@ class KLController(Float64State, ABC):
         Whoever keeps more state than `coeff` updates that here, in place; `coeff` itself is left to the caller.
         """
 
-    def _is_noise(self, kl: float, standard_error: float | None) -> bool:
-        """Whether a valid measurement is to be ignored; may raise, changes nothing."""
-        return False
+    def _ignore_noise(self, kl: float, standard_error: float | None) -> float:
+        """The KL that a valid measurement stands for; may raise, changes nothing."""
+        return kl
 
     def extra_repr(self) -> str:
         """The coefficient and the unit, for `repr`."""
@@ -144,7 +142,9 @@ class ConstantKLController(KLController):
 class TargetKLController(KLController):
     """Holds the KL at a target; the base of the closed loops, with a deadband against noise.
 
-    You may rely on: with a deadband, a measurement within so many standard errors of the target changes nothing.
+    With a deadband, a measurement within so many standard errors of the target counts as the target: a rule of its
+    error alone leaves the coefficient as it is. The KL may then rest anywhere in that band: 2 standard errors of a
+    tenth of the target are a band of 20 %.
 
     Args:
         init_coeff: the first coefficient, reward per nat, above 0.
@@ -161,7 +161,7 @@ class TargetKLController(KLController):
 
             >>> class Steps(TargetKLController):
             ...     def _next_coeff(self, kl, n_steps):
-            ...         return self.coeff.item() * (1.1 if kl > self.target else 1 / 1.1)
+            ...         return self.coeff.item() * 1.1 ** ((kl > self.target) - (kl < self.target))
             >>> controller = Steps(1.0, target=0.5, deadband=2.0)
             >>> controller.update(kl=0.58, n_steps=64, standard_error=0.05)
             1.0
@@ -175,9 +175,9 @@ class TargetKLController(KLController):
         self.target = check_number("target", target, above=0.0)
         self.deadband = check_number("deadband", deadband, at_least=0.0)
 
-    def _is_noise(self, kl: float, standard_error: float | None) -> bool:
+    def _ignore_noise(self, kl: float, standard_error: float | None) -> float:
         if self.deadband == 0:
-            return False
+            return kl
         if standard_error is None:
             raise ValueError(
                 f"`standard_error` must be given to a controller with a deadband of {self.deadband:g} standard errors, "
@@ -188,7 +188,7 @@ class TargetKLController(KLController):
                 f"`standard_error` must be known to a controller with a deadband of {self.deadband:g} standard errors, "
                 "got nan, as from a single value: pool at least two (`update_every`), or use deadband=0."
             )
-        return abs(kl - self.target) <= self.deadband * standard_error
+        return self.target if abs(kl - self.target) <= self.deadband * standard_error else kl
 
     def _relative_error(self, kl: float, clip: float = 1.0) -> float:
         """`kl / target - 1` within [-clip, clip]; no logarithm, for a sample mean may be negative."""
@@ -383,8 +383,8 @@ class PIDKLController(_LogKLController):
         smoothing: weight of the past in the exponential moving average of the error, in [0, 1); 0 does not filter.
         min_coeff: the lower bound of the coefficient, above 0.
         max_coeff: the upper bound of the coefficient, at least `min_coeff`.
-        deadband: how many standard errors from the target count as noise (the filter then stands still too); 0 heeds
-            every measurement.
+        deadband: how many standard errors from the target count as noise, an error of 0, with which the coefficient
+            settles as the filter does; 0 heeds every measurement.
         per: the unit of `target` and of the KL, "trajectory" or "step".
 
     Raises:
