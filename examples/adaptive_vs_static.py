@@ -21,7 +21,8 @@ Glossary of the results (seed*/run.json):
     curves/coeff        the price of a nat, in reward, that the batch was charged with
     curves/perplexity   exp of the exact cross-entropy per token of the policy on the true language; [batch, value]
     final/...           exact values of the policy after the last batch
-    final/frontier      the most reward that a policy can have at the KL of this one
+    final/frontier      the most reward that any policy can have at the KL of this one
+    final/least_kl      the least KL at which any policy can have the reward of this one
     final/coeff         mean of the coefficient over the last quarter of the batches
 """
 
@@ -137,6 +138,15 @@ def frontier_reward(exact: Enumeration, kl: float) -> float:
     return limit.reward if kl >= limit.kl else exact.optimum(exact.solve_coeff(kl)).reward
 
 
+def least_kl(exact: Enumeration, reward: float) -> float:
+    """The least KL at which any policy can have a reward."""
+    low, high = 1e-3, 1e3  # coefficients
+    while high / low > 1 + 1e-9:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if exact.optimum(middle).reward >= reward else (low, middle)
+    return exact.optimum(low).kl
+
+
 def place(policy: PolicyValues, exact: Enumeration) -> dict[str, float]:
     """Where a policy lies below the frontier; a RuntimeError where it lies above, which no policy can."""
     best = frontier_reward(exact, policy.kl)
@@ -146,7 +156,8 @@ def place(policy: PolicyValues, exact: Enumeration) -> dict[str, float]:
             "exact values are wrong, or its policy and its reference were judged on different prompts."
         )
     share = (policy.reward - exact.reference_reward) / (best - exact.reference_reward)
-    return {"reward": policy.reward, "kl": policy.kl, "frontier": best, "share_of_frontier_gain": share}
+    nats = {"kl": policy.kl, "least_kl": least_kl(exact, policy.reward)}
+    return nats | {"reward": policy.reward, "frontier": best, "share_of_frontier_gain": share}
 
 
 def sample_rewards(problem: Problem, args: Args) -> torch.Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 import matplotlib
+from PIL import Image
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -32,20 +33,31 @@ def finals(results: list[dict], name: str) -> list[float]:
     return [result["final"][name] for result in results]
 
 
+def differences(results: list[dict], name: str, other: str) -> list[float]:
+    return [result["final"][name] - result["final"][other] for result in results]
+
+
+def smooth(values: list[float]) -> list[float]:
+    """The mean of each value and its four neighbours."""
+    return [fmean(values[max(i - 2, 0) : i + 3]) for i in range(len(values))]
+
+
 def print_study(runs: Runs, truths: list[dict], target: float) -> None:
     """The table, ready for a README; the mean over seeds, and in brackets the least and the greatest."""
-    print("\n| run | KL, nats | off the target | coefficient / exact | reward | below the frontier | perplexity |")
-    print("|---|---|---|---|---|---|---|")
+    columns = ["run", "KL, nats", "off the target", "coefficient / exact", "reward", "reward below the frontier"]
+    columns += ["nats wasted", "perplexity"]
+    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for run, results in runs.items():
         off = [abs(kl / target - 1) for kl in finals(results, "kl")]
         coeffs = [coeff / truth["coeff"] for coeff, truth in zip(finals(results, "coeff"), truths, strict=True)]
-        gaps = [best - own for best, own in zip(finals(results, "frontier"), finals(results, "reward"), strict=True)]
+        gaps = differences(results, "frontier", "reward")
         cells = [
             spread(finals(results, "kl"), "{:.3f}"),
             f"{fmean(off):.1%}, at most {max(off):.1%}",
             spread(coeffs, "{:.3f}"),
             f"{fmean(finals(results, 'reward')):.4f}",
             spread(gaps, "{:.4f}"),
+            spread(differences(results, "kl", "least_kl"), "{:.3f}"),
             f"{fmean(finals(results, 'perplexity')):.3f}",
         ]
         print(f"| {run} | {' | '.join(cells)} |")
@@ -73,6 +85,7 @@ def draw_study(runs: Runs, truths: list[dict], target: float, file: Path) -> Non
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(file, dpi=80)
     plt.close(figure)
+    Image.open(file).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(file, optimize=True)  # a third the size
 
 
 def draw_curves(runs: Runs, truths: list[dict], target: float, panels: list) -> None:
@@ -80,19 +93,22 @@ def draw_curves(runs: Runs, truths: list[dict], target: float, panels: list) -> 
     for panel, name in zip(panels, ("reward", "kl", "coeff"), strict=False):
         for run, results in runs.items():
             curves = zip(*(result["curves"][name] for result in results), strict=True)
-            panel.plot([fmean(values) for values in curves], linewidth=1.1, label=run, **style(run))
+            panel.plot(smooth([fmean(values) for values in curves]), linewidth=1.1, label=run, **style(run))
+    base = fmean(truth["perplexity"] for truth in truths)
     for run, results in runs.items():
-        points = list(zip(*(result["curves"]["perplexity"] for result in results), strict=True))
-        means = [fmean(value for _, value in point) for point in points]
-        panels[3].plot([point[0][0] for point in points], means, linewidth=1.1, **style(run))
-    panels[0].set(title="Reward", ylabel="first digit right (0 to 1)")
+        points = [list(zip(*result["curves"]["perplexity"], strict=True)) for result in results]
+        means = [base, *map(fmean, zip(*(values for _, values in points), strict=True))]
+        panels[3].plot([0, *points[0][0]], means, linewidth=1.1, **style(run))
+    panels[0].set(title="Reward, means of 5 batches and all seeds", ylabel="first digit right (0 to 1)")
     panels[1].axhline(target, color="0.4", linestyle=":", linewidth=1)
     panels[1].set(title=f"KL to the language model, target {target:g}", ylabel="nats per response")
     exact = fmean(truth["coeff"] for truth in truths)
     panels[2].axhline(exact, color="0.4", linestyle=":", linewidth=1)
     panels[2].set(title=f"Coefficient, {exact:.3f} is exact for the target", ylabel="reward per nat", yscale="log")
-    panels[3].axhline(fmean(truth["perplexity"] for truth in truths), color="0.4", linestyle=":", linewidth=1)
-    panels[3].set(title="Perplexity on the true language (dotted: language model)", ylabel="per token")
+    panels[3].set(title="Perplexity on the true language", ylabel="per token", yscale="log")
+    for panel, ticks in ((panels[2], (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)), (panels[3], (3, 4, 6, 8, 10))):
+        panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        panel.minorticks_off()
     for panel in panels:
         panel.set_xlabel("batch of responses")
 
@@ -106,7 +122,7 @@ def draw_plane(runs: Runs, truths: list[dict], target: float, panel) -> None:
     optima = [
         tuple(map(fmean, zip(*seeds, strict=True))) for seeds in zip(*(t["frontier"] for t in truths), strict=True)
     ]
-    zoom = panel.inset_axes((0.42, 0.08, 0.55, 0.55))
+    zoom = panel.inset_axes((0.5, 0.08, 0.47, 0.47))
     for axes in (panel, zoom):
         axes.plot([kl**0.5 for _, kl, _ in optima], [reward for _, _, reward in optima], color="0.6", zorder=1)
         axes.axvline(target**0.5, color="0.4", linestyle=":", linewidth=1, zorder=0)

@@ -200,6 +200,7 @@ class TestFrontier:
                 placed = study.place(policy, exact)
                 gaps.append(placed["frontier"] - placed["reward"])
                 assert placed["share_of_frontier_gain"] <= 1 + 1e-9
+                assert placed["least_kl"] <= placed["kl"] + 1e-6
         assert min(gaps) > -1e-9
         assert max(gaps) > 0.1  # they are no optima: a frontier that follows the policy would not be one
 
@@ -208,6 +209,7 @@ class TestFrontier:
         exact = self.problem(7)
         placed = study.place(exact.optimum(coeff), exact)
         assert placed["reward"] == pytest.approx(placed["frontier"], abs=1e-9)
+        assert placed["least_kl"] == pytest.approx(placed["kl"], rel=1e-6)
         assert placed["share_of_frontier_gain"] == pytest.approx(1, abs=1e-8)
 
     def test_beyond_the_limit_more_divergence_buys_nothing(self, study):
