@@ -181,7 +181,7 @@ def later():
         own, others = imports_of(f"examples/{path.name}", "examples")
         public = {f"torchrl_kl.{name}" for name in PUBLIC_NAMES["torchrl_kl"]}
         public |= {f"torchrl_kl.envs.{name}" for name in PUBLIC_NAMES["torchrl_kl.envs"]}
-        assert own
+        assert own or path.stem.endswith("_report")  # a report may know figures alone
         assert {f"torchrl_kl.{name}" for name in own} <= public
         assert not others & {"envs", "tests", "examples"}
 
