@@ -1,5 +1,6 @@
 """KL control for reinforcement learning on TorchRL: measure the divergence, charge it, steer its price."""
 
+from torchrl_kl.collectors import kl_collector
 from torchrl_kl.controllers import (
     AdaptiveKLController,
     ConstantKLController,
@@ -35,6 +36,7 @@ __all__ = [
     "ReferenceModelLogProbTransform",
     "RewardAdjustmentTransform",
     "exact_kl",
+    "kl_collector",
     "kl_k1",
     "kl_k2",
     "kl_k3",
