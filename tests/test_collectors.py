@@ -59,6 +59,7 @@ class Story:
     error: BaseException | None = None
     seconds_to_error: float = 0.0
     left: list[str] = field(default_factory=list)
+    threads: int = 0
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def workers_alive() -> set[psutil.Process]:
 
 def wait_for_end(before: set[psutil.Process]) -> list[str]:
     """What is still there of the processes that were started since, after some time to end in."""
-    gone, alive = psutil.wait_procs(workers_alive() - before, timeout=20)
+    _, alive = psutil.wait_procs(workers_alive() - before, timeout=20)
     zombies = [process for process in psutil.Process().children() if process.status() == psutil.STATUS_ZOMBIE]
     return [repr(process) for process in (*alive, *zombies)]
 
@@ -136,6 +137,7 @@ def story(request) -> Story:
         told.error, told.seconds_to_error = error, time.monotonic() - started
     told.left = wait_for_end(before)
     collector.shutdown()
+    told.threads = torch.get_num_threads()
     faulthandler.cancel_dump_traceback_later()
     return told
 
@@ -195,3 +197,26 @@ def test_a_dead_worker_is_an_error_and_nothing_is_left(story):
     assert re.match(message, str(story.error))
     assert story.seconds_to_error < 60
     assert story.left == []
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_learner_keeps_its_threads(story):
+    assert story.threads == 1  # what conftest.py sets
+
+
+def test_a_worker_that_cannot_start_leaves_nothing():
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    before = workers_alive()
+    policy = GPTActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
+    with pytest.raises(TypeError, match="`language` must be a DigitLanguage"):
+        kl_collector(
+            DistributedCollector,
+            functools.partial(DigitLanguageEnv, "no language"),
+            policy,
+            KLConstrainedTransform(policy, 0.1),
+            frames_per_batch=FRAMES,
+            total_frames=FRAMES,
+        )
+    assert wait_for_end(before) == []
+    assert not torch.distributed.is_initialized()
+    faulthandler.cancel_dump_traceback_later()

@@ -158,7 +158,13 @@ class WatchedDistributed(_WatchedProcesses, DistributedCollector):
     """A DistributedCollector; only workers that it launched itself as processes (`launcher="mp"`) are watched."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+        had_group = torch.distributed.is_initialized()
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException:
+            if torch.distributed.is_initialized() and not had_group:
+                torch.distributed.destroy_process_group()
+            raise
         self._store: Any = _WatchedStore(self._store, self.check_workers)
         for scheme in (self._weight_sync_schemes or {}).values():
             for transport in (getattr(scheme, "_sender_transports", None) or {}).values():

@@ -41,6 +41,7 @@ _WATCHED: dict[type, type[WatchedCollector]] = {
 
 def kl_collector(
     collector_class: type[BaseCollector],
+    /,
     create_env_fn: Callable[..., EnvBase] | EnvBase | Sequence[Callable[..., EnvBase]],
     policy: nn.Module,
     stack: KLConstrainedTransform,
@@ -57,8 +58,9 @@ def kl_collector(
 
     - "learner": each batch goes through the stack when it arrives. The reference scores a whole batch at once, the
       coefficient is one for the batch, and the learner waits meanwhile.
-    - "workers": each worker has a copy of the reference in its env, last of the transforms. The work is shared, a
-      recurrent reference always knows its state, and the coefficient is the learner's at that very step.
+    - "workers": each worker has a copy of the reference in its env, last of the transforms. The work is shared, and the
+      coefficient is the learner's at that very step. A recurrent reference under asynchronous workers needs this: from
+      batches that alternate it cannot carry its state on.
 
     Either way `stack` stays in the learner's process and its controller is updated there, by each batch as it arrives.
     A worker's copy follows: it reads the coefficient from a file that all processes of the machine have mapped, or is
@@ -225,7 +227,7 @@ def _check_arguments(watched: type, stack: Any, where: str, num_workers: int, kw
             f"`num_workers` must be at least 1, and 1 for a Collector, got {num_workers}: for several workers use "
             "MultiSyncCollector or MultiAsyncCollector."
         )
-    if kwargs.get("replay_buffer") is not None:
+    if _given("replay_buffer", kwargs) is not None:
         raise ValueError(
             "`replay_buffer` must be left out: batches that workers write into a buffer never come to the controller. "
             "Extend the buffer by the batches of the collector."
@@ -240,7 +242,7 @@ def _check_arguments(watched: type, stack: Any, where: str, num_workers: int, kw
             "`exploration_type` must be RANDOM while the controller moves: the KL of actions that are not drawn from "
             "the policy is biased. Freeze the stack to evaluate."
         )
-    if kwargs.get("set_truncated") and watched is WatchedMultiAsync:
+    if _given("set_truncated", kwargs) and watched not in (WatchedSingle, WatchedMultiSync) and not kwargs.get("sync"):
         raise ValueError(
             "`set_truncated` must be left out with asynchronous workers: whether a truncation is the end of its "
             "trajectory would be judged by another worker's batch."
@@ -260,6 +262,13 @@ def _check_arguments(watched: type, stack: Any, where: str, num_workers: int, kw
             '`collector_class` must be left out with where="workers": an actor is told of the coefficient, processes '
             "of its own are not. Give each env its own actor."
         )
+
+
+def _given(name: str, kwargs: dict[str, Any]) -> Any:
+    """An argument of the collector, or of the collectors that it has in its workers."""
+    inner = kwargs.get("collector_kwargs") or {}
+    inner = inner if isinstance(inner, Sequence) else [inner]
+    return next((one[name] for one in (kwargs, *inner) if one.get(name) is not None), None)
 
 
 def _arguments(watched: type, num_workers: int, cat_results: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
