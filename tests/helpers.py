@@ -226,7 +226,12 @@ class SpyController(KLController):
     def __init__(self, init_coeff: float = 0.1, *, per: Any = "trajectory", step: float = 0.0):
         super().__init__(init_coeff, per=per)
         self.calls: list[tuple[float, int]] = []
+        self.standard_errors: list[float | None] = []
         self.step = step
+
+    def _ignore_noise(self, kl: float, standard_error: float | None) -> float:
+        self.standard_errors.append(standard_error)
+        return kl
 
     def _next_coeff(self, kl: float, n_steps: int) -> float:
         self.calls.append((kl, n_steps))

@@ -8,11 +8,13 @@ import contextlib
 import copy
 import faulthandler
 import functools
+import os
 import re
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -45,6 +47,18 @@ STORIES = [
     *[(kind, "workers", "weights") for kind in ("multi-sync", "multi-async", "gloo-sync", "ray-sync")],
     *[(kind, "workers", "batch") for kind in ("gloo-async", "ray-async")],
 ]
+
+
+def count_threads(texts: torch.Tensor) -> torch.Tensor:
+    """A reward that tells how many threads a worker has."""
+    return torch.full((len(texts),), float(torch.get_num_threads()))
+
+
+@pytest.fixture(scope="module")
+def no_threads_set():
+    with mock.patch.dict(os.environ):
+        os.environ.pop("OMP_NUM_THREADS", None)
+        yield
 
 
 @dataclass
@@ -94,6 +108,8 @@ def story(request) -> Story:
     kind, where, death = request.param
     if kind.startswith("ray"):
         request.getfixturevalue("ray_runtime")
+    else:
+        request.getfixturevalue("no_threads_set")
     faulthandler.dump_traceback_later(SECONDS, exit=True)  # a hang must fail, not block
     torch.manual_seed(0)
     collector_class, arguments = KINDS[kind]
@@ -105,7 +121,10 @@ def story(request) -> Story:
     told = Story(is_async, is_async and where == "workers", controller, copy.deepcopy(policy))
     collector = kl_collector(
         collector_class,
-        functools.partial(DigitLanguageEnv, batch_size=(N_ROWS,)),
+        # Actors of Ray do not find the tests.
+        functools.partial(
+            DigitLanguageEnv, batch_size=(N_ROWS,), reward_fn=None if kind.startswith("ray") else count_threads
+        ),
         policy,
         stack,
         where=where,
@@ -200,7 +219,10 @@ def test_a_dead_worker_is_an_error_and_nothing_is_left(story):
     assert not torch.distributed.is_initialized()
 
 
-def test_the_learner_keeps_its_threads(story):
+def test_workers_have_one_thread_and_the_learner_keeps_its_own(story):
+    for batch in story.batches:
+        ends = batch["next", "done"]
+        assert (batch["next", "task_reward"][ends] <= 1).all()  # the threads of a worker, but for Ray
     assert story.threads == 1  # what conftest.py sets
 
 

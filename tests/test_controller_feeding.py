@@ -1,7 +1,9 @@
 """What the controller is told, when, and who never moves it."""
 
+import math
 import warnings
 from collections import defaultdict
+from functools import partial
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from tests.helpers import (
     without_kl,
 )
 from torchrl_kl import (
+    AdaptiveKLController,
     ExponentialKLController,
     KLConstrainedTransform,
     RewardAdjustmentTransform,
@@ -114,6 +117,62 @@ def test_per_step_pools_steps(place):
         assert [n for _, n in controller.calls] == [30]
         expected = after["kl"].mean().reshape(1)
     assert_close(torch.tensor([kl for kl, _ in controller.calls]), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("per", ["trajectory", "step"])
+def test_it_is_told_the_standard_error_of_what_was_pooled(per):
+    stack, controller = spied(per, update_every=5)
+    batch = play(WalkEnv((3,)), policy(), 10)
+    after = stack(batch)["next"]
+    pooled = after["kl"] if per == "step" else after["episode_kl"][after["done"]]
+    ((_, n),) = controller.calls
+    assert n == pooled.numel() > 5
+    expected = (pooled.double().var() / n).sqrt().item()
+    assert controller.standard_errors == pytest.approx([expected], rel=1e-6)
+
+
+def test_a_single_value_has_no_standard_error():
+    controller = SpyController()
+    RewardAdjustmentTransform(controller, update_every=1)(step_of(reward=[1.0], kl=[0.5], done=[True]))
+    assert math.isnan(controller.standard_errors[0])
+    moving = AdaptiveKLController(0.1, 0.2, 100)
+    RewardAdjustmentTransform(moving, update_every=1)(step_of(reward=[1.0], kl=[0.5], done=[True]))
+    assert moving.coeff > 0.1  # without a deadband nobody asks
+
+
+@pytest.mark.parametrize(("deadband", "moves"), [(1.9, True), (2.1, False)])
+def test_a_deadband_leaves_the_coefficient_alone_within_the_noise(deadband, moves):
+    # Four trajectories of mean 0.7 and variance 0.04 * 4 / 3: a standard error of 0.1155, and 0.2309 from the target.
+    batch = step_of(reward=[1.0] * 4, kl=[0.5, 0.9, 0.5, 0.9], done=[True] * 4)
+    controller = AdaptiveKLController(0.1, 0.7 - 2 * math.sqrt(0.04 / 3), 100, deadband=deadband)
+    RewardAdjustmentTransform(controller, update_every=4)(batch)
+    assert (controller.coeff > 0.1) == moves
+
+
+def test_a_deadband_on_single_values_is_refused():
+    message = "`update_every` must be at least 2 for a controller with a deadband of 1.5 standard errors, got 1"
+    for make in (RewardAdjustmentTransform, partial(KLConstrainedTransform, make_actor())):
+        with pytest.raises(ValueError, match=message):
+            make(AdaptiveKLController(0.1, 0.5, 100, deadband=1.5), update_every=1)
+        make(AdaptiveKLController(0.1, 0.5, 100, deadband=1.5), update_every=2)
+        make(AdaptiveKLController(0.1, 0.5, 100), update_every=1)
+
+
+@pytest.mark.parametrize("per", ["trajectory", "step"])
+def test_how_a_batch_is_split_changes_nothing_in_the_pool(per):
+    batch = play(WalkEnv((6,)), policy(), 40)
+    batch["next", "kl"] = torch.randn(6, 40, 1)
+    pools = []
+    for sizes in ([6], [1] * 6, [2, 4], [4, 2]):
+        transform = RewardAdjustmentTransform(SpyController(per=per), update_every=10**6)
+        for part in batch.split(sizes):
+            transform(part)
+        pools.append(transform.statistics)
+    for pool in pools:
+        assert pool.count == pools[0].count > 50
+        # Some hundred values of order 1, the same in every split, summed in another order: 1e2 * 1e2 * 1e-16.
+        assert_close(pool.sum, pools[0].sum, rtol=0, atol=1e-12)
+        assert_close(pool.sum_of_squares, pools[0].sum_of_squares, rtol=0, atol=1e-12)
 
 
 def test_padding_is_charged_nothing_and_not_counted():

@@ -1,28 +1,28 @@
-"""The controllers do what their formulas say, and the statistics that feed them pool exactly."""
+"""The controllers do what their formulas say."""
 
-import copy
-import itertools
 import math
-import pickle
 import random
-import statistics
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.testing import assert_close
 from torchrl.data import AdaptiveKLController as TorchRLAdaptiveKLController
 
-from tests.laws.controller_laws import ClosedLoopLaws, ControllerLaws, casts
-from torchrl_kl import AdaptiveKLController, ConstantKLController, ExponentialKLController, KLController, KLStatistics
+from tests.laws.controller_laws import BoundedLaws, ClosedLoopLaws, ControllerLaws
+from torchrl_kl import (
+    AdaptiveKLController,
+    ConstantKLController,
+    ExponentialKLController,
+    KLController,
+    PIDKLController,
+    TargetKLController,
+)
 
 bad_numbers = pytest.mark.parametrize("value", [0.0, -0.5, math.inf, math.nan])
 
 
 class TestConstant(ControllerLaws):
     n_steps = 10**9
+    log_fall = log_rise = 0.0
 
     @staticmethod
     def make(**kwargs):
@@ -43,6 +43,7 @@ class TestConstant(ControllerLaws):
 
 class TestAdaptive(ClosedLoopLaws):
     n_steps = 49  # an update by a factor of 0.02 or 1.98
+    log_fall, log_rise = -math.log(0.02), math.log(1.98)
 
     @staticmethod
     def make(**kwargs):
@@ -110,7 +111,9 @@ class TestAdaptive(ClosedLoopLaws):
             assert float(theirs().update([-0.2 * kl] * 50)) == pytest.approx(ours().update(kl, 50), rel=1e-6)
 
 
-class TestExponential(ClosedLoopLaws):
+class TestExponential(BoundedLaws):
+    log_fall = log_rise = 0.1
+
     @staticmethod
     def make(**kwargs):
         settings: dict[str, Any] = {"init_coeff": 0.1, "target": 0.5}
@@ -127,35 +130,141 @@ class TestExponential(ClosedLoopLaws):
     def test_the_number_of_trajectories_changes_nothing(self):
         assert self.make().update(0.7, 1) == self.make().update(0.7, 10**9)
 
-    def test_it_stays_within_its_bounds_and_reaches_them(self):
-        controller = self.make(min_coeff=0.07, max_coeff=0.3)
-        assert max(controller.update(9.0, 1) for _ in range(100)) == 0.3
-        assert min(controller.update(0.0, 1) for _ in range(100)) == 0.07
-
     @pytest.mark.parametrize(("kl", "bound"), [(1e300, 10.0), (-1e300, 1e-4)])
     def test_a_large_gain_goes_to_the_bound(self, kl, bound):
         assert self.make(gain=1000.0).update(kl, 1) == bound
 
     @bad_numbers
-    @pytest.mark.parametrize("name", ["gain", "min_coeff"])
-    def test_a_number_out_of_range_is_refused(self, name, value):
-        with pytest.raises(ValueError, match=f"`{name}` must be finite and above 0, got {value}"):
-            self.make(**{name: value})
-
-    @pytest.mark.parametrize("value", [0.05, math.inf, math.nan])
-    def test_an_upper_bound_below_the_lower_one_is_refused(self, value):
-        with pytest.raises(ValueError, match=f"`max_coeff` must be finite and at least 0.06, got {value}"):
-            self.make(min_coeff=0.06, max_coeff=value)
-
-    @pytest.mark.parametrize("init_coeff", [0.06, 11.0])
-    def test_an_initial_coefficient_outside_the_bounds_is_refused(self, init_coeff):
-        message = rf"`init_coeff` must lie within \[min_coeff, max_coeff\] = \[0.07, 10\], got {init_coeff:g}"
-        with pytest.raises(ValueError, match=message):
-            self.make(init_coeff=init_coeff, min_coeff=0.07)
+    def test_a_gain_out_of_range_is_refused(self, value):
+        with pytest.raises(ValueError, match=f"`gain` must be finite and above 0, got {value}"):
+            self.make(gain=value)
 
     def test_its_settings_are_shown(self):
         expected = "ExponentialKLController(coeff=0.1, per='trajectory', target=0.5, gain=0.1, bounds=[0.0001, 10])"
         assert repr(self.make()) == expected
+
+
+def simulate(controller: KLController, *, lag: float = 10.0, updates: int = 120) -> list[float]:
+    """The KL of a policy that learns a reward of 0 or 1, which the reference gets with probability 0.3, step by step.
+
+    With each update the KL goes 1 / `lag` of its way to that of the optimum for the coefficient. It begins at 0.
+    """
+    kl, kls = 0.0, []
+    for _ in range(updates):
+        gained = 0.3 * math.exp(1 / controller.coeff.item())
+        p = gained / (gained + 0.7)
+        optimum = p * math.log(p / 0.3) + ((1 - p) * math.log((1 - p) / 0.7) if p < 1 else 0.0)
+        kl += (optimum - kl) / lag
+        kls.append(kl)
+        controller.update(kl, 512)
+    return kls
+
+
+def settled(kls: list[float]) -> int:
+    """The number of updates until the KL stays within 10 % of 0.5."""
+    return max((t + 1 for t, kl in enumerate(kls) if abs(kl - 0.5) > 0.05), default=0)
+
+
+class TestPID(BoundedLaws):
+    buffers = ("coeff", "filtered_error", "filtered_change")
+    gains = {"kp": 0.7, "ki": 0.05, "kd": 0.4, "smoothing": 0.6}
+    # The filtered error moves by at most 0.4 * 2, its change by twice that.
+    log_fall = log_rise = 0.05 + 0.7 * 0.8 + 0.4 * 1.6
+
+    @classmethod
+    def make(cls, **kwargs):
+        return PIDKLController(**{"init_coeff": 0.1, "target": 0.5} | cls.gains | kwargs)
+
+    def test_it_moves_as_far_as_its_bound_allows(self):
+        # Unfiltered, from one end to the other and back: ki + 2 kp + 4 kd.
+        for sign in (1, -1):
+            controller = self.make(smoothing=0.0, max_coeff=1e9, min_coeff=1e-9)
+            for kl in (1e300, -1e300):
+                controller.update(sign * kl, 1)
+            before = controller.coeff.item()
+            step = sign * (0.05 + 2 * 0.7 + 4 * 0.4)
+            assert math.log(controller.update(sign * 1e300, 1) / before) == pytest.approx(step, rel=1e-12)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_it_is_the_sum_of_three_parts(self, seed):
+        # The position form: gains times the sum of the errors, the average that forgets, and the average's last change.
+        rng = random.Random(seed)
+        controller = self.make(max_coeff=1e6, min_coeff=1e-6)
+        errors: list[float] = []
+        averages = [0.0]
+        for t in range(50):
+            kl = rng.uniform(-0.2, 1.5)
+            errors.append(min(max(kl / 0.5 - 1, -1), 1))
+            averages.append(sum(0.4 * 0.6 ** (t - i) * error for i, error in enumerate(errors)))
+            log_coeff = 0.05 * sum(errors) + 0.7 * averages[-1] + 0.4 * (averages[-1] - averages[-2])
+            assert math.log(controller.update(kl, 1) / 0.1) == pytest.approx(log_coeff, abs=1e-12)
+
+    def test_with_its_integral_alone_it_is_the_exponential_controller(self):
+        rng = random.Random(0)
+        pid, exponential = self.make(kp=0.0, kd=0.0, ki=0.1), ExponentialKLController(0.1, 0.5, gain=0.1)
+        for _ in range(200):
+            kl = rng.uniform(-0.5, 2.0)
+            assert pid.update(kl, 1) == exponential.update(kl, 1)
+
+    def test_known_steps(self):
+        # Errors of 1 (clipped), then 0.5, unfiltered, from 1: 1 + 2 * 1 + 4 * 1, then 0.5 - 2 * 0.5 + 4 * (-0.5 - 1).
+        controller = PIDKLController(1.0, 2.0, kp=2.0, ki=1.0, kd=4.0, smoothing=0.0, max_coeff=1e9)
+        assert controller.update(7.0, 1) == pytest.approx(math.exp(7.0), rel=1e-14)
+        assert controller.update(3.0, 1) == pytest.approx(math.exp(7.0 - 6.5), rel=1e-14)
+        assert (controller.filtered_error.item(), controller.filtered_change.item()) == (0.5, -0.5)
+
+    def test_the_number_of_trajectories_changes_nothing(self):
+        assert self.make().update(0.7, 1) == self.make().update(0.7, 10**9)
+
+    @pytest.mark.parametrize(("push", "back", "bound"), [(9.0, 0.49, 10.0), (0.0, 0.51, 1e-4)])
+    def test_time_on_a_bound_is_not_remembered(self, push, back, bound):
+        values = []
+        for updates in (400, 5000):  # the filter has settled to the last bit long before
+            controller = self.make()
+            pushed = [controller.update(push, 1) for _ in range(updates)]
+            assert pushed[-100:] == [bound] * 100
+            values.append([controller.update(back, 1) for _ in range(5)])
+        assert values[0] == values[1]
+        assert (values[0][0] - bound) * (0.5 - back) < 0  # at once
+
+    @pytest.mark.parametrize("init_coeff", [0.05, 2.0])
+    @pytest.mark.parametrize("lag", [5.0, 10.0, 20.0])
+    def test_its_defaults_hold_a_slow_policy_at_the_target(self, init_coeff, lag):
+        kls = simulate(PIDKLController(init_coeff, 0.5), lag=lag)
+        assert settled(kls) <= 75
+        if init_coeff == 2.0:  # from below the target: hardly beyond it
+            assert max(kls) < 0.55
+
+    @pytest.mark.parametrize("kind", ["sum", "exponential"])
+    def test_its_proportional_part_damps(self, kind):
+        damped = simulate(PIDKLController(2.0, 0.5), lag=20.0)
+        alone = PIDKLController(2.0, 0.5, kp=0.0) if kind == "sum" else ExponentialKLController(2.0, 0.5)
+        undamped = simulate(alone, lag=20.0)
+        assert max(undamped) > 0.6 > 0.55 > max(damped)
+        assert settled(undamped) > settled(damped)
+
+    @pytest.mark.parametrize("name", ["kp", "ki", "kd"])
+    def test_a_gain_out_of_range_is_refused(self, name):
+        low = "above 0" if name == "ki" else "at least 0"
+        for value in (-0.1, 100.001, math.inf, math.nan, *([0.0] if name == "ki" else [])):
+            with pytest.raises(ValueError, match=f"`{name}` must be finite and {low} and at most 100, got {value}"):
+                self.make(**{name: value})
+
+    @pytest.mark.parametrize("value", [-0.1, 1.0, math.inf, math.nan])
+    def test_a_smoothing_out_of_range_is_refused(self, value):
+        with pytest.raises(ValueError, match=f"`smoothing` must be finite and at least 0 and below 1, got {value}"):
+            self.make(smoothing=value)
+
+    def test_the_largest_gains_are_not_too_large_for_float64(self):
+        # Changes of 100 + 100 + 100, then 100 + 200 + 300 down, then 100 + 200 + 400 up and down.
+        controller = self.make(kp=100.0, ki=100.0, kd=100.0, smoothing=0.0, min_coeff=1e-300, max_coeff=1e300)
+        values = [controller.update(kl, 1) for kl in (1e300, 0.0, 1e300, 0.0)]
+        expected = [0.1 * math.exp(power) for power in (300, -300, 400, -300)]
+        assert values == pytest.approx(expected, rel=1e-12, abs=0)
+
+    def test_its_settings_are_shown(self):
+        defaults = "kp=0.6, ki=0.08, kd=0, smoothing=0.7, bounds=[0.0001, 10])"
+        assert repr(PIDKLController(0.1, 0.5)) == f"PIDKLController(coeff=0.1, per='trajectory', target=0.5, {defaults}"
 
 
 class Switch(KLController):
@@ -166,6 +275,8 @@ class Switch(KLController):
 
 
 class TestOneOfAUser(ControllerLaws):
+    log_fall = log_rise = math.log(3)
+
     @staticmethod
     def make(**kwargs):
         return Switch(0.1, **kwargs)
@@ -177,124 +288,26 @@ class TestOneOfAUser(ControllerLaws):
             Switch(-1)
 
 
-# Multiples of 1 / 1024 below 2 ** 10: all sums of some dozens of them and of their squares are exact in float64.
-exact_values = st.lists(st.integers(-(2**20), 2**20).map(lambda i: i / 1024), max_size=40)
+class Doubling(TargetKLController):
+    """The smallest closed loop that a user could write: up, down, or neither."""
+
+    def _next_coeff(self, kl: float, n_steps: int) -> float:
+        factor = 2.0 ** ((kl > self.target) - (kl < self.target))
+        return min(max(self.coeff.item() * factor, 1e-300), 1e300)
 
 
-def tensor(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+class TestClosedLoopOfAUser(ClosedLoopLaws):
+    log_fall = log_rise = math.log(2)
 
+    @staticmethod
+    def make(**kwargs):
+        settings: dict[str, Any] = {"init_coeff": 0.1, "target": 0.5}
+        return Doubling(**settings | kwargs)
 
-def state(pool: KLStatistics) -> tuple[float, ...]:
-    return pool.count.item(), pool.sum.item(), pool.sum_of_squares.item()
+    def test_the_base_is_abstract(self):
+        with pytest.raises(TypeError, match="abstract"):
+            TargetKLController(0.1, 0.5)  # type: ignore[abstract]
 
-
-class TestKLStatistics:
-    @given(values=exact_values, cuts=st.lists(st.integers(0, 40), max_size=5))
-    def test_no_split_changes_what_is_pooled(self, values, cuts):
-        whole = KLStatistics().add(tensor(values))
-        assert state(whole) == (len(values), sum(values), sum(value * value for value in values))
-        edges = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
-        parts = [tensor(values[start:end]) for start, end in itertools.pairwise(edges)]
-        added, merged = KLStatistics(), KLStatistics()
-        for part in parts:
-            assert added.add(part) is added
-            assert merged.merge(KLStatistics().add(part)) is merged
-        assert state(added) == state(merged) == state(whole)
-
-    @given(values=exact_values, seed=st.integers(0, 100))
-    def test_a_mask_selects(self, values, seed):
-        mask = torch.rand(len(values), generator=torch.Generator().manual_seed(seed)) < 0.5
-        dirty = torch.where(mask, tensor(values), math.nan)
-        kept = [value for value, keep in zip(values, mask.tolist(), strict=True) if keep]
-        assert state(KLStatistics().add(dirty, mask=mask)) == state(KLStatistics().add(tensor(kept)))
-
-    @given(values=exact_values.filter(lambda values: len(values) >= 2))
-    def test_mean_and_variance_are_those_of_the_standard_library(self, values):
-        pool = KLStatistics().add(tensor(values))
-        assert pool.mean == pytest.approx(statistics.fmean(values), rel=1e-15, abs=1e-15)
-        # The sums are exact; squaring one, the quotient and the difference each round by at most half an epsilon.
-        tolerance = 4 * 2.0**-53 * pool.sum_of_squares.item() / (len(values) - 1)
-        assert pool.variance == pytest.approx(statistics.variance(values), rel=1e-14, abs=tolerance)
-        assert pool.variance >= 0
-
-    def test_variance_is_the_one_of_torch(self):
-        values = torch.randn(7, 11, dtype=torch.float64) + 3
-        pool = KLStatistics().add(values)
-        assert_close(tensor(pool.variance), values.var(), rtol=1e-13, atol=0)
-        assert_close(tensor(pool.mean), values.mean(), rtol=1e-14, atol=0)
-
-    def test_the_variance_of_equal_values_is_not_negative(self):
-        pool = KLStatistics().add(tensor([0.1] * 3))
-        assert pool.sum_of_squares.item() < pool.sum.item() ** 2 / 3  # rounding alone would make it so
-        assert pool.variance == 0
-
-    def test_what_is_not_there_is_nan(self):
-        pool = KLStatistics()
-        assert math.isnan(pool.mean)
-        assert math.isnan(pool.variance)
-        pool.add(tensor([2.0]))
-        assert pool.mean == 2.0
-        assert math.isnan(pool.variance)
-        assert state(KLStatistics().add(torch.empty(0, 3))) == (0, 0, 0)
-
-    @pytest.mark.parametrize(
-        "bad", [[math.nan], [math.inf], [-math.inf], [math.inf, -math.inf], [1.0, math.nan, 2.0]], ids=str
-    )
-    def test_a_value_that_is_not_finite_is_refused_and_adds_nothing(self, bad):
-        pool = KLStatistics().add(tensor([1.0, 2.0]))
-        with pytest.raises(ValueError, match=rf"`values` must be finite, got .* over {len(bad)} values: look for -inf"):
-            pool.add(tensor(bad))
-        assert state(pool) == (2, 3, 5)
-        with pytest.raises(ValueError, match="`values` must be finite"):
-            pool.add(tensor(bad), mask=torch.ones(len(bad), dtype=torch.bool))
-        assert state(pool) == (2, 3, 5)
-
-    def test_a_value_whose_square_is_not_finite_does_not_spoil_the_variance_for_ever(self):
-        pool = KLStatistics().add(tensor([1.0, 2.0]))
-        with pytest.raises(ValueError, match="`values` must be finite"):
-            pool.add(tensor([1e200]))
-        assert state(pool) == (2, 3, 5)
-
-    @pytest.mark.parametrize(
-        ("mask", "got"),
-        [(torch.ones(3), r"torch.float32 of shape \(3,\)"), (torch.ones(3, 1).bool(), r"torch.bool of shape \(3, 1\)")],
-        ids=["dtype", "shape"],
-    )
-    def test_a_mask_that_does_not_fit_is_refused(self, mask, got):
-        with pytest.raises(ValueError, match=rf"`mask` must be boolean of the shape of `values`, \(3,\), got {got}"):
-            KLStatistics().add(torch.zeros(3), mask=mask)
-
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64], ids=str)
-    def test_values_of_any_dtype_are_summed_in_float64(self, dtype):
-        pool = KLStatistics().add(torch.full((70_000,), 3, dtype=dtype))
-        assert state(pool) == (70_000, 210_000, 630_000)
-
-    def test_gradients_do_not_reach_the_sums(self):
-        pool = KLStatistics().add(torch.ones(2, requires_grad=True))
-        assert not pool.sum.requires_grad
-        assert not pool.sum_of_squares.requires_grad
-
-    def test_reset_forgets_in_place_and_the_state_survives_a_restart(self):
-        pool = KLStatistics().add(tensor([1.0, 2.0]))
-        buffers = dict(pool.named_buffers())
-        other = KLStatistics()
-        other.load_state_dict(pool.state_dict())
-        assert pool.reset() is pool
-        assert state(pool) == (0, 0, 0)
-        pool.add(tensor([5.0])).merge(other)
-        pool.load_state_dict(copy.deepcopy(pool.state_dict()))
-        assert all(buffer is buffers[name] for name, buffer in pool.named_buffers())
-        assert state(pickle.loads(pickle.dumps(pool))) == state(pool) == (3, 8, 30)
-        assert state(other) == (2, 3, 5)
-
-    @casts
-    def test_a_cast_leaves_the_sums_as_they_are(self, cast):
-        pool = KLStatistics().add(tensor([0.1] * 5000))
-        before, dtypes = state(pool), [buffer.dtype for buffer in pool.buffers()]
-        cast(pool)
-        assert [buffer.dtype for buffer in pool.buffers()] == dtypes == [torch.int64, torch.float64, torch.float64]
-        assert state(pool) == before
-
-    def test_count_and_mean_are_shown(self):
-        assert repr(KLStatistics().add(tensor([1.0, 2.0]))) == "KLStatistics(count=2, mean=1.5)"
+    def test_its_settings_are_shown(self):
+        assert repr(self.make()) == "Doubling(coeff=0.1, per='trajectory', target=0.5)"
+        assert repr(self.make(deadband=2)) == "Doubling(coeff=0.1, per='trajectory', target=0.5, deadband=2)"

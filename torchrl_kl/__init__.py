@@ -1,12 +1,14 @@
 """KL control for reinforcement learning on TorchRL: measure the divergence, charge it, steer its price."""
 
+from torchrl_kl.budget import coeff_for_budget
 from torchrl_kl.collectors import kl_collector
 from torchrl_kl.controllers import (
     AdaptiveKLController,
     ConstantKLController,
     ExponentialKLController,
     KLController,
-    KLStatistics,
+    PIDKLController,
+    TargetKLController,
 )
 from torchrl_kl.exact import Enumeration, ExactValues, PolicyValues, exact_kl
 from torchrl_kl.functional import kl_k1, kl_k2, kl_k3
@@ -14,6 +16,7 @@ from torchrl_kl.gpt import GPT, GPTActor, GPTCritic, GPTRewardModel
 from torchrl_kl.reference import FrozenActor
 from torchrl_kl.reward_transforms import RewardAdjustmentTransform
 from torchrl_kl.stacks import KLConstrainedTransform, KLRewardTransform
+from torchrl_kl.statistics import KLStatistics
 from torchrl_kl.transforms import KLDivergenceTransform, ReferenceModelLogProbTransform
 
 __all__ = [
@@ -32,9 +35,12 @@ __all__ = [
     "KLDivergenceTransform",
     "KLRewardTransform",
     "KLStatistics",
+    "PIDKLController",
     "PolicyValues",
     "ReferenceModelLogProbTransform",
     "RewardAdjustmentTransform",
+    "TargetKLController",
+    "coeff_for_budget",
     "exact_kl",
     "kl_collector",
     "kl_k1",

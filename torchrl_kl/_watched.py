@@ -7,6 +7,7 @@ that nobody will set. Each wait of that kind asks here whether all workers are a
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -160,7 +161,8 @@ class WatchedDistributed(_WatchedProcesses, DistributedCollector):
     def __init__(self, *args: Any, **kwargs: Any):
         had_group = torch.distributed.is_initialized()
         try:
-            super().__init__(*args, **kwargs)
+            with _one_thread_per_child():
+                super().__init__(*args, **kwargs)
         except BaseException:
             if torch.distributed.is_initialized() and not had_group:
                 torch.distributed.destroy_process_group()
@@ -256,6 +258,21 @@ class _WatchedStore:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.unwatched, name)
+
+
+@contextlib.contextmanager
+def _one_thread_per_child() -> Iterator[None]:
+    """Processes started meanwhile get one thread each, unless the user has said how many.
+
+    TorchRL says so itself for MultiSync- and MultiAsyncCollector, and Ray for its actors.
+    """
+    given = "OMP_NUM_THREADS" in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ["OMP_NUM_THREADS"]
 
 
 def _exit_code(process: BaseProcess) -> int | None:

@@ -85,8 +85,8 @@ def kl_collector(
         total_frames: when to stop.
         kwargs: the other arguments of `collector_class`. A `postproc` runs before the stack. TorchRL's defaults hold
             but for these: `auto_register_policy_transforms=False`, a `num_threads` that leaves this process its
-            own, `launcher="mp"` and a free `tcp_port` (DistributedCollector), `remote_configs={"num_cpus": 1}` and
-            weights that are sent once before the start (RayCollector).
+            own, `launcher="mp"`, a free `tcp_port` and one thread per worker (DistributedCollector),
+            `remote_configs={"num_cpus": 1}` and weights that are sent once before the start (RayCollector).
 
     Raises:
         TypeError: if `collector_class` or `stack` is another class.

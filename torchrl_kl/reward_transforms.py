@@ -12,7 +12,8 @@ from torchrl.envs.transforms import Transform
 from torchrl_kl._charge import Charge, add_reward_like
 from torchrl_kl._keys import MASK_KEY, add_spec, beside, expand_right, find_time_dim, is_fake, state_spec
 from torchrl_kl._transform import KLTransform, copy_batch, counted_key, get_required, sampled_from_replay
-from torchrl_kl.controllers import ConstantKLController, KLController, KLStatistics
+from torchrl_kl.controllers import ConstantKLController, KLController, TargetKLController
+from torchrl_kl.statistics import KLStatistics
 from torchrl_kl.trajectories import OpenTrajectories, find_done
 
 __all__ = ["RewardAdjustmentTransform"]
@@ -55,7 +56,8 @@ class RewardAdjustmentTransform(KLTransform):
 
     Raises:
         TypeError: if `controller` is neither a KLController nor a number.
-        ValueError: if `update_every` is less than 1, or KL and reward differ in shape.
+        ValueError: if `update_every` is less than 1, or 1 for a controller with a deadband, or KL and reward differ in
+            shape.
         RuntimeError: if the reward was charged before, or the controller would have to be fed from a batch whose
             trajectories cannot be told apart.
 
@@ -98,6 +100,11 @@ class RewardAdjustmentTransform(KLTransform):
             out_keys=[self.reward_key, self.task_reward_key, self.kl_coeff_key, self.episode_kl_key],
         )
         self.controller = _as_controller(controller)
+        if update_every == 1 and isinstance(controller, TargetKLController) and controller.deadband > 0:
+            raise ValueError(
+                f"`update_every` must be at least 2 for a controller with a deadband of {controller.deadband:g} "
+                "standard errors, got 1: a single value has no standard error."
+            )
         self.statistics = KLStatistics()
         self.frozen = False
         self._charge = Charge(self.reward_key, self.reward_key, self.kl_coeff_key)
@@ -202,9 +209,9 @@ class RewardAdjustmentTransform(KLTransform):
             self.statistics.add(values)
             n_steps = int(self.statistics.count)
             if n_steps >= self.update_every:
-                mean = self.statistics.mean
+                mean, standard_error = self.statistics.mean, self.statistics.standard_error
                 self.statistics.reset()  # first: a measurement that the controller refuses must not be refused for ever
-                self.controller.update(mean, n_steps)
+                self.controller.update(mean, n_steps, standard_error=standard_error)
 
     def set_container(self, container: Transform) -> None:
         """Refuses an env whose reward is charged already, as soon as one is known."""

@@ -39,10 +39,14 @@ class ControllerLaws:
     """Inherit, and define `make`: a controller with a first coefficient that is no float32 number.
 
     `make` passes its keyword arguments on to the class. `n_steps` is the largest number of trajectories that one update
-    takes, for the tests that push.
+    takes, for the tests that push; with it an update moves log(coeff) by at most `log_fall` or `log_rise`. `buffers`
+    are the names of the state.
     """
 
     n_steps = 1
+    log_fall: float
+    log_rise: float
+    buffers = ("coeff",)
 
     @staticmethod
     def make(**kwargs: Any) -> KLController:
@@ -94,6 +98,45 @@ class ControllerLaws:
             value = controller.update(kl, self.n_steps)
             assert 0 < value < math.inf
 
+    @pytest.mark.parametrize("seed", range(5))
+    def test_a_higher_kl_never_gives_a_lower_coefficient(self, seed):
+        controller = self.make_used(seed)
+        rng = random.Random(seed)
+        kls = sorted([-1e300, -1.0, 0.0, 0.5, 1.0, 1e300, *(rng.uniform(-0.5, 1.5) for _ in range(200))])
+        values = [copy.deepcopy(controller).update(kl, self.n_steps) for kl in kls]
+        assert values == sorted(values)
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_one_update_is_bounded(self, seed):
+        controller = self.make_used(seed)
+        for kl in extreme_measurements(seed, 1000):
+            before = controller.coeff.item()
+            change = math.log(controller.update(kl, self.n_steps) / before)
+            # The coefficient, the factor and its logarithm are each rounded once or twice.
+            assert -self.log_fall - 1e-14 <= change <= self.log_rise + 1e-14
+
+    def make_used(self, seed: int) -> KLController:
+        """A controller after some updates, no two seeds in the same state."""
+        controller, rng = self.make(), random.Random(seed)
+        for _ in range(3 * seed):
+            controller.update(rng.uniform(-0.5, 1.5), 1)
+        return controller
+
+    @pytest.mark.parametrize("standard_error", [0.0, 0.3, math.nan, torch.tensor(0.3, requires_grad=True)], ids=repr)
+    def test_without_a_deadband_a_standard_error_changes_nothing(self, standard_error):
+        told, untold = self.make_used(1), self.make_used(1)
+        assert told.update(0.6, 3, standard_error=standard_error) == untold.update(0.6, 3)
+        assert told.state_dict() == untold.state_dict()
+
+    @pytest.mark.parametrize("standard_error", [-1e-9, math.inf, -math.inf, torch.tensor(-2.0)], ids=repr)
+    def test_a_standard_error_out_of_range_is_refused_and_changes_nothing(self, standard_error):
+        controller = self.make_used(1)
+        before = copy.deepcopy(controller.state_dict())
+        message = rf"`standard_error` must be finite and at least 0, or NaN, got {float(standard_error)}\.$"
+        with pytest.raises(ValueError, match=message):
+            controller.update(5.0, 3, standard_error=standard_error)
+        assert controller.state_dict() == before
+
     def test_a_run_that_was_interrupted_continues_as_if_it_were_not(self):
         measurements = [random.Random(0).uniform(-1, 3) for _ in range(100)]
         uninterrupted, first = self.make(), self.make()
@@ -108,35 +151,36 @@ class ControllerLaws:
         second.load_state_dict(torch.load(file, weights_only=True))
         assert [second.update(kl, 7) for kl in measurements[50:]] == expected[50:]
 
-    def test_the_state_is_the_coefficient_in_float64(self):
+    def test_the_state_is_numbers_in_float64(self):
         state = self.make().state_dict()
-        assert list(state) == ["coeff"]
-        assert state["coeff"].shape == ()
-        assert state["coeff"].dtype == torch.float64
+        assert tuple(state) == self.buffers
+        assert all(value.shape == () and value.dtype == torch.float64 for value in state.values())
 
     @casts
-    def test_a_cast_leaves_the_coefficient_as_it_is(self, cast):
+    def test_a_cast_leaves_the_state_as_it_is(self, cast):
         controller = self.make()
-        buffer, value = controller.coeff, controller.coeff.item()
-        assert torch.tensor(value, dtype=torch.float32).item() != value  # a cast there and back would show
+        controller.update(0.6, 3)
+        buffers, values = dict(controller.named_buffers()), copy.deepcopy(controller.state_dict())
+        assert values["coeff"].float().double() != values["coeff"]  # a cast there and back would show
         assert cast(controller) is controller
-        assert controller.coeff is buffer
-        assert controller.coeff.dtype == torch.float64
-        assert controller.coeff.item() == value
+        assert all(buffer is buffers[name] for name, buffer in controller.named_buffers())
+        assert all(buffer.dtype == torch.float64 for buffer in controller.buffers())
+        assert controller.state_dict() == values
 
-    def test_a_move_takes_the_coefficient_along_but_casts_nothing(self):
-        assert self.make().to("meta", torch.float16).coeff.device == torch.device("meta")
-        assert self.make().to("meta", torch.float16).coeff.dtype == torch.float64
+    def test_a_move_takes_the_state_along_but_casts_nothing(self):
+        for buffer in self.make().to("meta", torch.float16).buffers():
+            assert buffer.device == torch.device("meta")
+            assert buffer.dtype == torch.float64
 
-    def test_the_buffer_is_changed_in_place(self):
+    def test_the_buffers_are_changed_in_place(self):
         controller, other = self.make(), self.make()
         other.update(3.0, 11)
-        buffer = controller.coeff
+        buffers = dict(controller.named_buffers())
         controller.update(0.01, 3)
-        assert controller.coeff is buffer
+        assert all(buffer is buffers[name] for name, buffer in controller.named_buffers())
         controller.load_state_dict(other.state_dict())
-        assert controller.coeff is buffer
-        assert buffer.item() == other.coeff.item()
+        assert all(buffer is buffers[name] for name, buffer in controller.named_buffers())
+        assert controller.state_dict() == other.state_dict()
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["copy", "pickle"])
     def test_a_copy_goes_on_alike_and_on_its_own(self, copied):
@@ -211,3 +255,116 @@ class ClosedLoopLaws(ControllerLaws):
     def test_an_initial_coefficient_out_of_range_is_refused(self, init_coeff):
         with pytest.raises(ValueError, match=f"`init_coeff` must be finite and above 0, got {init_coeff}"):
             self.make(init_coeff=init_coeff)
+
+    @pytest.mark.parametrize("init_coeff", ["0.1", None, True])
+    def test_an_initial_coefficient_that_is_no_number_is_refused(self, init_coeff):
+        message = f"`init_coeff` must be a number, got {type(init_coeff).__name__}"
+        with pytest.raises(TypeError, match=message):
+            self.make(init_coeff=init_coeff)
+
+    def test_it_moves_as_far_as_its_bound_allows(self):
+        for kl, step in ((1e300, self.log_rise), (-1e300, -self.log_fall)):
+            controller = self.make()
+            before = controller.coeff.item()
+            assert math.log(controller.update(kl, self.n_steps) / before) == pytest.approx(step, rel=1e-12)
+
+    # The deadband.
+
+    def test_without_being_asked_it_heeds_every_measurement(self):
+        controller: Any = self.make()
+        assert controller.deadband == 0
+        assert "deadband" not in repr(controller)
+
+    @pytest.mark.parametrize("used", [0, 1])
+    def test_within_the_deadband_a_measurement_counts_as_the_target(self, used):
+        # Two standard errors of 1 / 8 around 1 / 2, without rounding; the edge belongs to the band.
+        outside = (0.25 - 2**-50, 0.75 + 2**-50)
+        for kl in (0.25, 0.3, 0.5, 0.7, 0.75, *outside):
+            controller, free = self.make(deadband=2.0), self.make()
+            for one in (controller, free):
+                for _ in range(used):
+                    one.update(1.0, 3, standard_error=0.0)
+            value = controller.update(kl, 3, standard_error=0.125)
+            assert value == free.update(kl if kl in outside else self.target, 3)
+            assert controller.state_dict() == free.state_dict()
+
+    def test_within_the_deadband_it_stays(self):
+        controller = self.make(deadband=2.0)
+        before = controller.coeff.item()
+        for kl in (0.25, 0.4, 0.6, 0.75):
+            assert controller.update(kl, 3, standard_error=torch.tensor(0.125)) == before
+        assert controller.update(0.7500001, 3, standard_error=0.125) > before
+        assert self.make(deadband=2.0).update(0.2499999, 3, standard_error=0.125) < before
+
+    def test_with_a_deadband_a_higher_kl_never_gives_a_lower_coefficient(self):
+        controller = self.make(deadband=1.5)
+        for kl in (1.0, 1.0, 0.1):
+            controller.update(kl, 3, standard_error=0.1)
+        kls = [i / 100 for i in range(-50, 150)]
+        values = [copy.deepcopy(controller).update(kl, self.n_steps, standard_error=0.1) for kl in kls]
+        assert values == sorted(values)
+
+    def test_a_deadband_is_a_number_of_standard_errors(self):
+        assert "target=0.5, deadband=1.5" in repr(self.make(deadband=1.5))
+        for kl in (0.6, 0.7):
+            narrow, wide = self.make(deadband=1.0), self.make(deadband=2.0)
+            assert (narrow.update(kl, 3, standard_error=0.15) > 0.1) == (kl == 0.7)
+            assert wide.update(kl, 3, standard_error=0.15) == 0.1
+
+    def test_a_deadband_without_a_standard_error_is_an_error_and_changes_nothing(self):
+        controller = self.make(deadband=2.5)
+        before = copy.deepcopy(controller.state_dict())
+        message = r"`standard_error` must be given to a controller with a deadband of 2.5 standard errors, got None"
+        with pytest.raises(ValueError, match=message):
+            controller.update(5.0, 3)
+        message = r"`standard_error` must be known to .* deadband of 2.5 .* got nan, as from a single value"
+        with pytest.raises(ValueError, match=message):
+            controller.update(5.0, 3, standard_error=math.nan)
+        assert controller.state_dict() == before
+
+    @pytest.mark.parametrize("deadband", [-1e-9, math.inf, math.nan])
+    def test_a_deadband_out_of_range_is_refused(self, deadband):
+        with pytest.raises(ValueError, match=f"`deadband` must be finite and at least 0, got {deadband}"):
+            self.make(deadband=deadband)
+
+
+class BoundedLaws(ClosedLoopLaws):
+    """Those of a controller that keeps its coefficient between two bounds, by default 1e-4 and 10."""
+
+    def test_it_stays_within_its_bounds_and_reaches_them(self):
+        controller = self.make(min_coeff=0.07, max_coeff=0.3)
+        assert max(controller.update(9.0, 1) for _ in range(100)) == 0.3
+        assert min(controller.update(0.0, 1) for _ in range(100)) == 0.07
+
+    @pytest.mark.parametrize(("kl", "bound"), [(9.0, 10.0), (0.0, 1e-4)])
+    def test_its_default_bounds(self, kl, bound):
+        controller = self.make()
+        values = [controller.update(kl, 1) for _ in range(300)]
+        assert values[-1] == bound
+        assert "bounds=[0.0001, 10]" in repr(controller)
+
+    @pytest.mark.parametrize("value", [0.0, -0.5, math.inf, math.nan])
+    def test_a_lower_bound_out_of_range_is_refused(self, value):
+        with pytest.raises(ValueError, match=f"`min_coeff` must be finite and above 0, got {value}"):
+            self.make(min_coeff=value)
+
+    @pytest.mark.parametrize("value", [0.05, math.inf, math.nan])
+    def test_an_upper_bound_below_the_lower_one_is_refused(self, value):
+        with pytest.raises(ValueError, match=f"`max_coeff` must be finite and at least 0.06, got {value}"):
+            self.make(min_coeff=0.06, max_coeff=value)
+
+    @pytest.mark.parametrize("init_coeff", [0.06, 11.0])
+    def test_an_initial_coefficient_outside_the_bounds_is_refused(self, init_coeff):
+        message = rf"`init_coeff` must lie within \[min_coeff, max_coeff\] = \[0.07, 10\], got {init_coeff:g}: move"
+        with pytest.raises(ValueError, match=message):
+            self.make(init_coeff=init_coeff, min_coeff=0.07)
+
+    @pytest.mark.parametrize("bounds", [(0.1, 10.0), (0.01, 0.1), (0.1, 0.1)])
+    def test_it_may_start_on_a_bound(self, bounds):
+        assert self.make(min_coeff=bounds[0], max_coeff=bounds[1]).update(0.5, 1) == 0.1
+
+    @pytest.mark.parametrize(("kl", "bound"), [(1e300, 1e300), (-1e300, 1e-300)])
+    def test_at_the_ends_of_float64_its_bounds_hold(self, kl, bound):
+        controller = self.make(min_coeff=1e-300, max_coeff=1e300)
+        controller.coeff.fill_(bound ** (299 / 300))
+        assert [controller.update(kl, 1) for _ in range(100)][-1] == bound
