@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from queue import Empty
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from torchrl.collectors import BaseCollector, Collector, MultiAsyncCollector, Mu
 from torchrl.collectors.distributed import DistributedCollector, RayCollector
 
 _POLL_SECONDS = 1.0
+_EXIT_SECONDS = 5.0
 _PROBE_SECONDS = 10.0
 
 
@@ -73,7 +75,7 @@ class WatchedCollector(BaseCollector):
         try:
             yield
         except Exception as error:
-            dead = self._find_dead()
+            dead = self._find_cause(error)
             if dead is None:
                 raise
             with contextlib.suppress(Exception):  # what is left of the collector may fail in many ways
@@ -92,6 +94,10 @@ class WatchedCollector(BaseCollector):
     def _find_dead(self) -> str | None:
         """The first dead worker, in words."""
         return None
+
+    def _find_cause(self, error: Exception) -> str | None:
+        """The dead worker that an exception comes of, if it does."""
+        return self._find_dead()
 
     def _kill(self) -> None:
         """Kills all worker processes at once."""
@@ -118,6 +124,16 @@ class _WatchedProcesses(WatchedCollector):
         # TorchRL terminates the others itself when it notices one: those are not the cause.
         dead = sorted((code == -signal.SIGTERM, worker, code) for code, worker in codes if code)
         return f"worker {dead[0][1]} (exit code {dead[0][2]})" if dead else None
+
+    def _find_cause(self, error: Exception) -> str | None:
+        if isinstance(error, (RuntimeError, OSError, EOFError)) and self._find_dead() is None:
+            # A broken connection is seen before the end of the process that broke it.
+            with contextlib.suppress(ValueError):  # closed by TorchRL
+                ending = wait([process.sentinel for process in self._processes()], timeout=_EXIT_SECONDS)
+                for process in self._processes():
+                    if process.sentinel in ending:
+                        process.join()
+        return self._find_dead()
 
     def _kill(self) -> None:
         for process in self._processes():
@@ -196,14 +212,9 @@ class WatchedRay(WatchedCollector, RayCollector):
     def _find_dead(self) -> str | None:
         return getattr(self, "_dead", None)
 
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        with super()._watched():
-            try:
-                yield
-            except Exception:
-                self._dead = self._probe_actors()
-                raise
+    def _find_cause(self, error: Exception) -> str | None:
+        self._dead = self._probe_actors()
+        return self._dead
 
     def _probe_actors(self) -> str | None:
         import ray
