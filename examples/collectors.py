@@ -6,7 +6,7 @@ as processes of this machine, over torch.distributed (gloo), or as actors of Ray
 reference: the learner on the batches that arrive, or the workers at each step.
 
 Printed at the end:
-    frames per second  tokens written, learnt from included, from the first batch on
+    frames per second  tokens written and learnt from, per second since the first was asked for
     coefficients       of the first step and of the last, and in how many batches steps of several coefficients met
     KL                 of the final policy, exact, nats per response
     exact regret       what the best policy at the price that belongs to 0.5 nats has more, in reward
@@ -18,6 +18,7 @@ import copy
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from digit_job import PPO, JobArgs, arg, next_token, parse_args, split_prompts, train_language_model
@@ -42,9 +43,10 @@ class Args(JobArgs):
     """What can be set from the command line."""
 
     collector: str = arg("sync", "Who writes the responses.", list(COLLECTORS))
-    where: str = arg("learner", "Who evaluates the reference.", ["learner", "workers"])
+    where: Literal["learner", "workers"] = arg("learner", "Who evaluates the reference.", ["learner", "workers"])
     workers: int = arg(2, "Workers of all collectors but sync.")
     batches: int = arg(120, "Batches of responses.")
+    ray_address: str = arg("", "Address of a Ray cluster, auto on its machines; a local Ray is started if it is empty.")
     reference: str = arg("", "Folder of a language model to begin with; one is trained if it is empty.")
     target_kl: float = arg(0.5, "KL that the coefficient steers to, nats per response.")
     init_coeff: float = arg(0.05, "Where the coefficient starts, far from the answer.")
@@ -60,7 +62,8 @@ def make_collector(ppo: PPO, stack: KLConstrainedTransform, language: DigitLangu
         partial(DigitLanguageEnv, language, prompts=prompts, batch_size=(responses,), seed=args.seed + worker)
         for worker in range(n_workers)
     ]
-    ray = {"ray_init_config": {"num_cpus": n_workers, "include_dashboard": False, "log_to_driver": False}}
+    local = {"num_cpus": n_workers, "include_dashboard": False, "log_to_driver": False}
+    ray = {"ray_init_config": {"address": args.ray_address} if args.ray_address else local}
     frames = args.ppo_responses * language.response_length
     return kl_collector(
         COLLECTORS[args.collector],
@@ -101,7 +104,7 @@ def main() -> None:
             seen.append((coeffs[0].item(), coeffs[-1].item(), coeffs.unique().numel()))
             frames += batch.numel()
             if batch.ndim == 3:  # (worker, response, token)
-                batch = torch.cat(batch.unbind(0))
+                batch = batch.flatten(0, 1)
             values = ppo.update(batch)
             collector.update_policy_weights_()
             bar.set_postfix_str("reward {reward:.2f}, KL {kl_reference:.2f} nats, coeff {coeff:.3f}".format(**values))

@@ -1,6 +1,7 @@
 """What `kl_collector` promises, as far as one process shows it; the rest is in test_collectors.py."""
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ class TestOneProcess:
 
     def test_weights_can_be_given_as_a_module(self):
         actor = policy()
-        arguments = {"frames_per_batch": 15, "total_frames": 30}
+        arguments: Any = {"frames_per_batch": 15, "total_frames": 30}
         collector = kl_collector(Collector, walk, actor, KLConstrainedTransform(make_actor(), 0.1), **arguments)
         other = moved(actor)
         collector.update_policy_weights_(other)
@@ -102,7 +103,7 @@ class TestOneProcess:
 
 
 class TestRefusals:
-    def refused(self, collector_class=Collector, /, stack=None, **kwargs):
+    def refused(self, collector_class: Any = Collector, /, stack=None, **kwargs):
         stack = KLConstrainedTransform(make_actor(), SpyController()) if stack is None else stack
         kl_collector(collector_class, walk, policy(), stack, frames_per_batch=15, total_frames=15, **kwargs)
 
@@ -116,7 +117,7 @@ class TestRefusals:
 
     def test_a_stack_in_an_env(self):
         stack = KLConstrainedTransform(make_actor(), 0.1)
-        env = with_transforms(walk(), stack)
+        env: Any = with_transforms(walk(), stack)
         with pytest.raises(ValueError, match="`stack` must not be in an env"):
             self.refused(stack=stack)
         assert env.transform[0] is stack
@@ -147,11 +148,10 @@ class TestRefusals:
             self.refused(kind, **kwargs)
 
     def test_as_many_envs_as_workers(self):
-        arguments = {"num_workers": 3, "frames_per_batch": 15, "total_frames": 15}
+        stack, _ = spied()
+        arguments: Any = {"num_workers": 3, "frames_per_batch": 15, "total_frames": 15}
         with pytest.raises(ValueError, match="one callable or one per worker, got 2 for 3"):
-            kl_collector(
-                MultiSyncCollector, [walk] * 2, policy(), KLConstrainedTransform(make_actor(), 0.1), **arguments
-            )
+            kl_collector(MultiSyncCollector, [walk] * 2, policy(), stack, **arguments)
 
     def test_rows_joined_along_time(self):
         link = _LearnerLink(KLConstrainedTransform(make_actor(), 0.1), 0, False)
@@ -176,7 +176,7 @@ class TestWorkers:
     def test_the_env_is_charged_at_the_source_and_moves_nothing(self):
         source = torch.tensor(0.5, dtype=torch.float64)
         stack, controller = spied(step=1.0)
-        make_env = MakeChargedEnv(walk, stack, source)
+        make_env: Any = MakeChargedEnv(walk, stack, source)
         env, other = make_env(), make_env()
         for coeff in (0.5, 2.0):
             source.fill_(coeff)
@@ -189,7 +189,7 @@ class TestWorkers:
 
     def test_the_learners_controller_stays_at_home(self):
         stack, controller = spied()
-        controller.cannot_travel = lambda: None  # a lambda cannot be pickled
+        object.__setattr__(controller, "cannot_travel", lambda: None)  # a lambda cannot be pickled
         make_env = pickle.loads(pickle.dumps(MakeChargedEnv(walk, stack, torch.tensor(0.5, dtype=torch.float64))))
         assert isinstance(make_env.stack.controller, ConstantKLController)
 

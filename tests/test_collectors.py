@@ -8,6 +8,7 @@ import contextlib
 import copy
 import faulthandler
 import functools
+import logging
 import os
 import re
 import time
@@ -80,7 +81,7 @@ class Story:
 def ray_runtime():
     import ray
 
-    ray.init(num_cpus=N_WORKERS, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(num_cpus=N_WORKERS, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
 
@@ -133,9 +134,9 @@ def story(request) -> Story:
         total_frames=100 * FRAMES,
         **arguments,
     )
+    started = 0.0
     try:
         assert isinstance(collector, collector_class)
-        started = 0.0
         for n, batch in enumerate(collector):
             told.batches.append(batch.clone())
             if n == MOVED_AFTER:

@@ -109,7 +109,8 @@ class WatchedSingle(WatchedCollector, Collector):
     def update_policy_weights_(self, policy_or_weights: Any = None, **kwargs: Any) -> None:
         """As TorchRL's, which here takes no module."""
         if isinstance(policy_or_weights, nn.Module):
-            policy_or_weights = TensorDict.from_module(policy_or_weights).data
+            weights: Any = TensorDict.from_module(policy_or_weights)
+            policy_or_weights = weights.data
         super().update_policy_weights_(policy_or_weights, **kwargs)
 
 
@@ -157,7 +158,7 @@ class _WatchedMulti(_WatchedProcesses):
         if self._find_dead() is not None:
             self._kill()
         threads = torch.get_num_threads()
-        super().shutdown(*args, **kwargs)
+        super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
         torch.set_num_threads(threads)
         for scheme in (getattr(self, "_weight_sync_schemes", None) or {}).values():
             scheme.shutdown()
@@ -218,6 +219,7 @@ class WatchedRay(WatchedCollector, RayCollector):
 
     def _probe_actors(self) -> str | None:
         import ray
+        from ray.exceptions import RayActorError
 
         probes = [actor.__ray_ready__.remote() for actor in self.remote_collectors]
         ready, _ = ray.wait(probes, num_returns=len(probes), timeout=_PROBE_SECONDS)  # an actor may be busy
@@ -225,7 +227,7 @@ class WatchedRay(WatchedCollector, RayCollector):
             if probe in ready:
                 try:
                     ray.get(probe)
-                except ray.exceptions.RayActorError:
+                except RayActorError:
                     return f"worker {worker} (a Ray actor)"
         return None
 

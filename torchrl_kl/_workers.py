@@ -59,7 +59,8 @@ class MakeChargedEnv:
     """
 
     def __init__(self, create_env_fn: Callable[..., EnvBase] | EnvBase, stack: KLConstrainedTransform, source: Tensor):
-        self.create_env_fn, self.source, self.per = create_env_fn, source, stack.controller.per
+        self.create_env_fn, self.source = create_env_fn, source
+        self.per: Per = stack.controller.per
         self.stack = copy.deepcopy(stack).freeze()
         self.stack.adjustment.controller = ConstantKLController(0.0)
 
