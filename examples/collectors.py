@@ -63,7 +63,8 @@ def make_collector(ppo: PPO, stack: KLConstrainedTransform, language: DigitLangu
         for worker in range(n_workers)
     ]
     local = {"num_cpus": n_workers, "include_dashboard": False, "log_to_driver": False}
-    ray = {"ray_init_config": {"address": args.ray_address} if args.ray_address else local}
+    cluster = {"address": args.ray_address, "log_to_driver": False}
+    ray = {"ray_init_config": cluster if args.ray_address else local}
     frames = args.ppo_responses * language.response_length
     return kl_collector(
         COLLECTORS[args.collector],
