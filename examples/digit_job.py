@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 import torch
+from tensordict import TensorDictBase
 from torch.nn.functional import cross_entropy
 from torchrl.collectors import Collector
 from torchrl.modules import set_recurrent_mode
@@ -110,6 +111,56 @@ def train_language_model(language: DigitLanguage, prompts: torch.Tensor, args: J
     return gpt.eval()
 
 
+class PPO:
+    """Improves `policy`, in place, by charged batches of responses.
+
+    Args:
+        policy: the policy; `actor` is it as collectors want it.
+        language: what the responses are written in.
+        n_batches: how many batches there will be; the learning rates decay to zero over them.
+        args: learning rates and sizes.
+    """
+
+    def __init__(self, policy: GPT, language: DigitLanguage, n_batches: int, args: JobArgs):
+        # A critic and not a mean over responses: it knows after the first digit whether that was right, so that the
+        # later digits are not blamed for it. One layer is enough, and it reads one token more: the last one, in the
+        # final state.
+        critic = GPT(language.n_tokens, language.text_length, n_layer=1, n_out=1)
+        self.args = args
+        self.actor, value = GPTActor(policy), GPTCritic(critic)
+        # gamma = lambda = 1: an earlier token is charged for all of the KL that it brings about later.
+        self.gae = GAE(gamma=1.0, lmbda=1.0, value_network=value, deactivate_vmap=True, shifted=False)
+        self.loss_module = ClipPPOLoss(
+            self.actor, value, clip_epsilon=0.2, entropy_bonus=False, critic_coeff=1.0, loss_critic_type="l2"
+        )
+        self.optimizer = torch.optim.Adam(
+            [{"params": policy.parameters(), "lr": args.ppo_lr}, {"params": critic.parameters(), "lr": args.critic_lr}],
+            betas=(0.9, 0.95),
+            fused=True,
+        )
+        decay = DECAYS[args.ppo_decay]
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda batch: decay(batch / n_batches))
+
+    def update(self, batch: TensorDictBase) -> dict[str, float]:
+        """One batch of responses (N, T), time last; returns what to log."""
+        losses = {}
+        with torch.no_grad(), set_recurrent_mode(True):  # a trajectory in one pass of the critic
+            self.gae(batch)
+        for _ in range(self.args.ppo_epochs):
+            for minibatch in batch[torch.randperm(len(batch))].split(self.args.ppo_minibatch):
+                losses = self.loss_module(minibatch)
+                self.optimizer.zero_grad()
+                (losses["loss_objective"] + losses["loss_critic"]).backward()
+                self.optimizer.step()
+        self.schedule.step()
+        return {
+            "reward": batch["next", "task_reward"].sum(1).mean().item(),
+            "kl_reference": batch["next", "kl"].sum(1).mean().item(),
+            "kl_old_policy": losses["kl_approx"].mean().item(),
+            "coeff": batch["next", "kl_coeff"].mean().item(),
+        }
+
+
 def train_policy(
     run: str,
     policy: GPT,
@@ -122,52 +173,23 @@ def train_policy(
     log: Log,
 ) -> None:
     """PPO, in place, on the task reward minus the controller's coefficient times the KL to the policy as given."""
-    # A critic and not a mean over responses: it knows after the first digit whether that was right, so that the later
-    # digits are not blamed for it. One layer is enough, and it reads one token more: the last one, in the final state.
-    critic = GPT(language.n_tokens, language.text_length, n_layer=1, n_out=1)
-    actor, value = GPTActor(policy), GPTCritic(critic)
-    stack = KLConstrainedTransform(actor, controller)
+    ppo = PPO(policy, language, n_batches, args)
+    stack = KLConstrainedTransform(ppo.actor, controller)
     env = DigitLanguageEnv(
         language, prompts=prompts, reward_fn=reward_fn, batch_size=(args.ppo_responses,), seed=args.seed
     )
     frames = args.ppo_responses * language.response_length
     collector = Collector(
         env,
-        actor,
+        ppo.actor,
         frames_per_batch=frames,
         total_frames=frames * n_batches,
         postproc=stack,
         auto_register_policy_transforms=False,
     )
-    # gamma = lambda = 1: an earlier token is charged for all of the KL that it brings about later.
-    gae = GAE(gamma=1.0, lmbda=1.0, value_network=value, deactivate_vmap=True, shifted=False)
-    loss_module = ClipPPOLoss(
-        actor, value, clip_epsilon=0.2, entropy_bonus=False, critic_coeff=1.0, loss_critic_type="l2"
-    )
-    optimizer = torch.optim.Adam(
-        [{"params": policy.parameters(), "lr": args.ppo_lr}, {"params": critic.parameters(), "lr": args.critic_lr}],
-        betas=(0.9, 0.95),
-        fused=True,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda batch: DECAYS[args.ppo_decay](batch / n_batches))
-    losses = {}
     bar = tqdm(collector, desc=f"PPO, {run}", total=n_batches)
     for step, batch in enumerate(bar):
-        with torch.no_grad(), set_recurrent_mode(True):  # a trajectory in one pass of the critic
-            gae(batch)
-        for _ in range(args.ppo_epochs):
-            for minibatch in batch[torch.randperm(len(batch))].split(args.ppo_minibatch):
-                losses = loss_module(minibatch)
-                optimizer.zero_grad()
-                (losses["loss_objective"] + losses["loss_critic"]).backward()
-                optimizer.step()
-        schedule.step()
-        values = {
-            "reward": batch["next", "task_reward"].sum(1).mean().item(),
-            "kl_reference": batch["next", "kl"].sum(1).mean().item(),
-            "kl_old_policy": losses["kl_approx"].mean().item(),
-            "coeff": batch["next", "kl_coeff"].mean().item(),
-        }
+        values = ppo.update(batch)
         log(step, **values)
         bar.set_postfix_str("reward {reward:.2f}, KL {kl_reference:.2f} nats, coeff {coeff:.3f}".format(**values))
     collector.shutdown()

@@ -39,6 +39,7 @@ PUBLIC_NAMES = {
         "coeff_for_budget",
         "exact_kl",
         "kl_exact",
+        "kl_collector",
         "kl_k1",
         "kl_k2",
         "kl_k3",
@@ -87,6 +88,9 @@ ARROWS = {
         *("_keys", "_transform", "_charge", "_estimates", "controllers", "functional"),
         *("reference", "transforms", "reward_transforms"),
     },
+    "_watched": set(),
+    "_workers": {"_keys", "controllers", "stacks"},
+    "collectors": {"_watched", "_workers", "stacks"},
 }
 
 # What a module may import of others' packages, beside the standard library.
@@ -107,6 +111,7 @@ LIBRARIES = {
         )
     },
     "gpt": TENSORDICT | {"safetensors"},
+    "_watched": TENSORDICT | {"ray"},
 }
 
 

@@ -4,6 +4,7 @@ import csv
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -223,3 +224,35 @@ class TestFrontier:
         impossible = replace(optimum, reward=optimum.reward + 1e-6)
         with pytest.raises(RuntimeError, match=r"above the frontier's 0\.\d{12}: the exact values are wrong"):
             study.place(impossible, exact)
+
+
+@pytest.mark.parametrize("options", [("sync", "learner"), ("multi-async", "workers")], ids="-".join)
+def test_the_collectors_tell_what_they_did(tmp_path, options):
+    collector, where = options
+    command = [sys.executable, str(EXAMPLES / "collectors.py"), "--quick", "--threads", "1"]
+    command += ["--collector", collector, "--where", where]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    expected = rf"""{collector}, reference with the {where}
+frames per second  [0-9]+
+coefficients       0\.050 \.\.\. 0\.0[45][0-9]; several in [0-4] of 4 batches
+KL                 ([0-9.]+) \(target 0\.5\)
+exact regret       ([0-9.]+) at coefficient 0\.[0-9]+
+"""
+    found = re.fullmatch(expected, result.stdout)
+    assert found, result.stdout
+    assert float(found[1]) > 0  # the policy has moved
+    assert 0 <= float(found[2]) < 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_collectors_begin_with_a_language_model_that_is_there(tmp_path):
+    torch.manual_seed(0)
+    language = DigitLanguage()
+    GPT(language.n_tokens, language.text_length - 1).save_pretrained(tmp_path / "model")
+    command = [sys.executable, str(EXAMPLES / "collectors.py"), "--quick", "--threads", "1", "--reference", "model"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "language model" not in result.stderr  # none was trained
