@@ -61,6 +61,7 @@ ARROWS = {
     "exact": {"functional"},
     "gpt": set(),
     "_keys": set(),
+    "_live": set(),
     "_transform": {"_keys"},
     "_charge": {"_keys", "_transform"},
     "reference": {"_keys"},
@@ -103,6 +104,7 @@ LIBRARIES = {
             "controllers",
             "budget",
             "exact",
+            "_live",
             "_sampling",
         )
     },
