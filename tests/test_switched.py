@@ -31,6 +31,7 @@ from tests.helpers import (
     with_transforms,
     without_kl,
 )
+from tests.laws.transform_laws import TransformLaws
 from torchrl_kl import (
     FrozenActor,
     KLConstrainedTransform,
@@ -65,6 +66,13 @@ def compare(actual: Any, expected: Any) -> None:
     for name in RESULTS:
         if name in expected["next"].keys():
             assert_same(actual["next", name], expected["next", name])
+
+
+class TestSwitchedKLConstrainedTransformLaws(TransformLaws):
+    writes, charges = frozenset({"ref_log_prob", "kl", "task_reward", "kl_coeff", "episode_kl"}), True
+
+    def make(self, seed=0):
+        return KLConstrainedTransform(self.reference(), 0.1 + seed, reference=nullcontext)
 
 
 # The numbers are those of a copy of the base, in every data path.
@@ -243,6 +251,20 @@ def test_ten_ppo_updates_of_the_adapter_leave_the_reference_where_it_was(place):
     moved_weights = {name for name in before if (before[name] != after[name]).any()}
     assert {name.split(".")[-2] for name in moved_weights} == {"up", "down"}
     assert_close(stack(without_kl(probe))["next", "ref_log_prob"], expected, rtol=0, atol=1e-6)
+
+
+def test_its_step_compiles_without_a_graph_break():
+    actor, switched, _ = two_stacks()
+    env = with_transforms(WalkEnv((2,)), switched.freeze())
+    with torch.no_grad():
+        td = actor(env.reset())
+        inner, following = env.transform.inv(td), WalkEnv((2,))._step(td)
+        actor.train()
+        actual = torch.compile(switched._step, fullgraph=True, backend="eager")(inner.clone(), following.clone())
+        expected = switched._step(inner.clone(), following.clone())
+    for name in RESULTS:
+        assert_same(actual[name], expected[name])
+    assert actor.training
 
 
 # Copies.
