@@ -1,6 +1,7 @@
 """KL control for reinforcement learning on TorchRL: measure the divergence, charge it, steer its price."""
 
 from torchrl_kl.budget import coeff_for_budget
+from torchrl_kl.collectors import kl_collector
 from torchrl_kl.controllers import (
     AdaptiveKLController,
     ConstantKLController,
@@ -56,6 +57,7 @@ __all__ = [
     "TopKActor",
     "coeff_for_budget",
     "exact_kl",
+    "kl_collector",
     "kl_exact",
     "kl_k1",
     "kl_k2",
