@@ -92,8 +92,8 @@ ARROWS = {
         *("reference", "transforms", "reward_transforms"),
     },
     "_watched": set(),
-    "_workers": {"_keys", "controllers", "stacks"},
-    "collectors": {"_watched", "_workers", "stacks"},
+    "_workers": {"_keys", "_moving", "controllers", "stacks"},
+    "collectors": {"_moving", "_switched", "_watched", "_workers", "stacks"},
 }
 
 # What a module may import of others' packages, beside the standard library.

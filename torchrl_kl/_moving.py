@@ -29,10 +29,10 @@ class MasterWeights(Float64State):
         """
         if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 < tau <= 1:
             raise ValueError(f"`tau` must be in (0, 1], got {tau!r}: it is the share of the way, 1 for a copy.")
-        new = _entries_of(source)
-        _check_entries(_entries_of(actor), new)
+        new = entries_of(source)
+        _check_entries(entries_of(actor), new)
         weights = dict(actor.named_parameters())
-        for name, own in _entries_of(actor).items():
+        for name, own in entries_of(actor).items():
             if tau < 1 and name in weights and (own.is_floating_point() or own.is_complex()):
                 self._average(name, own, new[name], tau)
             else:  # buffers too: running statistics and counters belong to weights, and are averages themselves
@@ -72,7 +72,7 @@ def _buffer_name(name: str) -> str:
     return name.replace(".", "/")  # a dot is not allowed there
 
 
-def _entries_of(module: nn.Module) -> dict[str, Tensor]:
+def entries_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, those that no state dict holds included."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"`source` must be a module, got {type(module).__name__}: pass the policy itself.")
