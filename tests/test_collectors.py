@@ -69,7 +69,7 @@ class Story:
     is_async: bool
     ahead: bool  # whether steps may be charged long before they arrive
     controller: SpyController
-    reference: Any
+    references: tuple[Any, Any]  # before and after it was updated
     batches: list[Any] = field(default_factory=list)
     error: BaseException | None = None
     seconds_to_error: float = 0.0
@@ -119,7 +119,8 @@ def story(request) -> Story:
     stack = KLConstrainedTransform(policy, controller, update_every=1)
     before = workers_alive()
     is_async = kind.endswith("-async")
-    told = Story(is_async, is_async and where == "workers", controller, copy.deepcopy(policy))
+    ahead = is_async and where == "workers"
+    told = Story(is_async, ahead, controller, (copy.deepcopy(policy), moved(policy)))
     collector = kl_collector(
         collector_class,
         # Actors of Ray do not find the tests.
@@ -144,6 +145,7 @@ def story(request) -> Story:
                 collector.update_policy_weights_()
             elif n == SET_AFTER:
                 controller.coeff.fill_(NEW_COEFF)
+                stack.update_reference(policy)
             elif n == KILLED_AFTER:
                 workers = [
                     process for process in workers_alive() - before if "ConnectionInfo" not in process.cmdline()[0]
@@ -185,10 +187,22 @@ def test_the_next_batch_has_the_new_coefficient(story):
 def test_the_policy_moves_and_the_reference_does_not(story):
     for n in range(MOVED_AFTER + 1):
         assert_close(values(story, "kl", n), torch.zeros_like(values(story, "kl", n)), atol=1e-5, rtol=0)
-    assert max(values(story, "kl", n).abs().max() for n in range(MOVED_AFTER + 1, KILLED_AFTER + 1)) > 0.1
-    for batch in story.batches:
-        expected = story.reference.log_prob(batch.select("tokens", "position", "action"))
+    assert max(values(story, "kl", n).abs().max() for n in range(MOVED_AFTER + 1, SET_AFTER + 1)) > 0.1
+    for batch in story.batches[: SET_AFTER + 1]:
+        expected = story.references[0].log_prob(batch.select("tokens", "position", "action"))
         assert_close(batch["next", "ref_log_prob"], expected, atol=1e-5, rtol=0)
+
+
+def test_the_reference_moves_when_it_is_told_to(story):
+    followed = []
+    for batch in story.batches[SET_AFTER + 1 :]:
+        taken = batch.select("tokens", "position", "action")
+        old, new = (reference.log_prob(taken.copy()) for reference in story.references)
+        follows = (batch["next", "ref_log_prob"] - new).abs() <= 1e-5
+        stays = (batch["next", "ref_log_prob"] - old).abs() <= 1e-5
+        assert (follows | stays if story.ahead else follows).all()  # nothing in between
+        followed.append((follows & ~stays).any())
+    assert followed[-1]
 
 
 def test_the_last_dimension_is_time(story):

@@ -1,16 +1,19 @@
-"""What runs in a collector's workers: envs charged at the learner's coefficient, and trajectory ids that are unique."""
+"""What runs in a collector's workers: envs charged as the learner says, and trajectory ids that are unique."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import MemoryMappedTensor, TensorDictBase
 from torch import Tensor
 from torchrl.envs import Compose, EnvBase, TransformedEnv
 
 from torchrl_kl._keys import TRAJECTORY_KEY
+from torchrl_kl._moving import entries_of
 from torchrl_kl.controllers import ConstantKLController, KLController, Per
 from torchrl_kl.stacks import KLConstrainedTransform
 
@@ -40,13 +43,60 @@ class FollowingKLController(KLController):
         )
 
 
+class ReferenceFile:
+    """The weights of the learner's reference, once they have moved, and the count of their versions.
+
+    A version replaces the one before in one piece: no worker ever reads half of each.
+
+    Args:
+        folder: where the file goes; it must last as long as the workers.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder / "reference"
+        count = torch.zeros((), dtype=torch.int64)
+        self.count = MemoryMappedTensor.from_tensor(count, filename=folder / "reference_count")
+
+    def write(self, weights: dict[str, Tensor]) -> None:
+        """Publishes a version."""
+        new = self.path.with_suffix(".new")
+        torch.save(weights, new)
+        new.replace(self.path)
+        self.count.add_(1)
+
+    def read(self) -> dict[str, Tensor]:
+        """The latest version."""
+        return torch.load(self.path, map_location="cpu", weights_only=True)
+
+
 class FollowingEnv(TransformedEnv):
-    """An env with the stack as its last transform, charged at the learner's coefficient."""
+    """An env with the stack as its last transform, charged at the learner's coefficient, by the learner's reference."""
+
+    reference_file: ReferenceFile | None = None
+    _reference_count = 0
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if self.reference_file is not None:
+            count = self.reference_file.count.item()  # read first: what is published meanwhile is read once more
+            if count != self._reference_count:
+                self._reference_count = count
+                self.follow_reference(self.reference_file.read())
+        return super()._step(tensordict)
 
     def follow_coeff(self, coeff: float) -> None:
         """Sets the coefficient of the next step on."""
-        stack = next(t for t in cast(Compose, self.transform) if isinstance(t, KLConstrainedTransform))
-        stack.controller.coeff.fill_(coeff)
+        self._stack.controller.coeff.fill_(coeff)
+
+    @torch.no_grad()
+    def follow_reference(self, weights: dict[str, Tensor]) -> None:
+        """Sets the weights of the reference of the next step on."""
+        own = entries_of(self._stack.reference.actor)
+        for name, value in weights.items():
+            own[name].copy_(value)
+
+    @property
+    def _stack(self) -> KLConstrainedTransform:
+        return next(t for t in cast(Compose, self.transform) if isinstance(t, KLConstrainedTransform))
 
 
 class MakeChargedEnv:
@@ -56,10 +106,17 @@ class MakeChargedEnv:
         create_env_fn: makes the user's env; or the env.
         stack: the learner's stack. Its reference travels to the workers, its controller does not.
         source: where the coefficient stands, see `FollowingKLController`.
+        reference_file: where the reference stands once it has moved; None if the env is told of it.
     """
 
-    def __init__(self, create_env_fn: Callable[..., EnvBase] | EnvBase, stack: KLConstrainedTransform, source: Tensor):
-        self.create_env_fn, self.source = create_env_fn, source
+    def __init__(
+        self,
+        create_env_fn: Callable[..., EnvBase] | EnvBase,
+        stack: KLConstrainedTransform,
+        source: Tensor,
+        reference_file: ReferenceFile | None = None,
+    ):
+        self.create_env_fn, self.source, self.reference_file = create_env_fn, source, reference_file
         self.per: Per = stack.controller.per
         self.stack = copy.deepcopy(stack).freeze()
         self.stack.adjustment.controller = ConstantKLController(0.0)
@@ -69,7 +126,9 @@ class MakeChargedEnv:
         env = env if isinstance(env, EnvBase) else env(**kwargs)
         stack = copy.deepcopy(self.stack)
         stack.adjustment.controller = FollowingKLController(self.source, per=self.per)
-        return FollowingEnv(env, Compose(stack))  # type: ignore[arg-type]
+        env = FollowingEnv(env, Compose(stack))  # type: ignore[arg-type]
+        env.reference_file = self.reference_file
+        return env
 
 
 class UniqueTrajectories:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from tensordict import LazyStackedTensorDict, MemoryMappedTensor, TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 from torchrl.collectors import BaseCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.collectors.distributed import DistributedCollector, RayCollector
 from torchrl.collectors.utils import split_trajectories
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
+from torchrl_kl._moving import entries_of
+from torchrl_kl._switched import SwitchedActor
 from torchrl_kl._watched import (
     WatchedCollector,
     WatchedDistributed,
@@ -25,7 +29,7 @@ from torchrl_kl._watched import (
     WatchedRay,
     WatchedSingle,
 )
-from torchrl_kl._workers import MakeChargedEnv, UniqueTrajectories, restore_trajectories
+from torchrl_kl._workers import MakeChargedEnv, ReferenceFile, UniqueTrajectories, restore_trajectories
 from torchrl_kl.stacks import KLConstrainedTransform
 
 __all__ = ["kl_collector"]
@@ -65,6 +69,10 @@ def kl_collector(
     Either way `stack` stays in the learner's process and its controller is updated there, by each batch as it arrives.
     A worker's copy follows: it reads the coefficient from a file that all processes of the machine have mapped, or is
     told of it over Ray. So changes of `stack.controller.coeff` by hand reach the workers too, and no worker moves it.
+    `stack.update_reference` reaches them too, before they are asked for the next batch; no worker ever scores with half
+    of an update. If the policy itself is the reference (`reference=` a context), "learner" needs no second model; in
+    "workers" each has a copy of the policy as it was, with the switch thrown: what that leaves, the base, must not be
+    trained.
 
     You may rely on: ("next", "kl_coeff") is what each step was charged with, also where an asynchronous collector mixes
     steps from before and after an update; trajectories that go on in a later batch are summed over both, whichever
@@ -167,22 +175,46 @@ class _LearnerLink:
 
 
 class _FileLink(_LearnerLink):
-    """The workers charge; the coefficient stands in a file that all processes of the machine have mapped."""
+    """The workers charge; what they follow stands in files that all processes of the machine read."""
 
     def __enter__(self) -> _FileLink:
-        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(tempfile.mkdtemp())
+        # A moved reference is read from there at any time: the folder lasts as long as the collector.
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         coeff = self.stack.controller.coeff.cpu()
-        self.source = MemoryMappedTensor.from_tensor(coeff, filename=Path(self._folder.name) / "coeff")
+        self.source = MemoryMappedTensor.from_tensor(coeff, filename=folder / "coeff")
+        self.reference_file = ReferenceFile(folder)
+        self._versions = self._read_versions()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._folder.cleanup()  # all have it mapped: the memory stays until the last of them ends
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            self._remove_folder()
 
     def make_env_fn(self, create_env_fn: Any) -> Any:
-        return MakeChargedEnv(create_env_fn, self.stack, self.source)
+        return MakeChargedEnv(create_env_fn, self.stack, self.source, self.reference_file)
 
     def send(self, collector: WatchedCollector) -> None:
         self.source.fill_(self.stack.controller.coeff.item())
+        weights = self.moved_weights()
+        if weights:
+            self.reference_file.write(weights)
+
+    def moved_weights(self) -> dict[str, Tensor]:
+        """The weights of the reference if they have moved since they were asked for; else none."""
+        before, self._versions = self._versions, self._read_versions()
+        if before == self._versions:
+            return {}
+        return {name: value.detach().cpu() for name, value in self._weights().items()}
+
+    def _weights(self) -> dict[str, Tensor]:
+        reference = self.stack.reference
+        # What is the policy itself, with a switch thrown, is no weights of the reference's own.
+        return {} if isinstance(reference, SwitchedActor) else entries_of(reference.actor)
+
+    def _read_versions(self) -> dict[str, int]:
+        """How often each weight was written to, as PyTorch counts it: by an update, or a state that was loaded."""
+        return {name: value._version for name, value in self._weights().items()}
 
     def charge(self, batch: TensorDictBase) -> TensorDictBase:
         self.stack.adjustment.observe(batch)
@@ -194,6 +226,8 @@ class _RayLink(_FileLink):
 
     def __enter__(self) -> _RayLink:
         self.source = self.stack.controller.coeff.cpu().clone()
+        self.reference_file = None
+        self._versions = self._read_versions()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -201,10 +235,13 @@ class _RayLink(_FileLink):
 
     def send(self, collector: Any) -> None:
         coeff = self.stack.controller.coeff.item()
-        if coeff != self.source.item():
-            self.source.fill_(coeff)
-            for actor in collector.remote_collectors:  # not waited for: an actor does one thing after the other
+        weights = self.moved_weights()
+        for actor in collector.remote_collectors:  # not waited for: an actor does one thing after the other
+            if coeff != self.source.item():
                 actor.cascade_execute.remote("env.follow_coeff", coeff)
+            if weights:
+                actor.cascade_execute.remote("env.follow_reference", weights)
+        self.source.fill_(coeff)
 
 
 def _find_class(collector_class: type) -> type[WatchedCollector]:

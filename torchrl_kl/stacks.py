@@ -13,6 +13,7 @@ from torchrl.envs.transforms import Compose, Transform
 from torchrl_kl._charge import Charge, add_reward_like
 from torchrl_kl._estimates import Estimator
 from torchrl_kl._keys import as_tuple, beside, expand_right, holder_batch_size, sum_action_dims
+from torchrl_kl._switched import Switch, as_reference
 from torchrl_kl._transform import get_required
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional import kl_k1
@@ -51,6 +52,9 @@ class KLConstrainedTransform(Compose):
         reduce: "sum" adds up the KL of the agents that share a reward; None keeps one per agent.
         time_dim: the batch dimension that is time, for batches that do not name it "time"; it must be the last.
         zero_states: whether a recurrent reference may begin inside a trajectory from a zero state.
+        reference: another actor to copy and freeze; or a FrozenActor, which is used as it is; or, for no copy at all, a
+            callable that returns a context manager in which `actor` itself is the reference, such as PEFT's
+            `model.disable_adapter`.
 
     Example:
         >>> from tensordict.nn import TensorDictModule
@@ -89,8 +93,9 @@ class KLConstrainedTransform(Compose):
         reduce: Literal["sum"] | None = None,
         time_dim: int | None = None,
         zero_states: bool = False,
+        reference: nn.Module | Switch | None = None,
     ):
-        reference = ReferenceModelLogProbTransform(
+        scoring = ReferenceModelLogProbTransform(
             actor,
             estimator=estimator,
             ref_log_prob_key=ref_log_prob_key,
@@ -98,12 +103,13 @@ class KLConstrainedTransform(Compose):
             time_dim=time_dim,
             zero_states=zero_states,
             top_k_key=top_k_key,
+            reference=reference,
         )
         divergence = KLDivergenceTransform(
             estimator=estimator,
             actor=actor,
-            log_prob_key=reference.reference.log_prob_key,
-            ref_log_prob_key=reference.ref_log_prob_key,
+            log_prob_key=scoring.reference.log_prob_key,
+            ref_log_prob_key=scoring.ref_log_prob_key,
             kl_key=kl_key,
             kl_estimate_key=kl_estimate_key,
             top_k_key=top_k_key,
@@ -122,7 +128,7 @@ class KLConstrainedTransform(Compose):
             done_key=done_key,
             time_dim=time_dim,
         )
-        super().__init__([reference, divergence, adjustment])
+        super().__init__([scoring, divergence, adjustment])
 
     @property
     def _parts(self) -> list[Transform]:
@@ -142,6 +148,10 @@ class KLConstrainedTransform(Compose):
     def reference(self) -> FrozenActor:
         """The frozen actor."""
         return cast(ReferenceModelLogProbTransform, self._parts[0]).reference
+
+    def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
+        """Moves the reference towards `source`, a share `tau` of the way, as `FrozenActor.update_reference` does."""
+        self.reference.update_reference(source, tau)
 
     def freeze(self) -> KLConstrainedTransform:
         """Stops the controller; rewards are still charged."""
@@ -201,6 +211,9 @@ class KLRewardTransform(ReferenceTransform):
         in_keys: the reward's key, a list of one; by default ["reward"].
         out_keys: where the result goes, a list of one; by default `in_keys`.
         requires_grad: whether the reference's weights receive gradients.
+        kl_coeff_key: the coefficient of each step; by default "kl_coeff" beside the result.
+        reference: another actor to copy and freeze; or a FrozenActor, which is used as it is; or, for no copy at all, a
+            callable that returns a context manager in which `actor` itself is the reference.
 
     Raises:
         ValueError: if `in_keys` or `out_keys` is not one key, `coef` is negative, or KL and reward differ in shape.
@@ -234,14 +247,15 @@ class KLRewardTransform(ReferenceTransform):
         requires_grad: bool = False,
         *,
         kl_coeff_key: NestedKey | None = None,
+        reference: nn.Module | Switch | None = None,
     ):
-        reference = FrozenActor(actor, requires_grad=requires_grad)
+        frozen = as_reference(actor, reference, requires_grad=requires_grad)
         self.reward_key = _one_key("in_keys", in_keys or ["reward"])
         self.out_key = _one_key("out_keys", out_keys or [self.reward_key])
         self.kl_coeff_key = kl_coeff_key or beside(self.out_key, "kl_coeff")
         super().__init__(
-            reference,
-            in_keys=[self.reward_key, *reference.in_keys, *reference.action_keys],
+            frozen,
+            in_keys=[self.reward_key, *frozen.in_keys, *frozen.action_keys],
             out_keys=[self.out_key, self.kl_coeff_key],
             time_dim=None,
             zero_states=False,

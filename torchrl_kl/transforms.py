@@ -28,6 +28,7 @@ from torchrl_kl._keys import (
     state_spec,
     sum_action_dims,
 )
+from torchrl_kl._switched import Switch, as_reference
 from torchrl_kl._transform import RECORD_LOG_PROB, KLTransform, copy_batch, counted_key, get_required
 from torchrl_kl.functional import kl_k1
 from torchrl_kl.reference import FrozenActor
@@ -132,6 +133,10 @@ class ReferenceTransform(KLTransform):
         self._add_state_specs(observation_spec)
         return observation_spec
 
+    def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
+        """Moves the reference towards `source`, a share `tau` of the way, as `FrozenActor.update_reference` does."""
+        self.reference.update_reference(source, tau)
+
     def log_prob_shape(self) -> torch.Size:
         """The shape of a log-prob in the parent env: the batch shape of the tensordict that holds the action."""
         path = as_tuple(self.reference.log_prob_key)[:-1]
@@ -141,7 +146,7 @@ class ReferenceTransform(KLTransform):
     def log_prob_dtype(self) -> torch.dtype:
         """The dtype of a log-prob: that of the reference's weights."""
         return next(
-            (p.dtype for p in self.reference.parameters() if p.is_floating_point()),
+            (p.dtype for p in self.reference.actor.parameters() if p.is_floating_point()),
             torch.get_default_dtype(),
         )
 
@@ -172,8 +177,8 @@ class ReferenceTransform(KLTransform):
 class ReferenceModelLogProbTransform(ReferenceTransform):
     """Writes log pi_ref(a|s), the log-prob of the policy's action under a frozen copy of an actor.
 
-    You may rely on: the copy never moves and never has gradients; identical weights give the policy's own log-prob; the
-    action scored is the policy's, not the env's, if action transforms stand before this one.
+    You may rely on: the copy moves by `update_reference` only and never has gradients; identical weights give the
+    policy's own log-prob; the action scored is the policy's, not the env's, if action transforms stand before this one.
 
     Keys:
         reads the actor's in_keys and its action; in the env also its log-prob, to know whether the policy ran.
@@ -184,7 +189,7 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
         k, (*B, k)). It comes out of the same pass, and the KLDivergenceTransform after this one takes it away.
 
     Args:
-        actor: the actor to copy and freeze.
+        actor: the policy; a frozen copy of it becomes the reference.
         estimator: that of the KLDivergenceTransform that follows.
         ref_log_prob_key: where to write; by default "ref_log_prob" beside the policy's log-prob.
         log_prob_key: where the policy records its log-prob; by default found with `actor.log_prob_keys`.
@@ -192,9 +197,13 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
         zero_states: whether a recurrent reference may begin in the middle of a trajectory from a zero state instead of
             raising; a state that is not known then costs accuracy.
         top_k_key: where the policy records its top k; by default "top_k" beside its log-prob.
+        reference: another actor to copy and freeze; or a FrozenActor, which is used as it is; or, for no copy at all, a
+            callable that returns a context manager in which `actor` itself is the reference, such as PEFT's
+            `model.disable_adapter`.
 
     Raises:
-        TypeError: if `actor` has no distribution, or not a categorical one for "top_k".
+        TypeError: if `actor` has no distribution, or not a categorical one for "top_k", or `reference` is none of
+            these.
         ValueError: if `actor` has uninitialised weights, or the estimator is unknown.
         KeyError: in a step, if the policy ran but did not record its log-prob, or its top k for "top_k".
 
@@ -224,17 +233,18 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
         time_dim: int | None = None,
         zero_states: bool = False,
         top_k_key: NestedKey | None = None,
+        reference: nn.Module | Switch | None = None,
     ):
-        reference = FrozenActor(actor, log_prob_key=log_prob_key)
-        self.ref_log_prob_key = ref_log_prob_key or beside(reference.log_prob_key, "ref_log_prob")
+        frozen = as_reference(actor, reference, log_prob_key=log_prob_key)
+        self.ref_log_prob_key = ref_log_prob_key or beside(frozen.log_prob_key, "ref_log_prob")
         super().__init__(
-            reference,
-            in_keys=[*reference.in_keys, *reference.action_keys],
+            frozen,
+            in_keys=[*frozen.in_keys, *frozen.action_keys],
             out_keys=[self.ref_log_prob_key],
             time_dim=time_dim,
             zero_states=zero_states,
         )
-        self._estimate = make_estimate(estimator, reference.actor, reference.log_prob_key, top_k_key)
+        self._estimate = make_estimate(estimator, frozen.actor, frozen.log_prob_key, top_k_key)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         next_tensordict = super()._step(tensordict, next_tensordict)
