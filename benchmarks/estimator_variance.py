@@ -27,7 +27,6 @@ from pathlib import Path
 
 import torch
 from digit_ppo import count_even, language_model, next_token, train
-from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.envs import ExplorationType, set_exploration_type
 
@@ -65,8 +64,8 @@ class Args:
     stop: float = arg(0.5, "The part of these batches after which training is stopped.")
     responses: int = arg(512, "Responses per batch.")
     lm_updates: int = arg(1200, "Updates of the language model.")
-    prompts: int = arg(32, "Held-out prompts that the estimates are compared on.")
-    samples: int = arg(4096, "Responses sampled per prompt.")
+    prompts: int = arg(16, "Held-out prompts that the estimates are compared on.")
+    samples: int = arg(2048, "Responses sampled per prompt.")
     quick: bool = arg(False, "Run everything at a small size, in seconds; the policy is then hardly trained.")
 
 
@@ -141,35 +140,31 @@ def enumerate_steps(policy: GPT, reference: GPT, contexts: Tensor, length: int) 
     return probs, {name: torch.stack([step[name] for step in steps], -1) for name in steps[0]}
 
 
-class Measurement:
-    """The transforms with one estimator, on responses that a policy wrote with what this estimator needs."""
-
-    def __init__(self, estimator, actor: GPTActor | TopKActor, reference: GPTActor):
-        self.actor = actor
-        self.score = ReferenceModelLogProbTransform(reference, estimator=estimator)
-        self.measure = KLDivergenceTransform(estimator=estimator, actor=reference)
-
-    @torch.no_grad()
-    def of_responses(self, start: TensorDictBase, env: DigitLanguageEnv) -> Tensor:
-        """Nats per response, one for each row of the env."""
-        with set_exploration_type(ExplorationType.RANDOM):
-            rollout = env.rollout(env.language.response_length, self.actor, tensordict=start, auto_reset=False)
-        batch = self.measure(self.score(rollout))
-        return batch["next"].get(self.measure.measured_key).double().sum((1, 2))
-
-
+@torch.no_grad()
 def sample_totals(policy: GPT, reference: GPT, prompts: Tensor, args: Args) -> dict[str, Tensor]:
-    """Each estimator's sum over sampled responses, (P, samples)."""
+    """Each estimator's sum over sampled responses, by the transforms, (P, samples)."""
     actor, ref_actor = GPTActor(policy), GPTActor(reference)
-    measurements = {name: Measurement(name, actor, ref_actor) for name in ("k1", "k3", "exact")}
-    measurements |= {f"top-{k}": Measurement("top_k", TopKActor(actor, k), ref_actor) for k in TOP_KS}
+    recorders = [(actor, {"k1": "k1", "k3": "k3", "exact": "exact"})]  # the policy, and what its record serves
+    recorders += [(TopKActor(actor, k), {f"top-{k}": "top_k"}) for k in TOP_KS]
     env = DigitLanguageEnv(DigitLanguage(), batch_size=(args.samples,))
-    totals: dict[str, list[Tensor]] = {name: [] for name in measurements}
-    for index, prompt in enumerate(prompts):
-        for name, measurement in measurements.items():
-            torch.manual_seed(args.seed * len(prompts) + index)  # every estimator meets the same responses
-            totals[name].append(measurement.of_responses(env.reset(prompt=prompt), env))
+    totals: dict[str, list[Tensor]] = {name: [] for _, estimators in recorders for name in estimators}
+    for recorder, estimators in recorders:
+        transforms = {name: make_transforms(estimator, ref_actor) for name, estimator in estimators.items()}
+        for index, prompt in enumerate(prompts):
+            torch.manual_seed(args.seed * len(prompts) + index)  # all recorders meet the same responses
+            with set_exploration_type(ExplorationType.RANDOM):
+                start = env.reset(prompt=prompt)
+                rollout = env.rollout(env.language.response_length, recorder, tensordict=start, auto_reset=False)
+            for name, (score, measure) in transforms.items():
+                kl = measure(score(rollout))["next"].get(measure.measured_key)
+                totals[name].append(kl.double().sum((1, 2)))
     return {name: torch.stack(rows) for name, rows in totals.items()}
+
+
+def make_transforms(estimator, reference: GPTActor) -> tuple[ReferenceModelLogProbTransform, KLDivergenceTransform]:
+    """What scores a batch under the reference, and what measures the KL with that."""
+    score = ReferenceModelLogProbTransform(reference, estimator=estimator)
+    return score, KLDivergenceTransform(estimator=estimator, actor=reference)
 
 
 def print_estimators(probs: Tensor, steps: dict[str, Tensor], sampled: dict[str, Tensor]) -> dict[str, Moments]:
@@ -192,28 +187,25 @@ def print_estimators(probs: Tensor, steps: dict[str, Tensor], sampled: dict[str,
     return truth
 
 
-def print_positions(probs: Tensor, steps: dict[str, Tensor]) -> None:
+def print_positions(probs: Tensor, steps: dict[str, Tensor], n_tokens: int) -> None:
     """Prints where the variances of k1 and of exact come from, token by token."""
-    kl, length = steps["exact"], steps["exact"].shape[-1]
+    kl, rows = steps["exact"], []
 
-    def expect(values: Tensor, n_prefixes: int) -> Tensor:
-        """Mean of values (P, V**R) over all responses that begin alike, at each response."""
-        weights, weighted = (x.view(len(probs), n_prefixes, -1) for x in (probs, probs * values))
-        return (weighted.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)).expand_as(weights).reshape_as(probs)
+    def expect(values: Tensor, length: int) -> Tensor:
+        """Mean of values (P, V**R) over all responses with the same first `length` tokens, at each response."""
+        weights, weighted = (x.view(len(x), n_tokens**length, -1) for x in (probs, probs * values))
+        return (weighted.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)).expand_as(weights).flatten(1)
 
-    n_tokens = round(probs.shape[1] ** (1 / length))
-    print(
-        "\n| token | KL | noise, E n^2 | effect, E f^2 | 2 E n f | adds to k1 | adds to exact |\n|---|---|---|---|---|---|---|"
-    )
-    rows = []
-    for t in range(length):
+    for t in range(kl.shape[-1]):
         later = kl[..., t + 1 :].sum(-1)
         noise = steps["k1"][..., t] - kl[..., t]
-        effect = expect(later, n_tokens ** (t + 1)) - expect(later, n_tokens**t)
+        effect = expect(later, t + 1) - expect(later, t)
         parts = torch.stack([kl[..., t], noise**2, effect**2, 2 * noise * effect])
         mean, n2, f2, nf = (probs * parts).sum(-1).mean(-1)
         rows.append(torch.stack([mean, n2, f2, nf, n2 + f2 + nf, f2]))
-    for name, row in zip([*range(1, length + 1), "all"], [*rows, torch.stack(rows).sum(0)], strict=True):
+    print("\n| token | KL | noise, E n^2 | effect, E f^2 | 2 E n f | adds to k1 | adds to exact |")
+    print("|---|---|---|---|---|---|---|")
+    for name, row in zip([*range(1, len(rows) + 1), "all"], [*rows, torch.stack(rows).sum(0)], strict=True):
         print(f"| {name} | " + " | ".join(f"{x:.4f}" for x in row.tolist()) + " |")
 
 
@@ -242,7 +234,7 @@ def main() -> None:
     )
     probs, steps = enumerate_steps(policy, reference, contexts, language.response_length)
     truth = print_estimators(probs, steps, sample_totals(policy, reference, heldout, args))
-    print_positions(probs, steps)
+    print_positions(probs, steps, language.n_tokens)
     by_prompt = truth["exact"].variance / truth["k1"].variance
     ratio = (truth["exact"].variance.mean() / truth["k1"].variance.mean()).item()
     print(f"\nThe variance of exact is {ratio:.3f} of k1's: {'at most' if ratio <= 0.5 else 'more than'} half.")
