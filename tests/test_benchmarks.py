@@ -37,12 +37,9 @@ class TestEstimatorVariance:
     def test_every_estimate_has_the_mean_of_the_exact_values(self, variance):
         kl = re.search(r"KL (\S+) nats", variance)
         assert kl
-        assert float(kl[1]) > 0.01  # the policy has left the reference: the estimates have something to tell
+        assert float(kl[1]) > 0.01  # at the reference every estimate is zero
         for name in self.ESTIMATORS:
-            assert (
-                rows_of(variance)[name][1] == pytest.approx(kl[1])
-                or abs(float(rows_of(variance)[name][1]) - float(kl[1])) <= 2 * ROUNDING
-            )
+            assert float(rows_of(variance)[name][1]) == pytest.approx(float(kl[1]), abs=2 * ROUNDING)
 
     def test_samples_agree_with_the_enumeration(self, variance):
         for name in self.ESTIMATORS:
@@ -57,13 +54,13 @@ class TestEstimatorVariance:
             parts = [float(rows[str(token)][column]) for token in range(1, 5)]
             assert sum(parts) == pytest.approx(float(rows[name][3]), abs=6 * ROUNDING)
 
-    def test_more_of_the_top_k_leaves_less_of_the_noise(self, variance):
-        variances = [float(rows_of(variance)[name][3]) for name in ("k1", "top-1", "top-2", "top-3", "exact")]
-        assert variances == sorted(variances, reverse=True)
-
-    def test_verdict(self, variance):
-        ratio = float(rows_of(variance)["exact"][4])
-        assert f"The variance of exact is {ratio:.3f} of k1's: at most half." in variance
+    def test_the_verdict_is_that_of_the_table(self, variance):
+        rows = rows_of(variance)
+        ratio = float(rows["exact"][3]) / float(rows["k1"][3])
+        verdict = re.search(r"The variance of exact is (\S+) of k1's: (at most|more than) half", variance)
+        assert verdict
+        assert float(verdict[1]) == pytest.approx(ratio, abs=1e-3)
+        assert verdict[2] == ("at most" if ratio <= 0.5 else "more than")
 
 
 def test_reward_vs_loss(tmp_path):
