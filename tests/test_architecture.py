@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+SCRIPTS = sorted(ROOT.glob("examples/*.py")) + sorted(ROOT.glob("benchmarks/*.py"))
+
 # The promise to users: a name that is added, renamed or lost must be added, renamed or struck out here too.
 PUBLIC_NAMES = {
     "torchrl_kl": [
@@ -186,14 +188,15 @@ def later():
         assert {name.split(".")[0] for name in own} <= set(ARROWS)
         assert others == set()
 
-    @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name)
-    def test_examples_use_public_names_only(self, path):
-        own, others = imports_of(f"examples/{path.name}", "examples")
+    @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+    def test_examples_and_benchmarks_use_public_names_only(self, path):
+        own, others = imports_of(f"{path.parent.name}/{path.name}", path.parent.name)
         public = {f"torchrl_kl.{name}" for name in PUBLIC_NAMES["torchrl_kl"]}
         public |= {f"torchrl_kl.envs.{name}" for name in PUBLIC_NAMES["torchrl_kl.envs"]}
         assert own or path.stem.endswith("_report")  # a report may know figures alone
         assert {f"torchrl_kl.{name}" for name in own} <= public
-        assert not others & {"envs", "tests", "examples"}
+        foreign = {script.stem for script in SCRIPTS if script.parent != path.parent}
+        assert not others & {"envs", "tests", "examples", "benchmarks", *foreign}
 
 
 class TestPublicNames:
