@@ -24,6 +24,7 @@ PUBLIC_NAMES = {
         "GPTCritic",
         "GPTRewardModel",
         "KLConstrainedTransform",
+        "KLControlHook",
         "KLController",
         "KLDivergenceTransform",
         "KLRewardTransform",
@@ -56,6 +57,7 @@ ARROWS = {
         *("_keys", "_transform", "_charge", "controllers", "functional"),
         *("reference", "transforms", "reward_transforms"),
     },
+    "trainers": {"_keys", "_transform", "stacks"},
 }
 
 # What a module may import of others' packages, beside the standard library.

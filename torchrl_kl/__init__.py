@@ -13,6 +13,7 @@ from torchrl_kl.gpt import GPT, GPTActor, GPTCritic, GPTRewardModel
 from torchrl_kl.reference import FrozenActor
 from torchrl_kl.reward_transforms import RewardAdjustmentTransform
 from torchrl_kl.stacks import KLConstrainedTransform, KLRewardTransform
+from torchrl_kl.trainers import KLControlHook
 from torchrl_kl.transforms import KLDivergenceTransform, ReferenceModelLogProbTransform
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "GPTCritic",
     "GPTRewardModel",
     "KLConstrainedTransform",
+    "KLControlHook",
     "KLController",
     "KLDivergenceTransform",
     "KLRewardTransform",
