@@ -74,7 +74,7 @@ class Walk:
     def __init__(self, actor: ProbabilisticActor, *transforms: Transform):
         self.actor = actor
         env = GymEnv("CartPole-v1", categorical_action_encoding=True)
-        self.env: EnvBase = TransformedEnv(env, Compose(*transforms))
+        self.env: EnvBase = TransformedEnv(env, Compose(list(transforms)))
         self.state = self.env.reset()
 
     def step(self) -> tuple[float, TensorDictBase]:

@@ -182,9 +182,8 @@ def walk_trainer(reference, *, batches: int = 5, **kwargs):
 def test_a_restored_run_goes_on_as_if_it_had_not_stopped(tmp_path, legacy):
     torch.manual_seed(0)
     file = tmp_path / "trainer"
-    whole, _, history = walk_trainer(
-        make_actor(), save_trainer_file=file, **({} if legacy else {"checkpoint": Checkpoint()})
-    )
+    checkpoint = None if legacy else Checkpoint()
+    whole, _, history = walk_trainer(make_actor(), save_trainer_file=file, checkpoint=checkpoint)
 
     def save():  # after the third batch, and no more
         if whole.collected_frames == 60:
@@ -228,7 +227,7 @@ class TestTheLog:
         hook = KLControlHook(KLConstrainedTransform(make_actor(), 0.1))
         batch = hook(padded_batch())
         log = hook.log_batch(batch)
-        valid = batch[batch["collector", "mask"]]
+        valid: Any = batch[batch["collector", "mask"]]
         assert log["task_reward"] == 2.0
         expected = (valid["action_log_prob"] - make_actor().log_prob(valid.select("observation", "action"))).mean()
         assert log["kl_to_reference"] == pytest.approx(expected.item(), abs=1e-6)
@@ -237,7 +236,7 @@ class TestTheLog:
     def test_it_shows_the_better_measurement(self):
         hook = KLControlHook(KLConstrainedTransform(make_actor(), 0.1, estimator="k3"))
         batch = hook(padded_batch())
-        valid = batch["next"][batch["collector", "mask"]]
+        valid: Any = batch["next"][batch["collector", "mask"]]
         assert hook.log_batch(batch)["kl_to_reference"] == pytest.approx(valid["kl_estimate"].mean().item())
         assert valid["kl_estimate"].mean() != valid["kl"].mean()
 

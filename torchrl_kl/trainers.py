@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
 from torchrl.trainers import Trainer, TrainerHookBase
 
 from torchrl_kl._keys import MASK_KEY, as_tuple, expand_right
@@ -139,5 +140,5 @@ class KLControlHook(TrainerHookBase):
 def _mean(batch: TensorDictBase, key: NestedKey) -> float:
     """Mean of ("next", key) over the steps that are no padding."""
     value = get_required(batch, ("next", *as_tuple(key)), "let nothing drop it between KLControlHook and the log.")
-    mask = batch.get(MASK_KEY, None)
+    mask: Tensor | None = batch.get(MASK_KEY, None)
     return (value if mask is None else value[expand_right(mask, value.shape)]).mean().item()
