@@ -26,6 +26,7 @@ PUBLIC_NAMES = {
         "GPTCritic",
         "GPTRewardModel",
         "KLConstrainedTransform",
+        "KLControlHook",
         "KLController",
         "KLDivergenceTransform",
         "KLPenaltyLoss",
@@ -96,6 +97,7 @@ ARROWS = {
     "_watched": set(),
     "_workers": {"_keys", "_moving", "controllers", "stacks"},
     "collectors": {"_moving", "_switched", "_watched", "_workers", "stacks"},
+    "trainers": {"_keys", "_transform", "stacks"},
 }
 
 # What a module may import of others' packages, beside the standard library.

@@ -9,9 +9,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 
 from torchrl_kl import GPT, Enumeration
 from torchrl_kl.envs import DigitLanguage
@@ -69,6 +72,74 @@ def test_metrics_and_pictures(run):
 def test_the_last_thing_printed_is_the_table(run):
     printed = run[1]
     assert printed.index("likely first digits") < printed.index("for each first digit") < printed.index("policy  ")
+
+
+@pytest.fixture(scope="module")
+def finetuned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finetune_gym")
+    command = [sys.executable, str(EXAMPLES / "finetune_gym.py"), "--quick", "--processes", "1", "--out", "out"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return folder / "out", result.stdout
+
+
+class TestFinetuneGym:
+    def test_every_run_and_seed_has_its_figures(self, finetuned):
+        with (finetuned[0] / "figures.csv").open() as stream:
+            rows = {(row["run"], row["seed"]): row for row in csv.DictReader(stream)}
+        assert rows.keys() == {(run, s) for run in ("imitated", "no leash", "constant", "adaptive") for s in "01"}
+        for (run, _), row in rows.items():
+            assert -2000 < float(row["true_return"]) < 0
+            assert -1 < float(row["paid"]) < 0
+            assert (float(row["kl_reference"]) > 0) == (run != "imitated")
+
+    def test_curves_and_picture(self, finetuned):
+        out, _ = finetuned
+
+        def curve(name):
+            (file,) = out.glob(f"metrics/**/{name}.csv")
+            return [float(line.split(",")[1]) for line in file.read_text().split()]
+
+        for name in ("true_return", "paid", "kl_reference", "kl_old_policy"):
+            assert len(curve(f"constant/1/{name}")) == 3
+        assert curve("no leash/0/coeff") == [0.0] * 3
+        assert curve("constant/0/coeff") == pytest.approx([0.1] * 3)
+        adaptive = curve("adaptive/0/coeff")
+        assert adaptive[0] == pytest.approx(0.05)
+        assert adaptive[1] != adaptive[0]
+        assert (out / "finetune_gym.png").read_bytes().startswith(b"\x89PNG")
+        assert json.loads((out / "config.json").read_text())["quick"] is True
+
+    def test_the_last_thing_printed_is_the_table(self, finetuned):
+        printed = finetuned[1]
+        assert (
+            printed.index("true return")
+            < printed.index("imitated")
+            < printed.index("adaptive")
+            < printed.index("after")
+        )
+
+    def test_the_temptation_pays_for_rest_and_keeps_the_task(self, gym_script):
+        step = TensorDict(reward=torch.full((3, 1), -5.0), batch_size=3)
+        batch: Any = TensorDict(action=torch.tensor([[0.0], [1.0], [-9.0]]), next=step, batch_size=3)
+        tempted = gym_script.tempt(batch)["next"]
+        assert tempted["reward"].flatten().tolist() == [0.0, -0.25, -1.0]
+        assert tempted["true_reward"].flatten().tolist() == [-5.0] * 3
+        assert set(batch["next"].keys()) == {"reward"}
+        assert (batch["next", "reward"] == -5).all()
+
+    def test_what_is_imitated_swings_up(self, gym_script):
+        policy = TensorDictModule(gym_script.controller, ["observation"], ["action"])
+        steps = gym_script.make_env(gym_script.Args(envs=4), seed=0).rollout(200, policy)
+        assert (steps["next", "observation"][:, -50:, 0] > 0.95).all()  # cosine of the angle: up, and held there
+        assert steps["next", "reward"].sum(1).mean() > -400  # hanging costs about 1200
+
+
+@pytest.fixture
+def gym_script(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("finetune_gym")
 
 
 @pytest.fixture

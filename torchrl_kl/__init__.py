@@ -29,6 +29,7 @@ from torchrl_kl.reward_transforms import RewardAdjustmentTransform
 from torchrl_kl.stacks import KLConstrainedTransform, KLRewardTransform
 from torchrl_kl.statistics import KLStatistics
 from torchrl_kl.top_k import TopKActor
+from torchrl_kl.trainers import KLControlHook
 from torchrl_kl.transforms import KLDivergenceTransform, ReferenceModelLogProbTransform
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "GPTCritic",
     "GPTRewardModel",
     "KLConstrainedTransform",
+    "KLControlHook",
     "KLController",
     "KLDivergenceTransform",
     "KLMonitor",
