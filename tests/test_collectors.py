@@ -32,8 +32,8 @@ N_STEPS = 4  # of a response: batches end inside of responses
 MOVED_AFTER, SET_AFTER, KILLED_AFTER = 1, 3, 6  # 6: every worker may have had one batch under way at 3
 COEFF, NEW_COEFF = 0.5, 7.0
 
-# A hang must fail and not block. A death must be noticed within 60 seconds; the rest is for starts of processes on a busy
-# machine. By a thread: waits in C++ do not listen to signals.
+# A hang must fail and not block. A death must be noticed within 60 seconds; the rest is for starts of processes on a
+# busy machine. By a thread: waits in C++ do not listen to signals.
 pytestmark = pytest.mark.timeout(180, method="thread")
 
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
