@@ -15,6 +15,7 @@ Printed at the end:
 from __future__ import annotations
 
 import copy
+import os
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -62,6 +63,7 @@ def make_collector(ppo: PPO, stack: KLConstrainedTransform, language: DigitLangu
         partial(DigitLanguageEnv, language, prompts=prompts, batch_size=(responses,), seed=args.seed + worker)
         for worker in range(n_workers)
     ]
+    os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15 a learner that uses all cores would starve them
     local = {"num_cpus": n_workers, "include_dashboard": False, "log_to_driver": False}
     cluster = {"address": args.ray_address, "log_to_driver": False}
     ray = {"ray_init_config": cluster if args.ray_address else local}
