@@ -18,6 +18,7 @@ from torchrl.modules import (
 )
 
 from torchrl_kl import kl_exact
+from torchrl_kl._divergence import split_log_ratio
 
 INF = math.inf
 
@@ -34,6 +35,15 @@ def normal_kl(policy, reference) -> torch.Tensor:
     """KL between normal distributions (loc, scale), from the two moments of the policy."""
     (loc, scale), (ref_loc, ref_scale) = policy, reference
     return (ref_scale / scale).log() + (scale**2 + (loc - ref_loc) ** 2) / (2 * ref_scale**2) - 0.5
+
+
+def test_the_parts_of_a_log_ratio_are_zero_where_it_is_not_finite():
+    log_prob = torch.tensor([-1.0, -2.0, -INF, -1.0])
+    ref_log_prob = torch.tensor([-3.0, -INF, -1.0, -0.5])
+    kept, ratio, infinite = split_log_ratio(log_prob, ref_log_prob, torch.tensor([True, True, True, False]))
+    assert kept.tolist() == [-1, 0, 0, 0]
+    assert ratio.tolist() == [2, 0, 0, 0]
+    assert infinite.tolist() == [False, True, False, False]
 
 
 @pytest.fixture
@@ -256,6 +266,7 @@ class TestRefusals:
         ("policy", "reference", "names"),
         [
             (D.Normal(0.0, 1.0), D.Cauchy(0.0, 1.0), ("Normal", "Cauchy")),
+            (D.Categorical(torch.ones(3)), D.Normal(0.0, 1.0), ("Categorical", "Normal")),
             (
                 *(TruncatedNormal(torch.zeros(2), torch.ones(2)) for _ in range(2)),
                 ("TruncatedNormal(TruncatedNormal)",) * 2,
@@ -272,7 +283,7 @@ class TestRefusals:
                 ("Independent(Normal)", "Independent(MultivariateNormal)"),
             ),
         ],
-        ids=["no_formula", "truncated", "delta", "tanh_and_normal", "event_dimensions"],
+        ids=["no_formula", "discrete_and_continuous", "truncated", "delta", "tanh_and_normal", "event_dimensions"],
     )
     def test_a_pair_without_a_kl_is_named(self, policy, reference, names):
         message = self.message(

@@ -192,6 +192,17 @@ class TestTopK:
         assert value.dtype == dtype
         assert_close(value.double(), truth, rtol=0.51 * torch.finfo(dtype).eps, atol=0)
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_the_gradient_of_the_tail_is_rounded_once(self, dtype):
+        log_prob, ref_log_prob = (-8 * torch.rand(2, 1000)).to(dtype)
+        nothing = torch.zeros(1000, 0, dtype=dtype)
+        outside = torch.zeros(1000, dtype=torch.bool)
+        value = kl_top_k(nothing, nothing, log_prob.requires_grad_(), ref_log_prob, outside)
+        gradient = torch.autograd.grad(value.sum(), log_prob)[0]
+        ratio = log_prob.detach().double() - ref_log_prob.double()
+        assert_close(value.detach(), ratio.to(dtype), rtol=0, atol=0)
+        assert_close(gradient, (ratio + 1).to(dtype), rtol=0, atol=0)
+
     def test_vmap(self):
         arguments = self.arguments(6)
         mask = torch.rand(6) < 0.5

@@ -85,6 +85,7 @@ class TestMaskedSumAndMean:
         assert mean.item() == 100  # the sum, 100 000, is beyond float16
         assert masked_sum(values[:512], None).dtype == dtype
         assert masked_sum(values[:512], None).item() == 51200
+        assert masked_mean(torch.ones(70_000, dtype=dtype), None).item() == 1  # so is how many there are
 
     def test_refusals(self):
         for function in (masked_sum, masked_mean):
