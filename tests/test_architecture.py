@@ -95,7 +95,7 @@ ARROWS = {
         *("reference", "transforms", "reward_transforms"),
     },
     "_watched": set(),
-    "_workers": {"_keys", "_moving", "controllers", "stacks"},
+    "_workers": {"_keys", "_moving", "_switched", "controllers", "stacks"},
     "collectors": {"_moving", "_switched", "_watched", "_workers", "stacks"},
     "trainers": {"_keys", "_transform", "stacks"},
 }
@@ -121,6 +121,7 @@ LIBRARIES = {
     },
     "gpt": TENSORDICT | {"safetensors"},
     "_watched": TENSORDICT | {"ray"},
+    "_workers": TENSORDICT | {"cloudpickle"},
 }
 
 

@@ -154,7 +154,7 @@ class TestRefusals:
             kl_collector(MultiSyncCollector, [walk] * 2, policy(), stack, **arguments)
 
     def test_rows_joined_along_time(self):
-        link = _LearnerLink(KLConstrainedTransform(make_actor(), 0.1), 0, False)
+        link = _LearnerLink(KLConstrainedTransform(make_actor(), 0.1), 0, False, False)
         batch = TensorDict(observation=torch.ones(4, 3), next=TensorDict(batch_size=4), batch_size=4)
         with pytest.raises(RuntimeError, match="`cat_results` = 0 joined the rows of several workers along time"):
             link.receive(batch, None)  # type: ignore[arg-type]

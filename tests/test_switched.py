@@ -203,7 +203,7 @@ def test_a_pass_is_in_eval_mode_without_gradients_and_leaves_the_mode(training):
     for _ in range(2):  # with dropout two passes would differ
         after = switched(batch)["next"]
         assert_same(after["ref_log_prob"], copied(batch)["next", "ref_log_prob"])
-    assert not after["ref_log_prob"].requires_grad
+        assert not after["ref_log_prob"].requires_grad
     assert [part.training for part in actor.modules()] == modes
     assert actor[0].module.enabled
 
@@ -292,7 +292,7 @@ def test_a_pickled_one_has_a_policy_of_its_own_and_switches_that():
     other = pickle.loads(pickle.dumps(switched))
     assert other.reference.actor is not actor
     with torch.no_grad():  # training moves the adapter, which the copy does not see and does not need
-        actor[0].module.up.weight.add_(1.0)
+        actor[0].module.up.weight.mul_(-2.0)
     compare(other(batch), expected)
     compare(switched(batch), expected)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import cloudpickle
 import torch
 from tensordict import MemoryMappedTensor, TensorDictBase
 from torch import Tensor
@@ -14,6 +15,7 @@ from torchrl.envs import Compose, EnvBase, TransformedEnv
 
 from torchrl_kl._keys import TRAJECTORY_KEY
 from torchrl_kl._moving import entries_of
+from torchrl_kl._switched import SwitchedActor
 from torchrl_kl.controllers import ConstantKLController, KLController, Per
 from torchrl_kl.stacks import KLConstrainedTransform
 
@@ -107,6 +109,8 @@ class MakeChargedEnv:
         stack: the learner's stack. Its reference travels to the workers, its controller does not.
         source: where the coefficient stands, see `FollowingKLController`.
         reference_file: where the reference stands once it has moved; None if the env is told of it.
+        in_process: whether the env is made in the learner's process. Elsewhere a reference that is the policy itself
+            becomes a copy of it, taken now: TorchRL takes the weights out of a policy while it travels.
     """
 
     def __init__(
@@ -115,11 +119,16 @@ class MakeChargedEnv:
         stack: KLConstrainedTransform,
         source: Tensor,
         reference_file: ReferenceFile | None = None,
+        *,
+        in_process: bool = True,
     ):
         self.create_env_fn, self.source, self.reference_file = create_env_fn, source, reference_file
         self.per: Per = stack.controller.per
         self.stack = copy.deepcopy(stack).freeze()
         self.stack.adjustment.controller = ConstantKLController(0.0)
+        if not in_process and isinstance(stack.reference, SwitchedActor):
+            # By pickle and not by deepcopy: a switch that is a closure must come to act on the copy.
+            self.stack = cloudpickle.loads(cloudpickle.dumps(self.stack))
 
     def __call__(self, **kwargs: Any) -> EnvBase:
         env = self.create_env_fn

@@ -121,10 +121,11 @@ def kl_collector(
     if len(envs) != num_workers:
         raise ValueError(f"`create_env_fn` must be one callable or one per worker, got {len(envs)} for {num_workers}.")
     link_class = _LearnerLink if where == "learner" else _RayLink if watched is WatchedRay else _FileLink
-    with link_class(stack, kwargs.pop("cat_results", None), kwargs.pop("split_trajs", False)) as link:
+    in_process = watched is WatchedSingle
+    with link_class(stack, kwargs.pop("cat_results", None), kwargs.pop("split_trajs", False), in_process) as link:
         envs = [link.make_env_fn(env) for env in envs]
         collector: Any = watched(
-            envs[0] if watched is WatchedSingle else envs,
+            envs[0] if in_process else envs,
             policy,
             link=link,
             frames_per_batch=frames_per_batch,
@@ -137,8 +138,11 @@ def kl_collector(
 class _LearnerLink:
     """What stands between a collector and the learner: batches are named, charged by the stack, and split."""
 
-    def __init__(self, stack: KLConstrainedTransform, cat_results: str | int | None, split_trajs: bool):
+    def __init__(
+        self, stack: KLConstrainedTransform, cat_results: str | int | None, split_trajs: bool, in_process: bool
+    ):
         self.stack, self.cat_results, self.split_trajs = stack, cat_results, split_trajs
+        self.in_process = in_process
 
     def __enter__(self) -> _LearnerLink:
         return self
@@ -192,7 +196,7 @@ class _FileLink(_LearnerLink):
             self._remove_folder()
 
     def make_env_fn(self, create_env_fn: Any) -> Any:
-        return MakeChargedEnv(create_env_fn, self.stack, self.source, self.reference_file)
+        return MakeChargedEnv(create_env_fn, self.stack, self.source, self.reference_file, in_process=self.in_process)
 
     def send(self, collector: WatchedCollector) -> None:
         self.source.fill_(self.stack.controller.coeff.item())
