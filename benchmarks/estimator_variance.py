@@ -73,8 +73,11 @@ def parse_args() -> Args:
     """Args from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in fields(Args):
-        typed = {"action": "store_true"} if f.default is False else {"type": type(f.default), "default": f.default}
-        parser.add_argument(f"--{f.name.replace('_', '-')}", help=f"{f.metadata['help']} ({f.default})", **typed)
+        flag, text = f"--{f.name.replace('_', '-')}", f"{f.metadata['help']} ({f.default})"
+        if f.default is False:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            parser.add_argument(flag, type=type(f.default), default=f.default, help=text)
     args = Args(**vars(parser.parse_args()))
     if args.quick:
         args.batches, args.responses, args.lm_updates, args.prompts, args.samples = 4, 64, 20, 2, 512
@@ -114,8 +117,8 @@ def estimate_steps(log_probs: Tensor, ref_log_probs: Tensor) -> dict[str, Tensor
         top = log_probs.topk(k).indices
         drawn_is_top = (top.unsqueeze(1) == torch.arange(n_actions).view(-1, 1)).any(-1)
         # Each of the V actions that may be drawn meets the same top k of its state.
-        top_pair = [x.gather(-1, top).unsqueeze(1).expand(-1, n_actions, -1) for x in (log_probs, ref_log_probs)]
-        estimates[f"top-{k}"] = kl_top_k(*top_pair, log_probs, ref_log_probs, drawn_is_top)
+        own, ref = (x.gather(-1, top).unsqueeze(1).expand(-1, n_actions, -1) for x in (log_probs, ref_log_probs))
+        estimates[f"top-{k}"] = kl_top_k(own, ref, log_probs, ref_log_probs, drawn_is_top)
     estimates["exact"] = kl_exact(log_probs, ref_log_probs).unsqueeze(-1).expand_as(log_probs)
     return estimates
 
@@ -180,9 +183,9 @@ def print_estimators(probs: Tensor, steps: dict[str, Tensor], sampled: dict[str,
         mean_off = (own.mean - true.mean).mean() / true.mean_error(n)
         variance_off = (own.variance - true.variance).mean() / true.variance_error(n)
         print(
-            f"| {name} | {own.mean.mean():.4f} ± {own.mean_error(n):.4f} | {true.mean.mean():.4f} "
-            f"| {own.variance.mean():.4f} ± {own.variance_error(n):.4f} | {true.variance.mean():.4f} "
-            f"| {true.variance.mean() / k1:.3f} | {mean_off:+.1f}, {variance_off:+.1f} |"
+            f"| {name} | {own.mean.mean():.5f} ± {own.mean_error(n):.5f} | {true.mean.mean():.5f} "
+            f"| {own.variance.mean():.5f} ± {own.variance_error(n):.5f} | {true.variance.mean():.5f} "
+            f"| {true.variance.mean() / k1:.4f} | {mean_off:+.1f}, {variance_off:+.1f} |"
         )
     return truth
 
@@ -206,7 +209,7 @@ def print_positions(probs: Tensor, steps: dict[str, Tensor], n_tokens: int) -> N
     print("\n| token | KL | noise, E n^2 | effect, E f^2 | 2 E n f | adds to k1 | adds to exact |")
     print("|---|---|---|---|---|---|---|")
     for name, row in zip([*range(1, len(rows) + 1), "all"], [*rows, torch.stack(rows).sum(0)], strict=True):
-        print(f"| {name} | " + " | ".join(f"{x:.4f}" for x in row.tolist()) + " |")
+        print(f"| {name} | " + " | ".join(f"{x:.5f}" for x in row.tolist()) + " |")
 
 
 def main() -> None:
@@ -229,7 +232,7 @@ def main() -> None:
     values = exact.values(next_token(policy), args.coeff)
     print(
         f"coeff {args.coeff}, seed {args.seed}, stopped after {stop} of {args.batches} batches: "
-        f"reward {values.reward:.4f}, KL {values.kl:.4f} nats (reference {values.reference_reward:.4f}, 0; "
+        f"reward {values.reward:.4f}, KL {values.kl:.5f} nats (reference {values.reference_reward:.4f}, 0; "
         f"optimum {values.optimum.reward:.4f}, {values.optimum.kl:.4f})"
     )
     probs, steps = enumerate_steps(policy, reference, contexts, language.response_length)
@@ -237,9 +240,9 @@ def main() -> None:
     print_positions(probs, steps, language.n_tokens)
     by_prompt = truth["exact"].variance / truth["k1"].variance
     ratio = (truth["exact"].variance.mean() / truth["k1"].variance.mean()).item()
-    print(f"\nThe variance of exact is {ratio:.3f} of k1's: {'at most' if ratio <= 0.5 else 'more than'} half.")
+    print(f"\nThe variance of exact is {ratio:.4f} of k1's: {'at most' if ratio <= 0.5 else 'more than'} half.")
     n_half = int((by_prompt <= 0.5).sum())
-    print(f"By prompt: {by_prompt.min():.3f} to {by_prompt.max():.3f}, at most half in {n_half} of {args.prompts}.")
+    print(f"By prompt: {by_prompt.min():.4f} to {by_prompt.max():.4f}, at most half in {n_half} of {args.prompts}.")
 
 
 if __name__ == "__main__":
