@@ -150,11 +150,13 @@ def test_a_deadband_leaves_the_coefficient_alone_within_the_noise(deadband, move
 
 
 def test_a_deadband_on_single_values_is_refused():
-    message = "`update_every` must be at least 2 for a controller with a deadband of 1.5 standard errors, got 1"
+    message = (
+        "`update_every` must be at least 2 for a controller with a deadband of 0.5 standard errors, got 1: a single"
+    )
     for make in (RewardAdjustmentTransform, partial(KLConstrainedTransform, make_actor())):
         with pytest.raises(ValueError, match=message):
-            make(AdaptiveKLController(0.1, 0.5, 100, deadband=1.5), update_every=1)
-        make(AdaptiveKLController(0.1, 0.5, 100, deadband=1.5), update_every=2)
+            make(AdaptiveKLController(0.1, 0.5, 100, deadband=0.5), update_every=1)
+        make(AdaptiveKLController(0.1, 0.5, 100, deadband=0.5), update_every=2)
         make(AdaptiveKLController(0.1, 0.5, 100), update_every=1)
 
 

@@ -167,13 +167,14 @@ def settled(kls: list[float]) -> int:
 
 class TestPID(BoundedLaws):
     buffers = ("coeff", "filtered_error", "filtered_change")
-    gains = {"kp": 0.7, "ki": 0.05, "kd": 0.4, "smoothing": 0.6}
     # The filtered error moves by at most 0.4 * 2, its change by twice that.
     log_fall = log_rise = 0.05 + 0.7 * 0.8 + 0.4 * 1.6
 
-    @classmethod
-    def make(cls, **kwargs):
-        return PIDKLController(**{"init_coeff": 0.1, "target": 0.5} | cls.gains | kwargs)
+    @staticmethod
+    def make(**kwargs):
+        gains = {"kp": 0.7, "ki": 0.05, "kd": 0.4, "smoothing": 0.6}
+        settings: dict[str, Any] = {"init_coeff": 0.1, "target": 0.5, **gains}
+        return PIDKLController(**settings | kwargs)
 
     def test_it_moves_as_far_as_its_bound_allows(self):
         # Unfiltered, from one end to the other and back: ki + 2 kp + 4 kd.

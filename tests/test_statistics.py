@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -256,7 +257,7 @@ class TestAllReduce:
         seen = []
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
         try:
-            group = dist.new_group([0])
+            group: Any = dist.new_group([0])
             all_reduce = dist.all_reduce
             monkeypatch.setattr(dist, "all_reduce", lambda t, group: (seen.append(group), all_reduce(t, group=group)))
             pool = KLStatistics().add(tensor([1.0, 2.0]))

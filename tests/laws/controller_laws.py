@@ -305,7 +305,7 @@ class ClosedLoopLaws(ControllerLaws):
         assert values == sorted(values)
 
     def test_a_deadband_is_a_number_of_standard_errors(self):
-        assert "target=0.5, deadband=1.5" in repr(self.make(deadband=1.5))
+        assert "target=0.5, deadband=0.5" in repr(self.make(deadband=0.5))
         for kl in (0.6, 0.7):
             narrow, wide = self.make(deadband=1.0), self.make(deadband=2.0)
             assert (narrow.update(kl, 3, standard_error=0.15) > 0.1) == (kl == 0.7)
