@@ -30,7 +30,9 @@ from tests.helpers import (
     with_transforms,
 )
 from torchrl_kl import (
+    AdaptiveKLController,
     ConstantKLController,
+    ExponentialKLController,
     FrozenActor,
     KLConstrainedTransform,
     KLPenaltyLoss,
@@ -209,6 +211,15 @@ class TestMask:
         assert results[0][2].isfinite().all()
         assert_close(results[1], results[0])
 
+    def test_weights_too_large_for_the_dtype_stay_away_from_padding(self):
+        batch = rollout()
+        batch["next", "done"][:] = False
+        del batch["next", "observation"]  # or it would say where the episodes end
+        batch["action_log_prob"][:, -1] = -100.0  # the weight of the way past the last step: exp(100) overflows
+        results = [make_loss(gradient="sequence")(data)["loss_kl"].detach() for data in (batch, self.padded(batch))]
+        assert results[0].isfinite()
+        assert_close(*results)
+
     @pytest.mark.parametrize("gradient", ["step", "k2"])
     def test_padding_that_allows_no_action_at_all(self, gradient):
         # split_trajs pads masks of actions with False.
@@ -352,6 +363,25 @@ class TestController:
         controller = SpyController()
         assert make_loss(controller=controller).update_controller(rollout()[:, :1]) == 0.1
         assert controller.calls == []
+
+    def test_with_a_deadband_a_single_trajectory_waits_for_another(self):
+        controllers = [ExponentialKLController(1.0, 0.01, deadband=1.0) for _ in range(2)]
+        losses = [make_loss(controller=controller) for controller in controllers]
+        batch = collect(with_transforms(WalkEnv((1,))), moved(make_actor()), frames=24, batches=1)[0]
+        first, second = (batch["next", "done"].flatten().nonzero().flatten()[:2] + 1).tolist()
+        assert losses[0].update_controller(batch[:, :first]) == 1.0
+        losses[1].load_state_dict(losses[0].state_dict())  # a restart in between forgets nothing
+        moved_to = losses[1].update_controller(batch[:, first:second])
+        together = make_loss(controller=ExponentialKLController(1.0, 0.01, deadband=1.0))
+        assert moved_to == pytest.approx(together.update_controller(batch[:, :second]))
+        assert moved_to != 1.0
+        assert losses[1].statistics.count == 0
+
+    def test_a_refused_measurement_is_not_refused_for_ever(self):
+        loss, batch = make_loss(controller=AdaptiveKLController(1.0, 0.01, horizon=0.6, per="step")), rollout()
+        with pytest.raises(ValueError, match="`n_steps` must be less than horizon / clip = 3, got 24"):
+            loss.update_controller(batch)
+        assert loss.update_controller(batch[:, :1]) > 1.0
 
     def test_a_trajectory_needs_a_time_dimension(self):
         with pytest.raises(ValueError, match="a controller that counts nats per trajectory needs whole traj"):

@@ -30,7 +30,7 @@ from torchrl_kl._keys import (
 )
 from torchrl_kl._switched import Switch, as_reference
 from torchrl_kl._transform import RECORD_LOG_PROB, get_required
-from torchrl_kl.controllers import KLController, as_controller
+from torchrl_kl.controllers import KLController, TargetKLController, as_controller
 from torchrl_kl.functional import kl_exact, kl_k1, kl_k2, kl_k3
 from torchrl_kl.statistics import KLStatistics
 from torchrl_kl.trajectories import OpenTrajectories, sum_after, sum_before
@@ -96,8 +96,9 @@ class KLPenaltyLoss(LossModule):
         "step" and "sequence", the weighted k1 (which may be negative) for "k2" and "k3"; "kl_coeff", reward per nat.
         With `loss` also what that writes.
 
-    State: `actor_network_params`, `reference`, `controller` and, if given, `loss`. The sums of trajectories that
-    `update_controller` saw only in part are not saved.
+    State: `actor_network_params`, `reference`, `controller`, `statistics`, which holds a single measured value until a
+    controller with a deadband can be told two, and, if given, `loss`. The sums of trajectories that `update_controller`
+    saw only in part are not saved.
 
     Args:
         actor: the policy, a probabilistic actor. It records its log-prob, unless `gradient` and `weights` are "step".
@@ -187,6 +188,7 @@ class KLPenaltyLoss(LossModule):
         self.reduction = reduction
         self.time_dim = time_dim
         self.allow_charged_reward = allow_charged_reward
+        self.statistics = KLStatistics()
         self._open_trajectories = OpenTrajectories()
         action_key, *others = self.reference.action_keys
         if others:
@@ -251,7 +253,8 @@ class KLPenaltyLoss(LossModule):
             tensordict: batch of shape (*B), or (*R, T) with time for a controller that counts per trajectory.
 
         Returns:
-            The coefficient from now on; the old one where no trajectory was completed.
+            The coefficient from now on; the old one where no trajectory was completed, or a single one and the
+            controller has a deadband: it then counts with the next.
 
         Raises:
             ValueError: if the KL is NaN or infinite (the coefficient is then unchanged), or the controller counts per
@@ -265,10 +268,17 @@ class KLPenaltyLoss(LossModule):
                 raise ValueError(_no_time(tensordict, "a controller that counts nats per trajectory"))
             self._done(tensordict)
             measured = self._open_trajectories.add(tensordict, terms.kl, self.tensor_keys.done).finished
-        if measured.numel():
-            pool = KLStatistics().add(measured)
-            self.controller.update(pool.mean, measured.numel(), standard_error=pool.standard_error)
+        pool = self.statistics.add(measured)
+        count, mean, standard_error = int(pool.count), pool.mean, pool.standard_error
+        if count >= self._needed_values:
+            pool.reset()  # first: a measurement that the controller refuses must not be refused for ever
+            self.controller.update(mean, count, standard_error=standard_error)
         return self.controller.coeff.item()
+
+    @property
+    def _needed_values(self) -> int:
+        """How many values an update of the controller needs: one has no standard error for a deadband."""
+        return 2 if isinstance(self.controller, TargetKLController) and self.controller.deadband > 0 else 1
 
     @property
     def _reads_actions(self) -> bool:
@@ -338,7 +348,8 @@ class KLPenaltyLoss(LossModule):
             value = weight.detach() * _SAMPLED[self.gradient](log_prob, ref_log_prob, mask=mask)
             kl = weight * kl_k1(log_prob, ref_log_prob, mask=mask)
         if self.weights == "trajectory":
-            way = sum_before(log_weight, self._ends(tensordict, mask)).exp()
+            way = sum_before(log_weight, self._ends(tensordict, mask))
+            way = (way if mask is None else torch.where(mask, way, 0.0)).exp()  # on padding it could overflow: inf * 0
             # The gradient of these weights, of the probability of getting there, is what makes "sequence" exact.
             return (way if self.gradient == "sequence" else way.detach()) * value, way * kl
         if self.gradient == "sequence":
