@@ -253,8 +253,21 @@ class FrozenActor(nn.Module):
         batch_size = holder_batch_size(inputs, self.log_prob_key)
         with self.scoring(recurrent):
             log_prob = self.actor.log_prob(inputs)  # leaves the parameters of the distribution in `inputs`
+        if not isinstance(log_prob, Tensor):
+            log_prob = self._of_one_head(log_prob)
         states = [inputs.get(("next", *as_tuple(key))) for key in self.state_keys]
         return Score(sum_action_dims(log_prob, batch_size), states, inputs)
+
+    def _of_one_head(self, log_probs: TensorDictBase) -> Tensor:
+        """A composite distribution gives each of its heads a log-prob, under the name that the policy records it by."""
+        log_prob = log_probs.get(self.log_prob_key, None)
+        if log_prob is None:
+            raise KeyError(
+                f"{self.log_prob_key!r} is not among the log-probs that the reference gives its action heads, got "
+                f"{existing_keys(log_probs)}: name one of them with `log_prob_key`, and build policy and reference "
+                "with the same names."
+            )
+        return log_prob
 
     def _set_first_states(self, tensordict: TensorDictBase, inputs: TensorDictBase, zero_states: bool) -> None:
         """Gives every row its state at its first step; later starts of trajectories begin from zero."""
