@@ -13,7 +13,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs.utils import ExplorationType
 
 from tests.helpers import SpyController, WalkEnv, assert_same, make_actor, moved, policy, spied, total, with_transforms
-from torchrl_kl import ConstantKLController, KLConstrainedTransform, RewardAdjustmentTransform, kl_collector
+from torchrl_kl import ConstantKLController, KLConstrainedTransform, RewardAdjustmentTransform, TopKActor, kl_collector
 from torchrl_kl._workers import (
     FollowingKLController,
     MakeChargedEnv,
@@ -29,11 +29,12 @@ def walk() -> WalkEnv:
     return WalkEnv((3,))
 
 
-def collect(stack, where, *, batches=4, make_env=walk, **kwargs):
+def collect(stack, where, *, batches=4, make_env=walk, actor=None, **kwargs):
     """Clones of the batches of a Collector; 15 frames each, so that trajectories go on in the next one."""
     torch.manual_seed(0)
     arguments = {"where": where, "frames_per_batch": 15, "total_frames": 15 * batches}
-    return [batch.clone() for batch in kl_collector(Collector, make_env, policy(), stack, **arguments, **kwargs)]
+    actor = policy() if actor is None else actor
+    return [batch.clone() for batch in kl_collector(Collector, make_env, actor, stack, **arguments, **kwargs)]
 
 
 class TestOneProcess:
@@ -55,6 +56,20 @@ class TestOneProcess:
         told = sum(batch["next", "done"].sum().item() for batch in batches) if per == "trajectory" else 60
         assert total(controller)[0] == told
         assert len(controller.calls) == 4
+
+    @WHERE
+    @pytest.mark.parametrize("estimator", ["exact", "top_k"])
+    def test_the_controller_is_told_the_estimate_and_the_reward_is_charged_k1(self, where, estimator):
+        stack, controller = spied("step", estimator=estimator)
+        actor = TopKActor(policy(), 2) if estimator == "top_k" else policy()
+        batches = collect(stack, where, actor=actor)
+        for batch, (kl, n_steps), error in zip(batches, controller.calls, controller.standard_errors, strict=True):
+            step = batch["next"]
+            estimate = step["kl_estimate"].double()
+            assert (estimate - step["kl"]).abs().max() > 0.1
+            assert (kl, n_steps) == (pytest.approx(estimate.mean().item(), abs=1e-6), 15)
+            assert error == pytest.approx(estimate.std().item() / 15**0.5, rel=1e-5)
+            assert_close(step["reward"], step["task_reward"] - 0.1 * step["kl"])
 
     @WHERE
     def test_a_frozen_stack_does_not_move(self, where):
