@@ -72,6 +72,15 @@ class TestOneProcess:
             assert_close(step["reward"], step["task_reward"] - 0.1 * step["kl"])
 
     @WHERE
+    @pytest.mark.parametrize("keep", [False, True])
+    @pytest.mark.parametrize(("estimator", "record"), [("exact", "logits"), ("top_k", "top_k")])
+    def test_what_the_estimate_has_used_up_is_dropped(self, where, keep, estimator, record):
+        stack, _ = spied("step", estimator=estimator, keep_dist_params=keep)
+        actor = TopKActor(policy(), 2) if estimator == "top_k" else policy()
+        for batch in collect(stack, where, batches=2, actor=actor):
+            assert (record in batch.keys()) == keep
+
+    @WHERE
     def test_a_frozen_stack_does_not_move(self, where):
         stack, controller = spied(step=1.0)
         batches = collect(stack.freeze(), where, exploration_type=ExplorationType.DETERMINISTIC)

@@ -222,6 +222,7 @@ class _FileLink(_LearnerLink):
 
     def charge(self, batch: TensorDictBase) -> TensorDictBase:
         self.stack.adjustment.observe(batch)
+        self.stack.divergence.drop_record(batch)  # the workers' envs keep it, as all envs do
         return batch
 
 

@@ -145,6 +145,11 @@ class KLConstrainedTransform(Compose):
         return self.adjustment.controller
 
     @property
+    def divergence(self) -> KLDivergenceTransform:
+        """The part that measures."""
+        return cast(KLDivergenceTransform, self._parts[1])
+
+    @property
     def reference(self) -> FrozenActor:
         """The frozen actor."""
         return cast(ReferenceModelLogProbTransform, self._parts[0]).reference

@@ -386,10 +386,14 @@ class KLDivergenceTransform(KLTransform):
         if mask is None and self._policy_keys and is_fake(tensordict):  # zeros are no parameters
             mask = torch.zeros(tensordict.batch_size, dtype=torch.bool, device=log_prob.device)
         self._write(tensordict, next_tensordict, log_prob, ref_log_prob, mask)
+        self.drop_record(tensordict)
+        return tensordict
+
+    def drop_record(self, tensordict: TensorDictBase) -> None:
+        """Takes from a measured batch what the policy recorded for the measurement, unless `keep_dist_params`."""
         if not self.keep_dist_params:
             for key in self._policy_keys:
-                tensordict.pop(key)
-        return tensordict
+                tensordict.pop(key, None)
 
     def _write(self, tensordict, next_tensordict, log_prob, ref_log_prob, mask) -> None:
         """Writes the estimates of one step or batch; zeros where no policy ran (`log_prob` is None)."""
