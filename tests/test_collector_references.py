@@ -16,9 +16,9 @@ from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollecto
 from torchrl.collectors.distributed import DistributedCollector, RayCollector
 
 from tests.adapters import adapted_actor, base_of
-from tests.helpers import WalkEnv, assert_same, make_actor, moved
+from tests.helpers import WalkEnv, assert_same, make_actor, moved, play
 from torchrl_kl import KLConstrainedTransform, kl_collector
-from torchrl_kl._workers import ReferenceFile
+from torchrl_kl._workers import MakeChargedEnv, ReferenceFile
 
 WHERE = pytest.mark.parametrize("where", ["learner", "workers"])
 FRAMES = 24
@@ -160,3 +160,15 @@ def test_workers_have_a_copy_of_it_with_the_adapters_off(kind, kwargs, request):
     finally:
         collector.shutdown()
         faulthandler.cancel_dump_traceback_later()
+
+
+def test_a_switch_that_is_a_closure_acts_on_the_copy():
+    actor, layer = adapted_actor()
+    base, source = base_of(actor, layer), torch.tensor(0.1, dtype=torch.float64)
+    stack = KLConstrainedTransform(actor, 0.1, reference=lambda: layer.disable_adapter())
+    env = MakeChargedEnv(functools.partial(WalkEnv, (3,)), stack, source, in_process=False)()
+    batch = play(env, actor)
+    assert_same(batch["next", "ref_log_prob"], score(base, batch))
+    assert batch["next", "kl"].abs().max() > 0.1
+    transforms: Any = env.transform
+    assert transforms[0].reference.actor is not actor
