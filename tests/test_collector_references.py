@@ -127,16 +127,17 @@ def test_the_policy_itself_is_the_reference(where):
 
 
 @pytest.mark.parametrize(
-    ("kind", "kwargs"),
+    ("kind", "where", "kwargs"),
     [
-        (MultiSyncCollector, {}),
-        (MultiAsyncCollector, {}),
-        (DistributedCollector, {"sync": True}),
-        (RayCollector, {"sync": True}),
+        (MultiSyncCollector, "learner", {}),
+        (MultiSyncCollector, "workers", {}),
+        (MultiAsyncCollector, "workers", {}),
+        (DistributedCollector, "workers", {"sync": True}),
+        (RayCollector, "workers", {"sync": True}),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_workers_have_a_copy_of_it_with_the_adapters_off(kind, kwargs, request):
+def test_with_real_workers(kind, where, kwargs, request):
     if kind is RayCollector:
         request.getfixturevalue("ray_runtime")
     faulthandler.dump_traceback_later(SECONDS, exit=True)  # a hang must fail, not block
@@ -144,7 +145,7 @@ def test_workers_have_a_copy_of_it_with_the_adapters_off(kind, kwargs, request):
     base = base_of(actor, layer)
     first = copy.deepcopy(actor)
     stack = KLConstrainedTransform(actor, 0.1, reference=layer.disable_adapter)
-    collector = collector_of(kind, actor, stack, "workers", num_workers=2, **kwargs)
+    collector = collector_of(kind, actor, stack, where, num_workers=2, **kwargs)
     moves = []
     try:
         for batch in collector:

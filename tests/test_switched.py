@@ -298,11 +298,8 @@ def test_its_step_compiles_without_a_graph_break():
 
 def test_deep_copies_score_with_the_same_policy():
     actor, switched, _ = two_stacks()
-    copies = [
-        copy.deepcopy(switched),
-        switched.clone(),
-        copy.deepcopy(with_transforms(WalkEnv(), switched)).transform[0],
-    ]
+    in_env: Any = copy.deepcopy(with_transforms(WalkEnv(), switched)).transform
+    copies = [copy.deepcopy(switched), switched.clone(), in_env[0]]
     assert all(stack.reference.actor is actor for stack in copies)
     batch = play(WalkEnv((2,)), actor)
     with torch.no_grad():
