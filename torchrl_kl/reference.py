@@ -133,6 +133,18 @@ class FrozenActor(nn.Module):
             TypeError: if `source` is no module.
             ValueError: if `tau` is out of range, or `source` has other weights (by name or shape) or NaN among them;
                 the reference is then left as it was.
+
+        Example:
+            >>> from torchrl_kl import GPT, GPTActor
+            >>> policy = GPTActor(GPT(vocab_size=11, block_size=8)).bfloat16()
+            >>> reference = FrozenActor(policy)
+            >>> for weight in policy.parameters():
+            ...     _ = weight.data.mul_(2.0)
+            >>> for _ in range(100):  # each of these steps alone is less than bfloat16 can tell
+            ...     reference.update_reference(policy, tau=1e-3)
+            >>> own, other = next(reference.parameters()).norm(), next(policy.parameters()).norm()
+            >>> round((own / other).item(), 2)  # from 1/2 on: 1 - 0.999**100 / 2
+            0.55
         """
         self.master.move(self.actor, source, tau)
 
