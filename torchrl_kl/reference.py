@@ -17,16 +17,8 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
-from torchrl_kl._keys import (
-    MASK_KEY,
-    TRAJECTORY_KEY,
-    as_tuple,
-    beside,
-    existing_keys,
-    holder_batch_size,
-    is_fake,
-    sum_action_dims,
-)
+from torchrl_kl._actors import check_actor, find_log_prob_keys, log_prob_of_actions, read_keys, traces_of
+from torchrl_kl._keys import MASK_KEY, TRAJECTORY_KEY, LogProbKeys, as_tuple, beside, existing_keys, is_fake
 
 __all__ = ["FrozenActor"]
 
@@ -56,12 +48,13 @@ class FrozenActor(nn.Module):
 
     Args:
         actor: a probabilistic actor (`get_dist`, `log_prob`) whose weights are there (no lazy layers left).
-        log_prob_key: where the policy records its log-prob; found with `actor.log_prob_keys` if not given.
+        log_prob_key: where the policy records its log-prob, or a list of where it records those of the parts of its
+            action, which are added up; by default all of `actor.log_prob_keys`.
         requires_grad: whether the copied weights receive gradients.
 
     Raises:
         TypeError: if the actor has no distribution.
-        ValueError: if it has uninitialised weights, or several log-probs and no key is given.
+        ValueError: if it has uninitialised weights.
 
     Example:
         >>> from tensordict import TensorDict
@@ -79,30 +72,30 @@ class FrozenActor(nn.Module):
         self,
         actor: nn.Module,
         *,
-        log_prob_key: NestedKey | None = None,
+        log_prob_key: NestedKey | list[NestedKey] | None = None,
         requires_grad: bool = False,
     ):
         super().__init__()
-        _check_actor(actor)
+        check_actor(actor)
         self.actor: ProbabilisticTensorDictSequential = copy.deepcopy(actor)  # type: ignore[assignment]
         self.actor.requires_grad_(requires_grad)
         self.actor.eval()
         self.requires_grad = requires_grad
         self.action_keys = [unravel_key(key) for key in self.actor.dist_sample_keys]
-        self.log_prob_key = log_prob_key or self._find_log_prob_key()
+        self.recorded = LogProbKeys(log_prob_key or find_log_prob_keys(self.actor))
         self.state_keys = [key for key in self.actor.in_keys if unravel_key(("next", key)) in self.actor.out_keys]
         self.own_state_keys = [beside(key, f"ref_{as_tuple(key)[-1]}") for key in self.state_keys]
         states = (*self.state_keys, *self.action_keys)
-        self.in_keys = [key for key in self.actor.in_keys if key not in states]
+        self.in_keys = [key for key in read_keys(self.actor) if key not in states]
         self._init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
-        # Entries that only a policy's forward pass leaves behind: with them and no log-prob, the policy did run.
-        self.trace_keys = [
-            key
-            for key in self.actor.out_keys
-            if as_tuple(key)[0] != "next" and key not in (*states, *self.in_keys, self.log_prob_key)
-        ]
+        self.trace_keys = traces_of(self.actor, self.recorded)
         self._last_states: dict[int, list[Tensor]] = {}
         self._last_observed: dict[int, TensorDictBase] = {}
+
+    @property
+    def log_prob_key(self) -> NestedKey | list[NestedKey]:
+        """Where the policy records its log-prob: one key, or a list of those of the parts of its action."""
+        return self.recorded.key
 
     def train(self, mode: bool = True) -> FrozenActor:
         """Stays in eval mode: dropout noise in a reference would be measured as divergence."""
@@ -217,11 +210,10 @@ class FrozenActor(nn.Module):
 
     def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> Score:
         self._rename_states(inputs)
-        batch_size = holder_batch_size(inputs, self.log_prob_key)
         with self._scoring(recurrent):
-            log_prob = self.actor.log_prob(inputs)  # leaves the parameters of the distribution in `inputs`
+            log_prob = log_prob_of_actions(self.actor, inputs, self.recorded)
         states = [inputs.get(("next", *as_tuple(key))) for key in self.state_keys]
-        return Score(sum_action_dims(log_prob, batch_size), states, inputs)
+        return Score(log_prob, states, inputs)
 
     def _set_first_states(self, tensordict: TensorDictBase, inputs: TensorDictBase, zero_states: bool) -> None:
         """Gives every row its state at its first step; later starts of trajectories begin from zero."""
@@ -299,25 +291,3 @@ class FrozenActor(nn.Module):
         last = self._last_observed[trajectory]
         follows = all(torch.equal(first.get(key), last.get(key)) for key in last.keys(True, True))
         return self._last_states[trajectory] if follows else None
-
-    def _find_log_prob_key(self) -> NestedKey:
-        keys = [unravel_key(key) for key in self.actor.log_prob_keys]
-        if len(keys) != 1:
-            raise ValueError(
-                f"`actor` must record one log-prob, got the keys {keys}: name the one to use with `log_prob_key`."
-            )
-        return keys[0]
-
-
-def _check_actor(actor: nn.Module) -> None:
-    if not (isinstance(actor, nn.Module) and hasattr(actor, "get_dist") and hasattr(actor, "log_prob")):
-        raise TypeError(
-            f"`actor` must be a probabilistic actor (with `get_dist` and `log_prob`), got {type(actor).__name__}: wrap "
-            "the network in torchrl.modules.ProbabilisticActor; a deterministic policy has no KL."
-        )
-    lazy = [name for name, p in actor.named_parameters() if nn.parameter.is_lazy(p)]
-    if lazy:
-        raise ValueError(
-            f"`actor` has uninitialised weights ({lazy[0]}, ...): run it once on data first; a copy made now would be "
-            "initialised apart from the policy."
-        )

@@ -12,7 +12,7 @@ from torchrl.envs.transforms import Compose, Transform
 
 from torchrl_kl._charge import Charge, add_reward_like
 from torchrl_kl._estimates import Estimator
-from torchrl_kl._keys import as_tuple, beside, expand_right, holder_batch_size, sum_action_dims
+from torchrl_kl._keys import as_tuple, beside, expand_right
 from torchrl_kl._transform import get_required
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional import kl_k1
@@ -42,7 +42,8 @@ class KLConstrainedTransform(Compose):
             distribution; or "top_k", from what TopKActor records.
         update_every: how many finished trajectories (or steps) an update of the controller waits for.
         reward_key: the reward to charge.
-        log_prob_key: where the policy records its log-prob; by default found with `actor.log_prob_keys`.
+        log_prob_key: where the policy records its log-prob, or a list of where it records those of the parts of a
+            composite action, which are added up; by default `actor.log_prob_keys`.
         ref_log_prob_key, kl_key, kl_estimate_key, task_reward_key, kl_coeff_key, episode_kl_key: where the results go;
             by default as the parts say. A second stack in one env needs keys of its own.
         done_key: what ends a trajectory; by default "done" beside the reward, or at the root.
@@ -51,6 +52,8 @@ class KLConstrainedTransform(Compose):
         reduce: "sum" adds up the KL of the agents that share a reward; None keeps one per agent.
         time_dim: the batch dimension that is time, for batches that do not name it "time"; it must be the last.
         zero_states: whether a recurrent reference may begin inside a trajectory from a zero state.
+        policy: the acting policy, if it does not record its log-prob: its current one is computed then, as
+            ReferenceModelLogProbTransform says.
 
     Example:
         >>> from tensordict.nn import TensorDictModule
@@ -76,7 +79,7 @@ class KLConstrainedTransform(Compose):
         estimator: Estimator = "k1",
         update_every: int = 64,
         reward_key: NestedKey = "reward",
-        log_prob_key: NestedKey | None = None,
+        log_prob_key: NestedKey | list[NestedKey] | None = None,
         ref_log_prob_key: NestedKey | None = None,
         kl_key: NestedKey | None = None,
         kl_estimate_key: NestedKey | None = None,
@@ -89,6 +92,7 @@ class KLConstrainedTransform(Compose):
         reduce: Literal["sum"] | None = None,
         time_dim: int | None = None,
         zero_states: bool = False,
+        policy: nn.Module | None = None,
     ):
         reference = ReferenceModelLogProbTransform(
             actor,
@@ -98,6 +102,7 @@ class KLConstrainedTransform(Compose):
             time_dim=time_dim,
             zero_states=zero_states,
             top_k_key=top_k_key,
+            policy=policy,
         )
         divergence = KLDivergenceTransform(
             estimator=estimator,
@@ -201,6 +206,9 @@ class KLRewardTransform(ReferenceTransform):
         in_keys: the reward's key, a list of one; by default ["reward"].
         out_keys: where the result goes, a list of one; by default `in_keys`.
         requires_grad: whether the reference's weights receive gradients.
+        kl_coeff_key: where the coefficient goes; by default "kl_coeff" beside the result.
+        policy: the acting policy, if it does not record its log-prob: its current one is computed then, as
+            ReferenceModelLogProbTransform says.
 
     Raises:
         ValueError: if `in_keys` or `out_keys` is not one key, `coef` is negative, or KL and reward differ in shape.
@@ -234,6 +242,7 @@ class KLRewardTransform(ReferenceTransform):
         requires_grad: bool = False,
         *,
         kl_coeff_key: NestedKey | None = None,
+        policy: nn.Module | None = None,
     ):
         reference = FrozenActor(actor, requires_grad=requires_grad)
         self.reward_key = _one_key("in_keys", in_keys or ["reward"])
@@ -245,6 +254,7 @@ class KLRewardTransform(ReferenceTransform):
             out_keys=[self.out_key, self.kl_coeff_key],
             time_dim=None,
             zero_states=False,
+            policy=policy,
         )
         coef = torch.as_tensor(coef)
         if coef.numel() != 1:
@@ -273,7 +283,7 @@ class KLRewardTransform(ReferenceTransform):
             reward = get_required(next_tensordict, self.reward_key, "name it with `in_keys`.")
             kl = torch.zeros_like(reward)
         else:
-            log_prob = sum_action_dims(log_prob.detach(), holder_batch_size(tensordict, self.reference.log_prob_key))
+            log_prob = log_prob.detach()
             if mask is not None:
                 mask = expand_right(mask, log_prob.shape)
             kl = kl_k1(log_prob, ref_log_prob, mask=mask).unsqueeze(-1)
