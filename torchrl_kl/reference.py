@@ -41,7 +41,9 @@ class FrozenActor(nn.Module):
     """A deep copy of an actor in eval mode for ever, which only scores actions.
 
     You may rely on: no call on the policy (`train()`, an optimizer step, in-place edits of its weights) changes it, no
-    gradient reaches it unless `requires_grad` asks for one, it moves with `.to(device)` and it is in `state_dict`.
+    gradient reaches it unless `requires_grad` asks for one, it moves with `.to(device)` and it is in `state_dict`. With
+    `.to(dtype)` its weights and state are cast, and observations as they are read: it may be kept in bfloat16 beside a
+    policy in float32.
 
     A recurrent actor keeps its hidden state under keys of its own, `ref_<name>` beside the policy's `<name>`: on the
     policy's state the reference would score another policy's memory.
@@ -96,6 +98,12 @@ class FrozenActor(nn.Module):
     def log_prob_key(self) -> NestedKey | list[NestedKey]:
         """Where the policy records its log-prob: one key, or a list of those of the parts of its action."""
         return self.recorded.key
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights, and of the log-probs that it gives."""
+        floating = (p.dtype for p in self.parameters() if p.is_floating_point())
+        return next(floating, torch.get_default_dtype())
 
     def train(self, mode: bool = True) -> FrozenActor:
         """Stays in eval mode: dropout noise in a reference would be measured as divergence."""
@@ -171,7 +179,7 @@ class FrozenActor(nn.Module):
             self._check_consecutive(tensordict)
             self._set_first_states(tensordict, inputs, zero_states=False)
         self._require_states(inputs)
-        self._rename_states(inputs)
+        self._prepare(inputs)
         with self._scoring(timed and not (carried and self.state_keys)):
             return self.actor.get_dist(inputs)
 
@@ -187,6 +195,7 @@ class FrozenActor(nn.Module):
                 f"`actor` has the recurrent state {self.state_keys} but no `make_tensordict_primer` that describes it "
                 f"(found {list(specs)}): give its recurrent module one, as TorchRL's LSTMModule has."
             )
+        specs = {key: spec.to(self.dtype) if spec.dtype.is_floating_point else spec for key, spec in specs.items()}
         return {own: specs[key] for own, key in zip(self.own_state_keys, self.state_keys, strict=True)}
 
     def _require_states(self, inputs: TensorDictBase) -> None:
@@ -198,9 +207,15 @@ class FrozenActor(nn.Module):
                 'last dimension is time (named "time", or `time_dim=`).'
             )
 
-    def _rename_states(self, inputs: TensorDictBase) -> None:
+    def _prepare(self, inputs: TensorDictBase) -> None:
+        """Hands the actor its own state as if it were the policy's, and what it reads in the dtype of its weights."""
         for own, key in zip(self.own_state_keys, self.state_keys, strict=True):
             inputs.rename_key_(own, key)
+        dtype = self.dtype
+        for key in (*self.in_keys, *self.state_keys):
+            value = inputs.get(key, None)
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
+                inputs.set(key, value.to(dtype))
 
     @contextmanager
     def _scoring(self, recurrent: bool) -> Iterator[None]:
@@ -209,7 +224,7 @@ class FrozenActor(nn.Module):
             yield
 
     def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> Score:
-        self._rename_states(inputs)
+        self._prepare(inputs)
         with self._scoring(recurrent):
             log_prob = log_prob_of_actions(self.actor, inputs, self.recorded)
         states = [inputs.get(("next", *as_tuple(key))) for key in self.state_keys]

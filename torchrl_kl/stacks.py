@@ -12,13 +12,18 @@ from torchrl.envs.transforms import Compose, Transform
 
 from torchrl_kl._charge import Charge, add_reward_like
 from torchrl_kl._estimates import Estimator
-from torchrl_kl._keys import as_tuple, beside, expand_right
+from torchrl_kl._keys import as_tuple, beside, expand_right, sum_action_dims
 from torchrl_kl._transform import get_required
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional import kl_k1
 from torchrl_kl.reference import FrozenActor
 from torchrl_kl.reward_transforms import RewardAdjustmentTransform
-from torchrl_kl.transforms import KLDivergenceTransform, ReferenceModelLogProbTransform, ReferenceTransform
+from torchrl_kl.transforms import (
+    KLDivergenceTransform,
+    ReferenceModelLogProbTransform,
+    ReferenceTransform,
+    check_reduce,
+)
 
 __all__ = ["KLConstrainedTransform", "KLRewardTransform"]
 
@@ -207,6 +212,9 @@ class KLRewardTransform(ReferenceTransform):
         out_keys: where the result goes, a list of one; by default `in_keys`.
         requires_grad: whether the reference's weights receive gradients.
         kl_coeff_key: where the coefficient goes; by default "kl_coeff" beside the result.
+        log_prob_key: where the policy records its log-prob, or a list of where it records those of the parts of a
+            composite action, which are added up; by default `actor.log_prob_keys`.
+        reduce: "sum" adds up the KL of the agents that share a reward; None keeps one per agent.
         policy: the acting policy, if it does not record its log-prob: its current one is computed then, as
             ReferenceModelLogProbTransform says.
 
@@ -242,9 +250,13 @@ class KLRewardTransform(ReferenceTransform):
         requires_grad: bool = False,
         *,
         kl_coeff_key: NestedKey | None = None,
+        log_prob_key: NestedKey | list[NestedKey] | None = None,
+        reduce: Literal["sum"] | None = None,
         policy: nn.Module | None = None,
     ):
-        reference = FrozenActor(actor, requires_grad=requires_grad)
+        check_reduce(reduce)
+        reference = FrozenActor(actor, log_prob_key=log_prob_key, requires_grad=requires_grad)
+        self.reduce = reduce
         self.reward_key = _one_key("in_keys", in_keys or ["reward"])
         self.out_key = _one_key("out_keys", out_keys or [self.reward_key])
         self.kl_coeff_key = kl_coeff_key or beside(self.out_key, "kl_coeff")
@@ -286,7 +298,10 @@ class KLRewardTransform(ReferenceTransform):
             log_prob = log_prob.detach()
             if mask is not None:
                 mask = expand_right(mask, log_prob.shape)
-            kl = kl_k1(log_prob, ref_log_prob, mask=mask).unsqueeze(-1)
+            kl = kl_k1(log_prob, ref_log_prob, mask=mask)
+            if self.reduce == "sum":
+                kl = sum_action_dims(kl, tensordict.batch_size)
+            kl = kl.unsqueeze(-1)
         self._charge(next_tensordict, kl, self.coef)
 
     def set_container(self, container: Transform) -> None:

@@ -153,13 +153,6 @@ class ReferenceTransform(KLTransform):
         spec = self.parent_env.full_action_spec
         return spec[path].shape if path and path in spec.keys(True) else self.parent_env.batch_size
 
-    def log_prob_dtype(self) -> torch.dtype:
-        """The dtype of a log-prob: that of the reference's weights."""
-        return next(
-            (p.dtype for p in self.reference.parameters() if p.is_floating_point()),
-            torch.get_default_dtype(),
-        )
-
     @property
     def _own_states(self) -> list[NestedKey]:
         return self.reference.own_state_keys
@@ -270,7 +263,7 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
     def _write(self, tensordict, next_tensordict, log_prob, ref_log_prob, mask):
         if ref_log_prob is None:
             batch_size = self.reference.recorded.batch_size(tensordict)
-            ref_log_prob = torch.zeros(batch_size, dtype=self.log_prob_dtype(), device=tensordict.device)
+            ref_log_prob = torch.zeros(batch_size, dtype=self.reference.dtype, device=tensordict.device)
         elif self.reference.recorded.missing(tensordict):
             tensordict.set(self._current_key, log_prob)  # for the KLDivergenceTransform after this one
         next_tensordict.set(self.ref_log_prob_key, ref_log_prob)
@@ -285,7 +278,7 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
         """Adds the log-prob under the reference."""
         self.claim(observation_spec, [self.ref_log_prob_key])
         shape = self.log_prob_shape()
-        add_spec(observation_spec, self.ref_log_prob_key, shape, self.log_prob_dtype(), shape)
+        add_spec(observation_spec, self.ref_log_prob_key, shape, self.reference.dtype, shape)
         return super().transform_observation_spec(observation_spec)
 
 
@@ -351,8 +344,7 @@ class KLDivergenceTransform(KLTransform):
         keep_dist_params: bool = False,
         reduce: Literal["sum"] | None = None,
     ):
-        if reduce not in (None, "sum"):
-            raise ValueError(f'`reduce` must be None or "sum", got {reduce!r}: "sum" adds up the agents.')
+        check_reduce(reduce)
         self.estimator, self.reduce, self.keep_dist_params = estimator, reduce, keep_dist_params
         self._recorded = LogProbKeys(log_prob_key)
         self.ref_log_prob_key = ref_log_prob_key or self._recorded.beside("ref_log_prob")
@@ -456,6 +448,12 @@ class KLDivergenceTransform(KLTransform):
         for key in self.out_keys:
             add_spec(observation_spec, key, (*shape, 1), ref.dtype, shape)
         return observation_spec
+
+
+def check_reduce(reduce: str | None) -> None:
+    """ValueError unless `reduce` is None or "sum"."""
+    if reduce not in (None, "sum"):
+        raise ValueError(f'`reduce` must be None or "sum", got {reduce!r}: "sum" adds up the agents.')
 
 
 def _recorded_log_prob(tensordict: TensorDictBase, recorded: LogProbKeys) -> Tensor:
