@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -121,13 +122,13 @@ class LivePolicy:
         self.policy: Any = policy
         self.recorded = recorded
 
-    def ran(self, tensordict: TensorDictBase) -> bool:
-        """Whether a step was drawn by it: it left other entries than its action.
+    def ran(self, tensordict: TensorDictBase, action_keys: Collection[NestedKey]) -> bool:
+        """Whether a step of an env was drawn by it: it left other entries than the env's actions.
 
         Raises:
             ValueError: if it leaves none, so that one cannot tell.
         """
-        traces = traces_of(self.policy, self.recorded)
+        traces = [key for key in traces_of(self.policy, self.recorded) if key not in action_keys]
         if not traces:
             raise ValueError(
                 f"`policy` writes {self.policy.out_keys} only: in an env its actions cannot be told from random ones "

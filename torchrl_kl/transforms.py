@@ -13,6 +13,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Composite
+from torchrl.envs import EnvBase
 
 from torchrl_kl._actors import LivePolicy
 from torchrl_kl._estimates import Estimator, make_estimate, reference_dist_key
@@ -84,10 +85,15 @@ class ReferenceTransform(KLTransform):
         """Keeps what the policy saw and did, before the inverse transforms before this one turn it into the env's."""
         if self.in_env:
             tensordict.set(self._inputs_key, self.reference.inputs(tensordict))
-            unrecorded = self._policy is not None and self.reference.recorded.missing(tensordict)
-            if unrecorded and self._policy.ran(tensordict):
-                tensordict.set(self._current_key, self._policy.log_prob(tensordict, timed=False))
+            self._ask_policy(tensordict)
         return tensordict
+
+    def _ask_policy(self, tensordict: TensorDictBase) -> None:
+        """Keeps the acting policy's log-prob of its action where it recorded none and may be asked."""
+        if self._policy is None or not self.reference.recorded.missing(tensordict):
+            return
+        if self._policy.ran(tensordict, self._env_action_keys):
+            tensordict.set(self._current_key, self._policy.log_prob(tensordict, timed=False))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         inputs = tensordict.get(self._inputs_key)
@@ -154,6 +160,11 @@ class ReferenceTransform(KLTransform):
         return spec[path].shape if path and path in spec.keys(True) else self.parent_env.batch_size
 
     @property
+    def _env_action_keys(self) -> list[NestedKey]:
+        """What a random policy writes."""
+        return cast(EnvBase, self.container).action_keys
+
+    @property
     def _own_states(self) -> list[NestedKey]:
         return self.reference.own_state_keys
 
@@ -169,8 +180,8 @@ class ReferenceTransform(KLTransform):
     def _refuse_unrecorded(self, tensordict: TensorDictBase) -> None:
         """A policy that ran without recording its log-prob must not pass for a random one."""
         keys = tensordict.keys(True, True)
-        recorded = self.reference.recorded
-        traces = [key for key in (*self.reference.trace_keys, *recorded.keys) if key in keys]
+        recorded, actions = self.reference.recorded, self._env_action_keys
+        traces = [key for key in (*self.reference.trace_keys, *recorded.keys) if key in keys and key not in actions]
         if traces:
             raise KeyError(
                 f"the policy ran (its {traces} are there) but left no {recorded.missing(tensordict)[0]!r}, got "
