@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from tensordict.nn import CompositeDistribution, NormalParamExtractor, TensorDictModule, set_composite_lp_aggregate
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
@@ -28,7 +29,14 @@ from tests.helpers import (
     with_transforms,
     without_kl,
 )
-from torchrl_kl import KLConstrainedTransform, KLPenaltyLoss, KLRewardTransform, TopKActor
+from torchrl_kl import (
+    KLConstrainedTransform,
+    KLDivergenceTransform,
+    KLPenaltyLoss,
+    KLRewardTransform,
+    TopKActor,
+    kl_exact,
+)
 
 CHOICES = (2, N_ACTIONS)  # of the two dimensions of a MultiDiscrete action
 ALLOWED = torch.arange(N_ACTIONS) < torch.tensor(CHOICES).unsqueeze(-1)
@@ -347,6 +355,37 @@ def test_exact_is_the_sum_over_the_parts(kind):
         assert_same(after[:, :7], batch["next", key][:, :7])
         assert (after[:, 7:] == 0).all()
         assert (recorded == before).all()  # the policy's parameters, too, are as they were
+
+
+def test_exact_of_composite_distributions_with_other_parts():
+    params = TensorDict(pick=TensorDict(logits=torch.zeros(2, 4), batch_size=2), batch_size=2)
+    one = CompositeDistribution(params, {"pick": Categorical})
+    other = CompositeDistribution(params, {"pick": Categorical}, name_map={"pick": "choose"})
+    assert_close(kl_exact(one, one), torch.zeros(2))
+    with pytest.raises(ValueError, match=r"must have the same parts, got \['pick'\] .* and \['choose'\]"):
+        kl_exact(one, other)
+
+
+@pytest.mark.parametrize(
+    ("keys", "branch", "shape"),
+    [
+        ([("agents", "pick"), ("agents", "move")], ("agents",), (5, 3)),
+        ([("agents", "pick"), "root"], (), (5,)),
+        ([("agents", "deep", "far"), ("agents", "move")], ("agents",), (5, 3)),
+    ],
+    ids=["one branch", "the root and a branch", "a branch and one inside"],
+)
+def test_parts_in_several_branches_are_added_where_all_of_them_are_held(keys, branch, shape):
+    torch.manual_seed(0)
+    agents = TensorDict(pick=torch.randn(5, 3), move=torch.randn(5, 3, 2), batch_size=(5, 3))
+    agents["deep"] = TensorDict(far=torch.randn(5, 3, 4, 2), batch_size=(5, 3, 4))
+    batch = TensorDict(agents=agents, root=torch.randn(5, 2), batch_size=5)
+    ref_log_prob = torch.randn(shape)
+    batch["next"] = TensorDict(agents=TensorDict(batch_size=(5, 3)), batch_size=5)
+    batch["next", (*branch, "ref_log_prob")] = ref_log_prob
+    after = KLDivergenceTransform(log_prob_key=keys)(batch)["next"]
+    whole = sum(batch[key].reshape(*shape, -1).sum(-1) for key in keys)
+    assert_close(after[(*branch, "kl")], (whole - ref_log_prob).unsqueeze(-1))
 
 
 def test_a_part_that_was_not_recorded_is_an_error():

@@ -98,7 +98,7 @@ def _log_prob(actor: Any, inputs: TensorDictBase) -> Tensor | TensorDictBase:
             continue
         log_prob = _log_prob(module, inputs)
         if isinstance(log_prob, Tensor):
-            log_prob = TensorDict().set(module.log_prob_keys[0], log_prob)
+            log_prob = TensorDict().set(find_log_prob_keys(module)[0], log_prob)
         log_probs.update(log_prob)
     return log_probs
 

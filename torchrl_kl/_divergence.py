@@ -131,14 +131,16 @@ def _kl_of_composites(policy: Any, reference: Any, mask: Tensor | None) -> Tenso
     """Of tensordict's CompositeDistribution, a mapping of independent parts: the sum over them."""
     _check_equal("parts", policy, reference, sorted(map(str, policy)), sorted(map(str, reference)))
     n = len(policy.batch_shape)
-    total = torch.zeros(())
-    for name, part in policy.items():
+
+    def of_part(part: Distribution, ref_part: Distribution) -> Tensor:
         counts = mask
         if counts is not None:
             counts = counts.reshape(counts.shape + (1,) * (len(part.batch_shape) - n)).expand(part.batch_shape)
-        kl = _kl(part, reference[name], counts)
-        total = total + (kl.flatten(n).sum(-1) if kl.ndim > n else kl)
-    return total
+        kl = _kl(part, ref_part, counts)
+        return kl.flatten(n).sum(-1) if kl.ndim > n else kl
+
+    first, *others = (of_part(part, reference[name]) for name, part in policy.items())
+    return sum(others, first)
 
 
 def _kl_of_independent(policy: Independent, reference: Independent, mask: Tensor | None) -> Tensor:
