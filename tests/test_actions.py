@@ -38,6 +38,7 @@ from torchrl_kl import (
     kl_exact,
 )
 
+module: Any = TensorDictModule  # annotated more narrowly than it takes its keys
 CHOICES = (2, N_ACTIONS)  # of the two dimensions of a MultiDiscrete action
 ALLOWED = torch.arange(N_ACTIONS) < torch.tensor(CHOICES).unsqueeze(-1)
 
@@ -45,13 +46,13 @@ ALLOWED = torch.arange(N_ACTIONS) < torch.tensor(CHOICES).unsqueeze(-1)
 class PlayedEnv(WalkEnv):
     """WalkEnv with another action: `spec(batch_size)` says which, `move(td)` turns it into WalkEnv's own."""
 
-    def __init__(self, batch_size=(), *, spec, move, discrete=True, masked=False):
+    def __init__(self, batch_size: tuple[int, ...] = (), *, spec, move, discrete=True, masked=False):
         super().__init__(batch_size, discrete=discrete)
         self.move, self.masked = move, masked
         batch = torch.Size(batch_size)
         self.action_spec = Composite(action=spec(batch), shape=batch)
         if masked:
-            self.observation_spec["action_mask"] = Binary(shape=(*batch, N_ACTIONS), dtype=torch.bool)
+            self.observation_spec["action_mask"] = Binary(shape=torch.Size((*batch, N_ACTIONS)), dtype=torch.bool)
 
     def _step(self, tensordict):
         return self._mask(super()._step(tensordict.copy().set("action", self.move(tensordict["action"]))))
@@ -136,7 +137,7 @@ def gaussian_net() -> nn.Module:
 
 
 def composite_spec(batch: torch.Size) -> Composite:
-    return Composite(pick=Choice(N_ACTIONS, shape=batch), move=Unbounded((*batch, 2)), shape=batch)
+    return Composite(pick=Choice(N_ACTIONS, shape=batch), move=Unbounded(torch.Size((*batch, 2))), shape=batch)
 
 
 def one_number(log_prob):
@@ -149,9 +150,9 @@ def numbers_env(batch: torch.Size) -> Any:
 
 
 IN_NUMBERS = {"spec": numbers_env, "move": lambda action: action}
-IN_REALS = {"spec": lambda batch: Unbounded((*batch, 2)), "move": lambda action: action, "discrete": False}
+IN_REALS = {"spec": lambda batch: Unbounded(torch.Size((*batch, 2))), "move": lambda action: action, "discrete": False}
 IN_TWO_CHOICES = {
-    "spec": lambda batch: MultiCategorical(CHOICES, shape=(*batch, 2)),
+    "spec": lambda batch: MultiCategorical(CHOICES, shape=torch.Size((*batch, 2))),
     "move": lambda action: action[..., 0] + 2 * (action[..., 1] // 2),
 }
 IN_PARTS = {
@@ -190,7 +191,7 @@ KINDS = {
         OneHotCategorical,
         one_number(lambda logits, action: log_softmax_of(logits, action.long().argmax(-1))),
         {
-            "spec": lambda batch: OneHot(N_ACTIONS, shape=(*batch, N_ACTIONS)),
+            "spec": lambda batch: OneHot(N_ACTIONS, shape=torch.Size((*batch, N_ACTIONS))),
             "move": lambda action: action.long().argmax(-1),
         },
     ),
@@ -213,14 +214,14 @@ KINDS = {
         ["logits"],
         Categorical,
         lambda batch, logits: log_softmax_of(logits, batch["action"]).sum(-1),
-        {**IN_TWO_CHOICES, "spec": lambda batch: MultiCategorical((2, 2), shape=(*batch, 2))},
+        {**IN_TWO_CHOICES, "spec": lambda batch: MultiCategorical((2, 2), shape=torch.Size((*batch, 2)))},
     ),
     "tanh_normal": Kind(
         gaussian_net,
         ["loc", "scale"],
         TanhNormal,
         lambda batch, loc, scale: gaussian(loc, scale, batch["action"].atanh()),  # policy and reference share tanh
-        {**IN_REALS, "spec": lambda batch: Bounded(-1.0, 1.0, shape=(*batch, 2))},
+        {**IN_REALS, "spec": lambda batch: Bounded(-1.0, 1.0, shape=torch.Size((*batch, 2)))},
         scale=0.1,
         rounding=1e-4,  # the nearer an action is to its bound, the more of its atanh is rounded away
     ),
@@ -359,8 +360,9 @@ def test_exact_is_the_sum_over_the_parts(kind):
 
 def test_exact_of_composite_distributions_with_other_parts():
     params = TensorDict(pick=TensorDict(logits=torch.zeros(2, 4), batch_size=2), batch_size=2)
-    one = CompositeDistribution(params, {"pick": Categorical})
-    other = CompositeDistribution(params, {"pick": Categorical}, name_map={"pick": "choose"})
+    make_dist: Any = CompositeDistribution
+    one = make_dist(params, {"pick": Categorical})
+    other = make_dist(params, {"pick": Categorical}, name_map={"pick": "choose"})
     assert_close(kl_exact(one, one), torch.zeros(2))
     with pytest.raises(ValueError, match=r"must have the same parts, got \['pick'\] .* and \['choose'\]"):
         kl_exact(one, other)
@@ -443,7 +445,7 @@ def pendulum_actor(kind: str) -> Any:
     else:
         net = nn.Sequential(nn.Linear(3, 2), NormalParamExtractor())
         params, distribution = ["loc", "scale"], TanhNormal
-    net = TensorDictModule(net, ["observation"], params)
+    net = module(net, ["observation"], params)
     actor = probabilistic_actor(net, in_keys=params, distribution_class=distribution, return_log_prob=True)
     return sharp(actor, scale=0.1)
 

@@ -96,7 +96,8 @@ class Sees(nn.Module):
 
 def of_chain() -> Any:
     """Two draws, the second after seeing the first; what is done depends on both."""
-    return ProbabilisticTensorDictSequential(
+    make: Any = ProbabilisticTensorDictSequential
+    return make(
         linear(out="first_logits"),
         draw({"logits": "first_logits"}, "first"),
         TensorDictModule(Sees(), ["observation", "first"], ["second_logits"]),

@@ -150,7 +150,7 @@ def test_each_reward_of_an_env_has_its_own_price_and_reference(batch_size):
 @pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 1)], ids=str)
 def test_a_reward_of_several_trailing_dimensions_is_refused(make, place, shape):
     actor = make_actor()
-    keys = {"in_keys": ["bonus"]} if make is KLRewardTransform else {"reward_key": "bonus"}
+    keys: dict[str, Any] = {"in_keys": ["bonus"]} if make is KLRewardTransform else {"reward_key": "bonus"}
     batch = (2,) if place == "env" else (2, 12)
     shapes = re.escape(f"got {(*batch, 1)} and {(*batch, *shape)}")
     plain = play(BonusEnv((2,), shape), actor)
