@@ -488,7 +488,7 @@ def test_the_action_scored_is_the_one_of_the_policy(kind, transform, one_piece):
         log_prob, ref_log_prob = (log_softmax_of(logits, batch["action"]) for logits in said)
     else:
         assert_close(torch.stack(seen), 2 * batch["action"])  # torques go from -2 to 2
-        log_prob, ref_log_prob = (gaussian(*params, batch["action"].atanh()).unsqueeze(-1) for params in said)
+        log_prob, ref_log_prob = (gaussian(loc, scale, batch["action"].atanh()).unsqueeze(-1) for loc, scale in said)
     kl = log_prob - ref_log_prob
     assert kl.abs().max() > 1e-2
     assert_close(batch["next", after], batch["next", before] - 0.5 * kl, atol=1e-4, rtol=1e-4)
