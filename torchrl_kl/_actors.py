@@ -1,20 +1,17 @@
-"""Probabilistic actors: what they read and leave behind, the log-prob of an action, and the acting policy itself."""
+"""Probabilistic actors: what they read and leave behind, and the log-prob of an action."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
-import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from torch import Tensor, nn
-from torchrl.modules import set_recurrent_mode
 
 from torchrl_kl._keys import LogProbKeys, as_tuple, sum_action_dims
 
 
-def check_actor(actor: nn.Module, name: str = "actor") -> None:
+def check_actor(actor: nn.Module) -> None:
     """Refuses what has no distribution, and weights that are not there yet.
 
     Raises:
@@ -23,13 +20,13 @@ def check_actor(actor: nn.Module, name: str = "actor") -> None:
     """
     if not (isinstance(actor, nn.Module) and hasattr(actor, "get_dist") and hasattr(actor, "log_prob")):
         raise TypeError(
-            f"`{name}` must be a probabilistic actor (with `get_dist` and `log_prob`), got {type(actor).__name__}: "
+            f"`actor` must be a probabilistic actor (with `get_dist` and `log_prob`), got {type(actor).__name__}: "
             "wrap the network in torchrl.modules.ProbabilisticActor; a deterministic policy has no KL."
         )
     lazy = [name for name, p in actor.named_parameters() if nn.parameter.is_lazy(p)]
     if lazy:
         raise ValueError(
-            f"`{name}` has uninitialised weights ({lazy[0]}, ...): run it once on data first; a copy made now would be "
+            f"`actor` has uninitialised weights ({lazy[0]}, ...): run it once on data first; a copy made now would be "
             "initialised apart from the policy."
         )
 
@@ -105,56 +102,3 @@ def _log_prob(actor: Any, inputs: TensorDictBase) -> Tensor | TensorDictBase:
 
 def _probabilistic_modules(actor: nn.Module) -> list[Any]:
     return [module for module in actor.modules() if isinstance(module, ProbabilisticTensorDictModule)]
-
-
-class LivePolicy:
-    """The acting policy itself, whose log-probs of today stand in for those that it did not record.
-
-    It is held without being a submodule: it must not be moved, switched to eval mode or saved by whoever asks it.
-
-    Args:
-        policy: a probabilistic actor.
-        recorded: where its log-prob would stand.
-    """
-
-    def __init__(self, policy: nn.Module, recorded: LogProbKeys):
-        check_actor(policy, "policy")
-        self.policy: Any = policy
-        self.recorded = recorded
-
-    def ran(self, tensordict: TensorDictBase, action_keys: Collection[NestedKey]) -> bool:
-        """Whether a step of an env was drawn by it: it left other entries than the env's actions.
-
-        Raises:
-            ValueError: if it leaves none, so that one cannot tell.
-        """
-        traces = [key for key in traces_of(self.policy, self.recorded) if key not in action_keys]
-        if not traces:
-            raise ValueError(
-                f"`policy` writes {self.policy.out_keys} only: in an env its actions cannot be told from random ones "
-                "(of a warm-up, of a check of the specs), whose log-prob is not the policy's. Let it keep another of "
-                "its out_keys, the parameters of its distribution, say."
-            )
-        return any(tensordict.get(key, None) is not None for key in traces)
-
-    @torch.no_grad()
-    def log_prob(self, tensordict: TensorDictBase, *, timed: bool) -> Tensor:
-        """Its log-prob of the actions now, nats.
-
-        Args:
-            tensordict: what it reads, and the action; shape (*B).
-            timed: whether the last dimension is time, which is then run through in one pass.
-        """
-        keys = (*read_keys(self.policy), *self.policy.dist_sample_keys)
-        with set_recurrent_mode(timed):
-            return log_prob_of_actions(self.policy, tensordict.select(*keys, strict=False), self.recorded)
-
-    def __deepcopy__(self, memo: dict) -> LivePolicy:
-        return self  # a copy of the policy would not learn with it
-
-    def __reduce__(self):
-        raise RuntimeError(
-            "a transform with `policy` cannot be pickled or sent to another process, where the policy would be a copy "
-            "that does not learn: let the policy record its log-prob (`return_log_prob=True`) instead, or keep the "
-            "transform in the learner's process, as the collector's `postproc`."
-        )

@@ -19,6 +19,7 @@ from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_kl._actors import check_actor, find_log_prob_keys, log_prob_of_actions, read_keys, traces_of
 from torchrl_kl._keys import MASK_KEY, TRAJECTORY_KEY, LogProbKeys, as_tuple, beside, existing_keys, is_fake
+from torchrl_kl._moving import MasterWeights
 
 __all__ = ["FrozenActor"]
 
@@ -41,22 +42,25 @@ class FrozenActor(nn.Module):
     """A deep copy of an actor in eval mode for ever, which only scores actions.
 
     You may rely on: no call on the policy (`train()`, an optimizer step, in-place edits of its weights) changes it, no
-    gradient reaches it unless `requires_grad` asks for one, it moves with `.to(device)` and it is in `state_dict`. With
-    `.to(dtype)` its weights and state are cast, and observations as they are read: it may be kept in bfloat16 beside a
-    policy in float32.
+    gradient reaches it unless `requires_grad` asks for one, it moves with `.to(device)` and it is in `state_dict`. It
+    moves when it is told to, by `update_reference`. With `.to(dtype)` its weights and state are cast, and observations
+    as they are read: it may be kept in bfloat16 beside a policy in float32.
 
     A recurrent actor keeps its hidden state under keys of its own, `ref_<name>` beside the policy's `<name>`: on the
     policy's state the reference would score another policy's memory.
+
+    State: the weights, under `actor`; those that are averaged in fp32 behind half-precision ones, under `master`.
 
     Args:
         actor: a probabilistic actor (`get_dist`, `log_prob`) whose weights are there (no lazy layers left).
         log_prob_key: where the policy records its log-prob, or a list of where it records those of the parts of its
             action, which are added up; by default all of `actor.log_prob_keys`.
         requires_grad: whether the copied weights receive gradients.
+        policy: the actor whose actions are scored, if it is another one than `actor`; only its keys are read.
 
     Raises:
         TypeError: if the actor has no distribution.
-        ValueError: if it has uninitialised weights.
+        ValueError: if it has uninitialised weights, or other actions than `policy`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -76,21 +80,23 @@ class FrozenActor(nn.Module):
         *,
         log_prob_key: NestedKey | list[NestedKey] | None = None,
         requires_grad: bool = False,
+        policy: nn.Module | None = None,
     ):
         super().__init__()
         check_actor(actor)
-        self.actor: ProbabilisticTensorDictSequential = copy.deepcopy(actor)  # type: ignore[assignment]
-        self.actor.requires_grad_(requires_grad)
-        self.actor.eval()
         self.requires_grad = requires_grad
+        self._hold(actor)
+        self.master = MasterWeights()
         self.action_keys = [unravel_key(key) for key in self.actor.dist_sample_keys]
-        self.recorded = LogProbKeys(log_prob_key or find_log_prob_keys(self.actor))
+        acting = self.actor if policy is None else self._check_policy(policy)
+        self.recorded = LogProbKeys(log_prob_key or find_log_prob_keys(acting))
+        self._interaction_type = getattr(acting, "default_interaction_type", None)
         self.state_keys = [key for key in self.actor.in_keys if unravel_key(("next", key)) in self.actor.out_keys]
         self.own_state_keys = [beside(key, f"ref_{as_tuple(key)[-1]}") for key in self.state_keys]
         states = (*self.state_keys, *self.action_keys)
         self.in_keys = [key for key in read_keys(self.actor) if key not in states]
         self._init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
-        self.trace_keys = traces_of(self.actor, self.recorded)
+        self.trace_keys = traces_of(acting, self.recorded)
         self._last_states: dict[int, list[Tensor]] = {}
         self._last_observed: dict[int, TensorDictBase] = {}
 
@@ -102,8 +108,32 @@ class FrozenActor(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of its weights, and of the log-probs that it gives."""
-        floating = (p.dtype for p in self.parameters() if p.is_floating_point())
+        floating = (p.dtype for p in self.actor.parameters() if p.is_floating_point())
         return next(floating, torch.get_default_dtype())
+
+    def _hold(self, actor: nn.Module) -> None:
+        """Takes what `actor` is to be: a copy."""
+        self.actor: ProbabilisticTensorDictSequential = copy.deepcopy(actor)  # type: ignore[assignment]
+        self.actor.requires_grad_(self.requires_grad)
+        self.actor.eval()
+
+    def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
+        """Moves the weights towards those of `source`: to (1 - tau) * reference + tau * source, in place.
+
+        The average of half-precision weights is kept in fp32: in bfloat16 steps of a thousandth of the way would be
+        rounded off. Buffers, such as running statistics, are copied. What was recorded under the old weights stays as
+        it was, and a recurrent reference goes on in open trajectories from the state that the old weights left there.
+
+        Args:
+            source: an actor of the same structure, of any dtype and on any device; the policy, say.
+            tau: share of the way, in (0, 1]; 1 copies.
+
+        Raises:
+            TypeError: if `source` is no module.
+            ValueError: if `tau` is out of range, or `source` has other weights (by name or shape) or NaN among them;
+                the reference is then left as it was.
+        """
+        self.master.move(self.actor, source, tau)
 
     def train(self, mode: bool = True) -> FrozenActor:
         """Stays in eval mode: dropout noise in a reference would be measured as divergence."""
@@ -111,7 +141,7 @@ class FrozenActor(nn.Module):
 
     def samples(self) -> bool:
         """Whether the policy draws its actions now: k1 of an argmax is biased and must not steer a controller."""
-        mode = exploration_type() or self.actor.default_interaction_type
+        mode = exploration_type() or self._interaction_type
         return mode == ExplorationType.RANDOM
 
     def inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -180,7 +210,7 @@ class FrozenActor(nn.Module):
             self._set_first_states(tensordict, inputs, zero_states=False)
         self._require_states(inputs)
         self._prepare(inputs)
-        with self._scoring(timed and not (carried and self.state_keys)):
+        with self.scoring(timed and not (carried and self.state_keys)):
             return self.actor.get_dist(inputs)
 
     def state_specs(self) -> dict[NestedKey, TensorSpec]:
@@ -218,14 +248,15 @@ class FrozenActor(nn.Module):
                 inputs.set(key, value.to(dtype))
 
     @contextmanager
-    def _scoring(self, recurrent: bool) -> Iterator[None]:
+    def scoring(self, recurrent: bool) -> Iterator[None]:
+        """What surrounds every pass of `actor`; recurrent: whether the last dimension is time."""
         grad = self.requires_grad and torch.is_grad_enabled()
         with torch.set_grad_enabled(grad), set_recurrent_mode(recurrent):
             yield
 
     def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> Score:
         self._prepare(inputs)
-        with self._scoring(recurrent):
+        with self.scoring(recurrent):
             log_prob = log_prob_of_actions(self.actor, inputs, self.recorded)
         states = [inputs.get(("next", *as_tuple(key))) for key in self.state_keys]
         return Score(log_prob, states, inputs)
@@ -306,3 +337,15 @@ class FrozenActor(nn.Module):
         last = self._last_observed[trajectory]
         follows = all(torch.equal(first.get(key), last.get(key)) for key in last.keys(True, True))
         return self._last_states[trajectory] if follows else None
+
+    def _check_policy(self, policy: nn.Module) -> ProbabilisticTensorDictSequential:
+        """The policy whose actions are scored, if its actions are those of the reference."""
+        check_actor(policy)
+        policy = cast(ProbabilisticTensorDictSequential, policy)
+        actions = [unravel_key(key) for key in policy.dist_sample_keys]
+        if actions != self.action_keys:
+            raise ValueError(
+                f"`reference` must have the actions of the policy, got {self.action_keys} for {actions}: build it with "
+                "the same `out_keys`."
+            )
+        return policy

@@ -13,6 +13,7 @@ from torchrl.envs.transforms import Compose, Transform
 from torchrl_kl._charge import Charge, add_reward_like
 from torchrl_kl._estimates import Estimator
 from torchrl_kl._keys import as_tuple, beside, expand_right, sum_action_dims
+from torchrl_kl._switched import Switch, as_reference
 from torchrl_kl._transform import get_required
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional import kl_k1
@@ -57,7 +58,10 @@ class KLConstrainedTransform(Compose):
         reduce: "sum" adds up the KL of the agents that share a reward; None keeps one per agent.
         time_dim: the batch dimension that is time, for batches that do not name it "time"; it must be the last.
         zero_states: whether a recurrent reference may begin inside a trajectory from a zero state.
-        policy: the acting policy, if it does not record its log-prob: its current one is computed then, as
+        reference: another actor to copy and freeze; or a FrozenActor, which is used as it is; or, for no copy at all, a
+            callable that returns a context manager in which `actor` itself is the reference, such as PEFT's
+            `model.disable_adapter`.
+        recompute_log_prob: whether `actor` itself is asked for its log-prob of an action where it recorded none, as
             ReferenceModelLogProbTransform says.
 
     Example:
@@ -97,9 +101,10 @@ class KLConstrainedTransform(Compose):
         reduce: Literal["sum"] | None = None,
         time_dim: int | None = None,
         zero_states: bool = False,
-        policy: nn.Module | None = None,
+        reference: nn.Module | Switch | None = None,
+        recompute_log_prob: bool = False,
     ):
-        reference = ReferenceModelLogProbTransform(
+        scoring = ReferenceModelLogProbTransform(
             actor,
             estimator=estimator,
             ref_log_prob_key=ref_log_prob_key,
@@ -107,13 +112,14 @@ class KLConstrainedTransform(Compose):
             time_dim=time_dim,
             zero_states=zero_states,
             top_k_key=top_k_key,
-            policy=policy,
+            reference=reference,
+            recompute_log_prob=recompute_log_prob,
         )
         divergence = KLDivergenceTransform(
             estimator=estimator,
             actor=actor,
-            log_prob_key=reference.reference.log_prob_key,
-            ref_log_prob_key=reference.ref_log_prob_key,
+            log_prob_key=scoring.reference.log_prob_key,
+            ref_log_prob_key=scoring.ref_log_prob_key,
             kl_key=kl_key,
             kl_estimate_key=kl_estimate_key,
             top_k_key=top_k_key,
@@ -132,7 +138,7 @@ class KLConstrainedTransform(Compose):
             done_key=done_key,
             time_dim=time_dim,
         )
-        super().__init__([reference, divergence, adjustment])
+        super().__init__([scoring, divergence, adjustment])
 
     @property
     def _parts(self) -> list[Transform]:
@@ -152,6 +158,10 @@ class KLConstrainedTransform(Compose):
     def reference(self) -> FrozenActor:
         """The frozen actor."""
         return cast(ReferenceModelLogProbTransform, self._parts[0]).reference
+
+    def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
+        """Moves the reference towards `source`, a share `tau` of the way, as `FrozenActor.update_reference` does."""
+        self.reference.update_reference(source, tau)
 
     def freeze(self) -> KLConstrainedTransform:
         """Stops the controller; rewards are still charged."""
@@ -215,7 +225,9 @@ class KLRewardTransform(ReferenceTransform):
         log_prob_key: where the policy records its log-prob, or a list of where it records those of the parts of a
             composite action, which are added up; by default `actor.log_prob_keys`.
         reduce: "sum" adds up the KL of the agents that share a reward; None keeps one per agent.
-        policy: the acting policy, if it does not record its log-prob: its current one is computed then, as
+        reference: another actor to copy and freeze; or a FrozenActor, which is used as it is; or, for no copy at all, a
+            callable that returns a context manager in which `actor` itself is the reference.
+        recompute_log_prob: whether `actor` itself is asked for its log-prob of an action where it recorded none, as
             ReferenceModelLogProbTransform says.
 
     Raises:
@@ -252,21 +264,22 @@ class KLRewardTransform(ReferenceTransform):
         kl_coeff_key: NestedKey | None = None,
         log_prob_key: NestedKey | list[NestedKey] | None = None,
         reduce: Literal["sum"] | None = None,
-        policy: nn.Module | None = None,
+        reference: nn.Module | Switch | None = None,
+        recompute_log_prob: bool = False,
     ):
         check_reduce(reduce)
-        reference = FrozenActor(actor, log_prob_key=log_prob_key, requires_grad=requires_grad)
+        frozen = as_reference(actor, reference, log_prob_key=log_prob_key, requires_grad=requires_grad)
         self.reduce = reduce
         self.reward_key = _one_key("in_keys", in_keys or ["reward"])
         self.out_key = _one_key("out_keys", out_keys or [self.reward_key])
         self.kl_coeff_key = kl_coeff_key or beside(self.out_key, "kl_coeff")
         super().__init__(
-            reference,
-            in_keys=[self.reward_key, *reference.in_keys, *reference.action_keys],
+            frozen,
+            in_keys=[self.reward_key, *frozen.in_keys, *frozen.action_keys],
             out_keys=[self.out_key, self.kl_coeff_key],
             time_dim=None,
             zero_states=False,
-            policy=policy,
+            policy=actor if recompute_log_prob else None,
         )
         coef = torch.as_tensor(coef)
         if coef.numel() != 1:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 from torchrl.envs import EnvBase
 
-from torchrl_kl._actors import LivePolicy
 from torchrl_kl._estimates import Estimator, make_estimate, reference_dist_key
 from torchrl_kl._keys import (
     MASK_KEY,
@@ -30,6 +29,8 @@ from torchrl_kl._keys import (
     state_spec,
     sum_action_dims,
 )
+from torchrl_kl._policy import LivePolicy
+from torchrl_kl._switched import Switch, as_reference
 from torchrl_kl._transform import RECORD_LOG_PROB, KLTransform, copy_batch, counted_key, get_required
 from torchrl_kl.functional import kl_k1
 from torchrl_kl.reference import FrozenActor
@@ -46,7 +47,7 @@ class ReferenceTransform(KLTransform):
         out_keys: what it writes, for TorchRL's bookkeeping.
         time_dim: the batch dimension that is time, for batches that do not name it; it must be the last one.
         zero_states: whether a recurrent reference may begin in the middle of a trajectory from a zero state.
-        policy: the acting policy, where it does not record its log-prob.
+        policy: the acting policy, to be asked for its log-prob where it recorded none.
     """
 
     def __init__(
@@ -153,6 +154,10 @@ class ReferenceTransform(KLTransform):
         self._add_state_specs(observation_spec)
         return observation_spec
 
+    def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
+        """Moves the reference towards `source`, a share `tau` of the way, as `FrozenActor.update_reference` does."""
+        self.reference.update_reference(source, tau)
+
     def log_prob_shape(self) -> torch.Size:
         """The shape of a log-prob in the parent env: the batch shape of the tensordict that holds the action."""
         path = self.reference.recorded.branch
@@ -192,8 +197,8 @@ class ReferenceTransform(KLTransform):
 class ReferenceModelLogProbTransform(ReferenceTransform):
     """Writes log pi_ref(a|s), the log-prob of the policy's action under a frozen copy of an actor.
 
-    You may rely on: the copy never moves and never has gradients; identical weights give the policy's own log-prob; the
-    action scored is the policy's, not the env's, if action transforms stand before this one.
+    You may rely on: the copy moves by `update_reference` only and never has gradients; identical weights give the
+    policy's own log-prob; the action scored is the policy's, not the env's, if action transforms stand before this one.
 
     Keys:
         reads the actor's in_keys and its action; in the env also its log-prob, to know whether the policy ran.
@@ -204,7 +209,7 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
         k, (*B, k)). It comes out of the same pass, and the KLDivergenceTransform after this one takes it away.
 
     Args:
-        actor: the actor to copy and freeze.
+        actor: the policy; a frozen copy of it becomes the reference.
         estimator: that of the KLDivergenceTransform that follows.
         ref_log_prob_key: where to write; by default "ref_log_prob" beside the policy's log-prob.
         log_prob_key: where the policy records its log-prob, or a list of where it records those of the parts of a
@@ -213,13 +218,17 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
         zero_states: whether a recurrent reference may begin in the middle of a trajectory from a zero state instead of
             raising; a state that is not known then costs accuracy.
         top_k_key: where the policy records its top k; by default "top_k" beside its log-prob.
-        policy: the acting policy, if it does not record its log-prob: where none is recorded, this very policy is asked
-            for that of the action, as it is now and not when it drew it. The KLDivergenceTransform after this one uses
-            it. It is neither copied nor saved, and no process but this one can have it. In an env, steps of random
-            actions are told from its own by the other entries that it leaves.
+        reference: another actor to copy and freeze; or a FrozenActor, which is used as it is; or, for no copy at all, a
+            callable that returns a context manager in which `actor` itself is the reference, such as PEFT's
+            `model.disable_adapter`.
+        recompute_log_prob: whether `actor` itself, not a copy, is asked for its log-prob of an action where it recorded
+            none: its log-prob of today, not that of when it drew the action. The KLDivergenceTransform after this one
+            uses it. No other process can have such a transform. In an env, random actions are told from the policy's by
+            the other entries that it leaves.
 
     Raises:
-        TypeError: if `actor` (or `policy`) has no distribution, or `actor` not a categorical one for "top_k".
+        TypeError: if `actor` has no distribution, or not a categorical one for "top_k", or `reference` is none of
+            these.
         ValueError: if `actor` has uninitialised weights, or the estimator is unknown.
         KeyError: in a step, if the policy ran but did not record its log-prob, or its top k for "top_k".
 
@@ -249,19 +258,20 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
         time_dim: int | None = None,
         zero_states: bool = False,
         top_k_key: NestedKey | None = None,
-        policy: nn.Module | None = None,
+        reference: nn.Module | Switch | None = None,
+        recompute_log_prob: bool = False,
     ):
-        reference = FrozenActor(actor, log_prob_key=log_prob_key)
-        self.ref_log_prob_key = ref_log_prob_key or reference.recorded.beside("ref_log_prob")
+        frozen = as_reference(actor, reference, log_prob_key=log_prob_key)
+        self.ref_log_prob_key = ref_log_prob_key or frozen.recorded.beside("ref_log_prob")
         super().__init__(
-            reference,
-            in_keys=[*reference.in_keys, *reference.action_keys],
+            frozen,
+            in_keys=[*frozen.in_keys, *frozen.action_keys],
             out_keys=[self.ref_log_prob_key],
             time_dim=time_dim,
             zero_states=zero_states,
-            policy=policy,
+            policy=actor if recompute_log_prob else None,
         )
-        self._estimate = make_estimate(estimator, reference.actor, reference.recorded, top_k_key)
+        self._estimate = make_estimate(estimator, frozen.actor, frozen.recorded, top_k_key)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         next_tensordict = super()._step(tensordict, next_tensordict)
