@@ -105,6 +105,17 @@ def test_it_is_the_log_prob_of_today():
     assert_close(stack(batch)["next", "kl"], log_prob - ref_log_prob, atol=1e-5, rtol=0)
 
 
+def test_without_another_reference_the_policy_is_held_to_what_it_was():
+    _, loud, quiet = pair()
+    before = copy.deepcopy(quiet)
+    stack = KLConstrainedTransform(quiet, 0.5, recompute_log_prob=True)
+    batch = play(WalkEnv((2,)), quiet)
+    assert stack(batch)["next", "kl"].abs().max() <= 1e-6
+    quiet.load_state_dict(moved(loud, seed=7).state_dict())
+    assert_same(stack(batch)["next", "kl"], asking(quiet, before)(batch)["next", "kl"])
+    assert stack(batch)["next", "kl"].abs().max() > 1e-2
+
+
 def test_the_policy_is_left_as_it_is():
     reference, _, quiet = pair()
     quiet.train()
