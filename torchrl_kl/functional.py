@@ -133,7 +133,8 @@ def kl_exact(policy: Tensor | Distribution, reference: Tensor | Distribution, *,
         policy: logits or log-probabilities of all V actions, shape (*B, V), normalised here; or a distribution of batch
             shape (*B). Between distributions: categorical ones by their log-probabilities (one-hot and masked
             ones too), independent and transformed ones (TanhNormal) through their bases, the latter if both share the
-            bijection, whose parameters are taken as constants; all others as registered with torch.
+            bijection, whose parameters are taken as constants; tensordict's CompositeDistribution as the sum over its
+            parts; all others as registered with torch.
         reference: the same for the reference: same kind, same shape.
         mask: True where a step counts, boolean, shape (*B). Elsewhere the KL is 0, whatever stands there; but
             the gradient of what a distribution computed when it was built (Categorical normalises) is its own.
