@@ -146,6 +146,7 @@ class RewardAdjustmentTransform(KLTransform):
             KeyError: if the reward, the KL or "next" is not there.
             RuntimeError: if the reward was charged before, or the controller cannot be fed.
         """
+        self.refuse_wrong_order()
         tensordict = copy_batch(tensordict)
         next_tensordict = tensordict.get("next")
         self._charge.refuse_charged(next_tensordict.keys(True, True), "the batch")

@@ -28,6 +28,7 @@ from torchrl_kl._keys import (
     state_spec,
     sum_action_dims,
 )
+from torchrl_kl._placement import refuse_parallel_worker
 from torchrl_kl._transform import RECORD_LOG_PROB, KLTransform, copy_batch, counted_key, get_required
 from torchrl_kl.functional import kl_k1
 from torchrl_kl.reference import FrozenActor
@@ -57,6 +58,7 @@ class ReferenceTransform(KLTransform):
     ):
         super().__init__(in_keys=in_keys, out_keys=[*out_keys, *reference.own_state_keys])
         self.reference = reference
+        self.action_keys = reference.action_keys
         self.time_dim = time_dim
         self.zero_states = zero_states
         self._inputs_key = f"_{'_'.join(as_tuple(out_keys[0]))}_inputs"  # at the root: it may hold entries of the root
@@ -86,6 +88,7 @@ class ReferenceTransform(KLTransform):
         log_prob = tensordict.get(self.reference.log_prob_key, None)
         if log_prob is None:
             self._refuse_unrecorded(tensordict)
+            refuse_parallel_worker(type(self).__name__)
             self._write(tensordict, next_tensordict, None, None, None)
             self._write_states(next_tensordict, [inputs.get(k) for k in self._own_states])
             return next_tensordict
@@ -106,6 +109,7 @@ class ReferenceTransform(KLTransform):
             KeyError: if the policy's log-prob or "next" is not there.
             RuntimeError: if the reference is recurrent and its state is not known.
         """
+        self.refuse_wrong_order()
         tensordict = copy_batch(tensordict)
         log_prob = get_required(tensordict, self.reference.log_prob_key, RECORD_LOG_PROB)
         if find_time_dim(tensordict, self.time_dim) is None:
@@ -368,6 +372,7 @@ class KLDivergenceTransform(KLTransform):
         Raises:
             KeyError: if a log-prob or "next" is not there.
         """
+        self.refuse_wrong_order()
         tensordict = copy_batch(tensordict)
         log_prob = get_required(tensordict, self.log_prob_key, RECORD_LOG_PROB)
         next_tensordict = tensordict.get("next")

@@ -98,11 +98,16 @@ class TransformLaws:
 
     @forks
     def test_specs_in_parallel_env(self):
-        env = parallel(partial(self.env, ()))
+        # Only without buffers does ParallelEnv hand its workers the log-prob.
+        with pytest.raises(RuntimeError, match=r"inside the workers of a ParallelEnv.*TransformedEnv\(ParallelEnv"):
+            parallel(partial(self.env, ()))
+        env = parallel(partial(self.env, ()), use_buffers=False)
         try:
             check_specs(env)
+            inside = play(env, self.policy())
         finally:
             env.close()
+        self.compare(compose(*self.before(), self.make())(without_kl(inside)), inside)
 
     def test_specs_around_serial_env(self):
         check_specs(with_transforms(SerialEnv(2, WalkEnv), *self.before(), self.make()))
