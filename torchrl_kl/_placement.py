@@ -7,7 +7,15 @@ from collections.abc import Iterable, Iterator
 
 from tensordict import NestedKey
 from torchrl.envs import ParallelEnv
-from torchrl.envs.transforms import CatTensors, Compose, DTypeCastTransform, Transform
+from torchrl.envs.transforms import (
+    CatTensors,
+    Compose,
+    DTypeCastTransform,
+    RandomTruncationTransform,
+    StepCounter,
+    TerminateTransform,
+    Transform,
+)
 
 
 def refuse_parallel_worker(name: str) -> None:
@@ -90,6 +98,17 @@ def refuse_spoiler(
             f"{who} without `in_keys`, and would make {_listed(written)} part of the observation. Put it before the "
             "stack, or name its `in_keys`."
         )
+
+
+def refuse_later_ends(transform: Transform) -> None:
+    """RuntimeError if trajectories are cut after `transform`, which TorchRL shows only the ends before it."""
+    for later in later_transforms(transform):
+        counts = isinstance(later, StepCounter) and later.max_steps is not None
+        if counts or isinstance(later, (TerminateTransform, RandomTruncationTransform)):
+            raise RuntimeError(
+                f"{type(later).__name__} stands after {type(transform).__name__} and ends trajectories that the "
+                "controller would never be told of. Put it before the stack."
+            )
 
 
 def _listed(keys: Iterable[NestedKey]) -> str:
