@@ -6,13 +6,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import cast
 
+import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite, ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
-from torchrl_kl._keys import as_tuple, beside, existing_keys
+from torchrl_kl._keys import as_tuple, beside, existing_keys, expand_right
 from torchrl_kl._placement import later_transforms, refuse_parallel_worker, refuse_spoiler
 
 RECORD_LOG_PROB = (
@@ -49,7 +50,16 @@ class KLTransform(Transform):
                 tensordict_reset.set(key, spec[key].zero(leading))
         return tensordict_reset
 
-    _reset_on_native_autoreset = _reset
+    def _reset_on_native_autoreset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        """Writes zeros in the rows that an env has reset by itself; here TorchRL masks nothing."""
+        for key in self.out_keys:
+            value = tensordict_reset.get(key, None)
+            if value is not None:
+                reset = tensordict.get(beside(key, "_reset"), tensordict.get("_reset", None))
+                tensordict_reset.set(key, torch.where(expand_right(reset, value.shape), 0.0, value))
+        return tensordict_reset
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """Refuses an env whose later transforms undo this one, each time its specs are made."""
