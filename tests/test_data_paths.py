@@ -1,5 +1,6 @@
 """One rollout on every way that data take: the same numbers to 1e-5, and never a second charge."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -165,35 +166,30 @@ def test_sampling_from_a_buffer_never_moves_the_controller(rows):
 
 # Charging twice.
 
-PATHS = ("postproc", "module", "flat", "replay", "padded", "disk")
+PATHS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "module": lambda again, batch, _: again(batch),
+    "flat": lambda again, batch, _: again(batch.reshape(-1)),
+    "replay": lambda again, batch, _: replayed(LazyTensorStorage(N * T), batch.reshape(-1), again),
+    "padded": lambda again, batch, _: again(split_trajectories(batch)),
+    "disk": lambda again, batch, folder: again(batch.memmap(folder)),
+    "postproc": lambda again, *_: collect_charged(postproc=again),
+}
+
+
+def collect_charged(**kwargs) -> Any:
+    kind = "categorical"
+    return collect(env_of(kind, stack_of(kind)), moved(actor_of(kind)), frames=N * T, batches=1, **kwargs)
 
 
 @pytest.mark.parametrize("first", ["env", "batch"])
 @pytest.mark.parametrize("second", [stack_of, lambda kind: KLRewardTransform(actor_of(kind))], ids=["stack", "one"])
 @pytest.mark.parametrize("path", PATHS)
 def test_charging_twice_is_an_error_on_every_path(path, second, first, tmp_path):
-    kind, again = "categorical", second("categorical")
-    batch = charged_in_env(kind)
+    batch = charged_in_env("categorical")
     if first == "batch":
-        batch = stack_of(kind)(without_kl(batch))
+        batch = stack_of("categorical")(without_kl(batch))
     with pytest.raises(RuntimeError, match="the batch has 'kl_coeff': 'reward' was charged for its KL before"):
-        if path == "postproc":
-            once = stack_of(kind)
-            collect(
-                env_of(kind, once) if first == "env" else env_of(kind),
-                moved(actor_of(kind)),
-                frames=N * T,
-                batches=1,
-                postproc=again if first == "env" else lambda td: again(once(td)),
-            )
-        elif path == "replay":
-            replayed(LazyTensorStorage(N * T), batch.reshape(-1), again)
-        elif path == "disk":
-            batch.memmap(tmp_path)
-            again(TensorDict.load_memmap(tmp_path))
-        else:
-            ways = {"module": batch, "flat": batch.reshape(-1), "padded": split_trajectories(batch)}
-            again(ways[path])
+        PATHS[path](second("categorical"), batch, tmp_path)
 
 
 # What a batch cannot say.
