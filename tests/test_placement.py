@@ -246,9 +246,14 @@ def test_it_is_refused_in_a_postproc_and_in_a_replay_buffer_too(charge):
 
 @pytest.mark.parametrize("key", ["ref_log_prob", "kl", "task_reward", "kl_coeff", "episode_kl"])
 def test_the_record_is_not_to_be_rewritten(key):
-    env = with_transforms(WalkEnv((2,)), stack(), ObservationNorm(loc=0.0, scale=2.0, in_keys=[key]))
-    with pytest.raises(RuntimeError, match=rf"ObservationNorm stands after \w+ and rewrites '{key}'"):
-        env.reset()
+    def rescale() -> ObservationNorm:
+        return ObservationNorm(loc=0.0, scale=2.0, in_keys=[key])
+
+    text = rf"ObservationNorm stands after \w+ and rewrites '{key}'"
+    with pytest.raises(RuntimeError, match=text):
+        with_transforms(WalkEnv((2,)), stack(), rescale()).reset()
+    with pytest.raises(RuntimeError, match=text):
+        compose(stack(), rescale())(play(WalkEnv((2,)), policy()))
 
 
 def test_the_kl_is_no_observation_unless_it_is_named():

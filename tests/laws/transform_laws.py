@@ -280,7 +280,7 @@ class TransformLaws:
             assert (td[name] != 0).any()
 
     def test_its_step_compiles_without_a_graph_break(self):
-        env = with_transforms(WalkEnv((2,)), *self.before(), self.make())
+        env: Any = with_transforms(WalkEnv((2,)), *self.before(), self.make())
         *before, last = env.transform.transforms
         if isinstance(last, (KLConstrainedTransform, RewardAdjustmentTransform)):
             last.freeze()
