@@ -189,7 +189,7 @@ def test_ends_that_come_before_the_stack_are_told_to_the_controller():
 
 
 def test_casts_after_the_stack_are_no_rescaling():
-    cast = DTypeCastTransform(torch.float32, torch.float64, in_keys=["reward"])
+    cast = DTypeCastTransform(torch.float32, torch.float64, in_keys=["reward"], out_keys=["reward"])
     batch = walk(stack(), cast)["next"]
     assert batch["reward"].dtype == torch.float64
     assert_same(batch["reward"], walk(stack())["next", "reward"].double())
@@ -337,8 +337,9 @@ def test_where_torchrl_does_not_ask_the_workers_stop(capfd):
     assert "ReferenceModelLogProbTransform stands inside the workers of a ParallelEnv" in capfd.readouterr().err
 
 
-def test_inside_the_workers_of_a_serial_env_it_works():
-    batch = play(SerialEnv(2, hidden_env), policy())
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_inside_the_workers_of_a_serial_env_it_works(use_buffers):
+    batch = play(SerialEnv(2, hidden_env, use_buffers=use_buffers), policy())
     assert batch["next", "kl"].abs().max() > 1e-3
     after = stack()(without_kl(batch))["next"]
     for name in (*KL_KEYS, "reward"):
