@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributions import Categorical
@@ -244,6 +243,11 @@ def test_it_is_refused_in_a_postproc_and_in_a_replay_buffer_too(charge):
         buffer.sample()
 
 
+def test_a_second_charge_is_called_by_its_name():
+    with pytest.raises(RuntimeError, match="the batch has 'kl_coeff': 'reward' was charged for its KL before"):
+        compose(stack(), one_piece())(play(WalkEnv((2,)), policy()))
+
+
 @pytest.mark.parametrize("key", ["ref_log_prob", "kl", "task_reward", "kl_coeff", "episode_kl"])
 def test_the_record_is_not_to_be_rewritten(key):
     def rescale() -> ObservationNorm:
@@ -339,7 +343,7 @@ def test_where_torchrl_does_not_ask_the_workers_stop(capfd):
 
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_inside_the_workers_of_a_serial_env_it_works(use_buffers):
-    batch = play(SerialEnv(2, hidden_env, use_buffers=use_buffers), policy())
+    batch = play(SerialEnv(2, charged_env, use_buffers=use_buffers), policy())
     assert batch["next", "kl"].abs().max() > 1e-3
     after = stack()(without_kl(batch))["next"]
     for name in (*KL_KEYS, "reward"):
@@ -365,8 +369,3 @@ def test_a_divergence_alone_is_refused_too():
 
     with pytest.raises(RuntimeError, match=INSIDE):
         ParallelEnv(2, make)
-
-
-def test_a_transform_that_stands_nowhere_has_nothing_after_it():
-    batch = play(WalkEnv((2,)), policy())
-    assert isinstance(stack()(batch), TensorDict)
