@@ -11,6 +11,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_kl._charge import Charge, add_reward_like
 from torchrl_kl._keys import MASK_KEY, add_spec, beside, expand_right, find_time_dim, is_fake, state_spec
+from torchrl_kl._placement import refuse_later_ends
 from torchrl_kl._transform import KLTransform, copy_batch, counted_key, get_required, sampled_from_replay
 from torchrl_kl.controllers import ConstantKLController, KLController, TargetKLController, as_controller
 from torchrl_kl.statistics import KLStatistics
@@ -146,6 +147,7 @@ class RewardAdjustmentTransform(KLTransform):
             KeyError: if the reward, the KL or "next" is not there.
             RuntimeError: if the reward was charged before, or the controller cannot be fed.
         """
+        self.refuse_wrong_order()
         tensordict = copy_batch(tensordict)
         next_tensordict = tensordict.get("next")
         self._charge.refuse_charged(next_tensordict.keys(True, True), "the batch")
@@ -222,6 +224,12 @@ class RewardAdjustmentTransform(KLTransform):
     def refuse_charged_env(self, env: EnvBase) -> None:
         """RuntimeError if the reward that this transform is to charge was charged by a transform of the env."""
         self._charge.refuse_charged(env.full_observation_spec.keys(True, True), "the env")
+
+    def refuse_wrong_order(self) -> None:
+        """RuntimeError if a transform after this one undoes its work, or ends trajectories that it waits for."""
+        super().refuse_wrong_order()
+        if self.controller.per == "trajectory" and not isinstance(self.controller, ConstantKLController):
+            refuse_later_ends(self)
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Adds the running sum to the state spec, so that batched envs carry it."""

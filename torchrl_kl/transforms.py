@@ -29,6 +29,7 @@ from torchrl_kl._keys import (
     state_spec,
     sum_action_dims,
 )
+from torchrl_kl._placement import refuse_parallel_worker
 from torchrl_kl._policy import LivePolicy
 from torchrl_kl._switched import Switch, as_reference
 from torchrl_kl._transform import RECORD_LOG_PROB, KLTransform, copy_batch, counted_key, get_required
@@ -63,6 +64,7 @@ class ReferenceTransform(KLTransform):
         super().__init__(in_keys=in_keys, out_keys=[*out_keys, *reference.own_state_keys])
         self.reference = reference
         self._policy = None if policy is None else LivePolicy(policy, reference.recorded)
+        self.action_keys = reference.action_keys
         self.time_dim = time_dim
         self.zero_states = zero_states
         self._inputs_key = _scratch_key(out_keys[0], "inputs")
@@ -103,6 +105,7 @@ class ReferenceTransform(KLTransform):
             log_prob = tensordict.get(self._current_key, None)
         if log_prob is None:
             self._refuse_unrecorded(tensordict)
+            refuse_parallel_worker(type(self).__name__)
             self._write(tensordict, next_tensordict, None, None, None)
             self._write_states(next_tensordict, [inputs.get(k) for k in self._own_states])
             return next_tensordict
@@ -123,6 +126,7 @@ class ReferenceTransform(KLTransform):
             KeyError: if the policy's log-prob or "next" is not there.
             RuntimeError: if the reference is recurrent and its state is not known.
         """
+        self.refuse_wrong_order()
         tensordict = copy_batch(tensordict)
         timed = find_time_dim(tensordict, self.time_dim) is not None
         log_prob = self.reference.recorded.read(tensordict)
@@ -413,6 +417,7 @@ class KLDivergenceTransform(KLTransform):
         Raises:
             KeyError: if a log-prob or "next" is not there.
         """
+        self.refuse_wrong_order()
         tensordict = copy_batch(tensordict)
         log_prob = self._log_prob(tensordict)
         if log_prob is None:
