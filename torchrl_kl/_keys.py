@@ -74,12 +74,19 @@ class LogProbKeys:
 
     def read(self, tensordict: TensorDictBase) -> Tensor | None:
         """The log-prob of the whole action, nats, shape `batch_size`; None if an entry is not there."""
-        return None if self.missing(tensordict) else self.add_up(tensordict, self.batch_size(tensordict))
+        values = [tensordict.get(key, None) for key in self.keys]
+        if any(value is None for value in values):
+            return None
+        return _add_up(values, self.batch_size(tensordict))
 
     def add_up(self, log_probs: TensorDictBase, batch_size: torch.Size) -> Tensor:
         """The sum over the parts and over what stands beyond the batch."""
-        first, *others = (sum_action_dims(log_probs.get(key), batch_size) for key in self.keys)
-        return sum(others, first)
+        return _add_up([log_probs.get(key) for key in self.keys], batch_size)
+
+
+def _add_up(parts: list[Tensor], batch_size: torch.Size) -> Tensor:
+    first, *others = (sum_action_dims(part, batch_size) for part in parts)
+    return sum(others, first)
 
 
 def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:

@@ -74,6 +74,8 @@ class FrozenActor(nn.Module):
         (True, False)
     """
 
+    _own_dtype: torch.dtype | None = None  # of the weights, found once; None where they are another's
+
     def __init__(
         self,
         actor: nn.Module,
@@ -96,6 +98,7 @@ class FrozenActor(nn.Module):
         states = (*self.state_keys, *self.action_keys)
         self.in_keys = [key for key in read_keys(self.actor) if key not in states]
         self._init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
+        self._read_keys = [*self.in_keys, *self.state_keys]
         self.trace_keys = traces_of(acting, self.recorded)
         self._last_states: dict[int, list[Tensor]] = {}
         self._last_observed: dict[int, TensorDictBase] = {}
@@ -116,6 +119,7 @@ class FrozenActor(nn.Module):
         self.actor: ProbabilisticTensorDictSequential = copy.deepcopy(actor)  # type: ignore[assignment]
         self.actor.requires_grad_(self.requires_grad)
         self.actor.eval()
+        self._own_dtype = self.dtype
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the weights towards those of `source`: to (1 - tau) * reference + tau * source, in place.
@@ -146,6 +150,12 @@ class FrozenActor(nn.Module):
             0.55
         """
         self.master.move(self.actor, source, tau)
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        if self._own_dtype is not None:
+            self._own_dtype = self.dtype
+        return self
 
     def train(self, mode: bool = True) -> FrozenActor:
         """Stays in eval mode: dropout noise in a reference would be measured as divergence."""
@@ -253,11 +263,12 @@ class FrozenActor(nn.Module):
         """Hands the actor its own state as if it were the policy's, and what it reads in the dtype of its weights."""
         for own, key in zip(self.own_state_keys, self.state_keys, strict=True):
             inputs.rename_key_(own, key)
-        dtype = self.dtype
-        for key in (*self.in_keys, *self.state_keys):
+        if self._own_dtype is None:
+            return
+        for key in self._read_keys:
             value = inputs.get(key, None)
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
-                inputs.set(key, value.to(dtype))
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != self._own_dtype:
+                inputs.set(key, value.to(self._own_dtype))
 
     @contextmanager
     def scoring(self, recurrent: bool) -> Iterator[None]:

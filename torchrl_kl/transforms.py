@@ -279,7 +279,7 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         next_tensordict = super()._step(tensordict, next_tensordict)
-        ran = tensordict.get(self._current_key, None) is not None or not self.reference.recorded.missing(tensordict)
+        ran = any(tensordict.get(key, None) is not None for key in (self.reference.recorded.keys[0], self._current_key))
         counts = ran and self.reference.samples()
         counted = torch.full_like(next_tensordict.get(self.ref_log_prob_key), counts, dtype=torch.bool)
         tensordict.set(counted_key(self.ref_log_prob_key), counted)
@@ -289,7 +289,7 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
         if ref_log_prob is None:
             batch_size = self.reference.recorded.batch_size(tensordict)
             ref_log_prob = torch.zeros(batch_size, dtype=self.reference.dtype, device=tensordict.device)
-        elif self.reference.recorded.missing(tensordict):
+        elif self._policy is not None and self.reference.recorded.missing(tensordict):
             tensordict.set(self._current_key, log_prob)  # for the KLDivergenceTransform after this one
         next_tensordict.set(self.ref_log_prob_key, ref_log_prob)
 
