@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+from tensordict.nn import CompositeDistribution, ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from torch import Tensor, nn
 
 from torchrl_kl._keys import LogProbKeys, as_tuple, sum_action_dims
@@ -85,7 +85,10 @@ def log_prob_of_actions(actor: Any, inputs: TensorDictBase, recorded: LogProbKey
 def _log_prob(actor: Any, inputs: TensorDictBase) -> Tensor | TensorDictBase:
     """One log-prob, or one for each part of the action, under the actor's keys."""
     if not getattr(actor, "return_composite", False):
-        return actor.log_prob(inputs)
+        dist = actor.get_dist(inputs)
+        if isinstance(dist, CompositeDistribution):
+            return actor.log_prob(inputs, dist=dist)
+        return dist.log_prob(inputs.get(actor.dist_sample_keys[0]))  # what the actor's own does, with less ado
     # Parts that are drawn one after another: each given those before it. (The actor's own `log_prob` draws the
     # earlier parts anew and scores the later ones after those.)
     log_probs = TensorDict(batch_size=inputs.batch_size)

@@ -362,9 +362,12 @@ def _check_values(values: Tensor, mask: Tensor | None) -> None:
 def _log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor | None) -> Tensor:
     _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
     _check_mask(mask, log_prob.shape, "`log_prob`")
+    counts = log_prob != -torch.inf
+    if mask is not None:
+        counts = counts & mask
     # `where` stands before all that bends: an excluded step is 0 in value and gradient, never NaN * 0.
-    _, log_ratio, infinite = split_log_ratio(log_prob, ref_log_prob, mask)
-    return torch.where(infinite, torch.inf, log_ratio)
+    log_ratio = torch.where(counts, log_prob - ref_log_prob, 0.0)
+    return torch.where(log_ratio == torch.inf, torch.inf, log_ratio)  # as a constant: infinity has no slope
 
 
 def _check_pair(log_prob: Tensor, ref_log_prob: Tensor, name: str, ref_name: str) -> None:

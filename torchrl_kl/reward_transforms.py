@@ -126,19 +126,27 @@ class RewardAdjustmentTransform(KLTransform):
         episode_kl = tensordict.get(self.episode_kl_key, 0.0) + measured
         next_tensordict.set(self.episode_kl_key, episode_kl)
         if not self.frozen:
-            counted = tensordict.get(counted_key(self.kl_key), None)
-            if counted is None:
-                counted = torch.ones_like(measured, dtype=torch.bool)
-            if self.controller.per == "step":
-                self._pool(measured[counted])
-            else:
-                done_key = find_done(next_tensordict, self.reward_key, self.done_key)
-                ended = expand_right(next_tensordict.get(done_key), measured.shape)
-                before = tensordict.get(done_key, None)
-                if before is not None:  # an agent that has left while others go on was counted when it left
-                    ended = ended & ~expand_right(before, measured.shape)
-                self._pool(episode_kl[counted & ended])
+            self._feed_step(tensordict, next_tensordict, measured, episode_kl)
         return next_tensordict
+
+    def _feed_step(
+        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, measured: Tensor, episode_kl: Tensor
+    ) -> None:
+        """Pools what a step of the env, or the trajectories that it ended, measured."""
+        values, pooled = measured, None
+        if self.controller.per == "trajectory":
+            done_key = find_done(next_tensordict, self.reward_key, self.done_key)
+            done = next_tensordict.get(done_key)
+            if not done.any():
+                return
+            values, pooled = episode_kl, expand_right(done, measured.shape)
+            before = tensordict.get(done_key, None)
+            if before is not None:  # an agent that has left while others go on was counted when it left
+                pooled = pooled & ~expand_right(before, measured.shape)
+        counted = tensordict.get(counted_key(self.kl_key), None)
+        if counted is not None:
+            pooled = counted if pooled is None else counted & pooled
+        self._pool(values if pooled is None else values[pooled])
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Charges a batch (*B) that has "next"; returns a shallow copy with the results.
@@ -205,7 +213,7 @@ class RewardAdjustmentTransform(KLTransform):
         return measured.detach()
 
     def _pool(self, values: Tensor) -> None:
-        if self.controller.coeff == 0:  # only measures: what cannot be pooled must not stop the training either
+        if self.controller.coeff.item() == 0:  # only measures: what cannot be pooled must not stop the training either
             values = values[values.isfinite()]
         if values.numel():
             self.statistics.add(values)

@@ -173,6 +173,9 @@ class KLConstrainedTransform(Compose):
         self.adjustment.unfreeze()
         return self
 
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self._parts[0]._inv_call(tensordict)  # the other parts have no inverse, and every step asks
+
     def set_container(self, container: Transform) -> None:
         """Refuses an env whose reward is charged already, before any other complaint about it."""
         self.reset_parent()

@@ -440,7 +440,7 @@ class KLDivergenceTransform(KLTransform):
 
     def _write(self, tensordict, next_tensordict, log_prob, ref_log_prob, mask) -> None:
         """Writes the estimates of one step or batch; zeros where no policy ran (`log_prob` is None)."""
-        of_reference = next_tensordict.pop(self._ref_dist_key, None)
+        of_reference = None if self._estimate is None else next_tensordict.pop(self._ref_dist_key, None)
         if log_prob is None:
             estimates = [torch.zeros_like(ref_log_prob) for _ in self.out_keys]
         else:
