@@ -16,17 +16,28 @@ Glossary of the metrics of PPO (rows of metrics.csv, named run/metric, one per b
 
 from __future__ import annotations
 
-import argparse
 import copy
 import csv
 import json
 import shutil
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from digit_job import (
+    JobArgs,
+    arg,
+    draw,
+    next_token,
+    parse_args,
+    split_prompts,
+    train_language_model,
+    train_policy,
+    true_next_token,
+)
 from digit_rlhf_report import (
     describe,
     draw_attention,
@@ -36,11 +47,7 @@ from digit_rlhf_report import (
     print_checks,
     print_table,
 )
-from torch.nn.functional import cross_entropy, logsigmoid
-from torchrl.collectors import Collector
-from torchrl.modules import set_recurrent_mode
-from torchrl.objectives import ClipPPOLoss
-from torchrl.objectives.value import GAE
+from torch.nn.functional import logsigmoid
 from torchrl.record.loggers import CSVLogger, Logger, TensorboardLogger
 from tqdm import tqdm
 
@@ -49,33 +56,19 @@ from torchrl_kl import (
     AdaptiveKLController,
     ConstantKLController,
     Enumeration,
-    GPTActor,
-    GPTCritic,
     GPTRewardModel,
-    KLConstrainedTransform,
     exact_kl,
 )
-from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
-
-
-def arg(default, help, choices=None):
-    return field(default=default, metadata={"help": help, "choices": choices})
+from torchrl_kl.envs import DigitLanguage
 
 
 @dataclass
-class Args:
+class Args(JobArgs):
     """What can be set from the command line."""
 
     out: str = arg("runs/digit_rlhf", "Folder for models, metrics, pictures and the report.")
-    seed: int = arg(0, "Seed of the initial weights, the data and the sampled responses.")
     logger: str = arg("csv", "Where metrics go: CSV files alone, or TensorBoard too.", ["csv", "tensorboard"])
-    quick: bool = arg(False, "Run everything at a small size, in seconds; the results are then poor.")
-    threads: int = arg(2, "Threads that PyTorch may use.")
-    heldout_prompts: int = arg(1000, "Prompts that no stage trains on.")
     exact_prompts: int = arg(16, "Held-out prompts over which the exact values are taken.")
-    lm_iterations: int = arg(1200, "Updates of the language model.")
-    lm_batch: int = arg(256, "Texts per update of the language model.")
-    lm_lr: float = arg(2e-3, "Peak learning rate of the language model.")
     rm_iterations: int = arg(450, "Updates of the reward model.")
     rm_batch: int = arg(128, "Pairs per update of the reward model.")
     rm_lr: float = arg(4e-3, "Peak learning rate of the reward model.")
@@ -83,28 +76,14 @@ class Args:
     rm_heldout_pairs: int = arg(10_000, "Held-out pairs that test the reward model.")
     ppo_batches: int = arg(70, "Batches of responses that PPO collects with beta 1 and with beta 0.")
     adaptive_batches: int = arg(120, "Batches of responses that PPO collects with the adaptive coefficient.")
-    ppo_responses: int = arg(512, "Responses per batch.")
-    ppo_minibatch: int = arg(256, "Responses per update of policy and critic.")
-    ppo_epochs: int = arg(2, "How often each batch is used.")
-    ppo_lr: float = arg(1e-3, "Initial learning rate of the policy; it decays to zero.")
-    critic_lr: float = arg(3e-3, "Initial learning rate of the critic; it decays to zero.")
     target_kl: float = arg(0.5, "KL that the adaptive coefficient steers to, nats per response.")
     init_coeff: float = arg(0.05, "Where the adaptive coefficient starts, far from the answer.")
     horizon: float = arg(8192.0, "Responses in which the adaptive coefficient can grow by a factor of e.")
     clip: float = arg(1.0, "The largest relative error of the KL that the adaptive coefficient reacts to.")
 
 
-def parse_args() -> Args:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for f in fields(Args):
-        flag = "--" + f.name.replace("_", "-")
-        if isinstance(f.default, bool):
-            parser.add_argument(flag, action="store_true", help=f.metadata["help"])
-        else:
-            text = f"{f.metadata['help']} (default: {f.default})"
-            choices = f.metadata["choices"]
-            parser.add_argument(flag, type=type(f.default), default=f.default, choices=choices, help=text)
-    args = Args(**vars(parser.parse_args()))
+def read_args() -> Args:
+    args = parse_args(Args, __doc__)
     if args.quick:
         args.lm_iterations, args.rm_iterations, args.ppo_batches, args.adaptive_batches = 80, 30, 3, 4
         args.heldout_prompts, args.exact_prompts, args.rm_heldout_pairs = 50, 1, 1000
@@ -136,55 +115,6 @@ class Metrics:
             table.writerow(["metric", "step", "value"])
             for name, curve in self.csv.experiment.scalars.items():
                 table.writerows([name, step, value] for step, value in curve)
-
-
-def next_token(gpt: GPT):
-    """A GPT as torchrl_kl's exact values want a model: contexts to the logits of the next token."""
-    return lambda tokens: gpt.head(gpt.hidden_states(tokens)[:, -1])
-
-
-def true_next_token(language: DigitLanguage):
-    """The language itself as such a model."""
-    return lambda tokens: language.next_token_probs(tokens).log()
-
-
-def split_prompts(language: DigitLanguage, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """Training prompts, and held-out ones that begin with the two that the pictures and checks use."""
-    prompts = torch.cartesian_prod(*[torch.arange(language.vocab_size)] * language.prompt_length)
-    shown = torch.tensor([[5, 7, 1, 5], [0, 2, 8, 6]])
-    if not len(shown) <= args.heldout_prompts < len(prompts):
-        raise SystemExit(
-            f"--heldout-prompts must be from {len(shown)} to {len(prompts) - 1}, got {args.heldout_prompts}."
-        )
-    is_shown = (prompts[:, None] == shown).all(-1).any(-1)
-    rest = prompts[~is_shown]
-    rest = rest[torch.randperm(len(rest))]
-    n_rest = args.heldout_prompts - len(shown)
-    return rest[n_rest:], torch.cat([shown, rest[:n_rest]])
-
-
-def draw(prompts: torch.Tensor, n: int) -> torch.Tensor:
-    return prompts[torch.randint(len(prompts), (n,))]
-
-
-def train_language_model(language: DigitLanguage, prompts: torch.Tensor, args: Args, metrics: Metrics) -> GPT:
-    # The last token of a text is predicted, never read: the block is one shorter than the text.
-    gpt = GPT(language.n_tokens, language.text_length - 1)
-    optimizer = torch.optim.AdamW(gpt.parameters(), lr=args.lm_lr, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lm_lr, total_steps=args.lm_iterations)
-    bar = tqdm(range(args.lm_iterations), desc="language model")
-    for step in bar:
-        texts = language.sample(draw(prompts, args.lm_batch))
-        logits = gpt(texts[:, :-1])[:, language.prompt_length :]
-        loss = cross_entropy(logits.flatten(0, 1), texts[:, language.context_length :].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        if step % 10 == 0:
-            metrics.log("language_model", step, loss=loss.item())
-            bar.set_postfix_str(f"loss {loss.item():.3f} nats per token")
-    return gpt.eval()
 
 
 def preference_pairs(language: DigitLanguage, prompts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,63 +158,8 @@ def train_reward_model(language_model: GPT, language: DigitLanguage, prompts, ar
     return gpt.eval()
 
 
-def train_policy(run, language_model, controller, reward_fn, n_batches, language, prompts, args, metrics) -> GPT:
-    """PPO on the task reward minus the controller's coefficient times the KL to the language model."""
-    policy = copy.deepcopy(language_model)
-    # A critic and not a mean over responses: it knows after the first digit whether that was right, so that the later
-    # digits are not blamed for it. One layer is enough, and it reads one token more: the last one, in the final state.
-    critic = GPT(language.n_tokens, language.text_length, n_layer=1, n_out=1)
-    actor, value = GPTActor(policy), GPTCritic(critic)
-    stack = KLConstrainedTransform(actor, controller)
-    env = DigitLanguageEnv(
-        language, prompts=prompts, reward_fn=reward_fn, batch_size=(args.ppo_responses,), seed=args.seed
-    )
-    frames = args.ppo_responses * language.response_length
-    collector = Collector(
-        env,
-        actor,
-        frames_per_batch=frames,
-        total_frames=frames * n_batches,
-        postproc=stack,
-        auto_register_policy_transforms=False,
-    )
-    # gamma = lambda = 1: an earlier token is charged for all of the KL that it brings about later.
-    gae = GAE(gamma=1.0, lmbda=1.0, value_network=value, deactivate_vmap=True, shifted=False)
-    loss_module = ClipPPOLoss(
-        actor, value, clip_epsilon=0.2, entropy_bonus=False, critic_coeff=1.0, loss_critic_type="l2"
-    )
-    optimizer = torch.optim.Adam(
-        [{"params": policy.parameters(), "lr": args.ppo_lr}, {"params": critic.parameters(), "lr": args.critic_lr}],
-        betas=(0.9, 0.95),
-        fused=True,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda batch: 1 - batch / n_batches)
-    losses = {}
-    bar = tqdm(collector, desc=f"PPO, {run}", total=n_batches)
-    for step, batch in enumerate(bar):
-        with torch.no_grad(), set_recurrent_mode(True):  # a trajectory in one pass of the critic
-            gae(batch)
-        for _ in range(args.ppo_epochs):
-            for minibatch in batch[torch.randperm(len(batch))].split(args.ppo_minibatch):
-                losses = loss_module(minibatch)
-                optimizer.zero_grad()
-                (losses["loss_objective"] + losses["loss_critic"]).backward()
-                optimizer.step()
-        schedule.step()
-        values = {
-            "reward": batch["next", "task_reward"].sum(1).mean().item(),
-            "kl_reference": batch["next", "kl"].sum(1).mean().item(),
-            "kl_old_policy": losses["kl_approx"].mean().item(),
-            "coeff": batch["next", "kl_coeff"].mean().item(),
-        }
-        metrics.log(run, step, **values)
-        bar.set_postfix_str("reward {reward:.2f}, KL {kl_reference:.2f} nats, coeff {coeff:.3f}".format(**values))
-    collector.shutdown()
-    return policy.eval()
-
-
 def main() -> None:
-    args = parse_args()
+    args = read_args()
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
@@ -302,7 +177,7 @@ def main() -> None:
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
     with stage("language_model"):
-        language_model = train_language_model(language, prompts, args, metrics)
+        language_model = train_language_model(language, prompts, args, partial(metrics.log, "language_model"))
     with stage("exact_values"):
         truth = true_next_token(language)
         excess = exact_kl(truth, next_token(language_model), contexts[:256], language.response_length).mean().item()
@@ -330,10 +205,9 @@ def main() -> None:
     policies = {}
     for run, (controller, reward_fn, n_batches, exact, coeff) in runs.items():
         with stage(run):
-            policy = train_policy(
-                run, language_model, controller, reward_fn, n_batches, language, prompts, args, metrics
-            )
-            policies[run] = policy
+            policy, log = copy.deepcopy(language_model), partial(metrics.log, run)
+            train_policy(run, policy, controller, reward_fn, n_batches, language, prompts, args, log)
+            policies[run] = policy.eval()
         with stage("exact_values"):
             preferred = language.preferred_token(heldout[: args.exact_prompts])
             report[run] = describe(exact.values(next_token(policy), coeff), preferred)

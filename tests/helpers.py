@@ -1,6 +1,7 @@
 """Small things the tests of the transforms share: an env, actors of every kind, ways to move and to compare them."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -226,11 +227,11 @@ class SpyController(KLController):
     def __init__(self, init_coeff: float = 0.1, *, per: Any = "trajectory", step: float = 0.0):
         super().__init__(init_coeff, per=per)
         self.calls: list[tuple[float, int]] = []
-        self.standard_errors: list[float | None] = []
+        self.standard_errors: list[float] = []  # inf where it was told none
         self.step = step
 
     def _ignore_noise(self, kl: float, standard_error: float | None) -> float:
-        self.standard_errors.append(standard_error)
+        self.standard_errors.append(math.inf if standard_error is None else standard_error)
         return kl
 
     def _next_coeff(self, kl: float, n_steps: int) -> float:

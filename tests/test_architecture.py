@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+SCRIPTS = sorted(ROOT.glob("examples/*.py")) + sorted(ROOT.glob("benchmarks/*.py"))
+
 # The promise to users: a name that is added, renamed or lost must be added, renamed or struck out here too.
 PUBLIC_NAMES = {
     "torchrl_kl": [
@@ -24,6 +26,7 @@ PUBLIC_NAMES = {
         "GPTCritic",
         "GPTRewardModel",
         "KLConstrainedTransform",
+        "KLControlHook",
         "KLController",
         "KLDivergenceTransform",
         "KLPenaltyLoss",
@@ -39,6 +42,7 @@ PUBLIC_NAMES = {
         "coeff_for_budget",
         "exact_kl",
         "kl_exact",
+        "kl_collector",
         "kl_k1",
         "kl_k2",
         "kl_k3",
@@ -61,16 +65,24 @@ ARROWS = {
     "exact": {"functional"},
     "gpt": set(),
     "_keys": set(),
+    "_live": set(),
     "_placement": set(),
     "_transform": {"_keys", "_placement"},
     "_charge": {"_keys", "_transform"},
-    "reference": {"_keys"},
+    "_actors": {"_keys"},
+    "_moving": {"_scalars"},
+    "reference": {"_actors", "_keys", "_moving"},
+    "_switched": {"_live", "reference"},
     "trajectories": {"_keys"},
-    "_distributions": set(),
+    "_distributions": {"_actors"},
     "top_k": {"_keys", "_distributions"},
     "_estimates": {"_keys", "_transform", "_distributions", "functional"},
-    "transforms": {"_keys", "_placement", "_transform", "_estimates", "functional", "reference"},
-    "objectives": {"_keys", "_transform", "controllers", "functional", "reference", "statistics", "trajectories"},
+    "_policy": {"_actors", "_keys", "_live"},
+    "transforms": {
+        *("_keys", "_placement", "_policy", "_transform", "_estimates"),
+        *("_switched", "functional", "reference"),
+    },
+    "objectives": {"_keys", "_switched", "_transform", "controllers", "functional", "statistics", "trajectories"},
     "reward_transforms": {
         *("_keys", "_placement", "_transform", "_charge"),
         *("controllers", "statistics", "trajectories"),
@@ -88,9 +100,13 @@ ARROWS = {
         "trajectories",
     },
     "stacks": {
-        *("_keys", "_transform", "_charge", "_estimates", "controllers", "functional"),
+        *("_keys", "_transform", "_charge", "_estimates", "_switched", "controllers", "functional"),
         *("reference", "transforms", "reward_transforms"),
     },
+    "_watched": set(),
+    "_workers": {"_keys", "_moving", "_switched", "controllers", "stacks"},
+    "collectors": {"_moving", "_switched", "_watched", "_workers", "stacks"},
+    "trainers": {"_keys", "_transform", "stacks"},
 }
 
 # What a module may import of others' packages, beside the standard library.
@@ -107,10 +123,14 @@ LIBRARIES = {
             "controllers",
             "budget",
             "exact",
+            "_live",
+            "_moving",
             "_sampling",
         )
     },
     "gpt": TENSORDICT | {"safetensors"},
+    "_watched": TENSORDICT | {"ray"},
+    "_workers": TENSORDICT | {"cloudpickle"},
 }
 
 
@@ -180,14 +200,15 @@ def later():
         assert {name.split(".")[0] for name in own} <= set(ARROWS)
         assert others == set()
 
-    @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name)
-    def test_examples_use_public_names_only(self, path):
-        own, others = imports_of(f"examples/{path.name}", "examples")
+    @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+    def test_examples_and_benchmarks_use_public_names_only(self, path):
+        own, others = imports_of(f"{path.parent.name}/{path.name}", path.parent.name)
         public = {f"torchrl_kl.{name}" for name in PUBLIC_NAMES["torchrl_kl"]}
         public |= {f"torchrl_kl.envs.{name}" for name in PUBLIC_NAMES["torchrl_kl.envs"]}
-        assert own
+        assert own or path.stem.endswith("_report")  # a report may know figures alone
         assert {f"torchrl_kl.{name}" for name in own} <= public
-        assert not others & {"envs", "tests", "examples"}
+        foreign = {script.stem for script in SCRIPTS if script.parent != path.parent}
+        assert not others & {"envs", "tests", "examples", "benchmarks", *foreign}
 
 
 class TestPublicNames:

@@ -1,6 +1,7 @@
 """The coefficient for a budget, against enumeration and against formulas of two-valued rewards."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_samples_that_are_the_whole_enumeration_give_its_coefficient(n_prompts, 
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.2, 0.452, 1.0, 5.0])
-@pytest.mark.parametrize("ones", [1, 3, 9])
+@pytest.mark.parametrize("ones", [1, 3, 5, 9])
 def test_of_two_valued_rewards_it_is_the_known_one(beta, ones):
     rewards = torch.tensor([1] * ones + [0] * (10 - ones))  # whole numbers will do
     budget = bernoulli_kl(ones / 10, beta)
@@ -125,7 +126,11 @@ def test_just_below_the_largest_budget_there_is_a_coefficient():
     limit = math.log(2)
     coeff = coeff_for_budget(rewards, limit * (1 - 1e-12))
     assert 0.02 < coeff < 0.04  # 0.5 / b exp(-1 / b) / 2 + ... = 7e-13
-    with pytest.raises(ValueError, match=r"`budget` must be below 0.693147 nats, all that .*, got 0.693147: draw more"):
+    message = (
+        "`budget` must be below 0.693147 nats, all that these rewards can show (the log of the samples over those of "
+        "the highest reward, per prompt), got 0.693147: draw more samples, or spend less."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         coeff_for_budget(rewards, limit)
     with pytest.raises(ValueError, match=r"`budget` must be below 0.693147 nats, .*, got 5"):
         coeff_for_budget(rewards, 5)
@@ -153,13 +158,12 @@ def test_a_budget_that_is_no_number_is_refused(budget):
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (0, 2), (2, 2, 1)])
 def test_rewards_of_another_shape_are_refused(shape):
-    message = rf"`rewards` must be the rewards \(N,\) of samples.*got shape {re_escape(shape)}"
-    with pytest.raises(ValueError, match=message):
+    message = re.escape(
+        "`rewards` must be the rewards (N,) of samples, or (P, S) of S samples of each of P prompts, not empty, got "
+        f"shape {shape}."
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"):
         coeff_for_budget(torch.zeros(shape), 0.1)
-
-
-def re_escape(shape: tuple[int, ...]) -> str:
-    return str(shape).replace("(", r"\(").replace(")", r"\)")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -174,8 +178,12 @@ def test_rewards_that_are_not_finite_are_refused(bad):
 @pytest.mark.parametrize("rewards", [[0.3], [0.3, 0.3, 0.3], [[0.0, 0.0], [1.0, 1.0]], [[0.0], [1.0]]])
 def test_rewards_without_a_choice_are_refused(rewards):
     rewards = torch.tensor(rewards)
-    message = rf"`rewards` must differ between the samples .* got shape {re_escape(tuple(rewards.shape))} with all"
-    with pytest.raises(ValueError, match=message):
+    message = re.escape(
+        "`rewards` must differ between the samples of a prompt, or there is nothing to gain from leaving the "
+        f"reference: got shape {tuple(rewards.shape)} with all rewards of a prompt equal. Samples of one prompt stand "
+        "in a row: squeeze a trailing dimension of 1."
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"):
         coeff_for_budget(rewards, 0.1)
 
 

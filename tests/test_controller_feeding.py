@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from tensordict import TensorDict
 from tensordict.nn import InteractionType
 from torch.testing import assert_close
 from torchrl.collectors import Collector
@@ -150,11 +151,13 @@ def test_a_deadband_leaves_the_coefficient_alone_within_the_noise(deadband, move
 
 
 def test_a_deadband_on_single_values_is_refused():
-    message = "`update_every` must be at least 2 for a controller with a deadband of 1.5 standard errors, got 1"
+    message = (
+        "`update_every` must be at least 2 for a controller with a deadband of 0.5 standard errors, got 1: a single"
+    )
     for make in (RewardAdjustmentTransform, partial(KLConstrainedTransform, make_actor())):
         with pytest.raises(ValueError, match=message):
-            make(AdaptiveKLController(0.1, 0.5, 100, deadband=1.5), update_every=1)
-        make(AdaptiveKLController(0.1, 0.5, 100, deadband=1.5), update_every=2)
+            make(AdaptiveKLController(0.1, 0.5, 100, deadband=0.5), update_every=1)
+        make(AdaptiveKLController(0.1, 0.5, 100, deadband=0.5), update_every=2)
         make(AdaptiveKLController(0.1, 0.5, 100), update_every=1)
 
 
@@ -461,3 +464,29 @@ def test_random_warm_up_frames_are_scored_zero_in_the_env_and_not_counted():
     assert (kl[:2] == 0).all()
     assert (kl[2] != 0).all()
     assert total(controller)[0] == 8
+
+
+# Batches that were charged elsewhere.
+
+
+@pytest.mark.parametrize("per", ["trajectory", "step"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_observing_a_charged_batch_tells_what_charging_it_would_have_told(per, padded):
+    (charging, one), (observing, other) = spied(per), spied(per)
+    for seed in range(3):
+        batch = play(WalkEnv((3,)), policy(), 7, seed=seed)
+        if padded:
+            batch["collector"] = TensorDict(mask=torch.arange(7).expand(3, 7) < 5, batch_size=(3, 7))
+        charged = charging(batch)
+        if padded:
+            charged["next", "kl"] = torch.where(charged["collector", "mask"][..., None], charged["next", "kl"], 9.0)
+        before = charged.clone()
+        assert observing.adjustment.observe(charged) is None
+        assert (charged == before).all()
+    assert one.calls == other.calls != []
+
+
+def test_observing_what_was_not_measured_is_an_error():
+    stack, _ = spied()
+    with pytest.raises(KeyError, match="'kl' is not in the data.*put KLDivergenceTransform before this transform"):
+        stack.adjustment.observe(play(WalkEnv((3,)), policy(), 7))

@@ -5,6 +5,8 @@ import random
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torchrl.data import AdaptiveKLController as TorchRLAdaptiveKLController
 
 from tests.laws.controller_laws import BoundedLaws, ClosedLoopLaws, ControllerLaws
@@ -16,6 +18,7 @@ from torchrl_kl import (
     PIDKLController,
     TargetKLController,
 )
+from torchrl_kl.controllers import as_controller
 
 bad_numbers = pytest.mark.parametrize("value", [0.0, -0.5, math.inf, math.nan])
 
@@ -77,7 +80,11 @@ class TestAdaptive(ClosedLoopLaws):
     @pytest.mark.parametrize("n_steps", [50, 51, 10**6])
     def test_an_update_that_could_reach_zero_is_refused_and_changes_nothing(self, kl, n_steps):
         controller = self.make()
-        with pytest.raises(ValueError, match=f"`n_steps` must be less than horizon / clip = 50, got {n_steps}"):
+        message = (
+            f"^`n_steps` must be less than horizon / clip = 50, got {n_steps}: one update could bring the coefficient "
+            r"to zero or below\. Raise `horizon`, lower `clip`, or update more often\.$"
+        )
+        with pytest.raises(ValueError, match=message):
             controller.update(kl, n_steps)
         assert controller.coeff.item() == 0.1
         assert controller.update(kl, 49) > 0
@@ -167,13 +174,14 @@ def settled(kls: list[float]) -> int:
 
 class TestPID(BoundedLaws):
     buffers = ("coeff", "filtered_error", "filtered_change")
-    gains = {"kp": 0.7, "ki": 0.05, "kd": 0.4, "smoothing": 0.6}
     # The filtered error moves by at most 0.4 * 2, its change by twice that.
     log_fall = log_rise = 0.05 + 0.7 * 0.8 + 0.4 * 1.6
 
-    @classmethod
-    def make(cls, **kwargs):
-        return PIDKLController(**{"init_coeff": 0.1, "target": 0.5} | cls.gains | kwargs)
+    @staticmethod
+    def make(**kwargs):
+        gains = {"kp": 0.7, "ki": 0.05, "kd": 0.4, "smoothing": 0.6}
+        settings: dict[str, Any] = {"init_coeff": 0.1, "target": 0.5, **gains}
+        return PIDKLController(**settings | kwargs)
 
     def test_it_moves_as_far_as_its_bound_allows(self):
         # Unfiltered, from one end to the other and back: ki + 2 kp + 4 kd.
@@ -288,6 +296,30 @@ class TestOneOfAUser(ControllerLaws):
             Switch(-1)
 
 
+class TestInsideAModule:
+    """The state keeps its dtype; all else is as in any module."""
+
+    def make(self) -> Switch:
+        controller = Switch(0.1)
+        controller.net = nn.Linear(1, 1)
+        return controller
+
+    def test_a_cast_reaches_the_modules_that_a_controller_holds(self):
+        controller = self.make().half()
+        assert [p.dtype for p in controller.parameters()] == [torch.float16] * 2
+        assert controller.coeff.dtype == torch.float64
+
+    def test_a_move_stays_outside_them_if_told_so(self):
+        controller = self.make().to_empty(device="meta", recurse=False)
+        assert [p.device.type for p in controller.parameters()] == ["cpu"] * 2
+        assert controller.coeff.device.type == "meta"
+
+    def test_what_keeps_the_dtype_is_applied(self):
+        controller = self.make()
+        controller._apply(lambda t: t + 1)
+        assert controller.coeff.item() == 1.1
+
+
 class Doubling(TargetKLController):
     """The smallest closed loop that a user could write: up, down, or neither."""
 
@@ -311,3 +343,25 @@ class TestClosedLoopOfAUser(ClosedLoopLaws):
     def test_its_settings_are_shown(self):
         assert repr(self.make()) == "Doubling(coeff=0.1, per='trajectory', target=0.5)"
         assert repr(self.make(deadband=2)) == "Doubling(coeff=0.1, per='trajectory', target=0.5, deadband=2)"
+
+
+class TestAsController:
+    @pytest.mark.parametrize("number", [0, 0.3])
+    def test_a_number_is_a_constant_coefficient(self, number):
+        controller = as_controller(number)
+        assert type(controller) is ConstantKLController
+        assert controller.coeff.item() == number
+        assert controller.per == "trajectory"
+
+    def test_a_controller_is_itself(self):
+        controller = Switch(0.1, per="step")
+        assert as_controller(controller) is controller
+
+    @pytest.mark.parametrize("other", ["0.1", None, True, [0.1]])
+    def test_anything_else_is_refused(self, other):
+        message = (
+            rf"^`controller` must be a KLController or a number, got {type(other).__name__}: a number is a constant "
+            r"coefficient\.$"
+        )
+        with pytest.raises(TypeError, match=message):
+            as_controller(other)

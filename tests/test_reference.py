@@ -170,25 +170,6 @@ def test_a_lazy_actor_is_refused():
     ReferenceModelLogProbTransform(actor)
 
 
-class TwoLogProbs(nn.Module):
-    """An actor as of a composite distribution: one log-prob per leaf."""
-
-    in_keys = ("observation",)
-    out_keys = ("a", "b", "a_log_prob", "b_log_prob")
-    dist_sample_keys = ("a", "b")
-    log_prob_keys = ("a_log_prob", "b_log_prob")
-
-    def get_dist(self, td): ...
-
-    def log_prob(self, td): ...
-
-
-def test_several_log_probs_need_a_key():
-    with pytest.raises(ValueError, match=r"must record one log-prob, got the keys \['a_log_prob', 'b_log_prob'\]"):
-        FrozenActor(TwoLogProbs())
-    assert FrozenActor(TwoLogProbs(), log_prob_key="b_log_prob").log_prob_key == "b_log_prob"
-
-
 def test_a_reference_needs_not_record_its_own_log_prob():
     batch = play(WalkEnv((2,)), make_actor())
     silent = ReferenceModelLogProbTransform(make_actor(return_log_prob=False))

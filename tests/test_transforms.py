@@ -9,7 +9,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributions import Categorical, Normal, kl_divergence
 from torch.testing import assert_close
-from torchrl.envs import ActionDiscretizer, Compose, GymEnv, SerialEnv, check_env_specs
+from torchrl.envs import Compose, GymEnv, SerialEnv, check_env_specs
 from torchrl.modules import recurrent_mode
 
 from tests.helpers import (
@@ -192,24 +192,6 @@ def test_padding_has_no_kl_whatever_stands_there(rubbish):
         assert_close(after[name][mask], expected[name][mask], rtol=0, atol=0)
 
 
-# Which action.
-
-
-def test_the_action_scored_is_the_one_of_the_policy():
-    net = nn.Sequential(nn.Linear(3, 5), nn.Unflatten(-1, (1, 5)))  # one choice of 5 for the one action dimension
-    net = TensorDictModule(net, ["observation"], ["logits"])
-    actor = sharp(probabilistic_actor(net, in_keys=["logits"], distribution_class=Categorical, return_log_prob=True))
-    discretizer = ActionDiscretizer(num_intervals=5, categorical=True)
-    env = with_transforms(GymEnv("Pendulum-v1"), discretizer, KLConstrainedTransform(actor, 0.1))
-    policy = moved(actor)
-    batch = play(env, policy, 10)
-    assert batch["action"].dtype == torch.int64
-    with torch.no_grad():
-        expected = Categorical(logits=actor[0].module(batch["observation"])).log_prob(batch["action"])
-    assert_close(batch["next", "ref_log_prob"], expected.squeeze(-1), atol=1e-5, rtol=0)
-    assert batch["next", "kl"].abs().max() > 1e-3
-    after = measure(actor)(batch.exclude(("next", "kl"), ("next", "ref_log_prob")))
-    assert_same(after["next", "kl"], batch["next", "kl"])
 
 
 # When there is no log-prob.

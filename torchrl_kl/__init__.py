@@ -1,6 +1,7 @@
 """KL control for reinforcement learning on TorchRL: measure the divergence, charge it, steer its price."""
 
 from torchrl_kl.budget import coeff_for_budget
+from torchrl_kl.collectors import kl_collector
 from torchrl_kl.controllers import (
     AdaptiveKLController,
     ConstantKLController,
@@ -28,6 +29,7 @@ from torchrl_kl.reward_transforms import RewardAdjustmentTransform
 from torchrl_kl.stacks import KLConstrainedTransform, KLRewardTransform
 from torchrl_kl.statistics import KLStatistics
 from torchrl_kl.top_k import TopKActor
+from torchrl_kl.trainers import KLControlHook
 from torchrl_kl.transforms import KLDivergenceTransform, ReferenceModelLogProbTransform
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "GPTCritic",
     "GPTRewardModel",
     "KLConstrainedTransform",
+    "KLControlHook",
     "KLController",
     "KLDivergenceTransform",
     "KLMonitor",
@@ -56,6 +59,7 @@ __all__ = [
     "TopKActor",
     "coeff_for_budget",
     "exact_kl",
+    "kl_collector",
     "kl_exact",
     "kl_k1",
     "kl_k2",

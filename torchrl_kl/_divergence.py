@@ -7,6 +7,8 @@ before anything is computed from it, so that it is 0 in value and in gradient, n
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -83,6 +85,8 @@ def kl_of_distributions(policy: Distribution, reference: Distribution, mask: Ten
 
 def _kl(policy: Distribution, reference: Distribution, mask: Tensor | None) -> Tensor:
     _check_equal("batch_shape", policy, reference, tuple(policy.batch_shape), tuple(reference.batch_shape))
+    if isinstance(policy, Mapping) and isinstance(reference, Mapping):
+        return _kl_of_composites(policy, reference, mask)
     if isinstance(policy, Categorical | OneHotCategorical) and isinstance(reference, Categorical | OneHotCategorical):
         return _kl_of_categoricals(policy, reference, mask)
     if isinstance(policy, Independent) and isinstance(reference, Independent):
@@ -97,9 +101,9 @@ def _kl_of_categoricals(
 ) -> Tensor:
     # Not the registered KL: its gradient is NaN where the policy has a logit of -inf, as masked actions have, and it is
     # inf where the reference's probability is below the smallest number of the dtype.
-    columns, ref_columns = getattr(policy, "_mask", None), getattr(reference, "_mask", None)
-    sparse = [getattr(dist, "_sparse_mask", False) for dist in (policy, reference)]
-    if any(sparse) and not (all(sparse) and torch.equal(columns, ref_columns)):
+    columns, ref_columns = _columns(policy), _columns(reference)
+    alike = columns is ref_columns if columns is None or ref_columns is None else torch.equal(columns, ref_columns)
+    if not alike:
         raise ValueError(
             "`policy` and `reference` must be over the same actions, got "
             f"{_name(policy)} and {_name(reference)} with different `indices`: build both with the same `indices`, or "
@@ -110,17 +114,40 @@ def _kl_of_categoricals(
     return kl_of_logits(log_probs, ref_log_probs, None)
 
 
+def _columns(dist: Distribution) -> Tensor | None:
+    """Actions that the columns stand for in a MaskedCategorical given by `indices`; None: all, in order."""
+    return getattr(dist, "_mask", None) if getattr(dist, "_sparse_mask", False) else None
+
+
 def _log_probs(dist: Categorical | OneHotCategorical, mask: Tensor | None) -> Tensor:
     """Log-probabilities (*B, V) from what the distribution was built with.
 
     Built from probabilities, its `logits` are clamped: a probability of 0 would pass for one of 1e-7.
     """
-    param = dist._param if mask is None else torch.where(mask.unsqueeze(-1), dist._param, 0.0)
+    param = cast(Tensor, dist._param)
+    if mask is not None:
+        param = torch.where(mask.unsqueeze(-1), param, 0.0)
     # Probabilities add up to 1, so that one is positive; log-probabilities never are.
     are_probs = (param > 0).any(-1, keepdim=True)
     drawn = are_probs & (param != 0)
     log_probs = torch.where(drawn, torch.where(drawn, param, 1.0).log(), -torch.inf)
     return torch.where(are_probs, log_probs, param)
+
+
+def _kl_of_composites(policy: Any, reference: Any, mask: Tensor | None) -> Tensor:
+    """Of tensordict's CompositeDistribution, a mapping of independent parts: the sum over them."""
+    _check_equal("parts", policy, reference, sorted(map(str, policy)), sorted(map(str, reference)))
+    n = len(policy.batch_shape)
+
+    def of_part(part: Distribution, ref_part: Distribution) -> Tensor:
+        counts = mask
+        if counts is not None:
+            counts = counts.reshape(counts.shape + (1,) * (len(part.batch_shape) - n)).expand(part.batch_shape)
+        kl = _kl(part, ref_part, counts)
+        return kl.flatten(n).sum(-1) if kl.ndim > n else kl
+
+    first, *others = (of_part(part, reference[name]) for name, part in policy.items())
+    return sum(others, first)
 
 
 def _kl_of_independent(policy: Independent, reference: Independent, mask: Tensor | None) -> Tensor:

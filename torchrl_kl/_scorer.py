@@ -130,7 +130,7 @@ class Scorer:
                 )
             inputs.rename_key_(own, key)
         timed = find_time_dim(batch, self.time_dim) is not None
-        with set_recurrent_mode(timed and not reference.state_keys):  # every step carries its own state
+        with reference.scoring(timed and not reference.state_keys):  # every step carries its own state
             return reference.actor.get_dist(inputs)
 
 

@@ -40,10 +40,11 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
         mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0, whatever stands there.
 
     Returns:
-        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action. A `log_prob` of
-        -inf (an action that the policy cannot draw) contributes 0.
+        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action, with gradient 0. A
+        `log_prob` of -inf (an action that the policy cannot draw) contributes 0.
 
     Raises:
+        TypeError: if the log-probabilities are not floating point.
         ValueError: if the shapes differ or the mask is not boolean.
 
     Reference:
@@ -68,9 +69,10 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
         mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0, whatever stands there.
 
     Returns:
-        One estimate per step, nats, shape (*B).
+        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action, with gradient 0.
 
     Raises:
+        TypeError: if the log-probabilities are not floating point.
         ValueError: if the shapes differ or the mask is not boolean.
 
     Reference:
@@ -96,9 +98,10 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
         mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0, whatever stands there.
 
     Returns:
-        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action.
+        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action, with gradient 0.
 
     Raises:
+        TypeError: if the log-probabilities are not floating point.
         ValueError: if the shapes differ or the mask is not boolean.
 
     Reference:
@@ -130,9 +133,11 @@ def kl_exact(policy: Tensor | Distribution, reference: Tensor | Distribution, *,
         policy: logits or log-probabilities of all V actions, shape (*B, V), normalised here; or a distribution of batch
             shape (*B). Between distributions: categorical ones by their log-probabilities (one-hot and masked
             ones too), independent and transformed ones (TanhNormal) through their bases, the latter if both share the
-            bijection, whose parameters are taken as constants; all others as registered with torch.
+            bijection, whose parameters are taken as constants; tensordict's CompositeDistribution as the sum over its
+            parts; all others as registered with torch.
         reference: the same for the reference: same kind, same shape.
-        mask: True where a step counts, boolean, shape (*B). Elsewhere the KL is 0, whatever stands there.
+        mask: True where a step counts, boolean, shape (*B). Elsewhere the KL is 0, whatever stands there; but
+            the gradient of what a distribution computed when it was built (Categorical normalises) is its own.
 
     Returns:
         The KL of each step, nats, shape (*B). NaN where a row is no distribution (every logit -inf, or one NaN).
@@ -185,10 +190,10 @@ def kl_top_k(
     that autograd finds the whole gradient, `(lr + 1) grad log pi(a)` in the tail and not only `grad log pi(a)`.
 
     You may rely on: over actions drawn from the policy, its mean is the KL and its gradient has the mean of the KL's
-    gradient, for any k and any choice of the k actions. k = 0 is k1 with its score, k = V is `kl_exact`. The mean square
-    of the sampled term only falls as actions are added to the k; a step takes 2 k + 2 numbers and one bit. You may not
-    rely on its sign where the tail is drawn, nor that it varies less than k1 (where lr is nearly the same for all
-    actions it varies more), nor charge it to a reward.
+    gradient, for any k and any choice of the k actions. k = 0 is k1 with its score, k = V is `kl_exact`. The mean
+    square of the sampled term only falls as actions are added to the k; a step takes 2 k + 2 numbers and one bit. You
+    may not rely on its sign where the tail is drawn, nor that it varies less than k1 (where lr is nearly the same for
+    all actions it varies more), nor charge it to a reward.
 
     Args:
         top_log_probs: log pi of k actions, as a rule the policy's most likely ones, nats, shape (*B, k); normalised
@@ -292,8 +297,8 @@ def masked_mean(values: Tensor, mask: Tensor | None, *, dim: int | tuple[int, ..
     if empty > 0:
         raise ValueError(
             f"`mask` must be True somewhere in each mean, got {empty} of {number.numel()} means over "
-            f"`values` of shape {tuple(values.shape)} with nothing that counts: a mean of nothing is not defined; leave "
-            "such rows out, or use `masked_sum`."
+            f"`values` of shape {tuple(values.shape)} with nothing that counts: a mean of nothing is not defined; "
+            "leave such rows out, or use `masked_sum`."
         )
     return (total / number).to(values.dtype)
 

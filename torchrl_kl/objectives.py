@@ -28,10 +28,10 @@ from torchrl_kl._keys import (
     holder_batch_size,
     sum_action_dims,
 )
+from torchrl_kl._switched import Switch, as_reference
 from torchrl_kl._transform import RECORD_LOG_PROB, get_required
 from torchrl_kl.controllers import KLController, as_controller
 from torchrl_kl.functional import kl_exact, kl_k1, kl_k2, kl_k3
-from torchrl_kl.reference import FrozenActor
 from torchrl_kl.statistics import KLStatistics
 from torchrl_kl.trajectories import OpenTrajectories, sum_after, sum_before
 
@@ -104,8 +104,10 @@ class KLPenaltyLoss(LossModule):
         controller: a KLController, or a float for a constant coefficient; reward per nat.
         gradient: "step", "sequence", "k2" or "k3".
         weights: "trajectory" or "step"; by default "trajectory" for "sequence" and else "step".
-        reference: the actor to stay close to, of which a frozen copy is made, or a FrozenActor, which is used as it is
-            (a transform's, say: one copy serves both). By default a copy of `actor` as it is now.
+        reference: the actor to stay close to, of which a frozen copy is made; or a FrozenActor, which is used as it is
+            (a transform's, say: one copy serves both); or, for no copy at all, a callable that returns a context
+            manager in which `actor` itself is the reference, such as PEFT's `model.disable_adapter`. By default a copy
+            of `actor` as it is now, which `loss.reference.update_reference` moves.
         loss: an actor loss to add to; its outputs are returned beside these.
         reduction: over the steps: "mean" over the valid ones; "sum"; or "none", shape (*B), 0 on padding.
         time_dim: the batch dimension that is time, for batches that do not name it "time"; it must be the last.
@@ -168,7 +170,7 @@ class KLPenaltyLoss(LossModule):
         *,
         gradient: Gradient = "step",
         weights: Weights | None = None,
-        reference: nn.Module | None = None,
+        reference: nn.Module | Switch | None = None,
         loss: LossModule | None = None,
         reduction: Literal["mean", "sum", "none"] = "mean",
         time_dim: int | None = None,
@@ -176,8 +178,7 @@ class KLPenaltyLoss(LossModule):
     ):
         _check_options(gradient, weights, reduction)
         super().__init__()
-        reference = actor if reference is None else reference
-        self.reference = reference if isinstance(reference, FrozenActor) else FrozenActor(reference)
+        self.reference = as_reference(actor, reference)
         self.convert_to_functional(cast("ProbabilisticTensorDictSequential", actor), "actor_network")
         self.controller = as_controller(controller)
         self.loss = loss

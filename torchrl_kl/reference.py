@@ -17,16 +17,9 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
-from torchrl_kl._keys import (
-    MASK_KEY,
-    TRAJECTORY_KEY,
-    as_tuple,
-    beside,
-    existing_keys,
-    holder_batch_size,
-    is_fake,
-    sum_action_dims,
-)
+from torchrl_kl._actors import check_actor, find_log_prob_keys, log_prob_of_actions, read_keys, traces_of
+from torchrl_kl._keys import MASK_KEY, TRAJECTORY_KEY, LogProbKeys, as_tuple, beside, existing_keys, is_fake
+from torchrl_kl._moving import MasterWeights
 
 __all__ = ["FrozenActor"]
 
@@ -49,19 +42,25 @@ class FrozenActor(nn.Module):
     """A deep copy of an actor in eval mode for ever, which only scores actions.
 
     You may rely on: no call on the policy (`train()`, an optimizer step, in-place edits of its weights) changes it, no
-    gradient reaches it unless `requires_grad` asks for one, it moves with `.to(device)` and it is in `state_dict`.
+    gradient reaches it unless `requires_grad` asks for one, it moves with `.to(device)` and it is in `state_dict`. It
+    moves when it is told to, by `update_reference`. With `.to(dtype)` its weights and state are cast, and observations
+    as they are read: it may be kept in bfloat16 beside a policy in float32.
 
     A recurrent actor keeps its hidden state under keys of its own, `ref_<name>` beside the policy's `<name>`: on the
     policy's state the reference would score another policy's memory.
 
+    State: the weights, under `actor`; those that are averaged in fp32 behind half-precision ones, under `master`.
+
     Args:
         actor: a probabilistic actor (`get_dist`, `log_prob`) whose weights are there (no lazy layers left).
-        log_prob_key: where the policy records its log-prob; found with `actor.log_prob_keys` if not given.
+        log_prob_key: where the policy records its log-prob, or a list of where it records those of the parts of its
+            action, which are added up; by default all of `actor.log_prob_keys`.
         requires_grad: whether the copied weights receive gradients.
+        policy: the actor whose actions are scored, if it is another one than `actor`; only its keys are read.
 
     Raises:
         TypeError: if the actor has no distribution.
-        ValueError: if it has uninitialised weights, or several log-probs and no key is given.
+        ValueError: if it has uninitialised weights, or other actions than `policy`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -79,30 +78,74 @@ class FrozenActor(nn.Module):
         self,
         actor: nn.Module,
         *,
-        log_prob_key: NestedKey | None = None,
+        log_prob_key: NestedKey | list[NestedKey] | None = None,
         requires_grad: bool = False,
+        policy: nn.Module | None = None,
     ):
         super().__init__()
-        _check_actor(actor)
-        self.actor: ProbabilisticTensorDictSequential = copy.deepcopy(actor)  # type: ignore[assignment]
-        self.actor.requires_grad_(requires_grad)
-        self.actor.eval()
+        check_actor(actor)
         self.requires_grad = requires_grad
+        self._hold(actor)
+        self.master = MasterWeights()
         self.action_keys = [unravel_key(key) for key in self.actor.dist_sample_keys]
-        self.log_prob_key = log_prob_key or self._find_log_prob_key()
+        acting = self.actor if policy is None else self._check_policy(policy)
+        self.recorded = LogProbKeys(log_prob_key or find_log_prob_keys(acting))
+        self._interaction_type = getattr(acting, "default_interaction_type", None)
         self.state_keys = [key for key in self.actor.in_keys if unravel_key(("next", key)) in self.actor.out_keys]
         self.own_state_keys = [beside(key, f"ref_{as_tuple(key)[-1]}") for key in self.state_keys]
         states = (*self.state_keys, *self.action_keys)
-        self.in_keys = [key for key in self.actor.in_keys if key not in states]
+        self.in_keys = [key for key in read_keys(self.actor) if key not in states]
         self._init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
-        # Entries that only a policy's forward pass leaves behind: with them and no log-prob, the policy did run.
-        self.trace_keys = [
-            key
-            for key in self.actor.out_keys
-            if as_tuple(key)[0] != "next" and key not in (*states, *self.in_keys, self.log_prob_key)
-        ]
+        self.trace_keys = traces_of(acting, self.recorded)
         self._last_states: dict[int, list[Tensor]] = {}
         self._last_observed: dict[int, TensorDictBase] = {}
+
+    @property
+    def log_prob_key(self) -> NestedKey | list[NestedKey]:
+        """Where the policy records its log-prob: one key, or a list of those of the parts of its action."""
+        return self.recorded.key
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights, and of the log-probs that it gives."""
+        floating = (p.dtype for p in self.actor.parameters() if p.is_floating_point())
+        return next(floating, torch.get_default_dtype())
+
+    def _hold(self, actor: nn.Module) -> None:
+        """Takes what `actor` is to be: a copy."""
+        self.actor: ProbabilisticTensorDictSequential = copy.deepcopy(actor)  # type: ignore[assignment]
+        self.actor.requires_grad_(self.requires_grad)
+        self.actor.eval()
+
+    def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
+        """Moves the weights towards those of `source`: to (1 - tau) * reference + tau * source, in place.
+
+        The average of half-precision weights is kept in fp32: in bfloat16 steps of a thousandth of the way would be
+        rounded off. Buffers, such as running statistics, are copied. What was recorded under the old weights stays as
+        it was, and a recurrent reference goes on in open trajectories from the state that the old weights left there.
+
+        Args:
+            source: an actor of the same structure, of any dtype and on any device; the policy, say.
+            tau: share of the way, in (0, 1]; 1 copies.
+
+        Raises:
+            TypeError: if `source` is no module.
+            ValueError: if `tau` is out of range, or `source` has other weights (by name or shape) or NaN among them;
+                the reference is then left as it was.
+
+        Example:
+            >>> from torchrl_kl import GPT, GPTActor
+            >>> policy = GPTActor(GPT(vocab_size=11, block_size=8)).bfloat16()
+            >>> reference = FrozenActor(policy)
+            >>> for weight in policy.parameters():
+            ...     _ = weight.data.mul_(2.0)
+            >>> for _ in range(100):  # each of these steps alone is less than bfloat16 can tell
+            ...     reference.update_reference(policy, tau=1e-3)
+            >>> own, other = next(reference.parameters()).norm(), next(policy.parameters()).norm()
+            >>> round((own / other).item(), 2)  # from 1/2 on: 1 - 0.999**100 / 2
+            0.55
+        """
+        self.master.move(self.actor, source, tau)
 
     def train(self, mode: bool = True) -> FrozenActor:
         """Stays in eval mode: dropout noise in a reference would be measured as divergence."""
@@ -110,7 +153,7 @@ class FrozenActor(nn.Module):
 
     def samples(self) -> bool:
         """Whether the policy draws its actions now: k1 of an argmax is biased and must not steer a controller."""
-        mode = exploration_type() or self.actor.default_interaction_type
+        mode = exploration_type() or self._interaction_type
         return mode == ExplorationType.RANDOM
 
     def inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -178,8 +221,8 @@ class FrozenActor(nn.Module):
             self._check_consecutive(tensordict)
             self._set_first_states(tensordict, inputs, zero_states=False)
         self._require_states(inputs)
-        self._rename_states(inputs)
-        with self._scoring(timed and not (carried and self.state_keys)):
+        self._prepare(inputs)
+        with self.scoring(timed and not (carried and self.state_keys)):
             return self.actor.get_dist(inputs)
 
     def state_specs(self) -> dict[NestedKey, TensorSpec]:
@@ -194,6 +237,7 @@ class FrozenActor(nn.Module):
                 f"`actor` has the recurrent state {self.state_keys} but no `make_tensordict_primer` that describes it "
                 f"(found {list(specs)}): give its recurrent module one, as TorchRL's LSTMModule has."
             )
+        specs = {key: spec.to(self.dtype) if spec.dtype.is_floating_point else spec for key, spec in specs.items()}
         return {own: specs[key] for own, key in zip(self.own_state_keys, self.state_keys, strict=True)}
 
     def _require_states(self, inputs: TensorDictBase) -> None:
@@ -205,23 +249,29 @@ class FrozenActor(nn.Module):
                 'last dimension is time (named "time", or `time_dim=`).'
             )
 
-    def _rename_states(self, inputs: TensorDictBase) -> None:
+    def _prepare(self, inputs: TensorDictBase) -> None:
+        """Hands the actor its own state as if it were the policy's, and what it reads in the dtype of its weights."""
         for own, key in zip(self.own_state_keys, self.state_keys, strict=True):
             inputs.rename_key_(own, key)
+        dtype = self.dtype
+        for key in (*self.in_keys, *self.state_keys):
+            value = inputs.get(key, None)
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
+                inputs.set(key, value.to(dtype))
 
     @contextmanager
-    def _scoring(self, recurrent: bool) -> Iterator[None]:
+    def scoring(self, recurrent: bool) -> Iterator[None]:
+        """What surrounds every pass of `actor`; recurrent: whether the last dimension is time."""
         grad = self.requires_grad and torch.is_grad_enabled()
         with torch.set_grad_enabled(grad), set_recurrent_mode(recurrent):
             yield
 
     def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> Score:
-        self._rename_states(inputs)
-        batch_size = holder_batch_size(inputs, self.log_prob_key)
-        with self._scoring(recurrent):
-            log_prob = self.actor.log_prob(inputs)  # leaves the parameters of the distribution in `inputs`
+        self._prepare(inputs)
+        with self.scoring(recurrent):
+            log_prob = log_prob_of_actions(self.actor, inputs, self.recorded)
         states = [inputs.get(("next", *as_tuple(key))) for key in self.state_keys]
-        return Score(sum_action_dims(log_prob, batch_size), states, inputs)
+        return Score(log_prob, states, inputs)
 
     def _set_first_states(self, tensordict: TensorDictBase, inputs: TensorDictBase, zero_states: bool) -> None:
         """Gives every row its state at its first step; later starts of trajectories begin from zero."""
@@ -300,24 +350,14 @@ class FrozenActor(nn.Module):
         follows = all(torch.equal(first.get(key), last.get(key)) for key in last.keys(True, True))
         return self._last_states[trajectory] if follows else None
 
-    def _find_log_prob_key(self) -> NestedKey:
-        keys = [unravel_key(key) for key in self.actor.log_prob_keys]
-        if len(keys) != 1:
+    def _check_policy(self, policy: nn.Module) -> ProbabilisticTensorDictSequential:
+        """The policy whose actions are scored, if its actions are those of the reference."""
+        check_actor(policy)
+        policy = cast(ProbabilisticTensorDictSequential, policy)
+        actions = [unravel_key(key) for key in policy.dist_sample_keys]
+        if actions != self.action_keys:
             raise ValueError(
-                f"`actor` must record one log-prob, got the keys {keys}: name the one to use with `log_prob_key`."
+                f"`reference` must have the actions of the policy, got {self.action_keys} for {actions}: build it with "
+                "the same `out_keys`."
             )
-        return keys[0]
-
-
-def _check_actor(actor: nn.Module) -> None:
-    if not (isinstance(actor, nn.Module) and hasattr(actor, "get_dist") and hasattr(actor, "log_prob")):
-        raise TypeError(
-            f"`actor` must be a probabilistic actor (with `get_dist` and `log_prob`), got {type(actor).__name__}: wrap "
-            "the network in torchrl.modules.ProbabilisticActor; a deterministic policy has no KL."
-        )
-    lazy = [name for name, p in actor.named_parameters() if nn.parameter.is_lazy(p)]
-    if lazy:
-        raise ValueError(
-            f"`actor` has uninitialised weights ({lazy[0]}, ...): run it once on data first; a copy made now would be "
-            "initialised apart from the policy."
-        )
+        return policy

@@ -152,20 +152,38 @@ class RewardAdjustmentTransform(KLTransform):
         next_tensordict = tensordict.get("next")
         self._charge.refuse_charged(next_tensordict.keys(True, True), "the batch")
         measured = self._adjust(next_tensordict, tensordict.get(MASK_KEY, None))
+        running = self._feed(tensordict, measured)
+        if running is not None:
+            next_tensordict.set(self.episode_kl_key, running)
+        return tensordict
+
+    def observe(self, tensordict: TensorDictBase) -> None:
+        """Moves the controller by a batch (*B) that was charged elsewhere, by a collector's workers; writes nothing.
+
+        Raises:
+            KeyError: if what the controller is fed is not there.
+            RuntimeError: if the controller cannot be fed.
+        """
+        measured = get_required(tensordict.get("next"), self.measured_key, _NO_KL).detach()
+        mask = tensordict.get(MASK_KEY, None)
+        if mask is not None:
+            measured = torch.where(expand_right(mask, measured.shape), measured, 0.0)
+        self._feed(tensordict, measured)
+
+    def _feed(self, tensordict: TensorDictBase, measured: Tensor) -> Tensor | None:
+        """Pools what a batch measured; returns its running sums, or None where time is not a dimension."""
         follows = not (is_fake(tensordict) or sampled_from_replay())  # what comes next in the same trajectories
-        timed = find_time_dim(tensordict, self.time_dim) is not None
-        finished = measured.new_zeros(0)
-        if timed:
-            done_key = find_done(next_tensordict, self.reward_key, self.done_key)
+        running, finished = None, measured.new_zeros(0)
+        if find_time_dim(tensordict, self.time_dim) is not None:
+            done_key = find_done(tensordict.get("next"), self.reward_key, self.done_key)
             trajectories = self._open_trajectories if follows else OpenTrajectories()
             running, finished = trajectories.add(tensordict, measured, done_key)
-            next_tensordict.set(self.episode_kl_key, running)
         if self.frozen or not follows:
-            return tensordict
+            return running
         if self.controller.per == "step":
             mask = tensordict.get(MASK_KEY, None)
             self._pool(measured if mask is None else measured[expand_right(mask, measured.shape)])
-        elif timed:
+        elif running is not None:
             self._pool(finished)
         elif not isinstance(self.controller, ConstantKLController):
             raise RuntimeError(
@@ -173,7 +191,7 @@ class RewardAdjustmentTransform(KLTransform):
                 'without a time dimension trajectories cannot be told apart: name the last dimension "time" or pass '
                 "`time_dim`, call freeze() first, or use a controller with per='step'."
             )
-        return tensordict
+        return running
 
     def _adjust(self, next_tensordict: TensorDictBase, mask: Tensor | None = None) -> Tensor:
         """Charges the reward where the mask is True, keeps the one before; returns what the controller is fed."""

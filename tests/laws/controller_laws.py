@@ -57,7 +57,11 @@ class ControllerLaws:
         controller = self.make()
         controller.update(0.7, 3)
         before = copy.deepcopy(controller.state_dict())
-        with pytest.raises(ValueError, match=r"`kl` must be finite, got (nan|-?inf): the coefficient stays at 0\.\d+"):
+        message = (
+            rf"^`kl` must be finite, got {float(kl)}: the coefficient stays at {before['coeff'].item():.6g}\. Look for "
+            r"-inf log-probabilities \(masked actions, a reference that cannot produce the policy's action\)\.$"
+        )
+        with pytest.raises(ValueError, match=message):
             controller.update(kl, 3)
         assert controller.state_dict() == before
 
@@ -305,7 +309,7 @@ class ClosedLoopLaws(ControllerLaws):
         assert values == sorted(values)
 
     def test_a_deadband_is_a_number_of_standard_errors(self):
-        assert "target=0.5, deadband=1.5" in repr(self.make(deadband=1.5))
+        assert "target=0.5, deadband=0.5" in repr(self.make(deadband=0.5))
         for kl in (0.6, 0.7):
             narrow, wide = self.make(deadband=1.0), self.make(deadband=2.0)
             assert (narrow.update(kl, 3, standard_error=0.15) > 0.1) == (kl == 0.7)
@@ -314,10 +318,16 @@ class ClosedLoopLaws(ControllerLaws):
     def test_a_deadband_without_a_standard_error_is_an_error_and_changes_nothing(self):
         controller = self.make(deadband=2.5)
         before = copy.deepcopy(controller.state_dict())
-        message = r"`standard_error` must be given to a controller with a deadband of 2.5 standard errors, got None"
+        message = (
+            r"^`standard_error` must be given to a controller with a deadband of 2\.5 standard errors, got None: pass "
+            r"that of the KLStatistics that pooled `kl`, or use deadband=0\.$"
+        )
         with pytest.raises(ValueError, match=message):
             controller.update(5.0, 3)
-        message = r"`standard_error` must be known to .* deadband of 2.5 .* got nan, as from a single value"
+        message = (
+            r"^`standard_error` must be known to a controller with a deadband of 2\.5 standard errors, got nan, as from "
+            r"a single value: pool at least two \(`update_every`\), or use deadband=0\.$"
+        )
         with pytest.raises(ValueError, match=message):
             controller.update(5.0, 3, standard_error=math.nan)
         assert controller.state_dict() == before
