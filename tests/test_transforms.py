@@ -192,8 +192,6 @@ def test_padding_has_no_kl_whatever_stands_there(rubbish):
         assert_close(after[name][mask], expected[name][mask], rtol=0, atol=0)
 
 
-
-
 # When there is no log-prob.
 
 
