@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
@@ -64,17 +65,20 @@ def find_log_prob_keys(actor: Any) -> list[NestedKey]:
     return keys
 
 
-def log_prob_of_actions(actor: Any, inputs: TensorDictBase, recorded: LogProbKeys) -> Tensor:
+def log_prob_of_actions(
+    actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey], recorded: LogProbKeys
+) -> Tensor:
     """The log-prob of the actions in `inputs`, nats, summed over the parts and dimensions of the action.
 
     Args:
         actor: a probabilistic actor.
         inputs: what it reads, and the action. What it writes on the way is left there, the parameters of its
             distribution among it.
+        action_keys: its `dist_sample_keys`, which take long to find.
         recorded: where the policy records its log-prob; the result has the shape of the batch there.
     """
     batch_size = recorded.batch_size(inputs)
-    log_prob = _log_prob(actor, inputs)
+    log_prob = _log_prob(actor, inputs, action_keys[0])
     if isinstance(log_prob, Tensor):
         return sum_action_dims(log_prob, batch_size)
     if recorded.missing(log_prob):  # the policy's is one sum under a key of its own
@@ -82,13 +86,13 @@ def log_prob_of_actions(actor: Any, inputs: TensorDictBase, recorded: LogProbKey
     return recorded.add_up(log_prob, batch_size)
 
 
-def _log_prob(actor: Any, inputs: TensorDictBase) -> Tensor | TensorDictBase:
+def _log_prob(actor: Any, inputs: TensorDictBase, action_key: NestedKey) -> Tensor | TensorDictBase:
     """One log-prob, or one for each part of the action, under the actor's keys."""
     if not getattr(actor, "return_composite", False):
         dist = actor.get_dist(inputs)
         if isinstance(dist, CompositeDistribution):
             return actor.log_prob(inputs, dist=dist)
-        return dist.log_prob(inputs.get(actor.dist_sample_keys[0]))  # what the actor's own does, with less ado
+        return dist.log_prob(inputs.get(action_key))  # what the actor's own does, with less ado
     # Parts that are drawn one after another: each given those before it. (The actor's own `log_prob` draws the
     # earlier parts anew and scores the later ones after those.)
     log_probs = TensorDict(batch_size=inputs.batch_size)
@@ -96,7 +100,7 @@ def _log_prob(actor: Any, inputs: TensorDictBase) -> Tensor | TensorDictBase:
         if not isinstance(module, ProbabilisticTensorDictModule | ProbabilisticTensorDictSequential):
             module(inputs)
             continue
-        log_prob = _log_prob(module, inputs)
+        log_prob = _log_prob(module, inputs, module.dist_sample_keys[0])
         if isinstance(log_prob, Tensor):
             log_prob = TensorDict().set(find_log_prob_keys(module)[0], log_prob)
         log_probs.update(log_prob)

@@ -61,4 +61,4 @@ class LivePolicy:
         policy = self._live.held
         inputs = tensordict.select(*read_keys(policy), *policy.dist_sample_keys, strict=False)
         with set_recurrent_mode(timed):
-            return log_prob_of_actions(policy, inputs, self.recorded)
+            return log_prob_of_actions(policy, inputs, policy.dist_sample_keys, self.recorded)

@@ -280,7 +280,7 @@ class FrozenActor(nn.Module):
     def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> Score:
         self._prepare(inputs)
         with self.scoring(recurrent):
-            log_prob = log_prob_of_actions(self.actor, inputs, self.recorded)
+            log_prob = log_prob_of_actions(self.actor, inputs, self.action_keys, self.recorded)
         states = [inputs.get(("next", *as_tuple(key))) for key in self.state_keys]
         return Score(log_prob, states, inputs)
 

@@ -109,6 +109,7 @@ class RewardAdjustmentTransform(KLTransform):
         self.statistics = KLStatistics()
         self.frozen = False
         self._charge = Charge(self.reward_key, self.reward_key, self.kl_coeff_key)
+        self._counted_key = counted_key(self.kl_key)
         self._open_trajectories = OpenTrajectories()
 
     def freeze(self) -> RewardAdjustmentTransform:
@@ -143,7 +144,7 @@ class RewardAdjustmentTransform(KLTransform):
             before = tensordict.get(done_key, None)
             if before is not None:  # an agent that has left while others go on was counted when it left
                 pooled = pooled & ~expand_right(before, measured.shape)
-        counted = tensordict.get(counted_key(self.kl_key), None)
+        counted = tensordict.get(self._counted_key, None)
         if counted is not None:
             pooled = counted if pooled is None else counted & pooled
         self._pool(values if pooled is None else values[pooled])

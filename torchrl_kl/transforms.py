@@ -276,13 +276,14 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
             policy=actor if recompute_log_prob else None,
         )
         self._estimate = make_estimate(estimator, frozen.actor, frozen.recorded, top_k_key)
+        self._counted_key = counted_key(self.ref_log_prob_key)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         next_tensordict = super()._step(tensordict, next_tensordict)
         ran = any(tensordict.get(key, None) is not None for key in (self.reference.recorded.keys[0], self._current_key))
         counts = ran and self.reference.samples()
         counted = torch.full_like(next_tensordict.get(self.ref_log_prob_key), counts, dtype=torch.bool)
-        tensordict.set(counted_key(self.ref_log_prob_key), counted)
+        tensordict.set(self._counted_key, counted)
         return next_tensordict
 
     def _write(self, tensordict, next_tensordict, log_prob, ref_log_prob, mask):
@@ -383,6 +384,7 @@ class KLDivergenceTransform(KLTransform):
         self._policy_keys = [] if estimate is None else estimate.policy_keys
         self._ref_dist_key = reference_dist_key(self.ref_log_prob_key)
         self._current_key = _scratch_key(self.ref_log_prob_key, "policy")
+        self._ref_counted_key, self._counted_key = counted_key(self.ref_log_prob_key), counted_key(self.kl_key)
 
     @property
     def log_prob_key(self) -> NestedKey | list[NestedKey]:
@@ -397,7 +399,7 @@ class KLDivergenceTransform(KLTransform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         ref_log_prob = get_required(next_tensordict, self.ref_log_prob_key, _NO_REFERENCE)
         log_prob = self._log_prob(tensordict)
-        counted = tensordict.get(counted_key(self.ref_log_prob_key), None)
+        counted = tensordict.get(self._ref_counted_key, None)
         if counted is None:  # the log-prob under the reference is another transform's
             counted = torch.full_like(ref_log_prob, log_prob is not None, dtype=torch.bool)
         elif log_prob is None and counted.any():
@@ -407,7 +409,7 @@ class KLDivergenceTransform(KLTransform):
             counted = counted & expand_right(mask, counted.shape)
         if self.reduce == "sum" and counted.ndim > tensordict.batch_dims:
             counted = counted.flatten(tensordict.batch_dims).all(-1)
-        tensordict.set(counted_key(self.kl_key), counted.unsqueeze(-1))
+        tensordict.set(self._counted_key, counted.unsqueeze(-1))
         self._write(tensordict, next_tensordict, log_prob, ref_log_prob, mask)
         return next_tensordict
 
