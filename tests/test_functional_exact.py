@@ -193,6 +193,16 @@ class TestTopK:
         assert_close(value.double(), truth, rtol=0.51 * torch.finfo(dtype).eps, atol=0)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_a_single_term_of_half_precision_is_rounded_once(self, dtype):
+        # In a sum of many the roundings of the probabilities would average out.
+        policy, reference = torch.randn(2, 500, 4).log_softmax(-1)[..., :1].to(dtype)
+        drawn, inside = torch.zeros(500, dtype=dtype), torch.ones(500, dtype=torch.bool)
+        value = kl_top_k(policy, reference, drawn, drawn, inside).double()
+        truth = (policy.double().exp() * (policy.double() - reference.double())).squeeze(-1)
+        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        assert_close(value, truth, rtol=0.51 * torch.finfo(dtype).eps, atol=smallest)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_the_gradient_of_the_tail_is_rounded_once(self, dtype):
         log_prob, ref_log_prob = (-8 * torch.rand(2, 1000)).to(dtype)
         nothing = torch.zeros(1000, 0, dtype=dtype)
