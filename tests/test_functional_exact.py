@@ -90,6 +90,12 @@ class TestExactOfLogits:
             assert value.dtype == torch.float32
             assert_close(value, kl_exact(*(x.float() for x in pair)), rtol=0, atol=0)
 
+    def test_a_mask_of_several_dimensions_hides_rows(self):
+        logits, mask = torch.randn(2, 4, 3, 5), torch.rand(4, 3) < 0.5
+        dirty = torch.where(mask.unsqueeze(-1), logits, math.nan)
+        value = kl_exact(*dirty, mask=mask)
+        assert_close(value, torch.where(mask, kl_exact(*logits), 0.0), rtol=0, atol=0)
+
     def test_vmap_and_compile(self):
         policy, reference = torch.randn(2, 5, 4)
         mask = torch.tensor([True, False, True, True, False])
