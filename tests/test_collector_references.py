@@ -16,9 +16,9 @@ from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollecto
 from torchrl.collectors.distributed import DistributedCollector, RayCollector
 
 from tests.adapters import adapted_actor, base_of
-from tests.helpers import WalkEnv, assert_same, make_actor, moved
+from tests.helpers import WalkEnv, assert_same, make_actor, moved, play
 from torchrl_kl import KLConstrainedTransform, kl_collector
-from torchrl_kl._workers import ReferenceFile
+from torchrl_kl._workers import MakeChargedEnv, ReferenceFile
 
 WHERE = pytest.mark.parametrize("where", ["learner", "workers"])
 FRAMES = 24
@@ -127,16 +127,17 @@ def test_the_policy_itself_is_the_reference(where):
 
 
 @pytest.mark.parametrize(
-    ("kind", "kwargs"),
+    ("kind", "where", "kwargs"),
     [
-        (MultiSyncCollector, {}),
-        (MultiAsyncCollector, {}),
-        (DistributedCollector, {"sync": True}),
-        (RayCollector, {"sync": True}),
+        (MultiSyncCollector, "learner", {}),
+        (MultiSyncCollector, "workers", {}),
+        (MultiAsyncCollector, "workers", {}),
+        (DistributedCollector, "workers", {"sync": True}),
+        (RayCollector, "workers", {"sync": True}),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_workers_have_a_copy_of_it_with_the_adapters_off(kind, kwargs, request):
+def test_with_real_workers(kind, where, kwargs, request):
     if kind is RayCollector:
         request.getfixturevalue("ray_runtime")
     faulthandler.dump_traceback_later(SECONDS, exit=True)  # a hang must fail, not block
@@ -144,7 +145,7 @@ def test_workers_have_a_copy_of_it_with_the_adapters_off(kind, kwargs, request):
     base = base_of(actor, layer)
     first = copy.deepcopy(actor)
     stack = KLConstrainedTransform(actor, 0.1, reference=layer.disable_adapter)
-    collector = collector_of(kind, actor, stack, "workers", num_workers=2, **kwargs)
+    collector = collector_of(kind, actor, stack, where, num_workers=2, **kwargs)
     moves = []
     try:
         for batch in collector:
@@ -160,3 +161,15 @@ def test_workers_have_a_copy_of_it_with_the_adapters_off(kind, kwargs, request):
     finally:
         collector.shutdown()
         faulthandler.cancel_dump_traceback_later()
+
+
+def test_a_switch_that_is_a_closure_acts_on_the_copy():
+    actor, layer = adapted_actor()
+    base, source = base_of(actor, layer), torch.tensor(0.1, dtype=torch.float64)
+    stack = KLConstrainedTransform(actor, 0.1, reference=lambda: layer.disable_adapter())
+    env = MakeChargedEnv(functools.partial(WalkEnv, (3,)), stack, source, in_process=False)()
+    batch = play(env, actor)
+    assert_same(batch["next", "ref_log_prob"], score(base, batch))
+    assert batch["next", "kl"].abs().max() > 0.1
+    transforms: Any = env.transform
+    assert transforms[0].reference.actor is not actor

@@ -238,6 +238,20 @@ class TestMasks:
         assert_close(value[self.mask], D.kl_divergence(policy, reference)[self.mask], rtol=0, atol=0)
         assert value[~self.mask].tolist() == [0, 0]
 
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda loc: D.Gumbel(loc, torch.arange(1.0, 5.0), validate_args=False),
+            lambda loc: D.Independent(D.Normal(loc, torch.ones(4), validate_args=False), 0, validate_args=False),
+        ],
+        ids=["gumbel", "independent_of_no_dimensions"],
+    )
+    def test_the_mask_is_handed_on(self, make, hidden):
+        loc = torch.where(self.mask, randn(4).float(), hidden)
+        value = kl_exact(make(loc), make(torch.zeros(4)), mask=self.mask)
+        assert (value[self.mask] > 0).all()
+        assert value[~self.mask].tolist() == [0, 0]
+
     def test_hidden_categoricals(self, hidden):
         logits = randn(2, 4, 3, 5)
         truth = [D.Independent(D.Categorical(logits=x), 1) for x in logits]

@@ -481,18 +481,6 @@ def test_no_gradient_is_measured(estimator):
 
 
 @both
-def test_its_step_compiles_without_a_graph_break(estimator):
-    transform = stack(make_actor(), estimator).freeze()
-    env = with_transforms(WalkEnv((2,)), transform)
-    with torch.no_grad():
-        td = as_policy(moved(make_actor()), estimator)(env.reset())
-        inner, following = env.transform.inv(td), WalkEnv((2,))._step(td)
-        actual = torch.compile(transform._step, fullgraph=True, backend="eager")(inner.clone(), following.clone())
-        expected = transform._step(inner.clone(), following.clone())
-    assert_same(actual["kl_estimate"], expected["kl_estimate"])
-
-
-@both
 def test_keys_can_be_named(estimator):
     actor = make_actor()
     policy = TopKActor(moved(actor), K, top_k_key=("best", "few")) if estimator == "top_k" else moved(actor)

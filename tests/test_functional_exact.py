@@ -90,6 +90,12 @@ class TestExactOfLogits:
             assert value.dtype == torch.float32
             assert_close(value, kl_exact(*(x.float() for x in pair)), rtol=0, atol=0)
 
+    def test_a_mask_of_several_dimensions_hides_rows(self):
+        logits, mask = torch.randn(2, 4, 3, 5), torch.rand(4, 3) < 0.5
+        dirty = torch.where(mask.unsqueeze(-1), logits, math.nan)
+        value = kl_exact(*dirty, mask=mask)
+        assert_close(value, torch.where(mask, kl_exact(*logits), 0.0), rtol=0, atol=0)
+
     def test_vmap_and_compile(self):
         policy, reference = torch.randn(2, 5, 4)
         mask = torch.tensor([True, False, True, True, False])
@@ -191,6 +197,16 @@ class TestTopK:
         truth = kl_top_k(policy.double(), reference.double(), drawn.double(), drawn.double(), inside)
         assert value.dtype == dtype
         assert_close(value.double(), truth, rtol=0.51 * torch.finfo(dtype).eps, atol=0)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_a_single_term_of_half_precision_is_rounded_once(self, dtype):
+        # In a sum of many the roundings of the probabilities would average out.
+        policy, reference = torch.randn(2, 500, 4).log_softmax(-1)[..., :1].to(dtype)
+        drawn, inside = torch.zeros(500, dtype=dtype), torch.ones(500, dtype=torch.bool)
+        value = kl_top_k(policy, reference, drawn, drawn, inside).double()
+        truth = (policy.double().exp() * (policy.double() - reference.double())).squeeze(-1)
+        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        assert_close(value, truth, rtol=0.51 * torch.finfo(dtype).eps, atol=smallest)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_the_gradient_of_the_tail_is_rounded_once(self, dtype):

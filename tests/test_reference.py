@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import CompositeDistribution, InteractionType, TensorDictModule
+from tensordict.nn import InteractionType, TensorDictModule
 from torch import nn
 from torch.distributions import Categorical
 from torch.testing import assert_close
@@ -168,51 +168,6 @@ def test_a_lazy_actor_is_refused():
         ReferenceModelLogProbTransform(actor)
     actor(TensorDict(observation=torch.zeros(2, N_OBS), batch_size=2))
     ReferenceModelLogProbTransform(actor)
-
-
-class TwoLogProbs(nn.Module):
-    """An actor as of a composite distribution: one log-prob per leaf."""
-
-    in_keys = ("observation",)
-    out_keys = ("a", "b", "a_log_prob", "b_log_prob")
-    dist_sample_keys = ("a", "b")
-    log_prob_keys = ("a_log_prob", "b_log_prob")
-
-    def get_dist(self, td): ...
-
-    def log_prob(self, td): ...
-
-
-def test_several_log_probs_need_a_key():
-    with pytest.raises(ValueError, match=r"must record one log-prob, got the keys \['a_log_prob', 'b_log_prob'\]"):
-        FrozenActor(TwoLogProbs())
-    assert FrozenActor(TwoLogProbs(), log_prob_key="b_log_prob").log_prob_key == "b_log_prob"
-
-
-def test_of_several_heads_one_is_scored():
-    class TwoHeads(nn.Linear):
-        def forward(self, observation):
-            logits = super().forward(observation)
-            return logits, -logits
-
-    actor = probabilistic_actor(
-        TensorDictModule(TwoHeads(N_OBS, 4), ["observation"], [("params", "a", "logits"), ("params", "b", "logits")]),
-        in_keys=["params"],
-        distribution_class=CompositeDistribution,
-        distribution_kwargs={"distribution_map": {"a": Categorical, "b": Categorical}},
-        return_log_prob=True,
-    )
-    reference = copy.deepcopy(actor)
-    with torch.no_grad():
-        reference[0].module.weight.mul_(2.0)
-    batch = actor(TensorDict(observation=torch.randn(50, N_OBS), batch_size=50)).detach()
-    batch["next"] = TensorDict(batch_size=50)
-    logits = reference[0].module(batch["observation"])[1]
-    transform = ReferenceModelLogProbTransform(actor, reference=reference, log_prob_key="b_log_prob")
-    assert_close(ref_log_prob(transform, batch), Categorical(logits=logits).log_prob(batch["b"]).detach())
-    batch["other"] = batch["a_log_prob"]
-    with pytest.raises(KeyError, match="'other' is not among the log-probs that the ref.*got a_log_prob, b_log"):
-        ReferenceModelLogProbTransform(actor, log_prob_key="other")(batch)
 
 
 def test_a_reference_needs_not_record_its_own_log_prob():

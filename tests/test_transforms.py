@@ -1,6 +1,5 @@
 """The transforms that measure: whose log-prob, of which action, in which shape, and when there is none."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributions import Categorical, Normal, kl_divergence
 from torch.testing import assert_close
-from torchrl.envs import ActionDiscretizer, CatTensors, Compose, GymEnv, RewardSum, SerialEnv, check_env_specs
+from torchrl.envs import Compose, GymEnv, SerialEnv, check_env_specs
 from torchrl.modules import recurrent_mode
 
 from tests.helpers import (
@@ -28,7 +27,7 @@ from tests.helpers import (
     with_transforms,
     without_kl,
 )
-from tests.laws.transform_laws import TransformLaws, forks, parallel
+from tests.laws.transform_laws import TransformLaws
 from torchrl_kl import KLConstrainedTransform, KLDivergenceTransform, ReferenceModelLogProbTransform, kl_k2, kl_k3
 
 any_batch = pytest.mark.parametrize("batch_size", [(), (2,), (2, 3)], ids=str)
@@ -193,50 +192,6 @@ def test_padding_has_no_kl_whatever_stands_there(rubbish):
         assert_close(after[name][mask], expected[name][mask], rtol=0, atol=0)
 
 
-# Which action.
-
-
-def test_the_action_scored_is_the_one_of_the_policy():
-    net = nn.Sequential(nn.Linear(3, 5), nn.Unflatten(-1, (1, 5)))  # one choice of 5 for the one action dimension
-    net = TensorDictModule(net, ["observation"], ["logits"])
-    actor = sharp(probabilistic_actor(net, in_keys=["logits"], distribution_class=Categorical, return_log_prob=True))
-    discretizer = ActionDiscretizer(num_intervals=5, categorical=True)
-    env = with_transforms(GymEnv("Pendulum-v1"), discretizer, KLConstrainedTransform(actor, 0.1))
-    policy = moved(actor)
-    batch = play(env, policy, 10)
-    assert batch["action"].dtype == torch.int64
-    with torch.no_grad():
-        expected = Categorical(logits=actor[0].module(batch["observation"])).log_prob(batch["action"])
-    assert_close(batch["next", "ref_log_prob"], expected.squeeze(-1), atol=1e-5, rtol=0)
-    assert batch["next", "kl"].abs().max() > 1e-3
-    after = measure(actor)(batch.exclude(("next", "kl"), ("next", "ref_log_prob")))
-    assert_same(after["next", "kl"], batch["next", "kl"])
-
-
-# Where in a Compose.
-
-
-def test_what_stands_before_the_stack_sees_the_task_and_what_stands_after_it_the_penalty():
-    actor = make_actor()
-
-    def compose(*order):
-        parts = {
-            "sum": RewardSum(),
-            "cat": CatTensors(out_key="cat", del_keys=False),
-            "stack": KLConstrainedTransform(actor, 1.0),
-        }
-        env = with_transforms(WalkEnv(longest=30), *(parts[name] for name in order))
-        check_env_specs(env)
-        return play(env, moved(actor), 3)["next"]
-
-    first, last = compose("sum", "cat", "stack"), compose("stack", "sum", "cat")
-    assert_close(first["episode_reward"], first["task_reward"].cumsum(0))
-    assert_close(last["episode_reward"], last["reward"].cumsum(0))
-    assert first["cat"].shape[-1] == N_OBS + 2  # observation, left and the sum
-    assert last["cat"].shape[-1] == N_OBS + 2 + 4  # and kl, kl_coeff, task_reward, episode_kl
-    assert_close(first["task_reward"], last["task_reward"])
-
-
 # When there is no log-prob.
 
 
@@ -253,23 +208,6 @@ def test_a_random_policy_gives_zeros(make_env):
     batch = play(env)["next"]
     for name in ("ref_log_prob", "kl", "kl_estimate"):
         assert (batch[name] == 0).all()
-
-
-def charged_env(actor):
-    return with_transforms(WalkEnv(), KLConstrainedTransform(actor, 1.0))
-
-
-@forks
-def test_in_parallel_workers_no_log_prob_arrives():
-    # TorchRL hands only actions to ParallelEnv's workers: the stack belongs around it.
-    actor = make_actor()
-    env = parallel(partial(charged_env, actor))
-    try:
-        batch = play(env, moved(actor))["next"]
-    finally:
-        env.close()
-    assert (batch["kl"] == 0).all()
-    assert_close(batch["reward"], batch["task_reward"])
 
 
 def test_on_a_batch_an_absent_log_prob_is_an_error():

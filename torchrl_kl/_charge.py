@@ -37,10 +37,10 @@ class Charge:
                 f"{self.reward_key!r} must be floating point, got {reward.dtype}: the coefficient would be rounded to "
                 "an integer. Cast the reward before the charge."
             )
-        coeff = coeff.to(reward).expand(reward.shape).clone()
-        penalty = torch.where(coeff == 0, torch.zeros_like(reward), coeff * kl.to(reward.dtype))
-        next_tensordict.set(self.out_key, reward - penalty)
-        next_tensordict.set(self.kl_coeff_key, coeff)
+        charged_with = torch.empty_like(reward).copy_(coeff)
+        charged = torch.addcmul(reward, charged_with, kl.to(reward.dtype), value=-1)
+        next_tensordict.set(self.out_key, torch.where(charged_with == 0, reward, charged))
+        next_tensordict.set(self.kl_coeff_key, charged_with)
 
     def check_shape(self, kl: torch.Size, reward: torch.Size) -> None:
         """ValueError unless KL and reward have the same shape."""

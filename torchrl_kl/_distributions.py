@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from tensordict import NestedKey
 from tensordict.nn import ProbabilisticTensorDictModule
 from torch import Tensor, nn
+
+from torchrl_kl._actors import read_keys
 
 
 def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:
@@ -28,7 +28,7 @@ def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:
 def written_params(actor: nn.Module) -> list[NestedKey]:
     """The keys of the distribution's parameters that the actor writes; others (an action mask) come from the env."""
     params = dist_module_of(actor).in_keys
-    read = cast(list[NestedKey], actor.in_keys)
+    read = read_keys(actor)
     return [key for key in params if key not in read]
 
 

@@ -7,7 +7,8 @@ before anything is computed from it, so that it is 0 in value and in gradient, n
 from __future__ import annotations
 
 import copy
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -84,6 +85,8 @@ def kl_of_distributions(policy: Distribution, reference: Distribution, mask: Ten
 
 def _kl(policy: Distribution, reference: Distribution, mask: Tensor | None) -> Tensor:
     _check_equal("batch_shape", policy, reference, tuple(policy.batch_shape), tuple(reference.batch_shape))
+    if isinstance(policy, Mapping) and isinstance(reference, Mapping):
+        return _kl_of_composites(policy, reference, mask)
     if isinstance(policy, Categorical | OneHotCategorical) and isinstance(reference, Categorical | OneHotCategorical):
         return _kl_of_categoricals(policy, reference, mask)
     if isinstance(policy, Independent) and isinstance(reference, Independent):
@@ -129,6 +132,22 @@ def _log_probs(dist: Categorical | OneHotCategorical, mask: Tensor | None) -> Te
     drawn = are_probs & (param != 0)
     log_probs = torch.where(drawn, torch.where(drawn, param, 1.0).log(), -torch.inf)
     return torch.where(are_probs, log_probs, param)
+
+
+def _kl_of_composites(policy: Any, reference: Any, mask: Tensor | None) -> Tensor:
+    """Of tensordict's CompositeDistribution, a mapping of independent parts: the sum over them."""
+    _check_equal("parts", policy, reference, sorted(map(str, policy)), sorted(map(str, reference)))
+    n = len(policy.batch_shape)
+
+    def of_part(part: Distribution, ref_part: Distribution) -> Tensor:
+        counts = mask
+        if counts is not None:
+            counts = counts.reshape(counts.shape + (1,) * (len(part.batch_shape) - n)).expand(part.batch_shape)
+        kl = _kl(part, ref_part, counts)
+        return kl.flatten(n).sum(-1) if kl.ndim > n else kl
+
+    first, *others = (of_part(part, reference[name]) for name, part in policy.items())
+    return sum(others, first)
 
 
 def _kl_of_independent(policy: Independent, reference: Independent, mask: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from torch import Tensor, nn
 
 from torchrl_kl._distributions import categorical_log_probs, dist_module_of, written_params
-from torchrl_kl._keys import as_tuple, beside, expand_right, holder_batch_size, sum_action_dims
+from torchrl_kl._keys import LogProbKeys, as_tuple, expand_right, holder_batch_size, sum_action_dims
 from torchrl_kl._transform import get_required
 from torchrl_kl.functional import ESTIMATORS, kl_exact, kl_top_k
 
@@ -76,10 +76,10 @@ class SampledEstimate(Estimate):
 class ExactEstimate(Estimate):
     """The KL of the two distributions, from the parameters that the policy recorded and those of the reference."""
 
-    def __init__(self, actor: nn.Module, log_prob_key: NestedKey):
+    def __init__(self, actor: nn.Module, recorded: LogProbKeys):
         super().__init__(written_params(actor))
         self.dist_module = copy.deepcopy(dist_module_of(actor))
-        self.log_prob_key = log_prob_key
+        self.recorded = recorded
 
     def of_reference(self, tensordict, outputs, reference):
         return outputs.select(*dist_module_of(reference).in_keys).detach()
@@ -97,7 +97,7 @@ class ExactEstimate(Estimate):
         if mask is not None:
             mask = expand_right(mask, policy.batch_shape)
         kl = kl_exact(policy, reference, mask=mask)
-        return sum_action_dims(kl, holder_batch_size(tensordict, self.log_prob_key))
+        return sum_action_dims(kl, self.recorded.batch_size(tensordict))
 
     @staticmethod
     def _check_shapes(params: TensorDictBase, of_reference: TensorDictBase) -> None:
@@ -146,7 +146,7 @@ class TopKEstimate(Estimate):
 def make_estimate(
     estimator: Estimator,
     actor: nn.Module | None,
-    log_prob_key: NestedKey,
+    recorded: LogProbKeys,
     top_k_key: NestedKey | None,
 ) -> Estimate | None:
     """The estimate of that name; None for k1, which is always there.
@@ -162,9 +162,9 @@ def make_estimate(
                 '`estimator="exact"` needs `actor`, whose distribution class turns parameters into distributions: pass '
                 "the policy (its weights are not kept)."
             )
-        return ExactEstimate(actor, log_prob_key)
+        return ExactEstimate(actor, recorded)
     if estimator == "top_k":
-        return TopKEstimate(unravel_key(top_k_key or beside(log_prob_key, "top_k")))
+        return TopKEstimate(unravel_key(top_k_key or recorded.beside("top_k")))
     return None if estimator == "k1" else SampledEstimate(estimator)
 
 

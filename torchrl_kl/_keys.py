@@ -36,6 +36,59 @@ def sum_action_dims(log_prob: Tensor, batch_size: torch.Size) -> Tensor:
     return log_prob.sum(extra) if extra else log_prob
 
 
+class LogProbKeys:
+    """Where the log-prob of an action stands: one entry, or one for each part of a composite action, to be added up.
+
+    A composite action is drawn by one policy, whose KL is the sum over its parts: it belongs to the branch of the tree
+    that holds all of them.
+
+    Args:
+        key: of the entry, or a list of those of the parts.
+    """
+
+    def __init__(self, key: NestedKey | list[NestedKey]):
+        self.keys = [unravel_key(one) for one in (key if isinstance(key, list) else [key])]
+        first, *others = (as_tuple(one)[:-1] for one in self.keys)
+        depth = len(first)
+        while any(path[:depth] != first[:depth] for path in others):
+            depth -= 1
+        self.branch = first[:depth]
+        self._inside = self.beside("log_prob")
+
+    @property
+    def key(self) -> NestedKey | list[NestedKey]:
+        """The one key, or the list of several."""
+        return self.keys[0] if len(self.keys) == 1 else self.keys
+
+    def beside(self, name: str) -> NestedKey:
+        """The key called `name` in the branch that holds all of them."""
+        return unravel_key((*self.branch, name))
+
+    def batch_size(self, tensordict: TensorDictBase) -> torch.Size:
+        """Batch size of that branch: the shape of the log-prob."""
+        return holder_batch_size(tensordict, self._inside)
+
+    def missing(self, tensordict: TensorDictBase) -> list[NestedKey]:
+        """Those that are not there."""
+        return [key for key in self.keys if tensordict.get(key, None) is None]
+
+    def read(self, tensordict: TensorDictBase) -> Tensor | None:
+        """The log-prob of the whole action, nats, shape `batch_size`; None if an entry is not there."""
+        values = [tensordict.get(key, None) for key in self.keys]
+        if any(value is None for value in values):
+            return None
+        return _add_up(values, self.batch_size(tensordict))
+
+    def add_up(self, log_probs: TensorDictBase, batch_size: torch.Size) -> Tensor:
+        """The sum over the parts and over what stands beyond the batch."""
+        return _add_up([log_probs.get(key) for key in self.keys], batch_size)
+
+
+def _add_up(parts: list[Tensor], batch_size: torch.Size) -> Tensor:
+    first, *others = (sum_action_dims(part, batch_size) for part in parts)
+    return sum(others, first)
+
+
 def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:
     """Expands a value that has the first dimensions of `shape` (or the same with trailing ones) to all of it.
 

@@ -32,14 +32,15 @@ class SwitchedActor(FrozenActor):
         actor: the policy, a probabilistic actor.
         switch: a callable that returns a context manager, in which `actor` is the reference; as PEFT's
             `model.disable_adapter` of the model in `actor` is.
-        log_prob_key: where the policy records its log-prob; found with `actor.log_prob_keys` if not given.
+        log_prob_key: where the policy records its log-prob, or those of the parts of its action; by default
+            `actor.log_prob_keys`.
 
     Raises:
         TypeError: if the actor has no distribution, or when it scores, if `switch` returns no context manager.
-        ValueError: if it has uninitialised weights, or several log-probs and no key is given.
+        ValueError: if it has uninitialised weights.
     """
 
-    def __init__(self, actor: nn.Module, switch: Switch, *, log_prob_key: NestedKey | None = None):
+    def __init__(self, actor: nn.Module, switch: Switch, *, log_prob_key: NestedKey | list[NestedKey] | None = None):
         self._live = Live(_Switchable(cast(ProbabilisticTensorDictSequential, actor), switch))
         super().__init__(actor, log_prob_key=log_prob_key)
 
@@ -83,7 +84,7 @@ def as_reference(
     actor: nn.Module,
     reference: nn.Module | Switch | None,
     *,
-    log_prob_key: NestedKey | None = None,
+    log_prob_key: NestedKey | list[NestedKey] | None = None,
     requires_grad: bool = False,
 ) -> FrozenActor:
     """The reference that the argument `reference` stands for, to score the actions of `actor`.
@@ -92,7 +93,8 @@ def as_reference(
         actor: the policy.
         reference: None: a frozen copy of `actor`; an actor: a frozen copy of it; a FrozenActor: itself; a callable
             that returns a context manager: `actor` itself, within that context.
-        log_prob_key: where the policy records its log-prob; found with `actor.log_prob_keys` if not given.
+        log_prob_key: where the policy records its log-prob, or those of the parts of its action; by default
+            `actor.log_prob_keys`.
         requires_grad: whether a copy's weights receive gradients.
 
     Raises:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
+import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite, ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
-from torchrl_kl._keys import as_tuple, beside, existing_keys
+from torchrl_kl._keys import as_tuple, beside, existing_keys, expand_right
+from torchrl_kl._placement import later_transforms, refuse_parallel_worker, refuse_spoiler
 
 RECORD_LOG_PROB = (
     "build the policy with ProbabilisticActor(..., return_log_prob=True), or name the key it records "
@@ -22,6 +24,8 @@ RECORD_LOG_PROB = (
 
 class KLTransform(Transform):
     """Base of the transforms: in an env they work in `_step`, on a batch in `forward`, never on their input."""
+
+    action_keys: Sequence[NestedKey] = ()  # the actions that must reach it as the policy wrote them
 
     @property
     def parent_env(self) -> EnvBase:
@@ -46,7 +50,30 @@ class KLTransform(Transform):
                 tensordict_reset.set(key, spec[key].zero(leading))
         return tensordict_reset
 
-    _reset_on_native_autoreset = _reset
+    def _reset_on_native_autoreset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        """Writes zeros in the rows that an env has reset by itself; here TorchRL masks nothing."""
+        for key in self.out_keys:
+            value = tensordict_reset.get(key, None)
+            if value is not None:
+                reset = tensordict.get(beside(key, "_reset"), tensordict.get("_reset", None))
+                tensordict_reset.set(key, torch.where(expand_right(reset, value.shape), 0.0, value))
+        return tensordict_reset
+
+    def transform_output_spec(self, output_spec: Composite) -> Composite:
+        """Refuses an env whose later transforms undo this one, each time its specs are made."""
+        self.refuse_wrong_order()
+        return super().transform_output_spec(output_spec)
+
+    def refuse_wrong_order(self) -> None:
+        """RuntimeError if a transform after this one undoes its work."""
+        for later in later_transforms(self):
+            if not isinstance(later, KLTransform):
+                refuse_spoiler(self, later, self.out_keys, self.action_keys)
+
+    def _check_batched_worker_compat(self) -> None:
+        refuse_parallel_worker(type(self).__name__)
 
     def claim(self, observation_spec: Composite, keys: Iterable[NestedKey]) -> None:
         """RuntimeError if the env has one of the keys that this transform is going to declare."""

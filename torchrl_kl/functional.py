@@ -133,7 +133,8 @@ def kl_exact(policy: Tensor | Distribution, reference: Tensor | Distribution, *,
         policy: logits or log-probabilities of all V actions, shape (*B, V), normalised here; or a distribution of batch
             shape (*B). Between distributions: categorical ones by their log-probabilities (one-hot and masked
             ones too), independent and transformed ones (TanhNormal) through their bases, the latter if both share the
-            bijection, whose parameters are taken as constants; all others as registered with torch.
+            bijection, whose parameters are taken as constants; tensordict's CompositeDistribution as the sum over its
+            parts; all others as registered with torch.
         reference: the same for the reference: same kind, same shape.
         mask: True where a step counts, boolean, shape (*B). Elsewhere the KL is 0, whatever stands there; but
             the gradient of what a distribution computed when it was built (Categorical normalises) is its own.
@@ -361,9 +362,12 @@ def _check_values(values: Tensor, mask: Tensor | None) -> None:
 def _log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor | None) -> Tensor:
     _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
     _check_mask(mask, log_prob.shape, "`log_prob`")
+    counts = log_prob != -torch.inf
+    if mask is not None:
+        counts = counts & mask
     # `where` stands before all that bends: an excluded step is 0 in value and gradient, never NaN * 0.
-    _, log_ratio, infinite = split_log_ratio(log_prob, ref_log_prob, mask)
-    return torch.where(infinite, torch.inf, log_ratio)
+    log_ratio = torch.where(counts, log_prob - ref_log_prob, 0.0)
+    return torch.where(log_ratio == torch.inf, torch.inf, log_ratio)  # as a constant: infinity has no slope
 
 
 def _check_pair(log_prob: Tensor, ref_log_prob: Tensor, name: str, ref_name: str) -> None:

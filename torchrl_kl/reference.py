@@ -17,16 +17,8 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
-from torchrl_kl._keys import (
-    MASK_KEY,
-    TRAJECTORY_KEY,
-    as_tuple,
-    beside,
-    existing_keys,
-    holder_batch_size,
-    is_fake,
-    sum_action_dims,
-)
+from torchrl_kl._actors import check_actor, find_log_prob_keys, log_prob_of_actions, read_keys, traces_of
+from torchrl_kl._keys import MASK_KEY, TRAJECTORY_KEY, LogProbKeys, as_tuple, beside, existing_keys, is_fake
 from torchrl_kl._moving import MasterWeights
 
 __all__ = ["FrozenActor"]
@@ -51,7 +43,8 @@ class FrozenActor(nn.Module):
 
     You may rely on: no call on the policy (`train()`, an optimizer step, in-place edits of its weights) changes it, no
     gradient reaches it unless `requires_grad` asks for one, it moves with `.to(device)` and it is in `state_dict`. It
-    moves when it is told to, by `update_reference`.
+    moves when it is told to, by `update_reference`. With `.to(dtype)` its weights and state are cast, and observations
+    as they are read: it may be kept in bfloat16 beside a policy in float32.
 
     A recurrent actor keeps its hidden state under keys of its own, `ref_<name>` beside the policy's `<name>`: on the
     policy's state the reference would score another policy's memory.
@@ -60,14 +53,14 @@ class FrozenActor(nn.Module):
 
     Args:
         actor: a probabilistic actor (`get_dist`, `log_prob`) whose weights are there (no lazy layers left).
-        log_prob_key: where the policy records its log-prob; found with `policy.log_prob_keys` if not given.
+        log_prob_key: where the policy records its log-prob, or a list of where it records those of the parts of its
+            action, which are added up; by default all of `actor.log_prob_keys`.
         requires_grad: whether the copied weights receive gradients.
         policy: the actor whose actions are scored, if it is another one than `actor`; only its keys are read.
 
     Raises:
         TypeError: if the actor has no distribution.
-        ValueError: if it has uninitialised weights, several log-probs and no key is given, or other actions than
-            `policy`.
+        ValueError: if it has uninitialised weights, or other actions than `policy`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -81,42 +74,52 @@ class FrozenActor(nn.Module):
         (True, False)
     """
 
+    _own_dtype: torch.dtype | None = None  # of the weights, found once; None where they are another's
+
     def __init__(
         self,
         actor: nn.Module,
         *,
-        log_prob_key: NestedKey | None = None,
+        log_prob_key: NestedKey | list[NestedKey] | None = None,
         requires_grad: bool = False,
         policy: nn.Module | None = None,
     ):
         super().__init__()
-        _check_actor(actor)
+        check_actor(actor)
         self.requires_grad = requires_grad
         self._hold(actor)
         self.master = MasterWeights()
         self.action_keys = [unravel_key(key) for key in self.actor.dist_sample_keys]
         acting = self.actor if policy is None else self._check_policy(policy)
-        self.log_prob_key = log_prob_key or self._find_log_prob_key(acting)
+        self.recorded = LogProbKeys(log_prob_key or find_log_prob_keys(acting))
         self._interaction_type = getattr(acting, "default_interaction_type", None)
         self.state_keys = [key for key in self.actor.in_keys if unravel_key(("next", key)) in self.actor.out_keys]
         self.own_state_keys = [beside(key, f"ref_{as_tuple(key)[-1]}") for key in self.state_keys]
         states = (*self.state_keys, *self.action_keys)
-        self.in_keys = [key for key in self.actor.in_keys if key not in states]
+        self.in_keys = [key for key in read_keys(self.actor) if key not in states]
         self._init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
-        # Entries that only a policy's forward pass leaves behind: with them and no log-prob, the policy did run.
-        self.trace_keys = [
-            key
-            for key in acting.out_keys
-            if as_tuple(key)[0] != "next" and key not in (*states, *self.in_keys, self.log_prob_key)
-        ]
+        self._read_keys = [*self.in_keys, *self.state_keys]
+        self.trace_keys = traces_of(acting, self.recorded)
         self._last_states: dict[int, list[Tensor]] = {}
         self._last_observed: dict[int, TensorDictBase] = {}
+
+    @property
+    def log_prob_key(self) -> NestedKey | list[NestedKey]:
+        """Where the policy records its log-prob: one key, or a list of those of the parts of its action."""
+        return self.recorded.key
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights, and of the log-probs that it gives."""
+        floating = (p.dtype for p in self.actor.parameters() if p.is_floating_point())
+        return next(floating, torch.get_default_dtype())
 
     def _hold(self, actor: nn.Module) -> None:
         """Takes what `actor` is to be: a copy."""
         self.actor: ProbabilisticTensorDictSequential = copy.deepcopy(actor)  # type: ignore[assignment]
         self.actor.requires_grad_(self.requires_grad)
         self.actor.eval()
+        self._own_dtype = self.dtype
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the weights towards those of `source`: to (1 - tau) * reference + tau * source, in place.
@@ -133,8 +136,26 @@ class FrozenActor(nn.Module):
             TypeError: if `source` is no module.
             ValueError: if `tau` is out of range, or `source` has other weights (by name or shape) or NaN among them;
                 the reference is then left as it was.
+
+        Example:
+            >>> from torchrl_kl import GPT, GPTActor
+            >>> policy = GPTActor(GPT(vocab_size=11, block_size=8)).bfloat16()
+            >>> reference = FrozenActor(policy)
+            >>> for weight in policy.parameters():
+            ...     _ = weight.data.mul_(2.0)
+            >>> for _ in range(100):  # each of these steps alone is less than bfloat16 can tell
+            ...     reference.update_reference(policy, tau=1e-3)
+            >>> own, other = next(reference.parameters()).norm(), next(policy.parameters()).norm()
+            >>> round((own / other).item(), 2)  # from 1/2 on: 1 - 0.999**100 / 2
+            0.55
         """
         self.master.move(self.actor, source, tau)
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        if self._own_dtype is not None:
+            self._own_dtype = self.dtype
+        return self
 
     def train(self, mode: bool = True) -> FrozenActor:
         """Stays in eval mode: dropout noise in a reference would be measured as divergence."""
@@ -210,7 +231,7 @@ class FrozenActor(nn.Module):
             self._check_consecutive(tensordict)
             self._set_first_states(tensordict, inputs, zero_states=False)
         self._require_states(inputs)
-        self._rename_states(inputs)
+        self._prepare(inputs)
         with self.scoring(timed and not (carried and self.state_keys)):
             return self.actor.get_dist(inputs)
 
@@ -226,6 +247,7 @@ class FrozenActor(nn.Module):
                 f"`actor` has the recurrent state {self.state_keys} but no `make_tensordict_primer` that describes it "
                 f"(found {list(specs)}): give its recurrent module one, as TorchRL's LSTMModule has."
             )
+        specs = {key: spec.to(self.dtype) if spec.dtype.is_floating_point else spec for key, spec in specs.items()}
         return {own: specs[key] for own, key in zip(self.own_state_keys, self.state_keys, strict=True)}
 
     def _require_states(self, inputs: TensorDictBase) -> None:
@@ -237,9 +259,16 @@ class FrozenActor(nn.Module):
                 'last dimension is time (named "time", or `time_dim=`).'
             )
 
-    def _rename_states(self, inputs: TensorDictBase) -> None:
+    def _prepare(self, inputs: TensorDictBase) -> None:
+        """Hands the actor its own state as if it were the policy's, and what it reads in the dtype of its weights."""
         for own, key in zip(self.own_state_keys, self.state_keys, strict=True):
             inputs.rename_key_(own, key)
+        if self._own_dtype is None:
+            return
+        for key in self._read_keys:
+            value = inputs.get(key, None)
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != self._own_dtype:
+                inputs.set(key, value.to(self._own_dtype))
 
     @contextmanager
     def scoring(self, recurrent: bool) -> Iterator[None]:
@@ -249,25 +278,11 @@ class FrozenActor(nn.Module):
             yield
 
     def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> Score:
-        self._rename_states(inputs)
-        batch_size = holder_batch_size(inputs, self.log_prob_key)
+        self._prepare(inputs)
         with self.scoring(recurrent):
-            log_prob = self.actor.log_prob(inputs)  # leaves the parameters of the distribution in `inputs`
-        if not isinstance(log_prob, Tensor):
-            log_prob = self._of_one_head(log_prob)
+            log_prob = log_prob_of_actions(self.actor, inputs, self.action_keys, self.recorded)
         states = [inputs.get(("next", *as_tuple(key))) for key in self.state_keys]
-        return Score(sum_action_dims(log_prob, batch_size), states, inputs)
-
-    def _of_one_head(self, log_probs: TensorDictBase) -> Tensor:
-        """A composite distribution gives each of its heads a log-prob, under the name that the policy records it by."""
-        log_prob = log_probs.get(self.log_prob_key, None)
-        if log_prob is None:
-            raise KeyError(
-                f"{self.log_prob_key!r} is not among the log-probs that the reference gives its action heads, got "
-                f"{existing_keys(log_probs)}: name one of them with `log_prob_key`, and build policy and reference "
-                "with the same names."
-            )
-        return log_prob
+        return Score(log_prob, states, inputs)
 
     def _set_first_states(self, tensordict: TensorDictBase, inputs: TensorDictBase, zero_states: bool) -> None:
         """Gives every row its state at its first step; later starts of trajectories begin from zero."""
@@ -346,17 +361,9 @@ class FrozenActor(nn.Module):
         follows = all(torch.equal(first.get(key), last.get(key)) for key in last.keys(True, True))
         return self._last_states[trajectory] if follows else None
 
-    def _find_log_prob_key(self, actor: ProbabilisticTensorDictSequential) -> NestedKey:
-        keys = [unravel_key(key) for key in actor.log_prob_keys]
-        if len(keys) != 1:
-            raise ValueError(
-                f"`actor` must record one log-prob, got the keys {keys}: name the one to use with `log_prob_key`."
-            )
-        return keys[0]
-
     def _check_policy(self, policy: nn.Module) -> ProbabilisticTensorDictSequential:
         """The policy whose actions are scored, if its actions are those of the reference."""
-        _check_actor(policy)
+        check_actor(policy)
         policy = cast(ProbabilisticTensorDictSequential, policy)
         actions = [unravel_key(key) for key in policy.dist_sample_keys]
         if actions != self.action_keys:
@@ -365,17 +372,3 @@ class FrozenActor(nn.Module):
                 "the same `out_keys`."
             )
         return policy
-
-
-def _check_actor(actor: nn.Module) -> None:
-    if not (isinstance(actor, nn.Module) and hasattr(actor, "get_dist") and hasattr(actor, "log_prob")):
-        raise TypeError(
-            f"`actor` must be a probabilistic actor (with `get_dist` and `log_prob`), got {type(actor).__name__}: wrap "
-            "the network in torchrl.modules.ProbabilisticActor; a deterministic policy has no KL."
-        )
-    lazy = [name for name, p in actor.named_parameters() if nn.parameter.is_lazy(p)]
-    if lazy:
-        raise ValueError(
-            f"`actor` has uninitialised weights ({lazy[0]}, ...): run it once on data first; a copy made now would be "
-            "initialised apart from the policy."
-        )

@@ -11,6 +11,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_kl._charge import Charge, add_reward_like
 from torchrl_kl._keys import MASK_KEY, add_spec, beside, expand_right, find_time_dim, is_fake, state_spec
+from torchrl_kl._placement import refuse_later_ends
 from torchrl_kl._transform import KLTransform, copy_batch, counted_key, get_required, sampled_from_replay
 from torchrl_kl.controllers import ConstantKLController, KLController, TargetKLController, as_controller
 from torchrl_kl.statistics import KLStatistics
@@ -108,6 +109,7 @@ class RewardAdjustmentTransform(KLTransform):
         self.statistics = KLStatistics()
         self.frozen = False
         self._charge = Charge(self.reward_key, self.reward_key, self.kl_coeff_key)
+        self._counted_key = counted_key(self.kl_key)
         self._open_trajectories = OpenTrajectories()
 
     def freeze(self) -> RewardAdjustmentTransform:
@@ -125,19 +127,27 @@ class RewardAdjustmentTransform(KLTransform):
         episode_kl = tensordict.get(self.episode_kl_key, 0.0) + measured
         next_tensordict.set(self.episode_kl_key, episode_kl)
         if not self.frozen:
-            counted = tensordict.get(counted_key(self.kl_key), None)
-            if counted is None:
-                counted = torch.ones_like(measured, dtype=torch.bool)
-            if self.controller.per == "step":
-                self._pool(measured[counted])
-            else:
-                done_key = find_done(next_tensordict, self.reward_key, self.done_key)
-                ended = expand_right(next_tensordict.get(done_key), measured.shape)
-                before = tensordict.get(done_key, None)
-                if before is not None:  # an agent that has left while others go on was counted when it left
-                    ended = ended & ~expand_right(before, measured.shape)
-                self._pool(episode_kl[counted & ended])
+            self._feed_step(tensordict, next_tensordict, measured, episode_kl)
         return next_tensordict
+
+    def _feed_step(
+        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, measured: Tensor, episode_kl: Tensor
+    ) -> None:
+        """Pools what a step of the env, or the trajectories that it ended, measured."""
+        values, pooled = measured, None
+        if self.controller.per == "trajectory":
+            done_key = find_done(next_tensordict, self.reward_key, self.done_key)
+            done = next_tensordict.get(done_key)
+            if not done.any():
+                return
+            values, pooled = episode_kl, expand_right(done, measured.shape)
+            before = tensordict.get(done_key, None)
+            if before is not None:  # an agent that has left while others go on was counted when it left
+                pooled = pooled & ~expand_right(before, measured.shape)
+        counted = tensordict.get(self._counted_key, None)
+        if counted is not None:
+            pooled = counted if pooled is None else counted & pooled
+        self._pool(values if pooled is None else values[pooled])
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Charges a batch (*B) that has "next"; returns a shallow copy with the results.
@@ -146,6 +156,7 @@ class RewardAdjustmentTransform(KLTransform):
             KeyError: if the reward, the KL or "next" is not there.
             RuntimeError: if the reward was charged before, or the controller cannot be fed.
         """
+        self.refuse_wrong_order()
         tensordict = copy_batch(tensordict)
         next_tensordict = tensordict.get("next")
         self._charge.refuse_charged(next_tensordict.keys(True, True), "the batch")
@@ -203,7 +214,7 @@ class RewardAdjustmentTransform(KLTransform):
         return measured.detach()
 
     def _pool(self, values: Tensor) -> None:
-        if self.controller.coeff == 0:  # only measures: what cannot be pooled must not stop the training either
+        if self.controller.coeff.item() == 0:  # only measures: what cannot be pooled must not stop the training either
             values = values[values.isfinite()]
         if values.numel():
             self.statistics.add(values)
@@ -222,6 +233,12 @@ class RewardAdjustmentTransform(KLTransform):
     def refuse_charged_env(self, env: EnvBase) -> None:
         """RuntimeError if the reward that this transform is to charge was charged by a transform of the env."""
         self._charge.refuse_charged(env.full_observation_spec.keys(True, True), "the env")
+
+    def refuse_wrong_order(self) -> None:
+        """RuntimeError if a transform after this one undoes its work, or ends trajectories that it waits for."""
+        super().refuse_wrong_order()
+        if self.controller.per == "trajectory" and not isinstance(self.controller, ConstantKLController):
+            refuse_later_ends(self)
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Adds the running sum to the state spec, so that batched envs carry it."""

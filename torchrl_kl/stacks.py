@@ -12,14 +12,19 @@ from torchrl.envs.transforms import Compose, Transform
 
 from torchrl_kl._charge import Charge, add_reward_like
 from torchrl_kl._estimates import Estimator
-from torchrl_kl._keys import as_tuple, beside, expand_right, holder_batch_size, sum_action_dims
+from torchrl_kl._keys import as_tuple, beside, expand_right, sum_action_dims
 from torchrl_kl._switched import Switch, as_reference
 from torchrl_kl._transform import get_required
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional import kl_k1
 from torchrl_kl.reference import FrozenActor
 from torchrl_kl.reward_transforms import RewardAdjustmentTransform
-from torchrl_kl.transforms import KLDivergenceTransform, ReferenceModelLogProbTransform, ReferenceTransform
+from torchrl_kl.transforms import (
+    KLDivergenceTransform,
+    ReferenceModelLogProbTransform,
+    ReferenceTransform,
+    check_reduce,
+)
 
 __all__ = ["KLConstrainedTransform", "KLRewardTransform"]
 
@@ -43,7 +48,8 @@ class KLConstrainedTransform(Compose):
             distribution; or "top_k", from what TopKActor records.
         update_every: how many finished trajectories (or steps) an update of the controller waits for.
         reward_key: the reward to charge.
-        log_prob_key: where the policy records its log-prob; by default found with `actor.log_prob_keys`.
+        log_prob_key: where the policy records its log-prob, or a list of where it records those of the parts of a
+            composite action, which are added up; by default `actor.log_prob_keys`.
         ref_log_prob_key, kl_key, kl_estimate_key, task_reward_key, kl_coeff_key, episode_kl_key: where the results go;
             by default as the parts say. A second stack in one env needs keys of its own.
         done_key: what ends a trajectory; by default "done" beside the reward, or at the root.
@@ -55,6 +61,8 @@ class KLConstrainedTransform(Compose):
         reference: another actor to copy and freeze; or a FrozenActor, which is used as it is; or, for no copy at all, a
             callable that returns a context manager in which `actor` itself is the reference, such as PEFT's
             `model.disable_adapter`.
+        recompute_log_prob: whether `actor` itself is asked for its log-prob of an action where it recorded none, as
+            ReferenceModelLogProbTransform says.
 
     Example:
         >>> from tensordict.nn import TensorDictModule
@@ -80,7 +88,7 @@ class KLConstrainedTransform(Compose):
         estimator: Estimator = "k1",
         update_every: int = 64,
         reward_key: NestedKey = "reward",
-        log_prob_key: NestedKey | None = None,
+        log_prob_key: NestedKey | list[NestedKey] | None = None,
         ref_log_prob_key: NestedKey | None = None,
         kl_key: NestedKey | None = None,
         kl_estimate_key: NestedKey | None = None,
@@ -94,6 +102,7 @@ class KLConstrainedTransform(Compose):
         time_dim: int | None = None,
         zero_states: bool = False,
         reference: nn.Module | Switch | None = None,
+        recompute_log_prob: bool = False,
     ):
         scoring = ReferenceModelLogProbTransform(
             actor,
@@ -104,6 +113,7 @@ class KLConstrainedTransform(Compose):
             zero_states=zero_states,
             top_k_key=top_k_key,
             reference=reference,
+            recompute_log_prob=recompute_log_prob,
         )
         divergence = KLDivergenceTransform(
             estimator=estimator,
@@ -168,6 +178,9 @@ class KLConstrainedTransform(Compose):
         self.adjustment.unfreeze()
         return self
 
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self._parts[0]._inv_call(tensordict)  # the other parts have no inverse, and every step asks
+
     def set_container(self, container: Transform) -> None:
         """Refuses an env whose reward is charged already, before any other complaint about it."""
         self.reset_parent()
@@ -216,9 +229,14 @@ class KLRewardTransform(ReferenceTransform):
         in_keys: the reward's key, a list of one; by default ["reward"].
         out_keys: where the result goes, a list of one; by default `in_keys`.
         requires_grad: whether the reference's weights receive gradients.
-        kl_coeff_key: the coefficient of each step; by default "kl_coeff" beside the result.
+        kl_coeff_key: where the coefficient goes; by default "kl_coeff" beside the result.
+        log_prob_key: where the policy records its log-prob, or a list of where it records those of the parts of a
+            composite action, which are added up; by default `actor.log_prob_keys`.
+        reduce: "sum" adds up the KL of the agents that share a reward; None keeps one per agent.
         reference: another actor to copy and freeze; or a FrozenActor, which is used as it is; or, for no copy at all, a
             callable that returns a context manager in which `actor` itself is the reference.
+        recompute_log_prob: whether `actor` itself is asked for its log-prob of an action where it recorded none, as
+            ReferenceModelLogProbTransform says.
 
     Raises:
         ValueError: if `in_keys` or `out_keys` is not one key, `coef` is negative, or KL and reward differ in shape.
@@ -252,9 +270,14 @@ class KLRewardTransform(ReferenceTransform):
         requires_grad: bool = False,
         *,
         kl_coeff_key: NestedKey | None = None,
+        log_prob_key: NestedKey | list[NestedKey] | None = None,
+        reduce: Literal["sum"] | None = None,
         reference: nn.Module | Switch | None = None,
+        recompute_log_prob: bool = False,
     ):
-        frozen = as_reference(actor, reference, requires_grad=requires_grad)
+        check_reduce(reduce)
+        frozen = as_reference(actor, reference, log_prob_key=log_prob_key, requires_grad=requires_grad)
+        self.reduce = reduce
         self.reward_key = _one_key("in_keys", in_keys or ["reward"])
         self.out_key = _one_key("out_keys", out_keys or [self.reward_key])
         self.kl_coeff_key = kl_coeff_key or beside(self.out_key, "kl_coeff")
@@ -264,6 +287,7 @@ class KLRewardTransform(ReferenceTransform):
             out_keys=[self.out_key, self.kl_coeff_key],
             time_dim=None,
             zero_states=False,
+            policy=actor if recompute_log_prob else None,
         )
         coef = torch.as_tensor(coef)
         if coef.numel() != 1:
@@ -292,10 +316,13 @@ class KLRewardTransform(ReferenceTransform):
             reward = get_required(next_tensordict, self.reward_key, "name it with `in_keys`.")
             kl = torch.zeros_like(reward)
         else:
-            log_prob = sum_action_dims(log_prob.detach(), holder_batch_size(tensordict, self.reference.log_prob_key))
+            log_prob = log_prob.detach()
             if mask is not None:
                 mask = expand_right(mask, log_prob.shape)
-            kl = kl_k1(log_prob, ref_log_prob, mask=mask).unsqueeze(-1)
+            kl = kl_k1(log_prob, ref_log_prob, mask=mask)
+            if self.reduce == "sum":
+                kl = sum_action_dims(kl, tensordict.batch_size)
+            kl = kl.unsqueeze(-1)
         self._charge(next_tensordict, kl, self.coef)
 
     def set_container(self, container: Transform) -> None:

@@ -7,27 +7,30 @@ shallow copy, and never write into their input. The numbers are the same.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Literal
+from typing import Literal, cast
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Composite
+from torchrl.envs import EnvBase
 
 from torchrl_kl._estimates import Estimator, make_estimate, reference_dist_key
 from torchrl_kl._keys import (
     MASK_KEY,
+    LogProbKeys,
     add_spec,
     as_tuple,
     beside,
     existing_keys,
     expand_right,
     find_time_dim,
-    holder_batch_size,
     is_fake,
     state_spec,
     sum_action_dims,
 )
+from torchrl_kl._placement import refuse_parallel_worker
+from torchrl_kl._policy import LivePolicy
 from torchrl_kl._switched import Switch, as_reference
 from torchrl_kl._transform import RECORD_LOG_PROB, KLTransform, copy_batch, counted_key, get_required
 from torchrl_kl.functional import kl_k1
@@ -45,6 +48,7 @@ class ReferenceTransform(KLTransform):
         out_keys: what it writes, for TorchRL's bookkeeping.
         time_dim: the batch dimension that is time, for batches that do not name it; it must be the last one.
         zero_states: whether a recurrent reference may begin in the middle of a trajectory from a zero state.
+        policy: the acting policy, to be asked for its log-prob where it recorded none.
     """
 
     def __init__(
@@ -55,12 +59,16 @@ class ReferenceTransform(KLTransform):
         out_keys: list[NestedKey],
         time_dim: int | None,
         zero_states: bool,
+        policy: nn.Module | None = None,
     ):
         super().__init__(in_keys=in_keys, out_keys=[*out_keys, *reference.own_state_keys])
         self.reference = reference
+        self._policy = None if policy is None else LivePolicy(policy, reference.recorded)
+        self.action_keys = reference.action_keys
         self.time_dim = time_dim
         self.zero_states = zero_states
-        self._inputs_key = f"_{'_'.join(as_tuple(out_keys[0]))}_inputs"  # at the root: it may hold entries of the root
+        self._inputs_key = _scratch_key(out_keys[0], "inputs")
+        self._current_key = _scratch_key(out_keys[0], "policy")
 
     @abstractmethod
     def _write(
@@ -80,13 +88,24 @@ class ReferenceTransform(KLTransform):
         """Keeps what the policy saw and did, before the inverse transforms before this one turn it into the env's."""
         if self.in_env:
             tensordict.set(self._inputs_key, self.reference.inputs(tensordict))
+            self._ask_policy(tensordict)
         return tensordict
+
+    def _ask_policy(self, tensordict: TensorDictBase) -> None:
+        """Keeps the acting policy's log-prob of its action where it recorded none and may be asked."""
+        if self._policy is None or not self.reference.recorded.missing(tensordict):
+            return
+        if self._policy.ran(tensordict, self._env_action_keys):
+            tensordict.set(self._current_key, self._policy.log_prob(tensordict, timed=False))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         inputs = tensordict.get(self._inputs_key)
-        log_prob = tensordict.get(self.reference.log_prob_key, None)
+        log_prob = self.reference.recorded.read(tensordict)
+        if log_prob is None:
+            log_prob = tensordict.get(self._current_key, None)
         if log_prob is None:
             self._refuse_unrecorded(tensordict)
+            refuse_parallel_worker(type(self).__name__)
             self._write(tensordict, next_tensordict, None, None, None)
             self._write_states(next_tensordict, [inputs.get(k) for k in self._own_states])
             return next_tensordict
@@ -107,9 +126,15 @@ class ReferenceTransform(KLTransform):
             KeyError: if the policy's log-prob or "next" is not there.
             RuntimeError: if the reference is recurrent and its state is not known.
         """
+        self.refuse_wrong_order()
         tensordict = copy_batch(tensordict)
-        log_prob = get_required(tensordict, self.reference.log_prob_key, RECORD_LOG_PROB)
-        if find_time_dim(tensordict, self.time_dim) is None:
+        timed = find_time_dim(tensordict, self.time_dim) is not None
+        log_prob = self.reference.recorded.read(tensordict)
+        if log_prob is None and self._policy is not None:
+            log_prob = self._policy.log_prob(tensordict, timed=timed)
+        if log_prob is None:
+            log_prob = _recorded_log_prob(tensordict, self.reference.recorded)
+        if not timed:
             score = self.reference.step(self.reference.inputs(tensordict))
         else:
             score = self.reference.trajectories(tensordict, zero_states=self.zero_states)
@@ -139,16 +164,14 @@ class ReferenceTransform(KLTransform):
 
     def log_prob_shape(self) -> torch.Size:
         """The shape of a log-prob in the parent env: the batch shape of the tensordict that holds the action."""
-        path = as_tuple(self.reference.log_prob_key)[:-1]
+        path = self.reference.recorded.branch
         spec = self.parent_env.full_action_spec
         return spec[path].shape if path and path in spec.keys(True) else self.parent_env.batch_size
 
-    def log_prob_dtype(self) -> torch.dtype:
-        """The dtype of a log-prob: that of the reference's weights."""
-        return next(
-            (p.dtype for p in self.reference.actor.parameters() if p.is_floating_point()),
-            torch.get_default_dtype(),
-        )
+    @property
+    def _env_action_keys(self) -> list[NestedKey]:
+        """What a random policy writes."""
+        return cast(EnvBase, self.container).action_keys
 
     @property
     def _own_states(self) -> list[NestedKey]:
@@ -166,10 +189,11 @@ class ReferenceTransform(KLTransform):
     def _refuse_unrecorded(self, tensordict: TensorDictBase) -> None:
         """A policy that ran without recording its log-prob must not pass for a random one."""
         keys = tensordict.keys(True, True)
-        traces = [key for key in self.reference.trace_keys if key in keys]
+        recorded, actions = self.reference.recorded, self._env_action_keys
+        traces = [key for key in (*self.reference.trace_keys, *recorded.keys) if key in keys and key not in actions]
         if traces:
             raise KeyError(
-                f"the policy ran (its {traces} are there) but left no {self.reference.log_prob_key!r}, got "
+                f"the policy ran (its {traces} are there) but left no {recorded.missing(tensordict)[0]!r}, got "
                 f"{existing_keys(tensordict)}: {RECORD_LOG_PROB}"
             )
 
@@ -192,7 +216,8 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
         actor: the policy; a frozen copy of it becomes the reference.
         estimator: that of the KLDivergenceTransform that follows.
         ref_log_prob_key: where to write; by default "ref_log_prob" beside the policy's log-prob.
-        log_prob_key: where the policy records its log-prob; by default found with `actor.log_prob_keys`.
+        log_prob_key: where the policy records its log-prob, or a list of where it records those of the parts of a
+            composite action, which are added up; by default `actor.log_prob_keys`.
         time_dim: the batch dimension that is time, for batches that do not name it "time"; it must be the last.
         zero_states: whether a recurrent reference may begin in the middle of a trajectory from a zero state instead of
             raising; a state that is not known then costs accuracy.
@@ -200,6 +225,10 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
         reference: another actor to copy and freeze; or a FrozenActor, which is used as it is; or, for no copy at all, a
             callable that returns a context manager in which `actor` itself is the reference, such as PEFT's
             `model.disable_adapter`.
+        recompute_log_prob: whether `actor` itself, not a copy, is asked for its log-prob of an action where it recorded
+            none: its log-prob of today, not that of when it drew the action. The KLDivergenceTransform after this one
+            uses it. No other process can have such a transform. In an env, random actions are told from the policy's by
+            the other entries that it leaves.
 
     Raises:
         TypeError: if `actor` has no distribution, or not a categorical one for "top_k", or `reference` is none of
@@ -229,34 +258,40 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
         *,
         estimator: Estimator = "k1",
         ref_log_prob_key: NestedKey | None = None,
-        log_prob_key: NestedKey | None = None,
+        log_prob_key: NestedKey | list[NestedKey] | None = None,
         time_dim: int | None = None,
         zero_states: bool = False,
         top_k_key: NestedKey | None = None,
         reference: nn.Module | Switch | None = None,
+        recompute_log_prob: bool = False,
     ):
         frozen = as_reference(actor, reference, log_prob_key=log_prob_key)
-        self.ref_log_prob_key = ref_log_prob_key or beside(frozen.log_prob_key, "ref_log_prob")
+        self.ref_log_prob_key = ref_log_prob_key or frozen.recorded.beside("ref_log_prob")
         super().__init__(
             frozen,
             in_keys=[*frozen.in_keys, *frozen.action_keys],
             out_keys=[self.ref_log_prob_key],
             time_dim=time_dim,
             zero_states=zero_states,
+            policy=actor if recompute_log_prob else None,
         )
-        self._estimate = make_estimate(estimator, frozen.actor, frozen.log_prob_key, top_k_key)
+        self._estimate = make_estimate(estimator, frozen.actor, frozen.recorded, top_k_key)
+        self._counted_key = counted_key(self.ref_log_prob_key)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         next_tensordict = super()._step(tensordict, next_tensordict)
-        counts = tensordict.get(self.reference.log_prob_key, None) is not None and self.reference.samples()
+        ran = any(tensordict.get(key, None) is not None for key in (self.reference.recorded.keys[0], self._current_key))
+        counts = ran and self.reference.samples()
         counted = torch.full_like(next_tensordict.get(self.ref_log_prob_key), counts, dtype=torch.bool)
-        tensordict.set(counted_key(self.ref_log_prob_key), counted)
+        tensordict.set(self._counted_key, counted)
         return next_tensordict
 
     def _write(self, tensordict, next_tensordict, log_prob, ref_log_prob, mask):
         if ref_log_prob is None:
-            batch_size = holder_batch_size(tensordict, self.reference.log_prob_key)
-            ref_log_prob = torch.zeros(batch_size, dtype=self.log_prob_dtype(), device=tensordict.device)
+            batch_size = self.reference.recorded.batch_size(tensordict)
+            ref_log_prob = torch.zeros(batch_size, dtype=self.reference.dtype, device=tensordict.device)
+        elif self._policy is not None and self.reference.recorded.missing(tensordict):
+            tensordict.set(self._current_key, log_prob)  # for the KLDivergenceTransform after this one
         next_tensordict.set(self.ref_log_prob_key, ref_log_prob)
 
     def _keep(self, tensordict, next_tensordict, outputs):
@@ -269,7 +304,7 @@ class ReferenceModelLogProbTransform(ReferenceTransform):
         """Adds the log-prob under the reference."""
         self.claim(observation_spec, [self.ref_log_prob_key])
         shape = self.log_prob_shape()
-        add_spec(observation_spec, self.ref_log_prob_key, shape, self.log_prob_dtype(), shape)
+        add_spec(observation_spec, self.ref_log_prob_key, shape, self.reference.dtype, shape)
         return super().transform_observation_spec(observation_spec)
 
 
@@ -299,7 +334,7 @@ class KLDivergenceTransform(KLTransform):
     Args:
         estimator: what is measured: "k1", "k2", "k3", "exact" or "top_k".
         actor: for "exact": an actor with the policy's distribution class and keys. Its weights are not kept.
-        log_prob_key: the policy's log-prob.
+        log_prob_key: the policy's log-prob, or a list of those of the parts of a composite action, which are added up.
         ref_log_prob_key: the reference's; by default "ref_log_prob" beside the policy's.
         kl_key: where k1 goes; by default "kl" beside the policy's log-prob.
         kl_estimate_key: where the other estimate goes; by default "kl_estimate" beside the KL.
@@ -327,7 +362,7 @@ class KLDivergenceTransform(KLTransform):
         *,
         estimator: Estimator = "k1",
         actor: nn.Module | None = None,
-        log_prob_key: NestedKey = "action_log_prob",
+        log_prob_key: NestedKey | list[NestedKey] = "action_log_prob",
         ref_log_prob_key: NestedKey | None = None,
         kl_key: NestedKey | None = None,
         kl_estimate_key: NestedKey | None = None,
@@ -335,20 +370,26 @@ class KLDivergenceTransform(KLTransform):
         keep_dist_params: bool = False,
         reduce: Literal["sum"] | None = None,
     ):
-        if reduce not in (None, "sum"):
-            raise ValueError(f'`reduce` must be None or "sum", got {reduce!r}: "sum" adds up the agents.')
+        check_reduce(reduce)
         self.estimator, self.reduce, self.keep_dist_params = estimator, reduce, keep_dist_params
-        self.log_prob_key = unravel_key(log_prob_key)
-        self.ref_log_prob_key = ref_log_prob_key or beside(log_prob_key, "ref_log_prob")
-        self.kl_key = kl_key or ("kl" if reduce == "sum" else beside(log_prob_key, "kl"))
-        estimate = make_estimate(estimator, actor, self.log_prob_key, top_k_key)
+        self._recorded = LogProbKeys(log_prob_key)
+        self.ref_log_prob_key = ref_log_prob_key or self._recorded.beside("ref_log_prob")
+        self.kl_key = kl_key or ("kl" if reduce == "sum" else self._recorded.beside("kl"))
+        estimate = make_estimate(estimator, actor, self._recorded, top_k_key)
         out_keys = [self.kl_key]
         if estimate is not None:
             out_keys.append(kl_estimate_key or beside(self.kl_key, "kl_estimate"))
-        super().__init__(in_keys=[self.log_prob_key, self.ref_log_prob_key], out_keys=out_keys)
+        super().__init__(in_keys=[*self._recorded.keys, self.ref_log_prob_key], out_keys=out_keys)
         self._estimate = estimate
         self._policy_keys = [] if estimate is None else estimate.policy_keys
         self._ref_dist_key = reference_dist_key(self.ref_log_prob_key)
+        self._current_key = _scratch_key(self.ref_log_prob_key, "policy")
+        self._ref_counted_key, self._counted_key = counted_key(self.ref_log_prob_key), counted_key(self.kl_key)
+
+    @property
+    def log_prob_key(self) -> NestedKey | list[NestedKey]:
+        """Where the policy records its log-prob: one key, or a list of those of the parts of its action."""
+        return self._recorded.key
 
     @property
     def measured_key(self) -> NestedKey:
@@ -357,18 +398,18 @@ class KLDivergenceTransform(KLTransform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         ref_log_prob = get_required(next_tensordict, self.ref_log_prob_key, _NO_REFERENCE)
-        log_prob = tensordict.get(self.log_prob_key, None)
-        counted = tensordict.get(counted_key(self.ref_log_prob_key), None)
+        log_prob = self._log_prob(tensordict)
+        counted = tensordict.get(self._ref_counted_key, None)
         if counted is None:  # the log-prob under the reference is another transform's
             counted = torch.full_like(ref_log_prob, log_prob is not None, dtype=torch.bool)
         elif log_prob is None and counted.any():
-            get_required(tensordict, self.log_prob_key, RECORD_LOG_PROB)
+            _recorded_log_prob(tensordict, self._recorded)
         mask = tensordict.get("_step", None)
         if mask is not None:
             counted = counted & expand_right(mask, counted.shape)
         if self.reduce == "sum" and counted.ndim > tensordict.batch_dims:
             counted = counted.flatten(tensordict.batch_dims).all(-1)
-        tensordict.set(counted_key(self.kl_key), counted.unsqueeze(-1))
+        tensordict.set(self._counted_key, counted.unsqueeze(-1))
         self._write(tensordict, next_tensordict, log_prob, ref_log_prob, mask)
         return next_tensordict
 
@@ -378,8 +419,11 @@ class KLDivergenceTransform(KLTransform):
         Raises:
             KeyError: if a log-prob or "next" is not there.
         """
+        self.refuse_wrong_order()
         tensordict = copy_batch(tensordict)
-        log_prob = get_required(tensordict, self.log_prob_key, RECORD_LOG_PROB)
+        log_prob = self._log_prob(tensordict)
+        if log_prob is None:
+            log_prob = _recorded_log_prob(tensordict, self._recorded)
         next_tensordict = tensordict.get("next")
         ref_log_prob = get_required(next_tensordict, self.ref_log_prob_key, _NO_REFERENCE)
         mask = tensordict.get(MASK_KEY, None)
@@ -395,13 +439,18 @@ class KLDivergenceTransform(KLTransform):
             for key in self._policy_keys:
                 tensordict.pop(key, None)
 
+    def _log_prob(self, tensordict: TensorDictBase) -> Tensor | None:
+        """What the policy recorded, or what it was asked for in its stead."""
+        log_prob = self._recorded.read(tensordict)
+        return tensordict.pop(self._current_key, None) if log_prob is None else log_prob
+
     def _write(self, tensordict, next_tensordict, log_prob, ref_log_prob, mask) -> None:
         """Writes the estimates of one step or batch; zeros where no policy ran (`log_prob` is None)."""
-        of_reference = next_tensordict.pop(self._ref_dist_key, None)
+        of_reference = None if self._estimate is None else next_tensordict.pop(self._ref_dist_key, None)
         if log_prob is None:
             estimates = [torch.zeros_like(ref_log_prob) for _ in self.out_keys]
         else:
-            log_prob = sum_action_dims(log_prob.detach(), holder_batch_size(tensordict, self.log_prob_key))
+            log_prob = log_prob.detach()
             if mask is not None:
                 mask = expand_right(mask, log_prob.shape)
             estimates = [kl_k1(log_prob, ref_log_prob, mask=mask)]
@@ -431,6 +480,24 @@ class KLDivergenceTransform(KLTransform):
         for key in self.out_keys:
             add_spec(observation_spec, key, (*shape, 1), ref.dtype, shape)
         return observation_spec
+
+
+def check_reduce(reduce: str | None) -> None:
+    """ValueError unless `reduce` is None or "sum"."""
+    if reduce not in (None, "sum"):
+        raise ValueError(f'`reduce` must be None or "sum", got {reduce!r}: "sum" adds up the agents.')
+
+
+def _recorded_log_prob(tensordict: TensorDictBase, recorded: LogProbKeys) -> Tensor:
+    """What the policy recorded; KeyError if it did not."""
+    for key in recorded.missing(tensordict):
+        get_required(tensordict, key, RECORD_LOG_PROB)
+    return cast(Tensor, recorded.read(tensordict))
+
+
+def _scratch_key(ref_log_prob_key: NestedKey, name: str) -> NestedKey:
+    """Scratch entry at the root, whose entries it may hold."""
+    return f"_{'_'.join(as_tuple(ref_log_prob_key))}_{name}"
 
 
 _NO_REFERENCE = "put ReferenceModelLogProbTransform before this transform, or name its key with `ref_log_prob_key`."

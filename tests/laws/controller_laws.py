@@ -325,8 +325,8 @@ class ClosedLoopLaws(ControllerLaws):
         with pytest.raises(ValueError, match=message):
             controller.update(5.0, 3)
         message = (
-            r"^`standard_error` must be known to a controller with a deadband of 2\.5 standard errors, got nan, as from "
-            r"a single value: pool at least two \(`update_every`\), or use deadband=0\.$"
+            r"^`standard_error` must be known to a controller with a deadband of 2\.5 standard errors, got nan, as "
+            r"from a single value: pool at least two \(`update_every`\), or use deadband=0\.$"
         )
         with pytest.raises(ValueError, match=message):
             controller.update(5.0, 3, standard_error=math.nan)

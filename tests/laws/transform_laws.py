@@ -18,6 +18,7 @@ from torchrl.envs import EnvBase, ParallelEnv, SerialEnv, Transform, Transformed
 from torchrl.envs.utils import step_mdp
 
 from tests.helpers import WalkEnv, assert_same, compose, make_actor, moved, play, with_transforms, without_kl
+from torchrl_kl import KLConstrainedTransform, RewardAdjustmentTransform
 
 any_batch = pytest.mark.parametrize("batch_size", [(), (2,), (2, 3)], ids=str)
 # Python 3.12 warns of any fork of a process with threads; these workers run no thread of the parent.
@@ -98,11 +99,16 @@ class TransformLaws:
 
     @forks
     def test_specs_in_parallel_env(self):
-        env = parallel(partial(self.env, ()))
+        # Only without buffers does ParallelEnv hand its workers the log-prob.
+        with pytest.raises(RuntimeError, match=r"inside the workers of a ParallelEnv.*TransformedEnv\(ParallelEnv"):
+            parallel(partial(self.env, ()))
+        env = parallel(partial(self.env, ()), use_buffers=False)
         try:
             check_specs(env)
+            inside = play(env, self.policy())
         finally:
             env.close()
+        self.compare(compose(*self.before(), self.make())(without_kl(inside)), inside)
 
     def test_specs_around_serial_env(self):
         check_specs(with_transforms(SerialEnv(2, WalkEnv), *self.before(), self.make()))
@@ -272,6 +278,22 @@ class TransformLaws:
             assert_close(after[name][~mask.squeeze(-1)], td[name][~mask.squeeze(-1)], rtol=0, atol=0)
             assert (after[name][1] == 0).all()
             assert (td[name] != 0).any()
+
+    def test_its_step_compiles_without_a_graph_break(self):
+        env: Any = with_transforms(WalkEnv((2,)), *self.before(), self.make())
+        *before, last = env.transform.transforms
+        if isinstance(last, (KLConstrainedTransform, RewardAdjustmentTransform)):
+            last.freeze()
+        with torch.no_grad():
+            given = env.transform.inv(self.policy()(env.reset()))
+            following = env.base_env._step(given)
+            for transform in before:
+                following = transform._step(given, following)
+            torch.compiler.reset()  # the other classes compile the same functions, of which so many are kept
+            compiled = torch.compile(last._step, fullgraph=True, backend="eager")
+            actual, expected = (step(given.clone(), following.clone()) for step in (compiled, last._step))
+        assert names(actual) == names(expected) >= self.writes
+        assert_close_td(actual, expected, atol=1e-6, rtol=1e-5)
 
     def test_a_batch_without_next_is_refused(self):
         with pytest.raises(KeyError, match=r"the batch has no \\?\"next\\?\".*observation.*outside an env"):
