@@ -5,8 +5,6 @@ import re
 
 import pytest
 import torch
-from tensordict import TensorDict
-from tensordict.nn import CompositeDistribution
 from torch import distributions as D
 from torch.testing import assert_close
 from torchrl.modules import (
@@ -298,23 +296,8 @@ class TestRefusals:
                 D.Independent(D.MultivariateNormal(torch.zeros(3), torch.eye(3)), 0),
                 ("Independent(Normal)", "Independent(MultivariateNormal)"),
             ),
-            (
-                *(
-                    CompositeDistribution(TensorDict(head=TensorDict(loc=0.0, scale=1.0)), {"head": D.Normal})
-                    for _ in range(2)
-                ),
-                ("CompositeDistribution",) * 2,
-            ),
         ],
-        ids=[
-            "no_formula",
-            "discrete_and_continuous",
-            "truncated",
-            "delta",
-            "tanh_and_normal",
-            "event_dimensions",
-            "several_heads",
-        ],
+        ids=["no_formula", "discrete_and_continuous", "truncated", "delta", "tanh_and_normal", "event_dimensions"],
     )
     def test_a_pair_without_a_kl_is_named(self, policy, reference, names):
         message = self.message(

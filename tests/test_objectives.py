@@ -359,6 +359,23 @@ class TestController:
         assert len(controllers[1].calls) > 1
         assert whole == (pieces[0], pytest.approx(pieces[1], rel=1e-5))
 
+    def test_the_mask_that_was_named_says_which_trajectories_count(self):
+        batch = rollout()
+        first = batch["next", "done"][0].flatten().nonzero()[0].item() + 1
+        told = []
+        for key in ("auto", "valid", None):
+            controller = SpyController()
+            loss, data = make_loss(controller=controller), batch.clone()
+            data["collector", "mask"] = torch.arange(12).expand(2, 12) < (first if key == "auto" else 0)
+            data["valid"] = torch.arange(12).expand(2, 12) < first
+            loss.loss_mask_key = key
+            before = set(data.keys(True, True))
+            loss.update_controller(data)
+            assert set(data.keys(True, True)) == before
+            told += controller.calls
+        assert told[0] == told[1]
+        assert told[0][1] < told[2][1] == batch["next", "done"].sum()
+
     def test_no_finished_trajectory_moves_nothing(self):
         controller = SpyController()
         assert make_loss(controller=controller).update_controller(rollout()[:, :1]) == 0.1

@@ -267,7 +267,8 @@ class KLPenaltyLoss(LossModule):
             if find_time_dim(tensordict, self.time_dim) is None:
                 raise ValueError(_no_time(tensordict, "a controller that counts nats per trajectory"))
             self._done(tensordict)
-            measured = self._open_trajectories.add(tensordict, terms.kl, self.tensor_keys.done).finished
+            steps = tensordict.copy().set(MASK_KEY, terms.mask)  # the mask may stand elsewhere, or not be asked for
+            measured = self._open_trajectories.add(steps, terms.kl, self.tensor_keys.done).finished
         pool = self.statistics.add(measured)
         count, mean, standard_error = int(pool.count), pool.mean, pool.standard_error
         if count >= self._needed_values:
