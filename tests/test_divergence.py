@@ -5,6 +5,8 @@ import re
 
 import pytest
 import torch
+from tensordict import TensorDict
+from tensordict.nn import CompositeDistribution
 from torch import distributions as D
 from torch.testing import assert_close
 from torchrl.modules import (
@@ -296,8 +298,16 @@ class TestRefusals:
                 D.Independent(D.MultivariateNormal(torch.zeros(3), torch.eye(3)), 0),
                 ("Independent(Normal)", "Independent(MultivariateNormal)"),
             ),
+            (
+                CompositeDistribution(TensorDict(head=TensorDict(loc=0.0, scale=1.0)), {"head": D.Normal}),
+                D.Normal(0.0, 1.0),
+                ("CompositeDistribution", "Normal"),
+            ),
         ],
-        ids=["no_formula", "discrete_and_continuous", "truncated", "delta", "tanh_and_normal", "event_dimensions"],
+        ids=[
+            *("no_formula", "discrete_and_continuous", "truncated", "delta", "tanh_and_normal", "event_dimensions"),
+            "several_parts_and_one",
+        ],
     )
     def test_a_pair_without_a_kl_is_named(self, policy, reference, names):
         message = self.message(

@@ -182,7 +182,9 @@ def _kl_of_transformed(
 
 
 def _registered_kl(policy: Distribution, reference: Distribution, mask: Tensor | None) -> Tensor:
-    _check_equal("event_shape", policy, reference, tuple(policy.event_shape), tuple(reference.event_shape))
+    # A CompositeDistribution, here beside another kind, has no event shape at all.
+    event_shape, ref_event_shape = (tuple(getattr(dist, "_event_shape", ())) for dist in (policy, reference))
+    _check_equal("event_shape", policy, reference, event_shape, ref_event_shape)
     if mask is None:
         return kl_divergence(policy, reference)
     kl = kl_divergence(_cover(policy, mask), _cover(reference, mask))
