@@ -198,3 +198,8 @@ def test_its_input_is_left_alone():
     before = rewards.detach().clone()
     assert type(coeff_for_budget(rewards, 0.1)) is float
     assert_close(rewards.detach(), before, rtol=0, atol=0)
+
+
+def test_rewards_that_are_no_tensor_are_refused():
+    with pytest.raises(TypeError, match=r"^`rewards` must be a tensor, got list: pass `torch\.tensor\(rewards\)`\.$"):
+        coeff_for_budget([0.0, 1.0], 0.1)  # type: ignore[arg-type]

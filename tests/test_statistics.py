@@ -280,3 +280,8 @@ class TestAllReduce:
         with pytest.raises(RuntimeError, match=message):
             pool.all_reduce()
         assert state(pool) == (2, 3, 5)
+
+
+def test_values_that_are_no_tensor_are_refused():
+    with pytest.raises(TypeError, match=r"^`values` must be a tensor, got list: pass `torch\.tensor\(values\)`\.$"):
+        KLStatistics().add([1.0, 2.0])  # type: ignore[arg-type]

@@ -73,6 +73,8 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
 
 def _gaps(rewards: Tensor) -> Tensor:
     """How far each reward is below the prompt's best (<= 0), (P, S) in float64, after all checks of the rewards."""
+    if not isinstance(rewards, Tensor):
+        raise TypeError(f"`rewards` must be a tensor, got {type(rewards).__name__}: pass `torch.tensor(rewards)`.")
     if rewards.ndim not in (1, 2) or rewards.numel() == 0:
         raise ValueError(
             "`rewards` must be the rewards (N,) of samples, or (P, S) of S samples of each of P prompts, not empty, "

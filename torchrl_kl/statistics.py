@@ -51,8 +51,11 @@ class KLStatistics(Float64State):
             This object.
 
         Raises:
+            TypeError: if `values` is no tensor.
             ValueError: if the mask does not fit, or a value that counts is NaN or infinite. Nothing is then added.
         """
+        if not isinstance(values, Tensor):
+            raise TypeError(f"`values` must be a tensor, got {type(values).__name__}: pass `torch.tensor(values)`.")
         if mask is not None:
             if mask.dtype != torch.bool or mask.shape != values.shape:
                 raise ValueError(
