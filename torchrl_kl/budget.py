@@ -37,7 +37,7 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
         The coefficient, reward per nat, above 0.
 
     Raises:
-        TypeError: if `budget` is not a number.
+        TypeError: if `rewards` is no tensor, or `budget` not a number.
         ValueError: if `rewards` have another shape, are empty, NaN, infinite or constant for every prompt, or if
             `budget` is not above 0 and below the largest KL that the samples can show.
 
