@@ -291,6 +291,34 @@ def test_a_shuffled_batch_that_kept_its_name_is_not_taken_for_a_trajectory():
     assert_same(ref_log_prob(ReferenceModelLogProbTransform(actor), batch), batch["next", "ref_log_prob"])
 
 
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_slice_that_calls_itself_a_beginning_keeps_the_state_that_it_carries(kind, named):
+    # A SliceSampler sets "is_init" wherever a slice begins.
+    actor = make_actor(kind)
+    env = with_transforms(WalkEnv((), longest=40), *memory_of(actor), ReferenceModelLogProbTransform(actor))
+    batch = play(env, moved(actor), 20)[7:]
+    sliced = batch.clone()
+    sliced["is_init"][0] = True
+    assert not batch["is_init"][0].any()
+    sliced.names = ["time" if named else None]
+    assert_same(ref_log_prob(ReferenceModelLogProbTransform(actor), sliced), batch["next", "ref_log_prob"])
+    frozen = FrozenActor(actor)
+    logits = frozen.get_dist(sliced, timed=named).logits
+    assert_close(logits, frozen.get_dist(batch, timed=named).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "lstm"])
+def test_what_the_actor_reads_must_be_there(kind):
+    actor = make_actor() if kind == "mlp" else make_actor(kind)
+    env = with_transforms(WalkEnv((2,)), *([] if kind == "mlp" else memory_of(actor)))
+    batch = collect(env, moved(actor), frames=8, batches=1)[0]
+    with pytest.raises(KeyError, match="action"):
+        ReferenceModelLogProbTransform(actor)(batch.exclude("action"))
+    with pytest.raises(KeyError, match="observation"):
+        ReferenceModelLogProbTransform(actor)(batch.exclude("observation"))
+
+
 def test_the_last_call_is_carried_on_only_by_the_step_that_follows():
     # Two overlapping slices of one trajectory: the second does not begin where the first ended.
     actor = make_actor("lstm")

@@ -92,7 +92,7 @@ def _log_prob(actor: Any, inputs: TensorDictBase, action_key: NestedKey) -> Tens
         dist = actor.get_dist(inputs)
         if isinstance(dist, CompositeDistribution):
             return actor.log_prob(inputs, dist=dist)
-        return dist.log_prob(inputs.get(action_key))  # what the actor's own does, with less ado
+        return dist.log_prob(inputs[action_key])  # what the actor's own does, with less ado
     # Parts that are drawn one after another: each given those before it. (The actor's own `log_prob` draws the
     # earlier parts anew and scores the later ones after those.)
     log_probs = TensorDict(batch_size=inputs.batch_size)

@@ -184,6 +184,7 @@ class FrozenActor(nn.Module):
             RuntimeError: if the actor is recurrent and its own state is not in the data.
         """
         self._require_states(inputs)
+        self._trust_states(inputs)
         return self._score(inputs, recurrent=False)
 
     def trajectories(self, tensordict: TensorDictBase, *, zero_states: bool = False) -> Score:
@@ -205,7 +206,7 @@ class FrozenActor(nn.Module):
             return self._score(inputs, recurrent=True)
         if all(key in inputs.keys(True, True) for key in self.own_state_keys):
             # Every step carries its own state: exact, also for a shuffled batch that kept the name "time".
-            return self._score(inputs, recurrent=False)
+            return self.step(inputs)
         self._check_consecutive(tensordict)
         self._set_first_states(tensordict, inputs, zero_states)
         score = self._score(inputs, recurrent=True)
@@ -231,6 +232,8 @@ class FrozenActor(nn.Module):
             self._check_consecutive(tensordict)
             self._set_first_states(tensordict, inputs, zero_states=False)
         self._require_states(inputs)
+        if carried:
+            self._trust_states(inputs)
         self._prepare(inputs)
         with self.scoring(timed and not (carried and self.state_keys)):
             return self.actor.get_dist(inputs)
@@ -258,6 +261,14 @@ class FrozenActor(nn.Module):
                 "put ReferenceModelLogProbTransform into the env, which records that state, or pass batches whose "
                 'last dimension is time (named "time", or `time_dim=`).'
             )
+
+    def _trust_states(self, inputs: TensorDictBase) -> None:
+        """The state of each step is in the data, zero where a trajectory begins: `is_init` must not blank it.
+
+        A SliceSampler sets `is_init` wherever a slice begins, in the middle of trajectories too.
+        """
+        if self.state_keys and self._init_key is not None and inputs.get(self._init_key, None) is not None:
+            inputs.set(self._init_key, torch.zeros_like(inputs.get(self._init_key)))
 
     def _prepare(self, inputs: TensorDictBase) -> None:
         """Hands the actor its own state as if it were the policy's, and what it reads in the dtype of its weights."""
@@ -335,6 +346,9 @@ class FrozenActor(nn.Module):
 
     def _check_consecutive(self, tensordict: TensorDictBase) -> None:
         """Refuses a shuffled batch whose dimension kept the name "time": memory would run through it in that order."""
+        missing = [key for key in self.in_keys if tensordict.get(key, None) is None]
+        if missing:
+            raise KeyError(f"{missing} of the actor's `in_keys` are not in the data, got {existing_keys(tensordict)}.")
         after = cast(TensorDictBase, tensordict[..., 1:])
         before = cast(TensorDictBase, tensordict.get("next")[..., :-1])
         may_differ = torch.zeros(after.batch_size, dtype=torch.bool, device=tensordict.device)
