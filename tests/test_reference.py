@@ -303,7 +303,7 @@ def test_a_slice_that_calls_itself_a_beginning_keeps_the_state_that_it_carries(k
     assert not batch["is_init"][0].any()
     sliced.names = ["time" if named else None]
     assert_same(ref_log_prob(ReferenceModelLogProbTransform(actor), sliced), batch["next", "ref_log_prob"])
-    frozen = FrozenActor(actor)
+    frozen: Any = FrozenActor(actor)
     logits = frozen.get_dist(sliced, timed=named).logits
     assert_close(logits, frozen.get_dist(batch, timed=named).logits, rtol=0, atol=0)
 
