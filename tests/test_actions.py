@@ -415,6 +415,16 @@ def test_one_part_alone_can_be_held():
     assert_close(batch["next", "action", "kl"].squeeze(-1), expected, atol=1e-5, rtol=0)
 
 
+def test_one_part_is_not_held_against_the_whole():
+    kind, key = composite(True), ("action", "pick_log_prob")
+    with mode(kind):
+        actor = make(kind)
+        batch = play(PlayedEnv((2,), **kind.env), moved(actor))
+        batch[key] = batch["action_log_prob"].clone()
+        with pytest.raises(ValueError, match="must not be that of one part.*pick_log_prob.*set_composite_lp_aggregate"):
+            KLConstrainedTransform(actor, 0.5, log_prob_key=key)(batch)
+
+
 def test_the_parts_may_have_been_summed_under_a_key_of_ones_own():
     kind = composite(False)
     actor = make(kind)

@@ -9,7 +9,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import CompositeDistribution, ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from torch import Tensor, nn
 
-from torchrl_kl._keys import LogProbKeys, as_tuple, sum_action_dims
+from torchrl_kl._keys import LogProbKeys, as_tuple, beside, sum_action_dims
 
 
 def check_actor(actor: nn.Module) -> None:
@@ -80,10 +80,23 @@ def log_prob_of_actions(
     batch_size = recorded.batch_size(inputs)
     log_prob = _log_prob(actor, inputs, action_keys[0])
     if isinstance(log_prob, Tensor):
+        if len(action_keys) > 1:
+            _refuse_one_part(action_keys, recorded)
         return sum_action_dims(log_prob, batch_size)
     if recorded.missing(log_prob):  # the policy's is one sum under a key of its own
         recorded = LogProbKeys(list(log_prob.keys(True, True)))
     return recorded.add_up(log_prob, batch_size)
+
+
+def _refuse_one_part(action_keys: Sequence[NestedKey], recorded: LogProbKeys) -> None:
+    """ValueError if the policy's log-prob is of one part of the action, where the reference gives the whole's."""
+    parts = [beside(key, f"{as_tuple(key)[-1]}_log_prob") for key in action_keys]
+    if len(recorded.keys) == 1 and recorded.keys[0] in parts:
+        raise ValueError(
+            f"`log_prob_key` must not be that of one part of the action, got {recorded.keys[0]!r}, while "
+            "`composite_lp_aggregate` is on: the reference then gives the log-prob of the whole action. Leave the key "
+            "out, or call set_composite_lp_aggregate(False)."
+        )
 
 
 def _log_prob(actor: Any, inputs: TensorDictBase, action_key: NestedKey) -> Tensor | TensorDictBase:
