@@ -21,7 +21,12 @@ EPOCHS, MINIBATCH = 2, 256
 
 
 def language_model(
-    language: DigitLanguage, folder: Path, n_updates: int, *, prompts: torch.Tensor | None = None, seed: int = 0
+    language: DigitLanguage,
+    folder: Path,
+    n_updates: int,
+    *,
+    prompts: torch.Tensor | None = None,
+    seed: int = 0,
 ) -> GPT:
     """Trained on texts of the language, or read from where a former run has left it.
 
@@ -34,7 +39,11 @@ def language_model(
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=2e-3, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=n_updates)
     for _ in range(n_updates):
-        drawn = language.sample_prompts(256) if prompts is None else prompts[torch.randint(len(prompts), (256,))]
+        drawn = (
+            language.sample_prompts(256)
+            if prompts is None
+            else prompts[torch.randint(len(prompts), (256,))]
+        )
         texts = language.sample(drawn)
         logits = gpt(texts[:, :-1])[:, language.prompt_length :]
         loss = cross_entropy(logits.flatten(0, 1), texts[:, language.context_length :].flatten())
@@ -86,7 +95,9 @@ def train(
     critic = GPT(language.n_tokens, language.text_length, n_layer=1, n_out=1)
     actor, value = GPTActor(policy), GPTCritic(critic)
     stack = KLConstrainedTransform(actor, coeff if loss_args is None else 0.0)  # 0 only measures
-    loss = ClipPPOLoss(actor, value, clip_epsilon=0.2, entropy_bonus=False, critic_coeff=1.0, loss_critic_type="l2")
+    loss = ClipPPOLoss(
+        actor, value, clip_epsilon=0.2, entropy_bonus=False, critic_coeff=1.0, loss_critic_type="l2"
+    )
     if loss_args is not None:
         loss = KLPenaltyLoss(actor, coeff, loss=loss, **loss_args)
     optimizer = torch.optim.Adam(
@@ -98,7 +109,9 @@ def train(
     frames = responses * language.response_length
     seed = torch.initial_seed()
     collector = Collector(
-        DigitLanguageEnv(language, prompts=prompts, reward_fn=reward_fn, batch_size=(responses,), seed=seed),
+        DigitLanguageEnv(
+            language, prompts=prompts, reward_fn=reward_fn, batch_size=(responses,), seed=seed
+        ),
         actor,
         frames_per_batch=frames,
         total_frames=frames * (batches if stop is None else stop),
@@ -112,7 +125,9 @@ def train(
         for _ in range(EPOCHS):
             for minibatch in batch[torch.randperm(len(batch))].split(MINIBATCH):
                 optimizer.zero_grad()
-                losses = [value for key, value in loss(minibatch).items() if key.startswith("loss_")]
+                losses = [
+                    value for key, value in loss(minibatch).items() if key.startswith("loss_")
+                ]
                 torch.stack(losses).sum().backward()
                 optimizer.step()
         schedule.step()

@@ -56,9 +56,15 @@ def arg(default, help):
 class Args:
     """What can be set from the command line."""
 
-    out: str = arg("runs/estimator_variance", "Folder of the language model, which is trained first.")
-    reference: str = arg("", "Folder of a trained language model to take instead; it may have seen every prompt.")
-    seed: int = arg(0, "Seed of the split of the prompts, the initial weights, the data and the responses.")
+    out: str = arg(
+        "runs/estimator_variance", "Folder of the language model, which is trained first."
+    )
+    reference: str = arg(
+        "", "Folder of a trained language model to take instead; it may have seen every prompt."
+    )
+    seed: int = arg(
+        0, "Seed of the split of the prompts, the initial weights, the data and the responses."
+    )
     coeff: float = arg(1.0, "Price of the KL that PPO trains at, reward per nat.")
     batches: int = arg(70, "Batches of responses that training is planned for.")
     stop: float = arg(0.5, "The part of these batches after which training is stopped.")
@@ -66,12 +72,16 @@ class Args:
     lm_updates: int = arg(1200, "Updates of the language model.")
     prompts: int = arg(16, "Held-out prompts that the estimates are compared on.")
     samples: int = arg(2048, "Responses sampled per prompt.")
-    quick: bool = arg(False, "Run everything at a small size, in seconds; the policy is then hardly trained.")
+    quick: bool = arg(
+        False, "Run everything at a small size, in seconds; the policy is then hardly trained."
+    )
 
 
 def parse_args() -> Args:
     """Args from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for f in fields(Args):
         flag, text = f"--{f.name.replace('_', '-')}", f"{f.metadata['help']} ({f.default})"
         if f.default is False:
@@ -80,7 +90,13 @@ def parse_args() -> Args:
             parser.add_argument(flag, type=type(f.default), default=f.default, help=text)
     args = Args(**vars(parser.parse_args()))
     if args.quick:
-        args.batches, args.responses, args.lm_updates, args.prompts, args.samples = 4, 64, 20, 2, 512
+        args.batches, args.responses, args.lm_updates, args.prompts, args.samples = (
+            4,
+            64,
+            20,
+            2,
+            512,
+        )
     return args
 
 
@@ -117,27 +133,39 @@ def estimate_steps(log_probs: Tensor, ref_log_probs: Tensor) -> dict[str, Tensor
         top = log_probs.topk(k).indices
         drawn_is_top = (top.unsqueeze(1) == torch.arange(n_actions).view(-1, 1)).any(-1)
         # Each of the V actions that may be drawn meets the same top k of its state.
-        own, ref = (x.gather(-1, top).unsqueeze(1).expand(-1, n_actions, -1) for x in (log_probs, ref_log_probs))
+        own, ref = (
+            x.gather(-1, top).unsqueeze(1).expand(-1, n_actions, -1)
+            for x in (log_probs, ref_log_probs)
+        )
         estimates[f"top-{k}"] = kl_top_k(own, ref, log_probs, ref_log_probs, drawn_is_top)
     estimates["exact"] = kl_exact(log_probs, ref_log_probs).unsqueeze(-1).expand_as(log_probs)
     return estimates
 
 
 @torch.no_grad()
-def enumerate_steps(policy: GPT, reference: GPT, contexts: Tensor, length: int) -> tuple[Tensor, dict[str, Tensor]]:
+def enumerate_steps(
+    policy: GPT, reference: GPT, contexts: Tensor, length: int
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Probability (P, V**R) of each response, and each estimator's value at each of its steps, (P, V**R, R)."""
     n_prompts, n_tokens = len(contexts), policy.n_out
     probs, steps = torch.ones(n_prompts, 1, dtype=torch.float64), []
     for position in range(length):
         own, ref = (
-            torch.cat([next_token(gpt)(chunk).double().log_softmax(-1) for chunk in contexts.split(4096)])
+            torch.cat(
+                [next_token(gpt)(chunk).double().log_softmax(-1) for chunk in contexts.split(4096)]
+            )
             for gpt in (policy, reference)
         )
         probs = (probs.unsqueeze(-1) * own.exp().view(n_prompts, -1, n_tokens)).flatten(1)
         later = n_tokens ** (length - position - 1)
         estimates = estimate_steps(own, ref)
         # In lexicographic order, all responses that begin alike stand together.
-        steps.append({name: x.reshape(n_prompts, -1).repeat_interleave(later, 1) for name, x in estimates.items()})
+        steps.append(
+            {
+                name: x.reshape(n_prompts, -1).repeat_interleave(later, 1)
+                for name, x in estimates.items()
+            }
+        )
         tokens = torch.arange(n_tokens).repeat(len(contexts))
         contexts = torch.cat([contexts.repeat_interleave(n_tokens, 0), tokens.unsqueeze(1)], 1)
     return probs, {name: torch.stack([step[name] for step in steps], -1) for name in steps[0]}
@@ -147,34 +175,50 @@ def enumerate_steps(policy: GPT, reference: GPT, contexts: Tensor, length: int) 
 def sample_totals(policy: GPT, reference: GPT, prompts: Tensor, args: Args) -> dict[str, Tensor]:
     """Each estimator's sum over sampled responses, by the transforms, (P, samples)."""
     actor, ref_actor = GPTActor(policy), GPTActor(reference)
-    recorders = [(actor, {"k1": "k1", "k3": "k3", "exact": "exact"})]  # the policy, and what its record serves
+    recorders = [
+        (actor, {"k1": "k1", "k3": "k3", "exact": "exact"})
+    ]  # the policy, and what its record serves
     recorders += [(TopKActor(actor, k), {f"top-{k}": "top_k"}) for k in TOP_KS]
     env = DigitLanguageEnv(DigitLanguage(), batch_size=(args.samples,))
-    totals: dict[str, list[Tensor]] = {name: [] for _, estimators in recorders for name in estimators}
+    totals: dict[str, list[Tensor]] = {
+        name: [] for _, estimators in recorders for name in estimators
+    }
     for recorder, estimators in recorders:
-        transforms = {name: make_transforms(estimator, ref_actor) for name, estimator in estimators.items()}
+        transforms = {
+            name: make_transforms(estimator, ref_actor) for name, estimator in estimators.items()
+        }
         for index, prompt in enumerate(prompts):
-            torch.manual_seed(args.seed * len(prompts) + index)  # all recorders meet the same responses
+            torch.manual_seed(
+                args.seed * len(prompts) + index
+            )  # all recorders meet the same responses
             with set_exploration_type(ExplorationType.RANDOM):
                 start = env.reset(prompt=prompt)
-                rollout = env.rollout(env.language.response_length, recorder, tensordict=start, auto_reset=False)
+                rollout = env.rollout(
+                    env.language.response_length, recorder, tensordict=start, auto_reset=False
+                )
             for name, (score, measure) in transforms.items():
                 kl = measure(score(rollout))["next"].get(measure.measured_key)
                 totals[name].append(kl.double().sum((1, 2)))
     return {name: torch.stack(rows) for name, rows in totals.items()}
 
 
-def make_transforms(estimator, reference: GPTActor) -> tuple[ReferenceModelLogProbTransform, KLDivergenceTransform]:
+def make_transforms(
+    estimator, reference: GPTActor
+) -> tuple[ReferenceModelLogProbTransform, KLDivergenceTransform]:
     """What scores a batch under the reference, and what measures the KL with that."""
     score = ReferenceModelLogProbTransform(reference, estimator=estimator)
     return score, KLDivergenceTransform(estimator=estimator, actor=reference)
 
 
-def print_estimators(probs: Tensor, steps: dict[str, Tensor], sampled: dict[str, Tensor]) -> dict[str, Moments]:
+def print_estimators(
+    probs: Tensor, steps: dict[str, Tensor], sampled: dict[str, Tensor]
+) -> dict[str, Moments]:
     """Prints a row per estimator; returns the enumerated moments."""
     truth = {name: Moments.of(values.sum(-1), probs) for name, values in steps.items()}
     k1 = truth["k1"].variance.mean()
-    print("\n| estimator | mean, sampled | mean | variance, sampled | variance | of k1's | sampled - true, in se |")
+    print(
+        "\n| estimator | mean, sampled | mean | variance, sampled | variance | of k1's | sampled - true, in se |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name, true in truth.items():
         n = sampled[name].shape[1]
@@ -197,7 +241,11 @@ def print_positions(probs: Tensor, steps: dict[str, Tensor], n_tokens: int) -> N
     def expect(values: Tensor, length: int) -> Tensor:
         """Mean of values (P, V**R) over all responses with the same first `length` tokens, at each response."""
         weights, weighted = (x.view(len(x), n_tokens**length, -1) for x in (probs, probs * values))
-        return (weighted.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)).expand_as(weights).flatten(1)
+        return (
+            (weighted.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True))
+            .expand_as(weights)
+            .flatten(1)
+        )
 
     for t in range(kl.shape[-1]):
         later = kl[..., t + 1 :].sum(-1)
@@ -208,7 +256,9 @@ def print_positions(probs: Tensor, steps: dict[str, Tensor], n_tokens: int) -> N
         rows.append(torch.stack([mean, n2, f2, nf, n2 + f2 + nf, f2]))
     print("\n| token | KL | noise, E n^2 | effect, E f^2 | 2 E n f | adds to k1 | adds to exact |")
     print("|---|---|---|---|---|---|---|")
-    for name, row in zip([*range(1, len(rows) + 1), "all"], [*rows, torch.stack(rows).sum(0)], strict=True):
+    for name, row in zip(
+        [*range(1, len(rows) + 1), "all"], [*rows, torch.stack(rows).sum(0)], strict=True
+    ):
         print(f"| {name} | " + " | ".join(f"{x:.5f}" for x in row.tolist()) + " |")
 
 
@@ -218,7 +268,9 @@ def main() -> None:
     torch.set_num_threads(1)
     language = DigitLanguage()
     everything = torch.cartesian_prod(*[torch.arange(language.vocab_size)] * language.prompt_length)
-    shuffled = everything[torch.randperm(len(everything), generator=torch.Generator().manual_seed(args.seed))]
+    shuffled = everything[
+        torch.randperm(len(everything), generator=torch.Generator().manual_seed(args.seed))
+    ]
     heldout, prompts = shuffled[: args.prompts], shuffled[args.prompts :]
     contexts = torch.cat([heldout, torch.full((args.prompts, 1), language.separator)], 1)
     folder = Path(args.reference or f"{args.out}/language_model_{args.seed}")
@@ -240,9 +292,13 @@ def main() -> None:
     print_positions(probs, steps, language.n_tokens)
     by_prompt = truth["exact"].variance / truth["k1"].variance
     ratio = (truth["exact"].variance.mean() / truth["k1"].variance.mean()).item()
-    print(f"\nThe variance of exact is {ratio:.4f} of k1's: {'at most' if ratio <= 0.5 else 'more than'} half.")
+    print(
+        f"\nThe variance of exact is {ratio:.4f} of k1's: {'at most' if ratio <= 0.5 else 'more than'} half."
+    )
     n_half = int((by_prompt <= 0.5).sum())
-    print(f"By prompt: {by_prompt.min():.4f} to {by_prompt.max():.4f}, at most half in {n_half} of {args.prompts}.")
+    print(
+        f"By prompt: {by_prompt.min():.4f} to {by_prompt.max():.4f}, at most half in {n_half} of {args.prompts}."
+    )
 
 
 if __name__ == "__main__":

@@ -37,20 +37,53 @@ VARIANTS: dict[str, dict | None] = {
 
 def main() -> None:
     """Prints one row per run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/reward_vs_loss"), help="Folder of the language model.")
-    parser.add_argument("--reward", choices=["first", "even"], default="first", help="What is rewarded.")
-    parser.add_argument("--coeffs", type=float, nargs="+", default=[0.5], help="Prices, reward per nat.")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="One run of each variant per seed.")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="Where the price is.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/reward_vs_loss"),
+        help="Folder of the language model.",
+    )
+    parser.add_argument(
+        "--reward", choices=["first", "even"], default="first", help="What is rewarded."
+    )
+    parser.add_argument(
+        "--coeffs", type=float, nargs="+", default=[0.5], help="Prices, reward per nat."
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1], help="One run of each variant per seed."
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        help="Where the price is.",
+    )
     parser.add_argument("--batches", type=int, default=70, help="Batches of responses per run.")
     parser.add_argument("--responses", type=int, default=512, help="Responses per batch.")
-    parser.add_argument("--lm-updates", type=int, default=1200, help="Updates of the language model.")
-    parser.add_argument("--prompts", type=int, default=16, help="Prompts over which the exact values are taken.")
-    parser.add_argument("--quick", action="store_true", help="Run at a small size, in seconds; the results are poor.")
+    parser.add_argument(
+        "--lm-updates", type=int, default=1200, help="Updates of the language model."
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=16, help="Prompts over which the exact values are taken."
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="Run at a small size, in seconds; the results are poor.",
+    )
     args = parser.parse_args()
     if args.quick:
-        args.batches, args.responses, args.lm_updates, args.prompts, args.seeds = 2, 32, 20, 1, args.seeds[:1]
+        args.batches, args.responses, args.lm_updates, args.prompts, args.seeds = (
+            2,
+            32,
+            20,
+            1,
+            args.seeds[:1],
+        )
     torch.set_num_threads(1)
     language = DigitLanguage()
     reference = language_model(language, args.out / "language_model", args.lm_updates)
@@ -58,11 +91,15 @@ def main() -> None:
     contexts = torch.cat([prompts, torch.full((args.prompts, 1), language.separator)], 1)
     reward_fn = language.preference if args.reward == "first" else count_even
     exact = Enumeration(next_token(reference), reward_fn, contexts, language.response_length)
-    print("| coeff | seed | the price is in | E[reward] | KL, nats per position | KL | regret | gain | seconds |")
+    print(
+        "| coeff | seed | the price is in | E[reward] | KL, nats per position | KL | regret | gain | seconds |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for coeff in args.coeffs:
         best = exact.optimum(coeff)
-        print(f"| {coeff} | | (the optimum) | {best.reward:.4f} | {positions(best)} | {best.kl:.4f} | 0 | 100 % | |")
+        print(
+            f"| {coeff} | | (the optimum) | {best.reward:.4f} | {positions(best)} | {best.kl:.4f} | 0 | 100 % | |"
+        )
         for seed in args.seeds:
             for name in args.variants:
                 torch.manual_seed(seed)

@@ -29,12 +29,19 @@ from torchrl.envs import Compose, EnvBase, GymEnv, Transform, TransformedEnv, st
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import MLP, ProbabilisticActor
 
-from torchrl_kl import AdaptiveKLController, ConstantKLController, KLConstrainedTransform, KLController
+from torchrl_kl import (
+    AdaptiveKLController,
+    ConstantKLController,
+    KLConstrainedTransform,
+    KLController,
+)
 
 CONTROLLERS: dict[str, Callable[[], KLController]] = {
     "constant": lambda: ConstantKLController(0.1),
     "adaptive, per trajectory": lambda: AdaptiveKLController(0.1, target=0.5, horizon=10_000),
-    "adaptive, per step": lambda: AdaptiveKLController(0.1, target=0.01, horizon=10_000, per="step"),
+    "adaptive, per step": lambda: AdaptiveKLController(
+        0.1, target=0.01, horizon=10_000, per="step"
+    ),
 }
 
 
@@ -54,9 +61,13 @@ class Args:
 
 def parse_args() -> Args:
     """Args from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, f in Args.__dataclass_fields__.items():
-        parser.add_argument(f"--{name}", type=int, default=f.default, help=f"{f.metadata['help']} ({f.default})")
+        parser.add_argument(
+            f"--{name}", type=int, default=f.default, help=f"{f.metadata['help']} ({f.default})"
+        )
     return Args(**vars(parser.parse_args()))
 
 
@@ -64,7 +75,10 @@ def make_actor() -> ProbabilisticActor:
     """The policy: an MLP of 2 x 64 that records its log-prob."""
     net = TensorDictModule(MLP(4, 2, num_cells=[64, 64]), ["observation"], ["logits"])
     return ProbabilisticActor(
-        net, in_keys=["logits"], distribution_class=torch.distributions.Categorical, return_log_prob=True
+        net,
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
     )
 
 
@@ -101,9 +115,12 @@ def measure(args: Args) -> dict[str, float]:
     actor, reference = make_actor(), make_actor().requires_grad_(False).eval()
     by_hand = Walk(actor)
     kinds = {"plain": Walk(actor)} | {
-        name: Walk(actor, KLConstrainedTransform(actor, make())) for name, make in CONTROLLERS.items()
+        name: Walk(actor, KLConstrainedTransform(actor, make()))
+        for name, make in CONTROLLERS.items()
     }
-    calls: dict[str, Callable[[], float]] = {name: lambda walk=walk: walk.step()[0] for name, walk in kinds.items()}
+    calls: dict[str, Callable[[], float]] = {
+        name: lambda walk=walk: walk.step()[0] for name, walk in kinds.items()
+    }
     calls["bare"] = lambda: time_bare(reference, by_hand)
     with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
         for _ in range(args.warmup):

@@ -81,7 +81,9 @@ class DigitLanguage:
         """Tokens in a whole text (L)."""
         return self.context_length + self.response_length
 
-    def sample_prompts(self, shape: int | Sequence[int], *, generator: torch.Generator | None = None) -> Tensor:
+    def sample_prompts(
+        self, shape: int | Sequence[int], *, generator: torch.Generator | None = None
+    ) -> Tensor:
         """Draws prompts of independent, uniform digits.
 
         Args:
@@ -117,7 +119,9 @@ class DigitLanguage:
         digits = torch.cat([prompts, prompts.new_empty(*batch_shape, self.response_length)], -1)
         for end in range(self.prompt_length, digits.shape[-1]):
             start = max(0, end - self.window)
-            source = torch.randint(start, end, (*batch_shape, 1), generator=generator, device=device)
+            source = torch.randint(
+                start, end, (*batch_shape, 1), generator=generator, device=device
+            )
             digits[..., end, None] = (digits.gather(-1, source) + 1) % self.vocab_size
         separator = prompts.new_full((*batch_shape, 1), self.separator)
         return torch.cat([prompts, separator, digits[..., self.prompt_length :]], -1)
@@ -147,7 +151,9 @@ class DigitLanguage:
             )
         rank_from_end = is_digit.flip(-1).cumsum(-1).flip(-1)
         in_window = is_digit & (rank_from_end <= self.window)
-        counts = torch.zeros(*tokens.shape[:-1], self.n_tokens, dtype=torch.float64, device=tokens.device)
+        counts = torch.zeros(
+            *tokens.shape[:-1], self.n_tokens, dtype=torch.float64, device=tokens.device
+        )
         counts.scatter_add_(-1, (tokens + 1) % self.vocab_size, in_window.to(counts.dtype))
         return counts / counts.sum(-1, keepdim=True)
 

@@ -129,7 +129,9 @@ class DigitLanguageEnv(EnvBase):
         flag_shape = torch.Size((*batch_size, 1))
         self.reward_spec = Unbounded(shape=flag_shape, dtype=torch.float32, device=device)
         flag = Categorical(2, shape=flag_shape, dtype=torch.bool, device=device)
-        self.done_spec = Composite(done=flag, terminated=flag.clone(), shape=batch_size, device=device)
+        self.done_spec = Composite(
+            done=flag, terminated=flag.clone(), shape=batch_size, device=device
+        )
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is None:

@@ -76,7 +76,10 @@ STARTS = (0.05, 2.0)
 class Args(JobArgs):
     """What can be set from the command line."""
 
-    out: str = arg("runs/adaptive_vs_static", "Folder for language models, results, the picture and the report.")
+    out: str = arg(
+        "runs/adaptive_vs_static",
+        "Folder for language models, results, the picture and the report.",
+    )
     seed: int = arg(0, "The first seed.")
     seeds: int = arg(5, "How many seeds.")
     threads: int = arg(1, "Threads that PyTorch may use.")
@@ -87,7 +90,9 @@ class Args(JobArgs):
     budget_prompts: int = arg(200, "Prompts from which coeff_for_budget computes its coefficient.")
     budget_responses: int = arg(64, "Responses of the language model to each of them.")
     target_kl: float = arg(0.5, "KL that the study wants, nats per response.")
-    horizon: float = arg(8192.0, "Adaptive: responses in which the coefficient can grow by a factor of e.")
+    horizon: float = arg(
+        8192.0, "Adaptive: responses in which the coefficient can grow by a factor of e."
+    )
     clip: float = arg(1.0, "Adaptive: the largest relative error of the KL that it reacts to.")
     gain: float = arg(1 / 16, "Exponential: the largest change of log(coeff) per batch.")
     kp: float = arg(0.25, "PID: proportional gain.")
@@ -111,10 +116,14 @@ def load_problem(folder: Path, args: Args) -> Problem:
     language = DigitLanguage()
     prompts, heldout = split_prompts(language, args)
     if not (folder / "language_model").exists():
-        train_language_model(language, prompts, args, lambda *_, **__: None).save_pretrained(folder / "language_model")
+        train_language_model(language, prompts, args, lambda *_, **__: None).save_pretrained(
+            folder / "language_model"
+        )
     language_model = GPT.from_pretrained(folder / "language_model").eval()
     contexts = add_separator(heldout[: args.exact_prompts], language)
-    exact = Enumeration(next_token(language_model), language.preference, contexts, language.response_length)
+    exact = Enumeration(
+        next_token(language_model), language.preference, contexts, language.response_length
+    )
     return Problem(language, language_model, prompts, contexts, exact)
 
 
@@ -182,7 +191,9 @@ def make_controllers(budget_coeff: float, args: Args) -> dict[str, KLController]
     target = args.target_kl
     for start in STARTS:
         pid = PIDKLController(start, target, kp=args.kp, ki=args.ki, smoothing=args.smoothing)
-        runs[f"adaptive {start:g}"] = AdaptiveKLController(start, target, args.horizon, clip=args.clip)
+        runs[f"adaptive {start:g}"] = AdaptiveKLController(
+            start, target, args.horizon, clip=args.clip
+        )
         runs[f"exponential {start:g}"] = ExponentialKLController(start, target, gain=args.gain)
         runs[f"PID {start:g}"] = pid
     runs["budget"] = ConstantKLController(budget_coeff)
@@ -203,7 +214,9 @@ def run_once(run: str, controller: KLController, problem: Problem, args: Args) -
             curves["perplexity"].append([step + 1, perplexity(next_token(policy), problem)])
 
     reward_fn, prompts = problem.language.preference, problem.prompts
-    train_policy(run, policy, controller, reward_fn, args.ppo_batches, problem.language, prompts, args, log)
+    train_policy(
+        run, policy, controller, reward_fn, args.ppo_batches, problem.language, prompts, args, log
+    )
     values = problem.exact.values(next_token(policy.eval()), coeff=0.0)
     last_quarter = curves["coeff"][-max(args.ppo_batches // 4, 1) :]
     final = place(values, problem.exact) | {
@@ -211,12 +224,20 @@ def run_once(run: str, controller: KLController, problem: Problem, args: Args) -
         "coeff": sum(last_quarter) / len(last_quarter),
         "perplexity": perplexity(next_token(policy), problem),
     }
-    return {"run": run, "seed": args.seed, "final": final, "curves": curves, "seconds": time.perf_counter() - began}
+    return {
+        "run": run,
+        "seed": args.seed,
+        "final": final,
+        "curves": curves,
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def describe_problem(problem: Problem, args: Args) -> dict:
     """The truth that the runs of a seed are judged by."""
-    optima = [problem.exact.optimum(0.05 * 100 ** (step / 59)) for step in range(60)]  # coefficients from 0.05 to 5
+    optima = [
+        problem.exact.optimum(0.05 * 100 ** (step / 59)) for step in range(60)
+    ]  # coefficients from 0.05 to 5
     return {
         "coeff": problem.exact.solve_coeff(args.target_kl),
         "budget_coeff": coeff_for_budget(sample_rewards(problem, args), args.target_kl),
@@ -229,12 +250,20 @@ def describe_problem(problem: Problem, args: Args) -> dict:
 
 def check_settings(out: Path, args: Args) -> None:
     """Results of other settings must not be taken for results of these."""
-    settings = {name: value for name, value in asdict(args).items() if name not in ("out", "seed", "seeds", "threads")}
+    settings = {
+        name: value
+        for name, value in asdict(args).items()
+        if name not in ("out", "seed", "seeds", "threads")
+    }
     file = out / "settings.json"
     former = json.loads(file.read_text()) if file.exists() else settings
     if former != settings:
-        changed = sorted(name for name in settings | former if settings.get(name) != former.get(name))
-        raise SystemExit(f"{out} holds results of other settings ({', '.join(changed)}): choose another --out.")
+        changed = sorted(
+            name for name in settings | former if settings.get(name) != former.get(name)
+        )
+        raise SystemExit(
+            f"{out} holds results of other settings ({', '.join(changed)}): choose another --out."
+        )
     file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
@@ -266,8 +295,19 @@ def save(result: dict, file: Path) -> None:
 def main() -> None:
     args = parse_args(Args, __doc__)
     if args.quick:
-        args.lm_iterations, args.ppo_batches, args.ppo_responses, args.eval_every, args.seeds = 80, 4, 128, 2, 1
-        args.heldout_prompts, args.exact_prompts, args.budget_prompts, args.budget_responses = 50, 1, 20, 16
+        args.lm_iterations, args.ppo_batches, args.ppo_responses, args.eval_every, args.seeds = (
+            80,
+            4,
+            128,
+            2,
+            1,
+        )
+        args.heldout_prompts, args.exact_prompts, args.budget_prompts, args.budget_responses = (
+            50,
+            1,
+            20,
+            16,
+        )
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     check_settings(out, args)

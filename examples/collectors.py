@@ -44,26 +44,46 @@ class Args(JobArgs):
     """What can be set from the command line."""
 
     collector: str = arg("sync", "Who writes the responses.", list(COLLECTORS))
-    where: Literal["learner", "workers"] = arg("learner", "Who evaluates the reference.", ["learner", "workers"])
+    where: Literal["learner", "workers"] = arg(
+        "learner", "Who evaluates the reference.", ["learner", "workers"]
+    )
     workers: int = arg(2, "Workers of all collectors but sync.")
     batches: int = arg(120, "Batches of responses.")
-    ray_address: str = arg("", "Address of a Ray cluster, auto on its machines; a local Ray is started if it is empty.")
-    reference: str = arg("", "Folder of a language model to begin with; one is trained if it is empty.")
+    ray_address: str = arg(
+        "", "Address of a Ray cluster, auto on its machines; a local Ray is started if it is empty."
+    )
+    reference: str = arg(
+        "", "Folder of a language model to begin with; one is trained if it is empty."
+    )
     target_kl: float = arg(0.5, "KL that the coefficient steers to, nats per response.")
     init_coeff: float = arg(0.05, "Where the coefficient starts, far from the answer.")
     horizon: float = arg(8192.0, "Responses in which the coefficient can grow by a factor of e.")
     exact_prompts: int = arg(16, "Held-out prompts over which the exact values are taken.")
 
 
-def make_collector(ppo: PPO, stack: KLConstrainedTransform, language: DigitLanguage, prompts: torch.Tensor, args: Args):
+def make_collector(
+    ppo: PPO,
+    stack: KLConstrainedTransform,
+    language: DigitLanguage,
+    prompts: torch.Tensor,
+    args: Args,
+):
     # A batch of asynchronous workers comes from one of them; the others share it.
     n_workers = 1 if args.collector == "sync" else args.workers
     responses = args.ppo_responses // (n_workers if args.collector == "multi-sync" else 1)
     make_envs = [
-        partial(DigitLanguageEnv, language, prompts=prompts, batch_size=(responses,), seed=args.seed + worker)
+        partial(
+            DigitLanguageEnv,
+            language,
+            prompts=prompts,
+            batch_size=(responses,),
+            seed=args.seed + worker,
+        )
         for worker in range(n_workers)
     ]
-    os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15 a learner that uses all cores would starve them
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # at Ray's 15 a learner that uses all cores would starve them
     local = {"num_cpus": n_workers, "include_dashboard": False, "log_to_driver": False}
     cluster = {"address": args.ray_address, "log_to_driver": False}
     ray = {"ray_init_config": cluster if args.ray_address else local}
@@ -98,7 +118,9 @@ def main() -> None:
     policy = copy.deepcopy(language_model)
     ppo = PPO(policy, language, args.batches, args)
     controller = AdaptiveKLController(args.init_coeff, args.target_kl, args.horizon, clip=1.0)
-    collector = make_collector(ppo, KLConstrainedTransform(ppo.actor, controller), language, prompts, args)
+    collector = make_collector(
+        ppo, KLConstrainedTransform(ppo.actor, controller), language, prompts, args
+    )
     seen, frames, start = [], 0, time.perf_counter()
     try:
         bar = tqdm(collector, desc=f"PPO, {args.collector}", total=args.batches)
@@ -110,19 +132,29 @@ def main() -> None:
                 batch = batch.flatten(0, 1)
             values = ppo.update(batch)
             collector.update_policy_weights_()
-            bar.set_postfix_str("reward {reward:.2f}, KL {kl_reference:.2f} nats, coeff {coeff:.3f}".format(**values))
+            bar.set_postfix_str(
+                "reward {reward:.2f}, KL {kl_reference:.2f} nats, coeff {coeff:.3f}".format(
+                    **values
+                )
+            )
         seconds = time.perf_counter() - start
     finally:
         collector.shutdown()
 
-    contexts = torch.cat([heldout, torch.full((len(heldout), 1), language.separator)], 1)[: args.exact_prompts]
-    exact = Enumeration(next_token(language_model), language.preference, contexts, language.response_length)
+    contexts = torch.cat([heldout, torch.full((len(heldout), 1), language.separator)], 1)[
+        : args.exact_prompts
+    ]
+    exact = Enumeration(
+        next_token(language_model), language.preference, contexts, language.response_length
+    )
     target_coeff = exact.solve_coeff(args.target_kl)
     final = exact.values(next_token(policy.eval()), target_coeff)
     print(f"{args.collector}, reference with the {args.where}")
     print(f"frames per second  {frames / seconds:.0f}")
     mixed = sum(count > 1 for *_, count in seen)
-    print(f"coefficients       {seen[0][0]:.3f} ... {seen[-1][1]:.3f}; several in {mixed} of {len(seen)} batches")
+    print(
+        f"coefficients       {seen[0][0]:.3f} ... {seen[-1][1]:.3f}; several in {mixed} of {len(seen)} batches"
+    )
     print(f"KL                 {final.kl:.3f} (target {args.target_kl:g})")
     print(f"exact regret       {final.regret:.4f} at coefficient {target_coeff:.3f}")
 

@@ -21,7 +21,10 @@ from torchrl_kl import GPT, GPTActor, GPTCritic, KLConstrainedTransform, KLContr
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
 
 # The part of a learning rate that is left when a part of the batches is done.
-DECAYS = {"linear": lambda done: 1 - done, "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2}
+DECAYS = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+}
 Log = Callable[..., None]  # called as log(step, name=value, ...)
 Settings = TypeVar("Settings", bound="JobArgs")
 
@@ -35,7 +38,9 @@ class JobArgs:
     """What can be set from the command line of every example."""
 
     seed: int = arg(0, "Seed of the initial weights, the data and the sampled responses.")
-    quick: bool = arg(False, "Run everything at a small size, in seconds; the results are then poor.")
+    quick: bool = arg(
+        False, "Run everything at a small size, in seconds; the results are then poor."
+    )
     threads: int = arg(2, "Threads that PyTorch may use.")
     heldout_prompts: int = arg(1000, "Prompts that no stage trains on.")
     lm_iterations: int = arg(1200, "Updates of the language model.")
@@ -50,7 +55,9 @@ class JobArgs:
 
 
 def parse_args(settings: type[Settings], description: str | None) -> Settings:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for f in fields(settings):
         flag = "--" + f.name.replace("_", "-")
         if isinstance(f.default, bool):
@@ -58,7 +65,9 @@ def parse_args(settings: type[Settings], description: str | None) -> Settings:
         else:
             text = f"{f.metadata['help']} (default: {f.default})"
             choices = f.metadata["choices"]
-            parser.add_argument(flag, type=type(f.default), default=f.default, choices=choices, help=text)
+            parser.add_argument(
+                flag, type=type(f.default), default=f.default, choices=choices, help=text
+            )
     return settings(**vars(parser.parse_args()))
 
 
@@ -91,11 +100,15 @@ def draw(prompts: torch.Tensor, n: int) -> torch.Tensor:
     return prompts[torch.randint(len(prompts), (n,))]
 
 
-def train_language_model(language: DigitLanguage, prompts: torch.Tensor, args: JobArgs, log: Log) -> GPT:
+def train_language_model(
+    language: DigitLanguage, prompts: torch.Tensor, args: JobArgs, log: Log
+) -> GPT:
     # The last token of a text is predicted, never read: the block is one shorter than the text.
     gpt = GPT(language.n_tokens, language.text_length - 1)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=args.lm_lr, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lm_lr, total_steps=args.lm_iterations)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.lm_lr, total_steps=args.lm_iterations
+    )
     bar = tqdm(range(args.lm_iterations), desc="language model")
     for step in bar:
         texts = language.sample(draw(prompts, args.lm_batch))
@@ -129,17 +142,29 @@ class PPO:
         self.args = args
         self.actor, value = GPTActor(policy), GPTCritic(critic)
         # gamma = lambda = 1: an earlier token is charged for all of the KL that it brings about later.
-        self.gae = GAE(gamma=1.0, lmbda=1.0, value_network=value, deactivate_vmap=True, shifted=False)
+        self.gae = GAE(
+            gamma=1.0, lmbda=1.0, value_network=value, deactivate_vmap=True, shifted=False
+        )
         self.loss_module = ClipPPOLoss(
-            self.actor, value, clip_epsilon=0.2, entropy_bonus=False, critic_coeff=1.0, loss_critic_type="l2"
+            self.actor,
+            value,
+            clip_epsilon=0.2,
+            entropy_bonus=False,
+            critic_coeff=1.0,
+            loss_critic_type="l2",
         )
         self.optimizer = torch.optim.Adam(
-            [{"params": policy.parameters(), "lr": args.ppo_lr}, {"params": critic.parameters(), "lr": args.critic_lr}],
+            [
+                {"params": policy.parameters(), "lr": args.ppo_lr},
+                {"params": critic.parameters(), "lr": args.critic_lr},
+            ],
             betas=(0.9, 0.95),
             fused=True,
         )
         decay = DECAYS[args.ppo_decay]
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda batch: decay(batch / n_batches))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda batch: decay(batch / n_batches)
+        )
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """One batch of responses (N, T), time last; returns what to log."""
@@ -176,7 +201,11 @@ def train_policy(
     ppo = PPO(policy, language, n_batches, args)
     stack = KLConstrainedTransform(ppo.actor, controller)
     env = DigitLanguageEnv(
-        language, prompts=prompts, reward_fn=reward_fn, batch_size=(args.ppo_responses,), seed=args.seed
+        language,
+        prompts=prompts,
+        reward_fn=reward_fn,
+        batch_size=(args.ppo_responses,),
+        seed=args.seed,
     )
     frames = args.ppo_responses * language.response_length
     collector = Collector(
@@ -191,5 +220,7 @@ def train_policy(
     for step, batch in enumerate(bar):
         values = ppo.update(batch)
         log(step, **values)
-        bar.set_postfix_str("reward {reward:.2f}, KL {kl_reference:.2f} nats, coeff {coeff:.3f}".format(**values))
+        bar.set_postfix_str(
+            "reward {reward:.2f}, KL {kl_reference:.2f} nats, coeff {coeff:.3f}".format(**values)
+        )
     collector.shutdown()

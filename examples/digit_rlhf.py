@@ -67,25 +67,40 @@ class Args(JobArgs):
     """What can be set from the command line."""
 
     out: str = arg("runs/digit_rlhf", "Folder for models, metrics, pictures and the report.")
-    logger: str = arg("csv", "Where metrics go: CSV files alone, or TensorBoard too.", ["csv", "tensorboard"])
+    logger: str = arg(
+        "csv", "Where metrics go: CSV files alone, or TensorBoard too.", ["csv", "tensorboard"]
+    )
     exact_prompts: int = arg(16, "Held-out prompts over which the exact values are taken.")
     rm_iterations: int = arg(450, "Updates of the reward model.")
     rm_batch: int = arg(128, "Pairs per update of the reward model.")
     rm_lr: float = arg(4e-3, "Peak learning rate of the reward model.")
     rm_centring: float = arg(0.001, "Weight of the squared sum of the two scores of a pair.")
     rm_heldout_pairs: int = arg(10_000, "Held-out pairs that test the reward model.")
-    ppo_batches: int = arg(70, "Batches of responses that PPO collects with beta 1 and with beta 0.")
-    adaptive_batches: int = arg(120, "Batches of responses that PPO collects with the adaptive coefficient.")
+    ppo_batches: int = arg(
+        70, "Batches of responses that PPO collects with beta 1 and with beta 0."
+    )
+    adaptive_batches: int = arg(
+        120, "Batches of responses that PPO collects with the adaptive coefficient."
+    )
     target_kl: float = arg(0.5, "KL that the adaptive coefficient steers to, nats per response.")
     init_coeff: float = arg(0.05, "Where the adaptive coefficient starts, far from the answer.")
-    horizon: float = arg(8192.0, "Responses in which the adaptive coefficient can grow by a factor of e.")
-    clip: float = arg(1.0, "The largest relative error of the KL that the adaptive coefficient reacts to.")
+    horizon: float = arg(
+        8192.0, "Responses in which the adaptive coefficient can grow by a factor of e."
+    )
+    clip: float = arg(
+        1.0, "The largest relative error of the KL that the adaptive coefficient reacts to."
+    )
 
 
 def read_args() -> Args:
     args = parse_args(Args, __doc__)
     if args.quick:
-        args.lm_iterations, args.rm_iterations, args.ppo_batches, args.adaptive_batches = 80, 30, 3, 4
+        args.lm_iterations, args.rm_iterations, args.ppo_batches, args.adaptive_batches = (
+            80,
+            30,
+            3,
+            4,
+        )
         args.heldout_prompts, args.exact_prompts, args.rm_heldout_pairs = 50, 1, 1000
     return args
 
@@ -117,7 +132,9 @@ class Metrics:
                 table.writerows([name, step, value] for step, value in curve)
 
 
-def preference_pairs(language: DigitLanguage, prompts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def preference_pairs(
+    language: DigitLanguage, prompts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Accepted and rejected texts: the same response but for its first digit."""
     original = language.sample(prompts)
     first, right = language.context_length, language.preferred_token(prompts)
@@ -129,7 +146,9 @@ def preference_pairs(language: DigitLanguage, prompts: torch.Tensor) -> tuple[to
     return accepted, rejected
 
 
-def train_reward_model(language_model: GPT, language: DigitLanguage, prompts, args: Args, metrics: Metrics) -> GPT:
+def train_reward_model(
+    language_model: GPT, language: DigitLanguage, prompts, args: Args, metrics: Metrics
+) -> GPT:
     # One more token in the vocabulary, the end token at which the score is read, and one more place for it.
     gpt = GPT(language.n_tokens + 1, language.text_length + 1, n_out=1)
     # It begins as the language model: what that has learned about digits need not be learned again.
@@ -140,21 +159,34 @@ def train_reward_model(language_model: GPT, language: DigitLanguage, prompts, ar
                 weights[name][tuple(slice(n) for n in value.shape)] = value
     score = GPTRewardModel(gpt)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=args.rm_lr, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.rm_lr, total_steps=args.rm_iterations)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.rm_lr, total_steps=args.rm_iterations
+    )
     bar = tqdm(range(args.rm_iterations), desc="reward model")
     for step in bar:
-        accepted, rejected = score(torch.stack(preference_pairs(language, draw(prompts, args.rm_batch))))
+        accepted, rejected = score(
+            torch.stack(preference_pairs(language, draw(prompts, args.rm_batch)))
+        )
         # The second term centres the scores (Eisenstein et al. 2023): differences alone leave every pair's mean free,
         # and the policy would be rewarded for what the later digits happen to add to it.
-        loss = -logsigmoid(accepted - rejected).mean() + args.rm_centring * (accepted + rejected).square().mean()
+        loss = (
+            -logsigmoid(accepted - rejected).mean()
+            + args.rm_centring * (accepted + rejected).square().mean()
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)  # steadier: scores may jump without
         optimizer.step()
         schedule.step()
-        values = {"accepted": accepted.mean().item(), "rejected": rejected.mean().item(), "loss": loss.item()}
+        values = {
+            "accepted": accepted.mean().item(),
+            "rejected": rejected.mean().item(),
+            "loss": loss.item(),
+        }
         metrics.log("reward_model", step, **values)
-        bar.set_postfix_str("score of accepted {accepted:.2f}, rejected {rejected:.2f}".format(**values))
+        bar.set_postfix_str(
+            "score of accepted {accepted:.2f}, rejected {rejected:.2f}".format(**values)
+        )
     return gpt.eval()
 
 
@@ -177,18 +209,29 @@ def main() -> None:
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
     with stage("language_model"):
-        language_model = train_language_model(language, prompts, args, partial(metrics.log, "language_model"))
+        language_model = train_language_model(
+            language, prompts, args, partial(metrics.log, "language_model")
+        )
     with stage("exact_values"):
         truth = true_next_token(language)
-        excess = exact_kl(truth, next_token(language_model), contexts[:256], language.response_length).mean().item()
+        excess = (
+            exact_kl(truth, next_token(language_model), contexts[:256], language.response_length)
+            .mean()
+            .item()
+        )
         report["language_model"] = {"excess_nats_per_token": excess}
 
     with stage("reward_model"):
         reward_model = train_reward_model(language_model, language, prompts, args, metrics)
         score = GPTRewardModel(reward_model).requires_grad_(False)
-        accepted, rejected = score(torch.stack(preference_pairs(language, draw(heldout, args.rm_heldout_pairs))))
+        accepted, rejected = score(
+            torch.stack(preference_pairs(language, draw(heldout, args.rm_heldout_pairs)))
+        )
         right = (accepted > rejected).double().mean().item()
-        report["reward_model"] = {"heldout_accuracy": right, "heldout_margin": (accepted - rejected).mean().item()}
+        report["reward_model"] = {
+            "heldout_accuracy": right,
+            "heldout_margin": (accepted - rejected).mean().item(),
+        }
 
     with stage("exact_values"):
         problem = (contexts[: args.exact_prompts], language.response_length)
@@ -200,13 +243,21 @@ def main() -> None:
     runs = {  # controller, reward, batches; and the exact problem that the result is judged by
         "beta1": (ConstantKLController(1.0), score, args.ppo_batches, learned, 1.0),
         "beta0": (ConstantKLController(0.0), score, args.ppo_batches, learned, 0.0),
-        "adaptive": (adaptive, language.preference, args.adaptive_batches, preference, target_coeff),
+        "adaptive": (
+            adaptive,
+            language.preference,
+            args.adaptive_batches,
+            preference,
+            target_coeff,
+        ),
     }
     policies = {}
     for run, (controller, reward_fn, n_batches, exact, coeff) in runs.items():
         with stage(run):
             policy, log = copy.deepcopy(language_model), partial(metrics.log, run)
-            train_policy(run, policy, controller, reward_fn, n_batches, language, prompts, args, log)
+            train_policy(
+                run, policy, controller, reward_fn, n_batches, language, prompts, args, log
+            )
             policies[run] = policy.eval()
         with stage("exact_values"):
             preferred = language.preferred_token(heldout[: args.exact_prompts])
@@ -225,7 +276,9 @@ def main() -> None:
         draw_curves(metrics.curve, args.target_kl, target_coeff, out / "curves.png")
         models = {"base": language_model, "beta 1": policies["beta1"], "beta 0": policies["beta0"]}
         text = torch.tensor([5, 7, 1, 5, language.separator, 6, 2, 7, 3])
-        predictors = {"true language": truth} | {name: next_token(gpt) for name, gpt in models.items()}
+        predictors = {"true language": truth} | {
+            name: next_token(gpt) for name, gpt in models.items()
+        }
         draw_probabilities(predictors, text, language, out / "probabilities.png")
         draw_attention(models, text, language, out / "attention.png")
 

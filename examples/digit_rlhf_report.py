@@ -16,7 +16,13 @@ from matplotlib import pyplot as plt
 
 Curve = Callable[[str, str], list[tuple[int, float]]]
 RUNS = {"beta1": "beta 1", "beta0": "beta 0", "adaptive": "adaptive"}
-COLORS = {"base": "0.45", "true language": "0.8", "beta 1": "tab:blue", "beta 0": "tab:red", "adaptive": "tab:green"}
+COLORS = {
+    "base": "0.45",
+    "true language": "0.8",
+    "beta 1": "tab:blue",
+    "beta 0": "tab:red",
+    "adaptive": "tab:green",
+}
 
 
 def describe(values: ExactValues, right: torch.Tensor) -> dict:
@@ -49,12 +55,22 @@ def print_checks(language: DigitLanguage, language_model: Callable, score: GPTRe
     prompt = torch.tensor([0, 2, 8, 6])
     separator = torch.tensor([language.separator])
     probs = language_model(torch.cat([prompt, separator])[None])[0].softmax(-1)
-    likely = [f"{digit} ({probs[digit]:.2f})" for digit in range(language.n_tokens) if probs[digit] > 0.05]
-    print(f"\nPrompt 0 2 8 6: the language model's likely first digits are {', '.join(likely)}; the true ones 1 3 7 9.")
-    texts = torch.cat([prompt, separator, torch.tensor([0, 3, 9, 7])]).repeat(language.vocab_size, 1)
+    likely = [
+        f"{digit} ({probs[digit]:.2f})" for digit in range(language.n_tokens) if probs[digit] > 0.05
+    ]
+    print(
+        f"\nPrompt 0 2 8 6: the language model's likely first digits are {', '.join(likely)}; the true ones 1 3 7 9."
+    )
+    texts = torch.cat([prompt, separator, torch.tensor([0, 3, 9, 7])]).repeat(
+        language.vocab_size, 1
+    )
     texts[:, language.context_length] = torch.arange(language.vocab_size)
-    scores = "  ".join(f"{digit}: {value:+.1f}" for digit, value in enumerate(score(texts).tolist()))
-    print(f"Its response ? 3 9 7, scored by the reward model for each first digit (7 is right): {scores}")
+    scores = "  ".join(
+        f"{digit}: {value:+.1f}" for digit, value in enumerate(score(texts).tolist())
+    )
+    print(
+        f"Its response ? 3 9 7, scored by the reward model for each first digit (7 is right): {scores}"
+    )
 
 
 def print_table(report: dict) -> None:
@@ -79,13 +95,19 @@ def print_table(report: dict) -> None:
             numbers = f"{row['coeff']:>8.3f}{v['reward']:>9.3f}{v['kl']:>8.3f}  {positions:<27}"
             print(f"{label:<22}{numbers}{v['first_digit_right']:>11.4f}{gain:>9}")
     adaptive, lm, rm = report["adaptive"], report["language_model"], report["reward_model"]
-    print(f"\nLanguage model: {lm['excess_nats_per_token']:.4f} nats per token above the true language.")
-    print(f"Reward model: {rm['heldout_accuracy']:.2%} of held-out pairs in order, margin {rm['heldout_margin']:.1f}.")
+    print(
+        f"\nLanguage model: {lm['excess_nats_per_token']:.4f} nats per token above the true language."
+    )
+    print(
+        f"Reward model: {rm['heldout_accuracy']:.2%} of held-out pairs in order, margin {rm['heldout_margin']:.1f}."
+    )
     print(
         f"Adaptive: coefficient {adaptive['coeff_mean_last_quarter']:.3f} (mean of the last quarter), "
         f"exact {adaptive['coeff_exact']:.3f}; KL {adaptive['kl']:.3f}, target {adaptive['target']:.3f} nats."
     )
-    print(f"Seconds: {', '.join(f'{stage} {seconds:.0f}' for stage, seconds in report['seconds'].items())}.")
+    print(
+        f"Seconds: {', '.join(f'{stage} {seconds:.0f}' for stage, seconds in report['seconds'].items())}."
+    )
 
 
 def draw_reward_model(curve: Curve, file: Path) -> None:
@@ -94,7 +116,11 @@ def draw_reward_model(curve: Curve, file: Path) -> None:
     for name, color in (("accepted", "tab:green"), ("rejected", "tab:red")):
         axes.plot(*zip(*curve("reward_model", name), strict=True), color=color, label=name)
     axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
-    axes.set(title="The reward model learns the preference", xlabel="update", ylabel="mean score of a batch (log-odds)")
+    axes.set(
+        title="The reward model learns the preference",
+        xlabel="update",
+        ylabel="mean score of a batch (log-odds)",
+    )
     axes.legend(frameon=False)
     _save(figure, file)
 
@@ -109,7 +135,9 @@ def draw_curves(curve: Curve, target: float, coeff: float, file: Path) -> None:
         axes[2].plot(*zip(*curve(run, "kl_reference"), strict=True), color=COLORS[name], label=name)
         axes[3].plot(*zip(*curve(run, "coeff"), strict=True), color=COLORS[name], label=name)
     axes[2].axhline(target, color=COLORS["adaptive"], linestyle=":", label=f"target {target:g}")
-    axes[3].axhline(coeff, color=COLORS["adaptive"], linestyle=":", label=f"exact for the target, {coeff:.3f}")
+    axes[3].axhline(
+        coeff, color=COLORS["adaptive"], linestyle=":", label=f"exact for the target, {coeff:.3f}"
+    )
     axes[0].set(title="Learned reward", ylabel="score of the reward model")
     axes[1].set(title="Preference reward", ylabel="first digit right (0 to 1)")
     axes[2].set(title="KL to the reference", ylabel="nats per response")
@@ -122,21 +150,31 @@ def draw_curves(curve: Curve, target: float, coeff: float, file: Path) -> None:
     _save(figure, file)
 
 
-def draw_probabilities(models: dict, text: torch.Tensor, language: DigitLanguage, file: Path) -> None:
+def draw_probabilities(
+    models: dict, text: torch.Tensor, language: DigitLanguage, file: Path
+) -> None:
     """Next-token probabilities of each model at each position of one response."""
     start, n_tokens = language.context_length, language.n_tokens
-    figure, axes = plt.subplots(language.response_length, 1, figsize=(9, 9), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(
+        language.response_length, 1, figsize=(9, 9), sharex=True, layout="constrained"
+    )
     width = 0.8 / len(models)
     for position, panel in enumerate(axes):
         for index, (name, model) in enumerate(models.items()):
             with torch.no_grad():
                 logits = model(text[None, : start + position])[0]
             offsets = torch.arange(n_tokens) + (index - (len(models) - 1) / 2) * width
-            panel.bar(offsets.tolist(), logits.softmax(-1).tolist(), width, label=name, color=COLORS[name])
+            panel.bar(
+                offsets.tolist(), logits.softmax(-1).tolist(), width, label=name, color=COLORS[name]
+            )
         before = " ".join(map(str, text[start : start + position].tolist()))
         after = f", after {before}" if before else ""
-        panel.set(title=f"response digit {position + 1}{after}", ylabel="probability", ylim=(0, 1.02))
-    axes[0].legend(frameon=False, ncols=len(models), loc="upper right", bbox_to_anchor=(1, 1.38), fontsize=8)
+        panel.set(
+            title=f"response digit {position + 1}{after}", ylabel="probability", ylim=(0, 1.02)
+        )
+    axes[0].legend(
+        frameon=False, ncols=len(models), loc="upper right", bbox_to_anchor=(1, 1.38), fontsize=8
+    )
     axes[-1].set(xlabel="next token", xticks=range(n_tokens))
     axes[-1].set_xticklabels([*map(str, range(language.vocab_size)), "sep"])
     prompt = " ".join(map(str, text[: language.prompt_length].tolist()))
@@ -144,21 +182,27 @@ def draw_probabilities(models: dict, text: torch.Tensor, language: DigitLanguage
     _save(figure, file)
 
 
-def draw_attention(models: dict[str, GPT], text: torch.Tensor, language: DigitLanguage, file: Path) -> None:
+def draw_attention(
+    models: dict[str, GPT], text: torch.Tensor, language: DigitLanguage, file: Path
+) -> None:
     """Attention maps of all heads of all models on one text."""
     tokens = text[:-1]
     labels = ["sep" if t == language.separator else str(t) for t in tokens.tolist()]
     maps = {name: gpt.attention_maps(tokens[None])[0].flatten(0, 1) for name, gpt in models.items()}
     n_head = models["base"].config["n_head"]
     n_maps = len(maps["base"])
-    figure, axes = plt.subplots(len(models), n_maps, figsize=(1.55 * n_maps, 1.75 * len(models)), layout="constrained")
+    figure, axes = plt.subplots(
+        len(models), n_maps, figsize=(1.55 * n_maps, 1.75 * len(models)), layout="constrained"
+    )
     for row, (name, heads) in zip(axes, maps.items(), strict=True):
         for index, (panel, weights) in enumerate(zip(row, heads, strict=True)):
             panel.imshow(weights, vmin=0, vmax=1, cmap="Blues")
             panel.set_xticks(range(len(labels)), labels, fontsize=6)
             panel.set_yticks(range(len(labels)), labels, fontsize=6)
             if name == "base":
-                panel.set_title(f"layer {index // n_head + 1}, head {index % n_head + 1}", fontsize=8)
+                panel.set_title(
+                    f"layer {index // n_head + 1}, head {index % n_head + 1}", fontsize=8
+                )
             if name == list(maps)[-1]:
                 panel.set_xlabel("attended token", fontsize=7)
         row[0].set_ylabel(f"{name}\nattending token", fontsize=8)

@@ -47,7 +47,12 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 from torchrl.record.loggers import CSVLogger
 
-from torchrl_kl import ConstantKLController, ExponentialKLController, KLConstrainedTransform, KLController
+from torchrl_kl import (
+    ConstantKLController,
+    ExponentialKLController,
+    KLConstrainedTransform,
+    KLController,
+)
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -73,7 +78,9 @@ class Args:
     out: str = arg("runs/finetune_gym", "Folder for metrics, figures and the picture.")
     seeds: int = arg(3, "How often every run is repeated.")
     processes: int = arg(2, "Runs at the same time, one thread each.")
-    quick: bool = arg(False, "Run everything at a small size, in seconds; the results are then poor.")
+    quick: bool = arg(
+        False, "Run everything at a small size, in seconds; the results are then poor."
+    )
     envs: int = arg(32, "Pendulums side by side; a batch is one episode of each.")
     batches: int = arg(32, "Batches that PPO collects.")
     epochs: int = arg(5, "How often each batch is used.")
@@ -85,11 +92,15 @@ class Args:
     coeff: float = arg(0.1, "The constant coefficient, reward per nat.")
     target: float = arg(0.3, "KL that the adaptive coefficient steers to, nats per step.")
     init_coeff: float = arg(0.05, "Where the adaptive coefficient starts.")
-    gain: float = arg(0.3, "The largest change of the logarithm of the adaptive coefficient, per batch.")
+    gain: float = arg(
+        0.3, "The largest change of the logarithm of the adaptive coefficient, per batch."
+    )
 
 
 def parse_args() -> Args:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for f in fields(Args):
         flag = "--" + f.name.replace("_", "-")
         if isinstance(f.default, bool):
@@ -105,7 +116,9 @@ def parse_args() -> Args:
 
 def make_env(args: Args, seed: int) -> EnvBase:
     pendulums = [lambda: gym.make("Pendulum-v1")] * args.envs
-    env = GymWrapper(gym.vector.SyncVectorEnv(pendulums, autoreset_mode=gym.vector.AutoresetMode.DISABLED))
+    env = GymWrapper(
+        gym.vector.SyncVectorEnv(pendulums, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+    )
     env.set_seed(seed)
     return env
 
@@ -123,7 +136,9 @@ def make_actor() -> ProbabilisticActor:
 def controller(observation: torch.Tensor) -> torch.Tensor:
     """The torque of a controller by hand, N m: pumps energy while the pendulum is low, holds it when it is up."""
     cos, sin, velocity = observation.split(1, -1)
-    missing = 15 - (velocity.square() / 2 + 15 * cos)  # energy to the top, for a pendulum of Pendulum-v1's size
+    missing = 15 - (
+        velocity.square() / 2 + 15 * cos
+    )  # energy to the top, for a pendulum of Pendulum-v1's size
     hold = -8 * torch.atan2(sin, cos) - 2 * velocity
     return torch.where(cos > 0.9, hold, missing * velocity).clamp(-2, 2)
 
@@ -132,14 +147,24 @@ def imitate(args: Args, seed: int) -> ProbabilisticActor:
     """A policy that has learned the controller's torques, with noise, by maximum likelihood."""
     torch.manual_seed(seed)
     pushes = TensorDictModule(
-        lambda observation: torch.normal(controller(observation), args.noise), ["observation"], ["action"]
+        lambda observation: torch.normal(controller(observation), args.noise),
+        ["observation"],
+        ["action"],
     )
-    data = make_env(args, seed).rollout(2 * EPISODE, pushes, break_when_any_done=False).select("observation")
+    data = (
+        make_env(args, seed)
+        .rollout(2 * EPISODE, pushes, break_when_any_done=False)
+        .select("observation")
+    )
     data, actor = data.reshape(-1), make_actor()
     optimizer = torch.optim.Adam(actor.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=args.imitation_updates)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 1e-2, total_steps=args.imitation_updates
+    )
     for _ in range(args.imitation_updates):
-        batch = pushes(data[torch.randint(len(data), (512,))])  # the controller is asked anew each time
+        batch = pushes(
+            data[torch.randint(len(data), (512,))]
+        )  # the controller is asked anew each time
         loss = -actor.log_prob(batch).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -159,14 +184,21 @@ def tempt(batch: TensorDictBase) -> TensorDictBase:
 def make_controller(run: str, args: Args) -> KLController:
     if run == "adaptive":
         return ExponentialKLController(args.init_coeff, args.target, gain=args.gain, per="step")
-    return ConstantKLController(args.coeff if run == "constant" else 0.0, per="step")  # 0 only measures
+    return ConstantKLController(
+        args.coeff if run == "constant" else 0.0, per="step"
+    )  # 0 only measures
 
 
-def finetune(run: str, imitated: ProbabilisticActor, args: Args, seed: int) -> tuple[list[dict[str, float]], dict]:
+def finetune(
+    run: str, imitated: ProbabilisticActor, args: Args, seed: int
+) -> tuple[list[dict[str, float]], dict]:
     """PPO on the tempting reward minus the coefficient times the KL; the metrics of every batch, the final figures."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    actor, critic = copy.deepcopy(imitated), ValueOperator(MLP(3, 1, num_cells=[64, 64]), in_keys=["observation"])
+    actor, critic = (
+        copy.deepcopy(imitated),
+        ValueOperator(MLP(3, 1, num_cells=[64, 64]), in_keys=["observation"]),
+    )
     frames = args.envs * EPISODE
     stack = KLConstrainedTransform(imitated, make_controller(run, args), update_every=frames)
     collector = Collector(
@@ -178,7 +210,9 @@ def finetune(run: str, imitated: ProbabilisticActor, args: Args, seed: int) -> t
         auto_register_policy_transforms=False,
     )
     gae = GAE(gamma=args.gamma, lmbda=0.95, value_network=critic)
-    loss_module = ClipPPOLoss(actor, critic, clip_epsilon=0.2, entropy_bonus=False, normalize_advantage=True)
+    loss_module = ClipPPOLoss(
+        actor, critic, clip_epsilon=0.2, entropy_bonus=False, normalize_advantage=True
+    )
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=args.lr)
     curves, losses = [], {}
     for batch in collector:
@@ -205,7 +239,9 @@ def finetune(run: str, imitated: ProbabilisticActor, args: Args, seed: int) -> t
 
 
 @torch.no_grad()
-def evaluate(actor: ProbabilisticActor, imitated: ProbabilisticActor, args: Args, seed: int) -> dict[str, float]:
+def evaluate(
+    actor: ProbabilisticActor, imitated: ProbabilisticActor, args: Args, seed: int
+) -> dict[str, float]:
     """One episode of each pendulum with sampled torques; the KL is exact at every state."""
     torch.manual_seed(seed)
     with set_exploration_type(ExplorationType.RANDOM):
@@ -244,24 +280,34 @@ def print_table(figures: dict[str, list[dict[str, float]]]) -> None:
         cells = []
         for metric, digits in (("true_return", 0), ("paid", 3), ("kl_reference", 4)):
             values = [row[metric] for row in rows]
-            cells.append(f"{mean(values):.{digits}f} ± {stdev(values) if len(values) > 1 else 0:.{digits}f}")
+            cells.append(
+                f"{mean(values):.{digits}f} ± {stdev(values) if len(values) > 1 else 0:.{digits}f}"
+            )
         print(f"{name:<12}{cells[0]:>16}{cells[1]:>18}{cells[2]:>22}")
 
 
 def main() -> None:
     args, start = parse_args(), time.perf_counter()
     out = Path(args.out)
-    shutil.rmtree(out / "metrics", ignore_errors=True)  # CSVLogger appends to what a former run has left
+    shutil.rmtree(
+        out / "metrics", ignore_errors=True
+    )  # CSVLogger appends to what a former run has left
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
     torch.set_num_threads(1)
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
         seeds = range(args.seeds)
         imitated = list(pool.map(imitate, [args] * args.seeds, seeds))
-        jobs = {(run, seed): pool.submit(finetune, run, imitated[seed], args, seed) for seed in seeds for run in RUNS}
+        jobs = {
+            (run, seed): pool.submit(finetune, run, imitated[seed], args, seed)
+            for seed in seeds
+            for run in RUNS
+        }
         results = {job: future.result() for job, future in jobs.items()}
     curves = {job: curve for job, (curve, _) in results.items()}
-    figures = {"imitated": [evaluate(imitated[seed], imitated[seed], args, seed + 1000) for seed in seeds]}
+    figures = {
+        "imitated": [evaluate(imitated[seed], imitated[seed], args, seed + 1000) for seed in seeds]
+    }
     figures |= {run: [results[run, seed][1] for seed in seeds] for run in RUNS}
     logger = CSVLogger("metrics", log_dir=args.out)
     for (run, seed), curve in curves.items():
@@ -272,11 +318,15 @@ def main() -> None:
         table = csv.DictWriter(stream, ["run", "seed", "true_return", "paid", "kl_reference"])
         table.writeheader()
         table.writerows(
-            {"run": run, "seed": seed, **row} for run, rows in figures.items() for seed, row in enumerate(rows)
+            {"run": run, "seed": seed, **row}
+            for run, rows in figures.items()
+            for seed, row in enumerate(rows)
         )
     draw(curves, args, out / "finetune_gym.png")
     print_table(figures)
-    print(f"Metrics, figures and the picture are in {out}, after {time.perf_counter() - start:.0f} s.")
+    print(
+        f"Metrics, figures and the picture are in {out}, after {time.perf_counter() - start:.0f} s."
+    )
 
 
 if __name__ == "__main__":

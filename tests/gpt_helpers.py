@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 from torchrl.modules import set_recurrent_mode
 
-from torchrl_kl.gpt import GPT, GPTActor, GPTCritic
+from torchrl_kl.language.gpt import GPT, GPTActor, GPTCritic
 
 PROMPT, LENGTH, SEPARATOR = 4, 9, 10  # a text: prompt, separator, response
 
@@ -50,7 +50,9 @@ def trajectories(texts) -> Any:
     batch, following = states[:, :-1].clone(), states[:, 1:].clone()
     ended = (following["position"] == LENGTH).unsqueeze(-1)
     first_digit_odd = (texts[:, PROMPT + 1] % 2 == 1)[:, None, None]
-    following.update({"done": ended, "terminated": ended, "reward": (ended & first_digit_odd) * 1.0})
+    following.update(
+        {"done": ended, "terminated": ended, "reward": (ended & first_digit_odd) * 1.0}
+    )
     batch["action"] = texts[:, PROMPT + 1 :].clone()
     batch["next"] = following
     batch.names = [None, "time"]

@@ -22,7 +22,16 @@ from torchrl_kl import KLConstrainedTransform, KLController
 
 N_OBS = 3
 N_ACTIONS = 4
-WRITTEN = ("ref_log_prob", "kl", "kl_estimate", "episode_kl", "task_reward", "kl_coeff", "ref_h", "ref_c")
+WRITTEN = (
+    "ref_log_prob",
+    "kl",
+    "kl_estimate",
+    "episode_kl",
+    "task_reward",
+    "kl_coeff",
+    "ref_h",
+    "ref_c",
+)
 
 
 # TorchRL annotates these more narrowly than it takes them.
@@ -71,13 +80,17 @@ class WalkEnv(EnvBase):
         self.observation_spec = self._place({"observation": observation}, left=left)
         self.state_spec = self.observation_spec.clone()
         action = (
-            CategoricalSpec(N_ACTIONS, shape=inner) if discrete else Unbounded(inner + torch.Size((2,)), dtype=dtype)
+            CategoricalSpec(N_ACTIONS, shape=inner)
+            if discrete
+            else Unbounded(inner + torch.Size((2,)), dtype=dtype)
         )
         self.action_spec = self._place({"action": action})
         shared = Composite(reward=reward, shape=self.batch_size)
         self.reward_spec = shared if shared_reward else self._place({"reward": reward})
         flag = CategoricalSpec(2, dtype=torch.bool, shape=batch + one)
-        self.done_spec = Composite(done=flag, terminated=flag.clone(), truncated=flag.clone(), shape=batch_size)
+        self.done_spec = Composite(
+            done=flag, terminated=flag.clone(), truncated=flag.clone(), shape=batch_size
+        )
 
     def key(self, name: str) -> Any:
         return ("agents", name) if self.agents else name
@@ -108,7 +121,9 @@ class WalkEnv(EnvBase):
             out["agents"] = TensorDict(batch_size=(*batch_size, *self.agents))
         reward = observation.sum(-1, keepdim=True).float()
         out[self.key("observation")] = observation
-        out["reward" if self.shared_reward else self.key("reward")] = reward.mean(-2) if self.shared_reward else reward
+        out["reward" if self.shared_reward else self.key("reward")] = (
+            reward.mean(-2) if self.shared_reward else reward
+        )
         return out
 
     def _set_seed(self, seed: int | None) -> None:
@@ -147,11 +162,15 @@ def make_actor(kind: str = "categorical", *, agents: bool = False, seed: int = 0
         params, distribution = ["loc", "scale"], Normal if kind == "normal" else TanhNormal
     else:
         net = _recurrent_net(kind) if kind in ("lstm", "gru") else None
-        net = net or TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), [place("observation")], [place("logits")])
+        net = net or TensorDictModule(
+            nn.Linear(N_OBS, N_ACTIONS), [place("observation")], [place("logits")]
+        )
         params, distribution = ["logits"], Categorical
     actor = probabilistic_actor(
         net,
-        in_keys={name: place(name) for name in params} if agents else [place(name) for name in params],
+        in_keys={name: place(name) for name in params}
+        if agents
+        else [place(name) for name in params],
         out_keys=[place("action")],
         distribution_class=distribution,
         **kwargs,
@@ -187,7 +206,9 @@ def play(env: EnvBase, policy=None, steps: int = 12, *, seed: int = 0, **kwargs)
         return env.rollout(steps, policy, **kwargs)
 
 
-def collect(env: EnvBase, policy, *, frames: int, batches: int, seed: int = 0, **kwargs) -> list[Any]:
+def collect(
+    env: EnvBase, policy, *, frames: int, batches: int, seed: int = 0, **kwargs
+) -> list[Any]:
     """Clones of a collector's batches."""
     torch.manual_seed(seed)
     collector = Collector(
@@ -242,7 +263,9 @@ class SpyController(KLController):
 def spied(per: Any = "trajectory", *, update_every: int = 1, step: float = 0.0, **kwargs):
     """A stack and the controller that it calls."""
     controller = SpyController(per=per, step=step)
-    return KLConstrainedTransform(make_actor(), controller, update_every=update_every, **kwargs), controller
+    return KLConstrainedTransform(
+        make_actor(), controller, update_every=update_every, **kwargs
+    ), controller
 
 
 def policy() -> Any:

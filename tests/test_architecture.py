@@ -82,7 +82,15 @@ ARROWS = {
         *("_keys", "_placement", "_policy", "_transform", "_estimates", "_switched"),
         *("functional", "reference"),
     },
-    "objectives": {"_keys", "_switched", "_transform", "controllers", "functional", "statistics", "trajectories"},
+    "objectives": {
+        "_keys",
+        "_switched",
+        "_transform",
+        "controllers",
+        "functional",
+        "statistics",
+        "trajectories",
+    },
     "reward_transforms": {
         *("_keys", "_placement", "_transform", "_charge"),
         *("controllers", "statistics", "trajectories"),
@@ -141,7 +149,9 @@ def read_imports(source: str, package: str) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            parents = (
+                package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            )
             origin = ".".join([*parents, *([node.module] if node.module else [])])
             names |= {f"{origin}.{alias.name}" for alias in node.names}
     return names
@@ -232,7 +242,9 @@ class TestEnvsFolder:
         assert Path(str(envs.__file__)).resolve() == ROOT / "envs" / "__init__.py"
 
     def test_the_short_name_is_refused(self):
-        result = subprocess.run([sys.executable, "-c", "import envs"], cwd=ROOT, capture_output=True, text=True)
+        result = subprocess.run(
+            [sys.executable, "-c", "import envs"], cwd=ROOT, capture_output=True, text=True
+        )
         assert result.returncode != 0
         sentence = "ImportError: this package was imported as `envs`: import it as `torchrl_kl.envs`, never as `envs`."
         assert result.stderr.splitlines()[-1] == sentence

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from torchrl_kl.functional import kl_k1, kl_k2, kl_k3
+from torchrl_kl.functional.estimators import kl_k1, kl_k2, kl_k3
 
 BETA = 0.5
 REWARD = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
@@ -23,7 +23,9 @@ def charge_exact(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> torch.Te
 
 
 def kl(log_prob: torch.Tensor) -> float:
-    return sum(math.exp(a) * (a - b) for a, b in zip(log_prob.tolist(), REF_LOG_PROB.tolist(), strict=True))
+    return sum(
+        math.exp(a) * (a - b) for a, b in zip(log_prob.tolist(), REF_LOG_PROB.tolist(), strict=True)
+    )
 
 
 def direction(logits: torch.Tensor, charged) -> torch.Tensor:
@@ -46,7 +48,9 @@ def train(charged, n_updates: int) -> list[torch.Tensor]:
 def optimum() -> torch.Tensor:
     """Log-probabilities of the maximiser of E[r] - beta KL, pi* ~ pi_ref exp(r / beta), shape (4,)."""
     weights = [0.25 * math.exp(2.0), 0.25, 0.25, 0.25]
-    return torch.tensor([math.log(weight / sum(weights)) for weight in weights], dtype=torch.float64)
+    return torch.tensor(
+        [math.log(weight / sum(weights)) for weight in weights], dtype=torch.float64
+    )
 
 
 def test_the_optimum_is_better_than_all_policies_around_it_and_has_the_known_kl():
@@ -85,11 +89,15 @@ def test_charged_k3_diverges():
 @pytest.mark.parametrize("charged", [kl_k2, charge_exact], ids=["k2", "exact"])
 def test_the_others_only_creep(charged):
     lowest = [policy.min().item() for policy in train(charged, 401)]
-    assert -math.log(4) < lowest[400] - lowest[200] < 0  # at most the logarithm of the time, against -100 of k3
+    assert (
+        -math.log(4) < lowest[400] - lowest[200] < 0
+    )  # at most the logarithm of the time, against -100 of k3
 
 
 def test_only_k1_is_at_rest_at_the_optimum():
-    assert_close(direction(optimum(), kl_k1), torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-15)
+    assert_close(
+        direction(optimum(), kl_k1), torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-15
+    )
     for charged in (kl_k2, kl_k3, charge_exact):
         assert direction(optimum(), charged)[0] > 0.05
 
@@ -98,9 +106,14 @@ def test_near_the_reference_only_k1_pulls_back():
     """The share of the charge in the update, against -beta grad KL."""
     logits = (REF_LOG_PROB + 0.01 * torch.randn(4, dtype=torch.float64)).requires_grad_()
     log_prob = logits.log_softmax(-1)
-    truth = -BETA * torch.autograd.grad((log_prob.exp() * (log_prob - REF_LOG_PROB)).sum(), logits)[0]
+    truth = (
+        -BETA * torch.autograd.grad((log_prob.exp() * (log_prob - REF_LOG_PROB)).sum(), logits)[0]
+    )
     task = direction(logits, lambda log_prob, _: torch.zeros_like(log_prob))
-    pulls = {charged: direction(logits, charged) - task for charged in (kl_k1, kl_k2, kl_k3, charge_exact)}
+    pulls = {
+        charged: direction(logits, charged) - task
+        for charged in (kl_k1, kl_k2, kl_k3, charge_exact)
+    }
     assert_close(pulls[kl_k1], truth, rtol=0, atol=1e-15)
     for charged in (kl_k2, kl_k3, charge_exact):
         assert pulls[charged].norm() < 0.05 * truth.norm()

@@ -15,14 +15,20 @@ ROUNDING = 0.5e-5  # of a figure with five decimals
 def printed_by(script: str, folder: Path) -> str:
     command = [sys.executable, str(BENCHMARKS / script), "--quick", "--out", "out"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def rows_of(printed: str) -> dict[str, list[str]]:
     """Cells of all rows of all tables, by the first cell."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if "|" in line]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in printed.splitlines()
+        if "|" in line
+    ]
     return {row[0]: row[1:] for row in rows}
 
 
@@ -39,7 +45,9 @@ class TestEstimatorVariance:
         assert kl
         assert float(kl[1]) > 0.01  # at the reference every estimate is zero
         for name in self.ESTIMATORS:
-            assert float(rows_of(variance)[name][1]) == pytest.approx(float(kl[1]), abs=2 * ROUNDING)
+            assert float(rows_of(variance)[name][1]) == pytest.approx(
+                float(kl[1]), abs=2 * ROUNDING
+            )
 
     def test_samples_agree_with_the_enumeration(self, variance):
         for name in self.ESTIMATORS:
@@ -50,14 +58,18 @@ class TestEstimatorVariance:
     def test_the_tokens_add_up_to_the_variances(self, variance):
         rows = rows_of(variance)
         for name, column in (("k1", 4), ("exact", 5)):
-            assert float(rows["all"][column]) == pytest.approx(float(rows[name][3]), abs=2 * ROUNDING)
+            assert float(rows["all"][column]) == pytest.approx(
+                float(rows[name][3]), abs=2 * ROUNDING
+            )
             parts = [float(rows[str(token)][column]) for token in range(1, 5)]
             assert sum(parts) == pytest.approx(float(rows[name][3]), abs=6 * ROUNDING)
 
     def test_the_verdict_is_that_of_the_table(self, variance):
         rows = rows_of(variance)
         ratio = float(rows["exact"][3]) / float(rows["k1"][3])
-        verdict = re.search(r"The variance of exact is (\S+) of k1's: (at most|more than) half", variance)
+        verdict = re.search(
+            r"The variance of exact is (\S+) of k1's: (at most|more than) half", variance
+        )
         assert verdict
         assert float(verdict[1]) == pytest.approx(ratio, abs=2e-4)
         assert verdict[2] == ("at most" if ratio <= 0.5 else "more than")
@@ -65,7 +77,9 @@ class TestEstimatorVariance:
 
 def test_reward_vs_loss(tmp_path):
     printed = printed_by("reward_vs_loss.py", tmp_path)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines()[2:]]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines()[2:]
+    ]
     assert [row[2] for row in rows] == [
         "(the optimum)",
         "reward (k1)",

@@ -18,17 +18,30 @@ def module_names() -> list[str]:
     # The packages are listed one by one: torchrl_kl.envs is found inside torchrl_kl only where links are.
     names = {package.__name__ for package in PACKAGES}
     for package in PACKAGES:
-        names |= {f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)}
+        names |= {
+            module.name
+            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        }
     return sorted(names)
 
 
 def examples_in(module: ModuleType) -> list[doctest.DocTest]:
-    return [test for test in doctest.DocTestFinder(exclude_empty=True).find(module) if test.examples]
+    return [
+        test for test in doctest.DocTestFinder(exclude_empty=True).find(module) if test.examples
+    ]
 
 
 def public_objects() -> dict[str, object]:
-    objects = {f"{package.__name__}.{name}": getattr(package, name) for package in PACKAGES for name in package.__all__}
-    return {name: thing for name, thing in objects.items() if inspect.isclass(thing) or inspect.isfunction(thing)}
+    objects = {
+        f"{package.__name__}.{name}": getattr(package, name)
+        for package in PACKAGES
+        for name in package.__all__
+    }
+    return {
+        name: thing
+        for name, thing in objects.items()
+        if inspect.isclass(thing) or inspect.isfunction(thing)
+    }
 
 
 @pytest.mark.parametrize("name", module_names())

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from torchrl_kl.envs import DigitLanguage
 from torchrl_kl.exact import Enumeration, exact_kl
-from torchrl_kl.gpt import GPT
+from torchrl_kl.language.gpt import GPT
 
 V, R = 3, 3
 PROMPTS = torch.tensor([[0, 2], [1, 1]])
@@ -86,7 +86,9 @@ def brute_values(distribution, reference):
             )
         )
 
-    reward = over_prompts(lambda x: math.fsum(p * r for p, r in zip(distribution(x), rewards_of(x), strict=True)))
+    reward = over_prompts(
+        lambda x: math.fsum(p * r for p, r in zip(distribution(x), rewards_of(x), strict=True))
+    )
     kls = [prefix_kl(length) for length in range(R + 1)]
     return reward, torch.tensor(kls, dtype=torch.float64).diff()
 
@@ -153,7 +155,9 @@ def test_regret_is_the_coefficient_times_the_kl_to_the_optimum(seed, coeff, zero
     reference, policy = Table(seed), Table(seed + 1, zeros)
     values = enumeration(reference).values(policy, coeff)
     kl_to_optimum = over_prompts(
-        lambda x: brute_kl(policy.distribution(x), tilted(reference.distribution(x), rewards_of(x), coeff))
+        lambda x: brute_kl(
+            policy.distribution(x), tilted(reference.distribution(x), rewards_of(x), coeff)
+        )
     )
     assert values.regret == pytest.approx(coeff * kl_to_optimum, rel=1e-9, abs=1e-12)
 
@@ -199,7 +203,9 @@ def test_optimum_for_coeff_0_is_the_reference_on_its_best_texts(coeff):
         return 5.0 - 2.0 * (texts[:, 3] != 0)
 
     def best(prompt):
-        kept = [p * (y[1] == 0) for y, p in zip(RESPONSES, reference.distribution(prompt), strict=True)]
+        kept = [
+            p * (y[1] == 0) for y, p in zip(RESPONSES, reference.distribution(prompt), strict=True)
+        ]
         return [p / math.fsum(kept) for p in kept]
 
     optimum = enumeration(reference, second_token_is_0).optimum(coeff)
@@ -242,7 +248,9 @@ def test_kl_is_inf_and_never_nan_where_only_the_policy_has_mass(coeff):
 
     policy = Table(4)
     values = enumeration(impossible_2_second).values(policy, coeff)
-    first = over_prompts(lambda x: brute_kl(marginal(policy.distribution(x), 1).values(), [1 / V] * V))
+    first = over_prompts(
+        lambda x: brute_kl(marginal(policy.distribution(x), 1).values(), [1 / V] * V)
+    )
     expected = torch.tensor([first, math.inf, math.inf], dtype=torch.float64)
     assert_close(values.kl_per_position, expected)
     reward, _ = brute_values(policy.distribution, Table(0))
@@ -261,7 +269,9 @@ def test_kl_is_inf_and_never_nan_where_only_the_policy_has_mass(coeff):
 def test_solve_coeff_inverts_the_kl_of_the_optimum(seed, log_coeff):
     reference, coeff = Table(seed), math.exp(log_coeff)
     target = over_prompts(
-        lambda x: brute_kl(tilted(reference.distribution(x), rewards_of(x), coeff), reference.distribution(x))
+        lambda x: brute_kl(
+            tilted(reference.distribution(x), rewards_of(x), coeff), reference.distribution(x)
+        )
     )
     # KL falls as coeff^-2: 1e-15 of rounding on a KL of 1e-4 or more is 1e-11, relatively.
     assert enumeration(reference).solve_coeff(target) == pytest.approx(coeff, rel=1e-9)

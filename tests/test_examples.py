@@ -24,9 +24,20 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def run_example(name, folder, *options):
     """Runs an example at a small size into folder/out; what it printed."""
-    command = [sys.executable, str(EXAMPLES / name), "--quick", "--threads", "1", "--out", "out", *options]
+    command = [
+        sys.executable,
+        str(EXAMPLES / name),
+        "--quick",
+        "--threads",
+        "1",
+        "--out",
+        "out",
+        *options,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -39,21 +50,43 @@ def run(tmp_path_factory):
 
 def test_models_can_be_loaded(run):
     out, _ = run
-    for name in ("language_model", "reward_model", "policy_beta1", "policy_beta0", "policy_adaptive"):
+    for name in (
+        "language_model",
+        "reward_model",
+        "policy_beta1",
+        "policy_beta0",
+        "policy_adaptive",
+    ):
         assert isinstance(GPT.from_pretrained(out / name), GPT)
 
 
 def test_report_has_its_figures(run):
     report = json.loads((run[0] / "report.json").read_text())
-    assert {"language_model", "reward_model", "beta1", "beta0", "adaptive"} <= report["seconds"].keys()
+    assert {"language_model", "reward_model", "beta1", "beta0", "adaptive"} <= report[
+        "seconds"
+    ].keys()
     assert report["language_model"]["excess_nats_per_token"] > 0
     assert 0 <= report["reward_model"]["heldout_accuracy"] <= 1
-    figures = {"reward", "kl", "kl_per_position", "objective", "optimum", "regret", "fraction_of_gain"}
+    figures = {
+        "reward",
+        "kl",
+        "kl_per_position",
+        "objective",
+        "optimum",
+        "regret",
+        "fraction_of_gain",
+    }
     for policy in ("beta1", "beta0", "adaptive"):
         assert figures | {"first_digit_right"} <= report[policy].keys()
         assert report[policy]["regret"] >= -1e-9
         assert sum(report[policy]["kl_per_position"]) == pytest.approx(report[policy]["kl"])
-    adaptive = {"coeff_mean_last_quarter", "coeff_exact", "coeff_first_within_20_percent", "batches", "target"}
+    adaptive = {
+        "coeff_mean_last_quarter",
+        "coeff_exact",
+        "coeff_first_within_20_percent",
+        "batches",
+        "target",
+    }
     assert adaptive <= report["adaptive"].keys()
 
 
@@ -62,7 +95,9 @@ def test_metrics_and_pictures(run):
     with (out / "metrics.csv").open() as stream:
         metrics = {row["metric"] for row in csv.DictReader(stream)}
     for policy in ("beta1", "beta0", "adaptive"):
-        assert {f"{policy}/{name}" for name in ("reward", "kl_reference", "kl_old_policy", "coeff")} <= metrics
+        assert {
+            f"{policy}/{name}" for name in ("reward", "kl_reference", "kl_old_policy", "coeff")
+        } <= metrics
     for name in ("reward_model", "curves", "probabilities", "attention"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert list((out / "tensorboard").glob("**/events.*"))
@@ -71,15 +106,29 @@ def test_metrics_and_pictures(run):
 
 def test_the_last_thing_printed_is_the_table(run):
     printed = run[1]
-    assert printed.index("likely first digits") < printed.index("for each first digit") < printed.index("policy  ")
+    assert (
+        printed.index("likely first digits")
+        < printed.index("for each first digit")
+        < printed.index("policy  ")
+    )
 
 
 @pytest.fixture(scope="module")
 def finetuned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finetune_gym")
-    command = [sys.executable, str(EXAMPLES / "finetune_gym.py"), "--quick", "--processes", "1", "--out", "out"]
+    command = [
+        sys.executable,
+        str(EXAMPLES / "finetune_gym.py"),
+        "--quick",
+        "--processes",
+        "1",
+        "--out",
+        "out",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     return folder / "out", result.stdout
 
@@ -88,7 +137,9 @@ class TestFinetuneGym:
     def test_every_run_and_seed_has_its_figures(self, finetuned):
         with (finetuned[0] / "figures.csv").open() as stream:
             rows = {(row["run"], row["seed"]): row for row in csv.DictReader(stream)}
-        assert rows.keys() == {(run, s) for run in ("imitated", "no leash", "constant", "adaptive") for s in "01"}
+        assert rows.keys() == {
+            (run, s) for run in ("imitated", "no leash", "constant", "adaptive") for s in "01"
+        }
         for (run, _), row in rows.items():
             assert -2000 < float(row["true_return"]) < 0
             assert -1 < float(row["paid"]) < 0
@@ -122,7 +173,9 @@ class TestFinetuneGym:
 
     def test_the_temptation_pays_for_rest_and_keeps_the_task(self, gym_script):
         step = TensorDict(reward=torch.full((3, 1), -5.0), batch_size=3)
-        batch: Any = TensorDict(action=torch.tensor([[0.0], [1.0], [-9.0]]), next=step, batch_size=3)
+        batch: Any = TensorDict(
+            action=torch.tensor([[0.0], [1.0], [-9.0]]), next=step, batch_size=3
+        )
         tempted = gym_script.tempt(batch)["next"]
         assert tempted["reward"].flatten().tolist() == [0.0, -0.25, -1.0]
         assert tempted["true_reward"].flatten().tolist() == [-5.0] * 3
@@ -132,7 +185,9 @@ class TestFinetuneGym:
     def test_what_is_imitated_swings_up(self, gym_script):
         policy = TensorDictModule(gym_script.controller, ["observation"], ["action"])
         steps = gym_script.make_env(gym_script.Args(envs=4), seed=0).rollout(200, policy)
-        assert (steps["next", "observation"][:, -50:, 0] > 0.95).all()  # cosine of the angle: up, and held there
+        assert (
+            steps["next", "observation"][:, -50:, 0] > 0.95
+        ).all()  # cosine of the angle: up, and held there
         assert steps["next", "reward"].sum(1).mean() > -400  # hanging costs about 1200
 
 
@@ -159,7 +214,10 @@ def test_no_stage_trains_on_a_heldout_prompt(script):
     assert len(train) == 9900
     assert len(heldout) == 100
     assert len(torch.cat([train, heldout]).unique(dim=0)) == 10_000
-    assert heldout[:2].tolist() == [[5, 7, 1, 5], [0, 2, 8, 6]]  # those that the pictures and checks show
+    assert heldout[:2].tolist() == [
+        [5, 7, 1, 5],
+        [0, 2, 8, 6],
+    ]  # those that the pictures and checks show
 
 
 @pytest.mark.parametrize("heldout_prompts", [1, 10_000])
@@ -187,7 +245,15 @@ def study_run(tmp_path_factory):
 
 
 STUDY_RUNS = [
-    *("constant 0.1", "constant 0.3", "constant 1", "budget", "adaptive 0.05", "exponential 0.05", "PID 0.05"),
+    *(
+        "constant 0.1",
+        "constant 0.3",
+        "constant 1",
+        "budget",
+        "adaptive 0.05",
+        "exponential 0.05",
+        "PID 0.05",
+    ),
     *("adaptive 2", "exponential 2", "PID 2"),
 ]
 
@@ -195,7 +261,9 @@ STUDY_RUNS = [
 def test_the_study_leaves_a_result_for_each_run(study_run):
     folder, printed = study_run
     for name in STUDY_RUNS:
-        result = json.loads((folder / "out" / "seed0" / f"{name.replace(' ', '_')}.json").read_text())
+        result = json.loads(
+            (folder / "out" / "seed0" / f"{name.replace(' ', '_')}.json").read_text()
+        )
         curves, final = result["curves"], result["final"]
         assert [len(curves[name]) for name in ("reward", "kl", "coeff")] == [4, 4, 4]
         assert [batch for batch, _ in curves["perplexity"]] == [2, 4]
@@ -203,7 +271,9 @@ def test_the_study_leaves_a_result_for_each_run(study_run):
         assert sum(final["kl_per_position"]) == pytest.approx(final["kl"])
         assert final["reward"] <= final["frontier"] + 1e-9
         if name.startswith("constant"):
-            assert curves["coeff"] == pytest.approx([float(name.split()[1])] * 4, rel=1e-6)  # float32, as the reward
+            assert curves["coeff"] == pytest.approx(
+                [float(name.split()[1])] * 4, rel=1e-6
+            )  # float32, as the reward
         assert f"| {name} |" in printed
     assert (folder / "out" / "adaptive_vs_static.png").read_bytes().startswith(b"\x89PNG")
 
@@ -217,14 +287,18 @@ def test_the_study_does_not_repeat_what_is_there(study_run):
     again = run_example("adaptive_vs_static.py", folder)
     assert {path: path.stat().st_mtime_ns for path in others} == others
     before, after = json.loads(lost), json.loads(file.read_text())
-    assert before | {"seconds": 0} == after | {"seconds": 0}  # whatever ran before it in the process
+    assert before | {"seconds": 0} == after | {
+        "seconds": 0
+    }  # whatever ran before it in the process
     assert again.splitlines()[:13] == printed.splitlines()[:13]
 
 
 def test_the_study_refuses_results_of_other_settings(study, tmp_path):
     study.check_settings(tmp_path, study.Args())
     study.check_settings(tmp_path, study.Args(seed=3, seeds=2, threads=2))
-    with pytest.raises(SystemExit, match=r"holds results of other settings \(gain, horizon\): choose another --out"):
+    with pytest.raises(
+        SystemExit, match=r"holds results of other settings \(gain, horizon\): choose another --out"
+    ):
         study.check_settings(tmp_path, study.Args(gain=0.2, horizon=1e5))
 
 
@@ -240,7 +314,9 @@ def test_perplexity_of_the_language_to_itself(study):
         rows, tokens = joint.nonzero(as_tuple=True)
         texts, probs = torch.cat([texts[rows], tokens[:, None]], 1), joint[rows, tokens]
     expected = torch.stack(entropies).mean().exp().item()
-    assert study.perplexity(study.true_next_token(language), problem) == pytest.approx(expected, rel=1e-12)
+    assert study.perplexity(study.true_next_token(language), problem) == pytest.approx(
+        expected, rel=1e-12
+    )
     uniform = study.perplexity(lambda tokens: torch.zeros(len(tokens), language.n_tokens), problem)
     assert uniform == pytest.approx(language.n_tokens, rel=1e-12)
 
@@ -253,14 +329,27 @@ class TestFrontier:
 
     def table(self, seed, sharpness=1.0):
         """A model with random logits for each context."""
-        logits = torch.randn(2, 1 + self.V, self.V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        return lambda texts: sharpness * logits[texts[:, 0], 0 if texts.shape[1] == 1 else 1 + texts[:, 1]]
+        logits = torch.randn(
+            2,
+            1 + self.V,
+            self.V,
+            generator=torch.Generator().manual_seed(seed),
+            dtype=torch.float64,
+        )
+        return lambda texts: (
+            sharpness * logits[texts[:, 0], 0 if texts.shape[1] == 1 else 1 + texts[:, 1]]
+        )
 
     def problem(self, seed, fine=True):
         generator = torch.Generator().manual_seed(seed)
         rewards = torch.rand(2, self.V, self.V, generator=generator, dtype=torch.float64)
         rewards = rewards if fine else rewards.round()
-        return Enumeration(self.table(seed + 1000), lambda t: rewards[t[:, 0], t[:, 1], t[:, 2]], self.PROMPTS, self.R)
+        return Enumeration(
+            self.table(seed + 1000),
+            lambda t: rewards[t[:, 0], t[:, 1], t[:, 2]],
+            self.PROMPTS,
+            self.R,
+        )
 
     @pytest.mark.parametrize("fine", [True, False], ids=["fine rewards", "rewards 0 or 1"])
     def test_no_policy_lies_above(self, study, fine):
@@ -274,7 +363,9 @@ class TestFrontier:
                 assert placed["share_of_frontier_gain"] <= 1 + 1e-9
                 assert placed["least_kl"] <= placed["kl"] + 1e-6
         assert min(gaps) > -1e-9
-        assert max(gaps) > 0.1  # they are no optima: a frontier that follows the policy would not be one
+        assert (
+            max(gaps) > 0.1
+        )  # they are no optima: a frontier that follows the policy would not be one
 
     @pytest.mark.parametrize("coeff", [0.02, 0.1, 0.5, 3.0])
     def test_optima_lie_on_it(self, study, coeff):
@@ -287,13 +378,19 @@ class TestFrontier:
     def test_beyond_the_limit_more_divergence_buys_nothing(self, study):
         exact = self.problem(7)
         limit = exact.optimum(0.0)
-        assert study.frontier_reward(exact, limit.kl + 1) == limit.reward == pytest.approx(exact.rewards.amax(1).mean())
+        assert (
+            study.frontier_reward(exact, limit.kl + 1)
+            == limit.reward
+            == pytest.approx(exact.rewards.amax(1).mean())
+        )
 
     def test_a_policy_above_it_is_an_error(self, study):
         exact = self.problem(7)
         optimum = exact.optimum(0.5)
         impossible = replace(optimum, reward=optimum.reward + 1e-6)
-        with pytest.raises(RuntimeError, match=r"above the frontier's 0\.\d{12}: the exact values are wrong"):
+        with pytest.raises(
+            RuntimeError, match=r"above the frontier's 0\.\d{12}: the exact values are wrong"
+        ):
             study.place(impossible, exact)
 
 
@@ -303,7 +400,9 @@ def test_the_collectors_tell_what_they_did(tmp_path, options):
     command = [sys.executable, str(EXAMPLES / "collectors.py"), "--quick", "--threads", "1"]
     command += ["--collector", collector, "--where", where]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     expected = rf"""{collector}, reference with the {where}
 frames per second  [0-9]+
@@ -322,8 +421,18 @@ def test_the_collectors_begin_with_a_language_model_that_is_there(tmp_path):
     torch.manual_seed(0)
     language = DigitLanguage()
     GPT(language.n_tokens, language.text_length - 1).save_pretrained(tmp_path / "model")
-    command = [sys.executable, str(EXAMPLES / "collectors.py"), "--quick", "--threads", "1", "--reference", "model"]
+    command = [
+        sys.executable,
+        str(EXAMPLES / "collectors.py"),
+        "--quick",
+        "--threads",
+        "1",
+        "--reference",
+        "model",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     assert "language model" not in result.stderr  # none was trained

@@ -16,7 +16,10 @@ def test_the_example_runs_and_moves_its_controller(capsys):
     exec(compile(code, "README.md", "exec"), names)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
-    assert all(re.fullmatch(r"KL [+-]\d\.\d{4} nats per step, coefficient \d\.\d{3}", line) for line in lines)
+    assert all(
+        re.fullmatch(r"KL [+-]\d\.\d{4} nats per step, coefficient \d\.\d{3}", line)
+        for line in lines
+    )
     assert names["controller"].coeff.item() != 0.1
 
 
@@ -34,6 +37,14 @@ def test_it_names_every_public_part():
     import torchrl_kl
     import torchrl_kl.envs
 
-    helpers = {"FrozenActor", "KLController", "ExactValues", "PolicyValues", "kl_k1", "kl_k2", "kl_k3"}
+    helpers = {
+        "FrozenActor",
+        "KLController",
+        "ExactValues",
+        "PolicyValues",
+        "kl_k1",
+        "kl_k2",
+        "kl_k3",
+    }
     for name in {*torchrl_kl.__all__, *torchrl_kl.envs.__all__} - helpers:
         assert f"`{name}" in README or f"{name}`" in README or f".{name}`" in README, name

@@ -20,7 +20,12 @@ from torchrl.record.loggers import CSVLogger
 from torchrl.trainers.algorithms import PPOTrainer
 
 from tests.helpers import WalkEnv, make_actor, moved, policy, probabilistic_actor, spied
-from torchrl_kl import AdaptiveKLController, KLConstrainedTransform, KLControlHook, KLRewardTransform
+from torchrl_kl import (
+    AdaptiveKLController,
+    KLConstrainedTransform,
+    KLControlHook,
+    KLRewardTransform,
+)
 
 # torchrl 0.14.1 calls PPOTrainer a prototype, and registers its own optimizer and replay buffer in a way it calls old.
 pytestmark = [
@@ -30,10 +35,16 @@ pytestmark = [
 N_BATCHES, FRAMES = 3, 64
 
 
-def make_trainer(env, actor, critic, *, frames: int = FRAMES, batches: int = N_BATCHES, **kwargs) -> Any:
+def make_trainer(
+    env, actor, critic, *, frames: int = FRAMES, batches: int = N_BATCHES, **kwargs
+) -> Any:
     loss = ClipPPOLoss(actor, critic)
     collector = Collector(
-        env, actor, frames_per_batch=frames, total_frames=frames * batches, auto_register_policy_transforms=False
+        env,
+        actor,
+        frames_per_batch=frames,
+        total_frames=frames * batches,
+        auto_register_policy_transforms=False,
     )
     trainer: Any = PPOTrainer
     return trainer(
@@ -59,7 +70,10 @@ def cartpole_actor() -> Any:
     torch.manual_seed(0)
     net = TensorDictModule(MLP(4, 2, num_cells=[16]), ["observation"], ["logits"])
     return probabilistic_actor(
-        net, in_keys=["logits"], distribution_class=torch.distributions.Categorical, return_log_prob=True
+        net,
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
     )
 
 
@@ -88,11 +102,15 @@ class Run:
             gae=estimate,
             logger=self.logger,
             replay_buffer=ReplayBuffer(
-                storage=LazyTensorStorage(FRAMES), sampler=SamplerWithoutReplacement(), batch_size=FRAMES // 4
+                storage=LazyTensorStorage(FRAMES),
+                sampler=SamplerWithoutReplacement(),
+                batch_size=FRAMES // 4,
             ),
         )
         self.kl_approx: list[float] = []
-        trainer.loss_module.register_forward_hook(lambda *io: self.kl_approx.append(io[-1]["kl_approx"].item()))
+        trainer.loss_module.register_forward_hook(
+            lambda *io: self.kl_approx.append(io[-1]["kl_approx"].item())
+        )
         KLControlHook(self.stack).register(trainer)
         self.batches: list[Any] = []
         trainer.register_op("pre_steps_log", lambda batch: self.batches.append(batch.clone()))
@@ -114,12 +132,21 @@ class TestARun:
         for batch in run.batches:
             step = batch["next"]
             assert (step["task_reward"] == 1).all()  # CartPole's own
-            log_prob = batch["action_log_prob"] - run.origin.log_prob(batch.select("observation", "action"))
-            assert_close(step["reward"], 1 - step["kl_coeff"] * log_prob.detach().unsqueeze(-1), atol=1e-5, rtol=0)
+            log_prob = batch["action_log_prob"] - run.origin.log_prob(
+                batch.select("observation", "action")
+            )
+            assert_close(
+                step["reward"],
+                1 - step["kl_coeff"] * log_prob.detach().unsqueeze(-1),
+                atol=1e-5,
+                rtol=0,
+            )
             assert step["kl"].abs().max() > 0.1
 
     def test_the_advantage_is_that_of_the_charged_reward(self, run):
-        rewards = [batch["next", "reward"] for batch in run.batches for _ in range(2)]  # once per epoch
+        rewards = [
+            batch["next", "reward"] for batch in run.batches for _ in range(2)
+        ]  # once per epoch
         assert_close(run.estimated, rewards)
 
     def test_the_controller_moves_once_per_batch(self, run):
@@ -136,7 +163,10 @@ class TestARun:
             assert not torch.equal(run.actor.state_dict()[name], run.first_weights[name])
 
     def test_the_log_keeps_the_two_divergences_apart(self, run):
-        means = {name: [batch["next", name].mean().item() for batch in run.batches] for name in ("kl", "kl_coeff")}
+        means = {
+            name: [batch["next", name].mean().item() for batch in run.batches]
+            for name in ("kl", "kl_coeff")
+        }
         assert_close(run.logged("kl_to_reference"), means["kl"])
         assert_close(run.logged("kl_coeff"), means["kl_coeff"])
         assert run.logged("task_reward") == [1.0] * N_BATCHES
@@ -162,8 +192,12 @@ def walk_trainer(reference, *, batches: int = 5, **kwargs):
     """A trainer, the stack that it holds to `reference`, and what each batch leaves: see `remember`."""
     actor = policy()
     controller = AdaptiveKLController(0.1, target=0.5, horizon=200)
-    stack = KLConstrainedTransform(reference, controller, update_every=12)  # a batch has 10: every second one updates
-    trainer = make_trainer(FixedWalk(longest=2), actor, walk_critic(), frames=20, batches=batches, **kwargs)
+    stack = KLConstrainedTransform(
+        reference, controller, update_every=12
+    )  # a batch has 10: every second one updates
+    trainer = make_trainer(
+        FixedWalk(longest=2), actor, walk_critic(), frames=20, batches=batches, **kwargs
+    )
     KLControlHook(stack).register(trainer)
     history: list[tuple[float, int, torch.Tensor, torch.Tensor]] = []
 
@@ -214,7 +248,9 @@ def padded_batch() -> Any:
     """Two trajectories of 3 and 1 steps, padded with numbers that must not be looked at."""
     observation = torch.randn(2, 3, 3)
     done = torch.tensor([[False, False, True], [True, True, True]]).unsqueeze(-1)
-    step = TensorDict(reward=torch.full((2, 3, 1), 2.0), done=done, observation=observation, batch_size=(2, 3))
+    step = TensorDict(
+        reward=torch.full((2, 3, 1), 2.0), done=done, observation=observation, batch_size=(2, 3)
+    )
     batch = policy()(TensorDict(observation=observation, next=step, batch_size=(2, 3)))
     batch["collector", "mask"] = torch.tensor([[True, True, True], [True, False, False]])
     batch["next", "reward"][1, 1:] = 1000.0
@@ -229,7 +265,9 @@ class TestTheLog:
         log = hook.log_batch(batch)
         valid: Any = batch[batch["collector", "mask"]]
         assert log["task_reward"] == 2.0
-        expected = (valid["action_log_prob"] - make_actor().log_prob(valid.select("observation", "action"))).mean()
+        expected = (
+            valid["action_log_prob"] - make_actor().log_prob(valid.select("observation", "action"))
+        ).mean()
         assert log["kl_to_reference"] == pytest.approx(expected.item(), abs=1e-6)
         assert log["kl_coeff"] == pytest.approx(0.1)
 
@@ -237,7 +275,9 @@ class TestTheLog:
         hook = KLControlHook(KLConstrainedTransform(make_actor(), 0.1, estimator="k3"))
         batch = hook(padded_batch())
         valid: Any = batch["next"][batch["collector", "mask"]]
-        assert hook.log_batch(batch)["kl_to_reference"] == pytest.approx(valid["kl_estimate"].mean().item())
+        assert hook.log_batch(batch)["kl_to_reference"] == pytest.approx(
+            valid["kl_estimate"].mean().item()
+        )
         assert valid["kl_estimate"].mean() != valid["kl"].mean()
 
     def test_a_loss_without_a_divergence_of_its_own_logs_none(self):
@@ -249,25 +289,34 @@ class TestTheLog:
         hook = KLControlHook(KLConstrainedTransform(make_actor(), 0.1))
         batch = hook(padded_batch())
         del batch["next", "kl"]
-        with pytest.raises(KeyError, match=r"\('next', 'kl'\).*is not in the data.*let nothing drop it"):
+        with pytest.raises(
+            KeyError, match=r"\('next', 'kl'\).*is not in the data.*let nothing drop it"
+        ):
             hook.log_batch(batch)
 
 
 class TestRefusals:
     def test_it_wants_a_stack(self):
-        with pytest.raises(TypeError, match="`stack` must be a KLConstrainedTransform, got KLRewardTransform"):
+        with pytest.raises(
+            TypeError, match="`stack` must be a KLConstrainedTransform, got KLRewardTransform"
+        ):
             KLControlHook(KLRewardTransform(make_actor()))  # type: ignore[arg-type]
 
     def test_an_advantage_of_uncharged_rewards(self):
         trainer = make_trainer(WalkEnv(), policy(), walk_critic(), add_gae=False)
         trainer.register_op("batch_process", GAE(gamma=1.0, lmbda=1.0, value_network=walk_critic()))
         KLControlHook(KLConstrainedTransform(make_actor(), 0.1)).register(trainer)
-        with pytest.raises(RuntimeError, match="has an 'advantage' already: .* rewards that were not charged"):
+        with pytest.raises(
+            RuntimeError, match="has an 'advantage' already: .* rewards that were not charged"
+        ):
             trainer.train()
 
     def test_a_collector_that_hands_out_no_batches(self):
         hook = KLControlHook(KLConstrainedTransform(make_actor(), 0.1))
-        with pytest.raises(RuntimeError, match="writes its batches into a replay buffer .* put the stack into the env"):
+        with pytest.raises(
+            RuntimeError,
+            match="writes its batches into a replay buffer .* put the stack into the env",
+        ):
             hook.log_batch(None)
 
     def test_a_second_charge(self):

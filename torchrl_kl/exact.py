@@ -379,7 +379,9 @@ def _extend(probs: Tensor, own: Tensor, other: Tensor, name: str) -> tuple[Tenso
     return joint, kl
 
 
-def _next_log_probs(model: Model, contexts: Tensor, name: str, vocab_size: int | None = None) -> Tensor:
+def _next_log_probs(
+    model: Model, contexts: Tensor, name: str, vocab_size: int | None = None
+) -> Tensor:
     """The model's checked log-probs of the next token, (N, V) in float64."""
     logits = model(contexts)
     expected = (len(contexts), vocab_size or logits.shape[-1])

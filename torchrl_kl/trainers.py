@@ -8,9 +8,9 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.trainers import Trainer, TrainerHookBase
 
-from torchrl_kl._keys import MASK_KEY, as_tuple, expand_right
-from torchrl_kl._transform import get_required
-from torchrl_kl.stacks import KLConstrainedTransform
+from torchrl_kl._tensordict import MASK_KEY, as_tuple, expand_right
+from torchrl_kl.transforms.base import get_required
+from torchrl_kl.transforms.stack import KLConstrainedTransform
 
 __all__ = ["KLControlHook"]
 
@@ -139,6 +139,8 @@ class KLControlHook(TrainerHookBase):
 
 def _mean(batch: TensorDictBase, key: NestedKey) -> float:
     """Mean of ("next", key) over the steps that are no padding."""
-    value = get_required(batch, ("next", *as_tuple(key)), "let nothing drop it between KLControlHook and the log.")
+    value = get_required(
+        batch, ("next", *as_tuple(key)), "let nothing drop it between KLControlHook and the log."
+    )
     mask: Tensor | None = batch.get(MASK_KEY, None)
     return (value if mask is None else value[expand_right(mask, value.shape)]).mean().item()

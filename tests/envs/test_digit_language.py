@@ -49,7 +49,9 @@ class TestSizes:
     def test_large_sizes_work(self):
         language = DigitLanguage(1000, 512, 512, 512)
         generator = torch.Generator().manual_seed(0)
-        texts = language.sample(language.sample_prompts(4, generator=generator), generator=generator)
+        texts = language.sample(
+            language.sample_prompts(4, generator=generator), generator=generator
+        )
         assert texts.shape == (4, 1025)
         log_prob = language.log_prob(texts)
         # A token stands in the window 1 to 512 times.
@@ -85,12 +87,16 @@ class TestNextTokenProbs:
         torch.testing.assert_close(probs.reshape(-1, 11), flat, rtol=0, atol=0)
 
     def test_a_context_without_digits_is_refused(self):
-        with pytest.raises(ValueError, match=r"must hold a digit in each context, got shape \(2, 2\)"):
+        with pytest.raises(
+            ValueError, match=r"must hold a digit in each context, got shape \(2, 2\)"
+        ):
             DigitLanguage().next_token_probs(torch.tensor([[3, 10], [10, 10]]))
 
     def test_wrong_tokens_are_refused(self):
         language = DigitLanguage()
-        with pytest.raises(TypeError, match=r"`tokens` must be .* torch.int64 .* got torch.float32"):
+        with pytest.raises(
+            TypeError, match=r"`tokens` must be .* torch.int64 .* got torch.float32"
+        ):
             language.next_token_probs(torch.zeros(3))
         with pytest.raises(TypeError, match=r"`tokens` must be .* got list"):
             language.next_token_probs([1, 2])  # pyright: ignore[reportArgumentType]
@@ -139,7 +145,10 @@ class TestLogProb:
         language = DigitLanguage(vocab_size=3, prompt_length=2, response_length=3, window=window)
         texts = texts_of(language, [0, 2], language.n_tokens)
         log_prob = language.log_prob(texts)
-        expected = [[slow_probs(language, text[:end])[text[end]] for end in range(3, 6)] for text in texts.tolist()]
+        expected = [
+            [slow_probs(language, text[:end])[text[end]] for end in range(3, 6)]
+            for text in texts.tolist()
+        ]
         torch.testing.assert_close(log_prob.exp(), torch.tensor(expected, dtype=torch.float64))
         total = log_prob.sum(-1).exp().sum()
         torch.testing.assert_close(total, torch.tensor(1.0, dtype=torch.float64))

@@ -93,7 +93,9 @@ class TestEpisode:
 
     def test_rows_end_each_at_its_own_time(self):
         env = DigitLanguageEnv(batch_size=(3,))
-        rollout = env.rollout(10, tensordict=staggered(env), auto_reset=False, break_when_any_done=False)
+        rollout = env.rollout(
+            10, tensordict=staggered(env), auto_reset=False, break_when_any_done=False
+        )
         ends = [row.nonzero().flatten().tolist() for row in rollout["next", "done"].squeeze(-1)]
         assert ends == [[2, 6], [1, 5, 9], [0, 4, 8]]
 
@@ -201,14 +203,18 @@ class TestPrompt:
     def given(self) -> torch.Tensor:
         return torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 0, 1, 2]])
 
-    @pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TransformedEnv(env, StepCounter())])
+    @pytest.mark.parametrize(
+        "wrap", [lambda env: env, lambda env: TransformedEnv(env, StepCounter())]
+    )
     def test_given_prompts_are_used(self, wrap):
         env = wrap(DigitLanguageEnv(batch_size=(3,)))
         torch.testing.assert_close(env.reset(prompt=self.given())["tokens"][:, :4], self.given())
         one_for_all = env.reset(prompt=PROMPT)["tokens"][:, :4]
         torch.testing.assert_close(one_for_all, PROMPT.expand(3, -1))
 
-    @pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TransformedEnv(env, StepCounter())])
+    @pytest.mark.parametrize(
+        "wrap", [lambda env: env, lambda env: TransformedEnv(env, StepCounter())]
+    )
     def test_given_prompts_go_to_the_masked_rows(self, wrap):
         env = wrap(DigitLanguageEnv(batch_size=(3,)))
         td = step_mdp(env.rand_step(env.reset()))
@@ -224,7 +230,9 @@ class TestPrompt:
         prompts = [{"prompt": prompt} for prompt in self.given()]
         torch.testing.assert_close(env.reset(list_of_kwargs=prompts)["tokens"][:, :4], self.given())
 
-    @pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TransformedEnv(env, StepCounter())])
+    @pytest.mark.parametrize(
+        "wrap", [lambda env: env, lambda env: TransformedEnv(env, StepCounter())]
+    )
     def test_later_resets_draw_again(self, wrap):
         env = wrap(DigitLanguageEnv(batch_size=(3,), seed=0))
         begin = env.reset(prompt=self.given())
@@ -243,11 +251,15 @@ class TestPrompt:
 
     def test_wrong_prompts_are_refused(self):
         env = DigitLanguageEnv(batch_size=(3,))
-        with pytest.raises(TypeError, match=r"`prompt` must be .* torch.int64 .* got torch.float32"):
+        with pytest.raises(
+            TypeError, match=r"`prompt` must be .* torch.int64 .* got torch.float32"
+        ):
             env.reset(prompt=PROMPT.float())
         with pytest.raises(ValueError, match=r"`prompt` must have shape \(\*B, 4\), got \(5,\)"):
             env.reset(prompt=torch.zeros(5, dtype=torch.int64))
-        with pytest.raises(ValueError, match=r"must have shape \(3, 4\), or \(4,\) .* got \(2, 4\)"):
+        with pytest.raises(
+            ValueError, match=r"must have shape \(3, 4\), or \(4,\) .* got \(2, 4\)"
+        ):
             env.reset(prompt=self.given()[:2])
         with pytest.raises(ValueError, match=r"`prompt` must be between 0 and 9, got .* 1 and 10"):
             env.reset(prompt=torch.tensor([1, 2, 3, 10]))
@@ -307,7 +319,9 @@ class TestErrors:
         with pytest.raises(ValueError, match="`action` must be between 0 and 10, got values betw"):
             env.step(td)
 
-    @pytest.mark.parametrize("action", [torch.zeros(2, 11, dtype=torch.int64), torch.zeros(2, 1).long(), torch.ones(2)])
+    @pytest.mark.parametrize(
+        "action", [torch.zeros(2, 11, dtype=torch.int64), torch.zeros(2, 1).long(), torch.ones(2)]
+    )
     def test_actions_of_another_shape_or_dtype_are_refused(self, action):
         env = DigitLanguageEnv(batch_size=(2,))
         with pytest.raises(ValueError, match=r"`action` must have shape \(2,\) and dtype torch.in"):
@@ -323,7 +337,9 @@ class TestErrors:
     def test_finished_texts_are_refused(self):
         env = DigitLanguageEnv(DigitLanguage(response_length=1), batch_size=(2,))
         td = step(env, env.reset(), 1)
-        with pytest.raises(RuntimeError, match="cannot step a finished text, got 2 with `position` 6"):
+        with pytest.raises(
+            RuntimeError, match="cannot step a finished text, got 2 with `position` 6"
+        ):
             step(env, td, 1)
 
 
@@ -379,10 +395,14 @@ class TestPromptSet:
 
     def test_seed_repeats_the_draw(self):
         prompts = torch.arange(80).reshape(20, 4) % 10
-        first, second = (DigitLanguageEnv(prompts=prompts, batch_size=(50,), seed=3).reset() for _ in range(2))
+        first, second = (
+            DigitLanguageEnv(prompts=prompts, batch_size=(50,), seed=3).reset() for _ in range(2)
+        )
         assert torch.equal(first["tokens"], second["tokens"])
 
-    @pytest.mark.parametrize("prompts", [torch.zeros(4, dtype=torch.int64), torch.zeros(0, 4, dtype=torch.int64)])
+    @pytest.mark.parametrize(
+        "prompts", [torch.zeros(4, dtype=torch.int64), torch.zeros(0, 4, dtype=torch.int64)]
+    )
     def test_refuses_a_wrong_shape(self, prompts):
         with pytest.raises(ValueError, match=r"`prompts` must have shape \(N, 4\) with N >= 1"):
             DigitLanguageEnv(prompts=prompts)

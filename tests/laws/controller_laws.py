@@ -13,7 +13,9 @@ from torch import nn
 
 from torchrl_kl import KLController
 
-not_finite = pytest.mark.parametrize("kl", [math.nan, math.inf, -math.inf, torch.tensor(math.nan)], ids=repr)
+not_finite = pytest.mark.parametrize(
+    "kl", [math.nan, math.inf, -math.inf, torch.tensor(math.nan)], ids=repr
+)
 casts = pytest.mark.parametrize(
     "cast",
     [
@@ -77,7 +79,9 @@ class ControllerLaws:
     def test_n_steps_that_are_no_int_are_refused_and_change_nothing(self, n_steps):
         controller = self.make()
         before = controller.coeff.item()
-        with pytest.raises(TypeError, match=f"`n_steps` must be an int, got {type(n_steps).__name__}"):
+        with pytest.raises(
+            TypeError, match=f"`n_steps` must be an int, got {type(n_steps).__name__}"
+        ):
             controller.update(5.0, n_steps)
         assert controller.coeff.item() == before
 
@@ -106,7 +110,9 @@ class ControllerLaws:
     def test_a_higher_kl_never_gives_a_lower_coefficient(self, seed):
         controller = self.make_used(seed)
         rng = random.Random(seed)
-        kls = sorted([-1e300, -1.0, 0.0, 0.5, 1.0, 1e300, *(rng.uniform(-0.5, 1.5) for _ in range(200))])
+        kls = sorted(
+            [-1e300, -1.0, 0.0, 0.5, 1.0, 1e300, *(rng.uniform(-0.5, 1.5) for _ in range(200))]
+        )
         values = [copy.deepcopy(controller).update(kl, self.n_steps) for kl in kls]
         assert values == sorted(values)
 
@@ -126,13 +132,17 @@ class ControllerLaws:
             controller.update(rng.uniform(-0.5, 1.5), 1)
         return controller
 
-    @pytest.mark.parametrize("standard_error", [0.0, 0.3, math.nan, torch.tensor(0.3, requires_grad=True)], ids=repr)
+    @pytest.mark.parametrize(
+        "standard_error", [0.0, 0.3, math.nan, torch.tensor(0.3, requires_grad=True)], ids=repr
+    )
     def test_without_a_deadband_a_standard_error_changes_nothing(self, standard_error):
         told, untold = self.make_used(1), self.make_used(1)
         assert told.update(0.6, 3, standard_error=standard_error) == untold.update(0.6, 3)
         assert told.state_dict() == untold.state_dict()
 
-    @pytest.mark.parametrize("standard_error", [-1e-9, math.inf, -math.inf, torch.tensor(-2.0)], ids=repr)
+    @pytest.mark.parametrize(
+        "standard_error", [-1e-9, math.inf, -math.inf, torch.tensor(-2.0)], ids=repr
+    )
     def test_a_standard_error_out_of_range_is_refused_and_changes_nothing(self, standard_error):
         controller = self.make_used(1)
         before = copy.deepcopy(controller.state_dict())
@@ -165,7 +175,9 @@ class ControllerLaws:
         controller = self.make()
         controller.update(0.6, 3)
         buffers, values = dict(controller.named_buffers()), copy.deepcopy(controller.state_dict())
-        assert values["coeff"].float().double() != values["coeff"]  # a cast there and back would show
+        assert (
+            values["coeff"].float().double() != values["coeff"]
+        )  # a cast there and back would show
         assert cast(controller) is controller
         assert all(buffer is buffers[name] for name, buffer in controller.named_buffers())
         assert all(buffer.dtype == torch.float64 for buffer in controller.buffers())
@@ -186,7 +198,9 @@ class ControllerLaws:
         assert all(buffer is buffers[name] for name, buffer in controller.named_buffers())
         assert controller.state_dict() == other.state_dict()
 
-    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["copy", "pickle"])
+    @pytest.mark.parametrize(
+        "copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["copy", "pickle"]
+    )
     def test_a_copy_goes_on_alike_and_on_its_own(self, copied):
         controller = self.make(per="step")
         controller.update(2.0, 3)
@@ -257,7 +271,9 @@ class ClosedLoopLaws(ControllerLaws):
 
     @pytest.mark.parametrize("init_coeff", [0.0, -0.1, math.inf, math.nan])
     def test_an_initial_coefficient_out_of_range_is_refused(self, init_coeff):
-        with pytest.raises(ValueError, match=f"`init_coeff` must be finite and above 0, got {init_coeff}"):
+        with pytest.raises(
+            ValueError, match=f"`init_coeff` must be finite and above 0, got {init_coeff}"
+        ):
             self.make(init_coeff=init_coeff)
 
     @pytest.mark.parametrize("init_coeff", ["0.1", None, True])
@@ -270,7 +286,9 @@ class ClosedLoopLaws(ControllerLaws):
         for kl, step in ((1e300, self.log_rise), (-1e300, -self.log_fall)):
             controller = self.make()
             before = controller.coeff.item()
-            assert math.log(controller.update(kl, self.n_steps) / before) == pytest.approx(step, rel=1e-12)
+            assert math.log(controller.update(kl, self.n_steps) / before) == pytest.approx(
+                step, rel=1e-12
+            )
 
     # The deadband.
 
@@ -305,7 +323,9 @@ class ClosedLoopLaws(ControllerLaws):
         for kl in (1.0, 1.0, 0.1):
             controller.update(kl, 3, standard_error=0.1)
         kls = [i / 100 for i in range(-50, 150)]
-        values = [copy.deepcopy(controller).update(kl, self.n_steps, standard_error=0.1) for kl in kls]
+        values = [
+            copy.deepcopy(controller).update(kl, self.n_steps, standard_error=0.1) for kl in kls
+        ]
         assert values == sorted(values)
 
     def test_a_deadband_is_a_number_of_standard_errors(self):
@@ -334,7 +354,9 @@ class ClosedLoopLaws(ControllerLaws):
 
     @pytest.mark.parametrize("deadband", [-1e-9, math.inf, math.nan])
     def test_a_deadband_out_of_range_is_refused(self, deadband):
-        with pytest.raises(ValueError, match=f"`deadband` must be finite and at least 0, got {deadband}"):
+        with pytest.raises(
+            ValueError, match=f"`deadband` must be finite and at least 0, got {deadband}"
+        ):
             self.make(deadband=deadband)
 
 
@@ -355,12 +377,16 @@ class BoundedLaws(ClosedLoopLaws):
 
     @pytest.mark.parametrize("value", [0.0, -0.5, math.inf, math.nan])
     def test_a_lower_bound_out_of_range_is_refused(self, value):
-        with pytest.raises(ValueError, match=f"`min_coeff` must be finite and above 0, got {value}"):
+        with pytest.raises(
+            ValueError, match=f"`min_coeff` must be finite and above 0, got {value}"
+        ):
             self.make(min_coeff=value)
 
     @pytest.mark.parametrize("value", [0.05, math.inf, math.nan])
     def test_an_upper_bound_below_the_lower_one_is_refused(self, value):
-        with pytest.raises(ValueError, match=f"`max_coeff` must be finite and at least 0.06, got {value}"):
+        with pytest.raises(
+            ValueError, match=f"`max_coeff` must be finite and at least 0.06, got {value}"
+        ):
             self.make(min_coeff=0.06, max_coeff=value)
 
     @pytest.mark.parametrize("init_coeff", [0.06, 11.0])

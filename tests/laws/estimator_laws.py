@@ -28,7 +28,9 @@ def zero(policy: Tensor, reference: Tensor) -> Tensor:
     return 0 * policy.sum(-1)
 
 
-def per_row(function: Callable[[list[float], list[float]], float], policy: Tensor, reference: Tensor) -> Tensor:
+def per_row(
+    function: Callable[[list[float], list[float]], float], policy: Tensor, reference: Tensor
+) -> Tensor:
     """A formula on the probabilities and the log-ratios of each row of logits (B, V), in Python's floats."""
     log_ratio = policy.log_softmax(-1) - reference.log_softmax(-1)
     rows = zip(policy.softmax(-1).tolist(), log_ratio.tolist(), strict=True)
@@ -49,10 +51,16 @@ class EstimatorLaws:
     `gradient_of` gives the quantity whose gradient the expected gradient is.
     """
 
-    is_unbiased_on_part_of_the_support = True  # where the reference has mass that the policy has not
-    is_masked_before_softmax = False  # takes logits, so that a hidden row's own gradient is in its hands
+    is_unbiased_on_part_of_the_support = (
+        True  # where the reference has mass that the policy has not
+    )
+    is_masked_before_softmax = (
+        False  # takes logits, so that a hidden row's own gradient is in its hands
+    )
 
-    def estimate(self, policy: Tensor, reference: Tensor, action: Tensor, mask: Tensor | None = None) -> Tensor:
+    def estimate(
+        self, policy: Tensor, reference: Tensor, action: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         """Estimates (*B) after the actions (*B), given the logits (*B, V) of both."""
         raise NotImplementedError
 
@@ -83,7 +91,9 @@ class EstimatorLaws:
 
     def test_its_mean_is_the_kl_plus_its_bias(self):
         policy, reference = self.random(30)
-        assert (true_kl(policy, reference) - true_kl(reference, policy)).abs().min() > 1e-3  # the direction shows
+        assert (
+            true_kl(policy, reference) - true_kl(reference, policy)
+        ).abs().min() > 1e-3  # the direction shows
         truth = true_kl(policy, reference) + self.bias(policy, reference)
         assert_close(self.mean(policy, reference), truth, rtol=0, atol=TOLERANCE)
 
@@ -107,13 +117,19 @@ class EstimatorLaws:
 
         def of_sequences(per_step: list[Tensor]) -> Tensor:
             """Sum over the steps of what is given for the action of each, (V, V, V)."""
-            wide = [x.reshape(x.shape + (1,) * (2 - t)).expand(V, V, V) for t, x in enumerate(per_step)]
+            wide = [
+                x.reshape(x.shape + (1,) * (2 - t)).expand(V, V, V) for t, x in enumerate(per_step)
+            ]
             return torch.stack(wide).sum(0)
 
-        joint, ref_joint = (of_sequences([step[i].log_softmax(-1) for step in steps]) for i in range(2))
+        joint, ref_joint = (
+            of_sequences([step[i].log_softmax(-1) for step in steps]) for i in range(2)
+        )
         values = of_sequences([self.every_action(*step) for step in steps])
         biases = [self.bias(*(x.reshape(-1, V) for x in step)) for step in steps]
-        biases = of_sequences([x.reshape((V,) * t + (1,)).expand((V,) * (t + 1)) for t, x in enumerate(biases)])
+        biases = of_sequences(
+            [x.reshape((V,) * t + (1,)).expand((V,) * (t + 1)) for t, x in enumerate(biases)]
+        )
         truth = true_kl(joint.flatten(), ref_joint.flatten()) + (joint.exp() * biases).sum()
         assert_close((joint.exp() * values).sum(), truth, rtol=0, atol=TOLERANCE)
 
@@ -140,14 +156,18 @@ class EstimatorLaws:
         assert_close(self.every_action(policy[0], reference[0]), rows[0], rtol=0, atol=0)
         assert self.every_action(policy[:0], reference[:0]).shape == (0, V)
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+    @pytest.mark.parametrize(
+        "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+    )
     def test_every_floating_point_dtype(self, dtype):
         policy, reference = (x.clamp(-3, 3).to(dtype) for x in self.random(30))
         values = self.every_action(policy, reference)
         assert values.dtype == dtype
         # Two log-probabilities of at most 8 in size are rounded, 16 units in all; the estimate bends them by exp(|lr|).
         truth = self.every_action(policy.double(), reference.double())
-        scale = 1 + (policy.double().log_softmax(-1) - reference.double().log_softmax(-1)).abs().exp().amax(-1)
+        scale = 1 + (
+            policy.double().log_softmax(-1) - reference.double().log_softmax(-1)
+        ).abs().exp().amax(-1)
         error = (values.double() - truth).abs().amax(-1)
         assert (error <= 32 * torch.finfo(dtype).eps * scale).all()
 

@@ -17,7 +17,16 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacem
 from torchrl.envs import EnvBase, ParallelEnv, SerialEnv, Transform, TransformedEnv, check_env_specs
 from torchrl.envs.utils import step_mdp
 
-from tests.helpers import WalkEnv, assert_same, compose, make_actor, moved, play, with_transforms, without_kl
+from tests.helpers import (
+    WalkEnv,
+    assert_same,
+    compose,
+    make_actor,
+    moved,
+    play,
+    with_transforms,
+    without_kl,
+)
 from torchrl_kl import KLConstrainedTransform, RewardAdjustmentTransform
 
 any_batch = pytest.mark.parametrize("batch_size", [(), (2,), (2, 3)], ids=str)
@@ -48,7 +57,9 @@ class TransformLaws:
     Everything that has numbers has other numbers with another `seed`.
     """
 
-    writes: frozenset[str]  # the entries that the transform adds to "next", and to the root of an env
+    writes: frozenset[
+        str
+    ]  # the entries that the transform adds to "next", and to the root of an env
     drops: frozenset[str] = frozenset()  # the entries that it takes from a batch
     charges = False  # whether it changes the reward
     actor: Any = None  # the reference, where it is not the default one
@@ -94,13 +105,17 @@ class TransformLaws:
     def test_specs_in_serial_env(self):
         env = SerialEnv(2, partial(self.env, ()))
         check_specs(env)
-        expected = play(with_transforms(SerialEnv(2, WalkEnv), *self.before(), self.make()), self.policy())
+        expected = play(
+            with_transforms(SerialEnv(2, WalkEnv), *self.before(), self.make()), self.policy()
+        )
         self.compare(play(env, self.policy()), expected)
 
     @forks
     def test_specs_in_parallel_env(self):
         # Only without buffers does ParallelEnv hand its workers the log-prob.
-        with pytest.raises(RuntimeError, match=r"inside the workers of a ParallelEnv.*TransformedEnv\(ParallelEnv"):
+        with pytest.raises(
+            RuntimeError, match=r"inside the workers of a ParallelEnv.*TransformedEnv\(ParallelEnv"
+        ):
             parallel(partial(self.env, ()))
         env = parallel(partial(self.env, ()), use_buffers=False)
         try:
@@ -244,7 +259,9 @@ class TransformLaws:
             for name, value in transform.state_dict().items():
                 assert value.data_ptr() != copied[name].data_ptr()
 
-    @pytest.mark.parametrize("how", [deepcopy, lambda env: pickle.loads(pickle.dumps(env))], ids=["deepcopy", "pickle"])
+    @pytest.mark.parametrize(
+        "how", [deepcopy, lambda env: pickle.loads(pickle.dumps(env))], ids=["deepcopy", "pickle"]
+    )
     def test_a_copied_env_does_the_same(self, how):
         env = self.env()
         self.compare(play(how(env), self.policy()), play(env, self.policy()))
@@ -275,7 +292,9 @@ class TransformLaws:
             td = step_mdp(env.step(self.policy()(td)))
         after = env.reset(td.clone().set("_reset", mask))
         for name in self.writes:
-            assert_close(after[name][~mask.squeeze(-1)], td[name][~mask.squeeze(-1)], rtol=0, atol=0)
+            assert_close(
+                after[name][~mask.squeeze(-1)], td[name][~mask.squeeze(-1)], rtol=0, atol=0
+            )
             assert (after[name][1] == 0).all()
             assert (td[name] != 0).any()
 
@@ -291,12 +310,16 @@ class TransformLaws:
                 following = transform._step(given, following)
             torch.compiler.reset()  # the other classes compile the same functions, of which so many are kept
             compiled = torch.compile(last._step, fullgraph=True, backend="eager")
-            actual, expected = (step(given.clone(), following.clone()) for step in (compiled, last._step))
+            actual, expected = (
+                step(given.clone(), following.clone()) for step in (compiled, last._step)
+            )
         assert names(actual) == names(expected) >= self.writes
         assert_close_td(actual, expected, atol=1e-6, rtol=1e-5)
 
     def test_a_batch_without_next_is_refused(self):
-        with pytest.raises(KeyError, match=r"the batch has no \\?\"next\\?\".*observation.*outside an env"):
+        with pytest.raises(
+            KeyError, match=r"the batch has no \\?\"next\\?\".*observation.*outside an env"
+        ):
             self.make()(self.batch().exclude("next"))
 
     def test_train_mode_changes_nothing(self):

@@ -1,0 +1,481 @@
+"""A reference without a second model: the policy itself, its adapters off."""
+
+import copy
+import pickle
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import InteractionType, TensorDictModule
+from torch import nn
+from torch.distributions import Categorical
+from torch.testing import assert_close
+from torchrl.collectors import Collector
+from torchrl.collectors.utils import split_trajectories
+from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.envs import SerialEnv
+from torchrl.modules import ValueOperator
+from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.value import GAE
+
+from tests.adapters import adapted_actor, base_of, memory_of_adapted
+from tests.helpers import (
+    N_ACTIONS,
+    N_OBS,
+    WalkEnv,
+    assert_same,
+    collect,
+    make_actor,
+    moved,
+    play,
+    probabilistic_actor,
+    with_transforms,
+    without_kl,
+)
+from tests.laws.transform_laws import TransformLaws
+from torchrl_kl import (
+    FrozenActor,
+    KLConstrainedTransform,
+    KLMonitor,
+    KLPenaltyLoss,
+    KLRewardTransform,
+    ReferenceModelLogProbTransform,
+)
+from torchrl_kl.actors.borrowed import Live, evaluating
+
+RESULTS = ("ref_log_prob", "kl", "reward", "episode_kl", "kl_coeff")
+any_kind = pytest.mark.parametrize("kind", ["categorical", "lstm"])
+either = pytest.mark.parametrize("which", ["switched", "moved"])
+
+
+def two_stacks(
+    kind: str = "categorical", which: str = "switched", **kwargs
+) -> tuple[Any, Any, Any]:
+    """A policy, the stack that switches its adapter off (or was moved), and the one with a copy of what that is."""
+    actor, layer = adapted_actor(kind)
+    base = base_of(actor, layer)
+    if which == "switched":
+        switched: Any = KLConstrainedTransform(
+            actor, 0.1, reference=layer.disable_adapter, **kwargs
+        )
+    else:
+        target = moved(base)
+        switched = KLConstrainedTransform(actor, 0.1, reference=base, **kwargs)
+        switched.update_reference(target, 0.25)
+        with torch.no_grad():
+            for parameter, other in zip(base.parameters(), target.parameters(), strict=True):
+                parameter.copy_(0.75 * parameter + 0.25 * other)
+    return actor, switched, KLConstrainedTransform(actor, 0.1, reference=base, **kwargs)
+
+
+def copied_stack(actor: Any) -> Any:
+    """A stack with a copy of the base as it is now."""
+    return KLConstrainedTransform(actor, 0.1, reference=base_of(actor, actor[0].module))
+
+
+def env_for(kind: str, actor: Any, *transforms: Any) -> Any:
+    return with_transforms(
+        SerialEnv(2, WalkEnv), *(memory_of_adapted(actor) if kind == "lstm" else []), *transforms
+    )
+
+
+def compare(actual: Any, expected: Any) -> None:
+    for name in RESULTS:
+        if name in expected["next"].keys():
+            assert_same(actual["next", name], expected["next", name])
+
+
+class TestSwitchedKLConstrainedTransformLaws(TransformLaws):
+    writes, charges = (
+        frozenset({"ref_log_prob", "kl", "task_reward", "kl_coeff", "episode_kl"}),
+        True,
+    )
+
+    def make(self, seed=0):
+        return KLConstrainedTransform(self.reference(), 0.1 + seed, reference=nullcontext)
+
+    # A switch calls the policy through a bound method, which Dynamo does not trace.
+    test_its_step_compiles_without_a_graph_break: Any = None
+
+
+# The numbers are those of a copy of the base, in every data path.
+
+
+@any_kind
+@either
+@pytest.mark.parametrize("estimator", ["k1", "exact"])
+def test_in_an_env(kind, which, estimator):
+    actor, switched, copied = two_stacks(kind, which, estimator=estimator)
+    inside = play(env_for(kind, actor, switched), actor, 20)
+    expected = play(env_for(kind, actor, copied), actor, 20)
+    compare(inside, expected)
+    assert inside["next", "kl"].abs().max() > 0.1
+    if estimator == "exact":
+        assert_same(inside["next", "kl_estimate"], expected["next", "kl_estimate"])
+        assert (inside["next", "kl_estimate"] > 0).any()
+
+
+@any_kind
+@either
+@pytest.mark.parametrize("path", ["postproc", "module", "padded", "disk", "replay", "shuffled"])
+def test_on_batches(kind, which, path, tmp_path):
+    actor, switched, copied = two_stacks(kind, which)
+    scored = (
+        path in ("replay", "shuffled") and kind == "lstm"
+    )  # flat batches carry the reference's state
+    env = env_for(
+        kind,
+        actor,
+        *([ReferenceModelLogProbTransform(actor, reference=copied.reference)] if scored else []),
+    )
+    if path == "postproc":
+        stacked = [
+            collect(env, actor, frames=12, batches=3, postproc=stack)
+            for stack in (switched, copied)
+        ]
+        for actual, expected in zip(*stacked, strict=True):
+            compare(actual, expected)
+        return
+    batch = play(env, actor, 20)
+    if path in ("replay", "shuffled"):
+        flat = batch.reshape(-1)
+        order = torch.randperm(len(flat)) if path == "shuffled" else torch.arange(len(flat))
+        expected = copied(batch).reshape(-1)[order]
+        expected["next"].pop("episode_kl")
+        actual = switched(flat[order]) if path == "shuffled" else sample_of(flat, switched)
+    else:
+        if path == "padded":
+            batch = split_trajectories(batch, done_key="done")
+            assert not batch["mask"].all()
+            batch["collector", "mask"] = batch.pop("mask")
+            batch.names = [None, "time"]
+        elif path == "disk":
+            batch.save(tmp_path)
+            names, batch = batch.names, TensorDict.load(tmp_path)
+            batch.names = names
+        actual, expected = nn.Sequential(switched)(batch), copied(batch)
+    compare(actual, expected)
+    assert actual["next", "kl"].abs().max() > 0.1
+
+
+def sample_of(batch: Any, transform: Any) -> Any:
+    """All of a flat batch, from a replay buffer with the transform."""
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(len(batch)),
+        sampler=SamplerWithoutReplacement(shuffle=False),
+        batch_size=len(batch),
+    )
+    buffer.append_transform(transform)
+    buffer.extend(batch)
+    return buffer.sample()
+
+
+def test_in_one_piece():
+    actor, layer = adapted_actor()
+    batch = play(WalkEnv((2,)), actor)
+    switched, copied = (
+        KLRewardTransform(actor, 0.5, reference=reference)
+        for reference in (layer.disable_adapter, base_of(actor, layer))
+    )
+    assert_same(switched(batch)["next", "reward"], copied(batch)["next", "reward"])
+    assert (switched(batch)["next", "reward"] != batch["next", "reward"]).any()
+
+
+@pytest.mark.parametrize("gradient", ["step", "sequence", "k2"])
+def test_in_the_loss(gradient: Any):
+    actor, layer = adapted_actor()
+    batch = play(WalkEnv((2,)), actor).detach()
+    switched, copied = (
+        KLPenaltyLoss(actor, 0.3, gradient=gradient, reference=reference)
+        for reference in (layer.disable_adapter, base_of(actor, layer))
+    )
+    gradients = []
+    for loss in (switched, copied):
+        terms = loss(batch)
+        terms["loss_kl"].backward()
+        gradients.append(
+            [terms["loss_kl"].detach(), terms["kl"], layer.up.weight.grad, layer.down.weight.grad]
+        )
+        actor.zero_grad()
+    assert_same(*gradients)
+    assert gradients[0][1] > 0.01
+    assert gradients[0][2].abs().max() > 1e-4
+    assert not [name for name in switched.state_dict() if name.startswith("reference")]
+
+
+def test_in_the_monitor():
+    actor, layer = adapted_actor()
+    texts = []
+    for reference in (layer.disable_adapter, base_of(actor, layer)):
+        stack = KLConstrainedTransform(actor, 0.1, reference=reference)
+        batch = stack(play(WalkEnv((2,)), actor, 4, seed=2))
+        batch["next", "kl"] = (
+            -batch["next", "kl"].abs() * 0.01
+        )  # as chance may have it: the exact KL is looked up
+        monitor = KLMonitor(stack.controller, actor=actor, reference=stack.reference)
+        texts += [
+            str(message) for message in monitor(batch) if message.condition == "negative_noise"
+        ]
+    assert texts[0] == texts[1]
+    assert "the exact KL on the same states is" in texts[0]
+
+
+# The policy is left alone.
+
+
+def test_the_stack_holds_nothing_of_the_policy():
+    _, switched, copied = two_stacks()
+    assert not list(switched.parameters())
+    assert set(copied.state_dict()) - set(switched.state_dict()) == {
+        name for name in copied.state_dict() if ".actor." in name
+    }
+    assert len(switched.state_dict()) < len(copied.state_dict())
+
+
+def test_attaching_and_casting_leave_the_policy_where_and_as_it_is():
+    actor, switched, _ = two_stacks()
+    actor.train()
+    env = with_transforms(WalkEnv((2,)), switched)
+    env.eval()
+    switched.to(torch.float64).to("meta")
+    switched.requires_grad_(False)
+    assert actor.training
+    assert all(p.dtype == torch.float32 and p.device.type == "cpu" for p in actor.parameters())
+    assert actor[0].module.up.weight.requires_grad
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_pass_is_in_eval_mode_without_gradients_and_leaves_the_mode(training):
+    actor, switched, copied = two_stacks()
+    batch = play(WalkEnv((2,)), actor)
+    actor.train(training)
+    actor[0].module.up.eval()  # a part in a mode of its own
+    modes = [part.training for part in actor.modules()]
+    for _ in range(2):  # with dropout two passes would differ
+        after = switched(batch)["next"]
+        assert_same(after["ref_log_prob"], copied(batch)["next", "ref_log_prob"])
+        assert not after["ref_log_prob"].requires_grad
+    assert [part.training for part in actor.modules()] == modes
+    assert actor[0].module.enabled
+
+
+def test_an_error_in_a_pass_leaves_the_policy_as_it_was():
+    actor, switched, _ = two_stacks()
+    batch = play(WalkEnv((2,)), actor)
+    batch["observation"] = batch["observation"][..., :2]
+    actor.train()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        switched(batch)
+    assert actor.training
+    assert actor[0].module.enabled
+
+
+@pytest.mark.parametrize("place", ["env", "postproc"])
+def test_ten_ppo_updates_of_the_adapter_leave_the_reference_where_it_was(place):
+    actor, stack, copied = two_stacks()
+    before = {name: value.clone() for name, value in actor.state_dict().items()}
+    probe = play(WalkEnv((4,)), actor)
+    expected = copied(probe)["next", "ref_log_prob"]
+    critic = ValueOperator(nn.Linear(N_OBS, 1), in_keys=["observation"])
+    env: Any = SerialEnv(4, WalkEnv)
+    collector = Collector(
+        with_transforms(env, stack) if place == "env" else env,
+        actor,
+        frames_per_batch=64,
+        total_frames=320,
+        postproc=None if place == "env" else stack,
+        auto_register_policy_transforms=False,
+    )
+    advantage = GAE(gamma=1.0, lmbda=0.95, value_network=critic)
+    loss = ClipPPOLoss(actor, critic)
+    optimizer = torch.optim.Adam([p for p in loss.parameters() if p.requires_grad], lr=0.02)
+    for batch in collector:
+        assert (batch["next", "kl"] != 0).any()
+        for _ in range(2):
+            advantage(batch)
+            terms = loss(batch.reshape(-1))
+            optimizer.zero_grad()
+            (terms["loss_objective"] + terms["loss_critic"] + terms["loss_entropy"]).backward()
+            optimizer.step()
+    collector.shutdown()
+    after = actor.state_dict()
+    moved_weights = {name for name in before if (before[name] != after[name]).any()}
+    assert {name.split(".")[-2] for name in moved_weights} == {"up", "down"}
+    assert_close(stack(without_kl(probe))["next", "ref_log_prob"], expected, rtol=0, atol=1e-6)
+
+
+def test_its_step_compiles_without_a_graph_break():
+    actor, switched, _ = two_stacks()
+    env = with_transforms(WalkEnv((2,)), switched.freeze())
+    with torch.no_grad():
+        td = actor(env.reset())
+        inner, following = env.transform.inv(td), WalkEnv((2,))._step(td)
+        actor.train()
+        actual = torch.compile(switched._step, fullgraph=True, backend="eager")(
+            inner.clone(), following.clone()
+        )
+        expected = switched._step(inner.clone(), following.clone())
+    for name in RESULTS:
+        assert_same(actual[name], expected[name])
+    assert actor.training
+
+
+# Copies.
+
+
+def test_deep_copies_score_with_the_same_policy():
+    actor, switched, _ = two_stacks()
+    in_env: Any = copy.deepcopy(with_transforms(WalkEnv(), switched)).transform
+    copies = [copy.deepcopy(switched), switched.clone(), in_env[0]]
+    assert all(stack.reference.actor is actor for stack in copies)
+    batch = play(WalkEnv((2,)), actor)
+    with torch.no_grad():
+        actor[0].module.base.weight.mul_(-1.0)
+    for stack in copies:
+        compare(stack(batch), copied_stack(actor)(batch))
+
+
+def test_a_pickled_one_has_a_policy_of_its_own_and_switches_that():
+    actor, switched, _ = two_stacks()
+    batch = play(WalkEnv((2,)), actor)
+    expected = switched(batch)
+    other = pickle.loads(pickle.dumps(switched))
+    assert other.reference.actor is not actor
+    with (
+        torch.no_grad()
+    ):  # training moves the adapter, which the copy does not see and does not need
+        actor[0].module.up.weight.mul_(-2.0)
+    compare(other(batch), expected)
+    compare(switched(batch), expected)
+
+
+def test_what_must_not_be_pickled_says_why():
+    live = Live(nn.Linear(2, 2), refusal="the policy learns here only.")
+    assert copy.deepcopy(live) is live
+    with pytest.raises(pickle.PicklingError, match="learns here only"):
+        pickle.dumps(live)
+    assert pickle.loads(pickle.dumps(Live(3))).held == 3
+
+
+def test_eval_mode_by_flag_alone():
+    class Merging(nn.Linear):
+        def train(self, mode: bool = True):
+            raise AssertionError("some modules merge their adapters here")
+
+    module = nn.Sequential(nn.Dropout(), Merging(2, 2))
+    with evaluating(module):
+        assert not any(part.training for part in module.modules())
+    assert all(part.training for part in module.modules())
+
+
+# Another actor, or a reference that is there already.
+
+
+def test_another_actor_is_copied_and_frozen():
+    actor, other = make_actor(), make_actor(seed=7)
+    batch = play(WalkEnv((2,)), actor)
+    stack = KLConstrainedTransform(actor, 0.1, reference=other)
+    expected = FrozenActor(other).step(batch).log_prob
+    assert_same(stack(batch)["next", "ref_log_prob"], expected)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert_same(stack(batch)["next", "ref_log_prob"], expected)
+
+
+def test_the_keys_are_those_of_the_policy():
+    actor, other = make_actor(log_prob_keys=["logp"]), make_actor(seed=7, return_log_prob=False)
+    batch = play(WalkEnv((2,)), actor)
+    after = KLConstrainedTransform(actor, 0.1, reference=other)(batch)["next"]
+    expected = batch["logp"] - other.log_prob(batch.select("observation", "action"))
+    assert_same(after["kl"].squeeze(-1), expected.detach())
+
+
+def test_a_policy_that_ran_unrecorded_is_noticed_by_its_own_traces():
+    net = TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), ["observation"], ["scores"])
+    other = probabilistic_actor(
+        net, in_keys={"logits": "scores"}, distribution_class=Categorical, return_log_prob=True
+    )
+    transform = ReferenceModelLogProbTransform(make_actor(), reference=other)
+    with pytest.raises(
+        KeyError, match=r"the policy ran \(its \['logits'\] are there\) but left no"
+    ):
+        play(with_transforms(WalkEnv((2,)), transform), make_actor(return_log_prob=False))
+
+
+def test_whether_it_samples_is_asked_of_the_policy():
+    drawn = make_actor(default_interaction_type=InteractionType.RANDOM)
+    assert FrozenActor(make_actor(), policy=drawn).samples()
+    assert not FrozenActor(drawn, policy=make_actor()).samples()
+
+
+def test_a_frozen_actor_is_used_as_it_is():
+    actor = make_actor()
+    first = KLConstrainedTransform(actor, 0.1)
+    second = KLConstrainedTransform(actor, 0.1, reference=first.reference, reward_key="bonus")
+    assert second.reference is first.reference
+    assert KLRewardTransform(actor, reference=first.reference).reference is first.reference
+    with pytest.raises(
+        ValueError,
+        match="`log_prob_key` must be that of the FrozenActor, 'action_log_prob', got 'logp'",
+    ):
+        KLConstrainedTransform(actor, 0.1, reference=first.reference, log_prob_key="logp")
+
+
+# What cannot be.
+
+
+@pytest.mark.parametrize("make", [ReferenceModelLogProbTransform, KLRewardTransform])
+def test_neither_an_actor_nor_a_callable(make):
+    actor, layer = adapted_actor()
+    with pytest.raises(
+        TypeError,
+        match=r"got _GeneratorContextManager: pass `model.disable_adapter`, not .*once only",
+    ):
+        make(actor, reference=layer.disable_adapter())
+    with pytest.raises(TypeError, match="`reference` must be an actor or a callable .*, got str"):
+        make(actor, reference="base")
+    with pytest.raises(TypeError, match="`actor` must be a probabilistic actor .*, got Linear"):
+        make(actor, reference=nn.Linear(2, 2))
+
+
+def test_a_callable_that_returns_no_context():
+    actor = make_actor()
+    batch = play(WalkEnv((2,)), actor)
+    with pytest.raises(
+        TypeError, match="must return a context manager when called, got NoneType.*disable_adapter"
+    ):
+        ReferenceModelLogProbTransform(actor, reference=lambda: None)(batch)  # type: ignore[arg-type]
+    assert_same(
+        ReferenceModelLogProbTransform(actor, reference=nullcontext)(batch)["next", "ref_log_prob"],
+        batch["action_log_prob"].detach(),
+    )
+
+
+def test_gradients_of_what_is_not_a_copy():
+    actor, layer = adapted_actor()
+    for reference in (layer.disable_adapter, FrozenActor(actor)):
+        with pytest.raises(
+            ValueError, match=r"`requires_grad` needs a reference that is a copy made here, got \w+"
+        ):
+            KLRewardTransform(actor, requires_grad=True, reference=reference)
+
+
+def test_it_cannot_be_moved():
+    actor, switched, _ = two_stacks()
+    with pytest.raises(
+        RuntimeError,
+        match="this one is the policy itself with a switch thrown: leave `reference` out",
+    ):
+        switched.update_reference(actor)
+
+
+def test_a_reference_with_other_actions():
+    with pytest.raises(
+        ValueError, match=r"must have the actions of the policy, got \['action'\] for .*'agents'"
+    ):
+        KLConstrainedTransform(make_actor(agents=True), 0.1, reference=make_actor())
+    with pytest.raises(TypeError, match="`actor` must be a probabilistic actor .*, got Linear"):
+        FrozenActor(make_actor(), policy=nn.Linear(2, 2))

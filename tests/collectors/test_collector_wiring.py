@@ -1,0 +1,309 @@
+"""What `kl_collector` promises, as far as one process shows it; the rest is in test_collectors.py."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.testing import assert_close
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors.distributed import DistributedCollector, RayCollector
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.envs.utils import ExplorationType
+
+from tests.helpers import (
+    SpyController,
+    WalkEnv,
+    assert_same,
+    make_actor,
+    moved,
+    policy,
+    spied,
+    total,
+    with_transforms,
+)
+from torchrl_kl import (
+    ConstantKLController,
+    KLConstrainedTransform,
+    RewardAdjustmentTransform,
+    TopKActor,
+    kl_collector,
+)
+from torchrl_kl.collectors.workers import (
+    FollowingKLController,
+    MakeChargedEnv,
+    UniqueTrajectories,
+    restore_trajectories,
+)
+from torchrl_kl.collectors.kl_collector import _LearnerLink
+
+WHERE = pytest.mark.parametrize("where", ["learner", "workers"])
+
+
+def walk() -> WalkEnv:
+    return WalkEnv((3,))
+
+
+def collect(stack, where, *, batches=4, make_env=walk, actor=None, **kwargs):
+    """Clones of the batches of a Collector; 15 frames each, so that trajectories go on in the next one."""
+    torch.manual_seed(0)
+    arguments = {"where": where, "frames_per_batch": 15, "total_frames": 15 * batches}
+    actor = policy() if actor is None else actor
+    return [
+        batch.clone()
+        for batch in kl_collector(Collector, make_env, actor, stack, **arguments, **kwargs)
+    ]
+
+
+class TestOneProcess:
+    def test_both_places_charge_the_same(self):
+        stacks = [KLConstrainedTransform(make_actor(), 0.3) for _ in range(2)]
+        learner, workers = collect(stacks[0], "learner"), collect(stacks[1], "workers")
+        for one, other in zip(learner, workers, strict=True):
+            assert one["next", "kl"].abs().max() > 0.1
+            for key in ("reward", "task_reward", "kl", "kl_coeff", "episode_kl", "ref_log_prob"):
+                assert_same(one["next", key], other["next", key])
+
+    @WHERE
+    @pytest.mark.parametrize("per", ["trajectory", "step"])
+    def test_the_controller_moves_once_per_batch_in_the_learner(self, where, per):
+        stack, controller = spied(per, step=1.0)
+        batches = collect(stack, where)
+        for n, batch in enumerate(batches):
+            assert_close(batch["next", "kl_coeff"], torch.full((3, 5, 1), 0.1 + n))
+        told = (
+            sum(batch["next", "done"].sum().item() for batch in batches)
+            if per == "trajectory"
+            else 60
+        )
+        assert total(controller)[0] == told
+        assert len(controller.calls) == 4
+
+    @WHERE
+    @pytest.mark.parametrize("estimator", ["exact", "top_k"])
+    def test_the_controller_is_told_the_estimate_and_the_reward_is_charged_k1(
+        self, where, estimator
+    ):
+        stack, controller = spied("step", estimator=estimator)
+        actor = TopKActor(policy(), 2) if estimator == "top_k" else policy()
+        batches = collect(stack, where, actor=actor)
+        for batch, (kl, n_steps), error in zip(
+            batches, controller.calls, controller.standard_errors, strict=True
+        ):
+            step = batch["next"]
+            estimate = step["kl_estimate"].double()
+            assert (estimate - step["kl"]).abs().max() > 0.1
+            assert (kl, n_steps) == (pytest.approx(estimate.mean().item(), abs=1e-6), 15)
+            assert error == pytest.approx(estimate.std().item() / 15**0.5, rel=1e-5)
+            assert_close(step["reward"], step["task_reward"] - 0.1 * step["kl"])
+
+    @WHERE
+    @pytest.mark.parametrize("keep", [False, True])
+    @pytest.mark.parametrize(("estimator", "record"), [("exact", "logits"), ("top_k", "top_k")])
+    def test_what_the_estimate_has_used_up_is_dropped(self, where, keep, estimator, record):
+        stack, _ = spied("step", estimator=estimator, keep_dist_params=keep)
+        actor = TopKActor(policy(), 2) if estimator == "top_k" else policy()
+        for batch in collect(stack, where, batches=2, actor=actor):
+            assert (record in batch.keys()) == keep
+
+    @WHERE
+    def test_a_frozen_stack_does_not_move(self, where):
+        stack, controller = spied(step=1.0)
+        batches = collect(stack.freeze(), where, exploration_type=ExplorationType.DETERMINISTIC)
+        assert controller.calls == []
+        assert torch.cat([batch["next", "kl_coeff"] for batch in batches]).unique().numel() == 1
+
+    @WHERE
+    def test_the_env_itself_will_do(self, where):
+        stack, _ = spied()
+        assert len(collect(stack, where, make_env=walk())) == 4
+
+    @WHERE
+    def test_a_postproc_runs_before_the_stack(self, where):
+        stack, _ = spied(step=1.0)
+        postproc = lambda batch: batch.copy().set("seen", batch["next", "reward"])  # noqa: E731
+        for batch in collect(stack, where, postproc=postproc):
+            assert_close(
+                batch["seen"], batch["next", "task_reward" if where == "learner" else "reward"]
+            )
+
+    @WHERE
+    def test_trajectories_are_split_after_they_are_charged(self, where):
+        stack, controller = spied(step=1.0)
+        whole_stack, whole_controller = spied(step=1.0)
+        split, whole = collect(stack, where, split_trajs=True), collect(whole_stack, where)
+        assert controller.calls == whole_controller.calls
+        for rows, batch in zip(split, whole, strict=True):
+            mask = rows["collector", "mask"]
+            assert mask.sum() == 15
+            assert_close(rows["next", "reward"][mask].sum(), batch["next", "reward"].sum())
+
+    def test_weights_can_be_given_as_a_module(self):
+        actor = policy()
+        arguments: Any = {"frames_per_batch": 15, "total_frames": 30}
+        collector = kl_collector(
+            Collector, walk, actor, KLConstrainedTransform(make_actor(), 0.1), **arguments
+        )
+        other = moved(actor)
+        collector.update_policy_weights_(other)
+        for mine, given in zip(actor.parameters(), other.parameters(), strict=True):
+            assert_close(mine, given, atol=0, rtol=0)
+        collector.shutdown()
+
+    def test_an_error_that_is_no_death_comes_as_it_is(self):
+        charged = lambda: with_transforms(walk(), KLConstrainedTransform(make_actor(), 0.1))  # noqa: E731
+        with pytest.raises(RuntimeError, match="was charged for its KL before"):
+            collect(KLConstrainedTransform(make_actor(), 0.1), "learner", make_env=charged)
+
+
+class TestRefusals:
+    def refused(self, collector_class: Any = Collector, /, stack=None, **kwargs):
+        stack = KLConstrainedTransform(make_actor(), SpyController()) if stack is None else stack
+        kl_collector(
+            collector_class, walk, policy(), stack, frames_per_batch=15, total_frames=15, **kwargs
+        )
+
+    def test_another_class(self):
+        with pytest.raises(
+            TypeError, match="must be one of Collector, MultiSync.*RayCollector, got <class 'dict'>"
+        ):
+            self.refused(dict)
+
+    def test_another_stack(self):
+        with pytest.raises(
+            TypeError,
+            match="`stack` must be a KLConstrainedTransform, got RewardAdjustmentTransform",
+        ):
+            self.refused(stack=RewardAdjustmentTransform(0.1))
+
+    def test_a_stack_in_an_env(self):
+        stack = KLConstrainedTransform(make_actor(), 0.1)
+        env: Any = with_transforms(walk(), stack)
+        with pytest.raises(ValueError, match="`stack` must not be in an env"):
+            self.refused(stack=stack)
+        assert env.transform[0] is stack
+
+    @pytest.mark.parametrize(
+        ("kind", "kwargs", "message"),
+        [
+            (Collector, {"where": "env"}, '`where` must be "learner" or "workers", got \'env\''),
+            (
+                Collector,
+                {"num_workers": 2},
+                "1 for a Collector, got 2: for several workers use MultiSyncCollector",
+            ),
+            (MultiSyncCollector, {"num_workers": 0}, "at least 1.*got 0"),
+            (
+                Collector,
+                {"replay_buffer": ReplayBuffer(storage=LazyTensorStorage(10))},
+                "`replay_buffer` must be left",
+            ),
+            (
+                RayCollector,
+                {"collector_kwargs": {"replay_buffer": "any"}},
+                "`replay_buffer` must be left out",
+            ),
+            (Collector, {"init_random_frames": 100}, "`init_random_frames` must be left out"),
+            (
+                Collector,
+                {"exploration_type": ExplorationType.MODE},
+                "must be RANDOM while the controller moves.*Freeze",
+            ),
+            (MultiAsyncCollector, {"set_truncated": True}, "`set_truncated` must be left out"),
+            (
+                DistributedCollector,
+                {"collector_kwargs": [{"set_truncated": True}]},
+                "`set_truncated` must be left out",
+            ),
+            (MultiSyncCollector, {"cat_results": -1}, "`cat_results` must not be -1"),
+            (
+                DistributedCollector,
+                {"where": "workers", "launcher": "submitit"},
+                "`launcher` must.*got 'submitit'",
+            ),
+            (
+                RayCollector,
+                {"where": "workers", "collector_class": "sync"},
+                '`collector_class`.*where="workers"',
+            ),
+        ],
+    )
+    def test_arguments_with_which_the_kl_would_be_wrong(self, kind, kwargs, message):
+        with pytest.raises(ValueError, match=message):
+            self.refused(kind, **kwargs)
+
+    def test_as_many_envs_as_workers(self):
+        stack, _ = spied()
+        arguments: Any = {"num_workers": 3, "frames_per_batch": 15, "total_frames": 15}
+        with pytest.raises(ValueError, match="one callable or one per worker, got 2 for 3"):
+            kl_collector(MultiSyncCollector, [walk] * 2, policy(), stack, **arguments)
+
+    def test_rows_joined_along_time(self):
+        link = _LearnerLink(KLConstrainedTransform(make_actor(), 0.1), 0, False, False)
+        batch = TensorDict(
+            observation=torch.ones(4, 3), next=TensorDict(batch_size=4), batch_size=4
+        )
+        with pytest.raises(
+            RuntimeError, match="`cat_results` = 0 joined the rows of several workers along time"
+        ):
+            link.receive(batch, None)  # type: ignore[arg-type]
+
+
+class TestWorkers:
+    def test_a_follower_shares_the_memory_whatever_is_done_to_it(self):
+        source = torch.tensor(0.5, dtype=torch.float64)
+        controller = FollowingKLController(source, per="step").half().to("meta")
+        source.fill_(3.0)
+        assert controller.coeff == 3.0
+        assert controller.per == "step"
+
+    def test_a_follower_is_not_updated(self):
+        controller = FollowingKLController(torch.tensor(0.5, dtype=torch.float64), per="trajectory")
+        with pytest.raises(RuntimeError, match="this controller follows the learner's"):
+            controller.update(1.0, 1)
+
+    def test_the_env_is_charged_at_the_source_and_moves_nothing(self):
+        source = torch.tensor(0.5, dtype=torch.float64)
+        stack, controller = spied(step=1.0)
+        make_env: Any = MakeChargedEnv(walk, stack, source)
+        env, other = make_env(), make_env()
+        for coeff in (0.5, 2.0):
+            source.fill_(coeff)
+            assert (
+                env.rollout(6, policy(), break_when_any_done=False)["next", "kl_coeff"] == coeff
+            ).all()
+        env.follow_coeff(3.0)
+        assert (other.rollout(2, policy())["next", "kl_coeff"] == 3.0).all()
+        assert controller.calls == []
+        assert not stack.adjustment.in_env
+        assert not stack.adjustment.frozen
+
+    def test_the_learners_controller_stays_at_home(self):
+        stack, controller = spied()
+        object.__setattr__(controller, "cannot_travel", lambda: None)  # a lambda cannot be pickled
+        make_env = pickle.loads(
+            pickle.dumps(MakeChargedEnv(walk, stack, torch.tensor(0.5, dtype=torch.float64)))
+        )
+        assert isinstance(make_env.stack.controller, ConstantKLController)
+
+    def test_ids_of_two_workers_never_meet(self):
+        ids = torch.tensor([0, 0, 1, 2])
+        batches = [
+            TensorDict(
+                collector=TensorDict(traj_ids=ids, batch_size=4), x=torch.ones(4), batch_size=4
+            )
+            for _ in range(2)
+        ]
+        double = lambda batch: batch.copy().set("x", 2 * batch["x"])  # noqa: E731
+        sent = [
+            UniqueTrajectories(0, 2, None)(batches[0]),
+            UniqueTrajectories(1, 2, double)(batches[1]),
+        ]
+        got = [restore_trajectories(batch) for batch in sent]
+        assert got[0]["collector", "traj_ids"].tolist() == [0, 0, 2, 4]
+        assert got[1]["collector", "traj_ids"].tolist() == [1, 1, 3, 5]
+        assert got[1]["x"].tolist() == [2] * 4
+        assert set(got[0].keys(True, True)) == set(batches[0].keys(True, True))
+        assert batches[0]["collector", "traj_ids"].tolist() == ids.tolist()
+        assert restore_trajectories(batches[0]) is batches[0]

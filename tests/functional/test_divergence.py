@@ -1,0 +1,439 @@
+"""The exact KL between distributions: torch's, TorchRL's, what the registered KL gets wrong, and what is refused."""
+
+import math
+import re
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import CompositeDistribution
+from torch import distributions as D
+from torch.testing import assert_close
+from torchrl.modules import (
+    IndependentNormal,
+    MaskedCategorical,
+    MaskedOneHotCategorical,
+    OneHotCategorical,
+    TanhDelta,
+    TanhNormal,
+    TruncatedNormal,
+)
+
+from torchrl_kl import kl_exact
+from torchrl_kl.functional.distributions import split_log_ratio
+
+INF = math.inf
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def loc_and_scale(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return randn(*shape), 0.5 + torch.rand(*shape, dtype=torch.float64)
+
+
+def normal_kl(policy, reference) -> torch.Tensor:
+    """KL between normal distributions (loc, scale), from the two moments of the policy."""
+    (loc, scale), (ref_loc, ref_scale) = policy, reference
+    return (ref_scale / scale).log() + (scale**2 + (loc - ref_loc) ** 2) / (2 * ref_scale**2) - 0.5
+
+
+def test_the_parts_of_a_log_ratio_are_zero_where_it_is_not_finite():
+    log_prob = torch.tensor([-1.0, -2.0, -INF, -1.0])
+    ref_log_prob = torch.tensor([-3.0, -INF, -1.0, -0.5])
+    kept, ratio, infinite = split_log_ratio(
+        log_prob, ref_log_prob, torch.tensor([True, True, True, False])
+    )
+    assert kept.tolist() == [-1, 0, 0, 0]
+    assert ratio.tolist() == [2, 0, 0, 0]
+    assert infinite.tolist() == [False, True, False, False]
+
+
+@pytest.fixture
+def normals():
+    return loc_and_scale(4, 3), loc_and_scale(4, 3)
+
+
+@pytest.fixture
+def logits():
+    return randn(2, 6, 4).unbind(0)
+
+
+class TestContinuous:
+    def test_a_normal_gives_one_value_per_dimension(self, normals):
+        assert_close(
+            kl_exact(*(D.Normal(*x) for x in normals)), normal_kl(*normals), rtol=0, atol=1e-12
+        )
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda x: IndependentNormal(*x),
+            lambda x: D.Independent(D.Normal(*x), 1),
+            lambda x: D.MultivariateNormal(x[0], scale_tril=x[1].diag_embed()),
+            lambda x: TanhNormal(*x),
+            lambda x: TanhNormal(*x, safe_tanh=False),
+            lambda x: TanhNormal(*x, low=torch.tensor(-3.0), high=torch.tensor([1.0, 2.0, 5.0])),
+            lambda x: D.TransformedDistribution(
+                D.Independent(D.Normal(*x), 1), [D.TanhTransform(), D.ExpTransform()]
+            ),
+            lambda x: D.Independent(D.LogNormal(*x), 1),
+        ],
+        ids=[
+            "independent_normal",
+            "independent",
+            "multivariate",
+            "tanh",
+            "tanh_unsafe",
+            "bounds",
+            "two",
+            "log_normal",
+        ],
+    )
+    def test_actions_of_several_dimensions(self, make, normals):
+        kl = kl_exact(*(make(x) for x in normals))
+        assert_close(kl, normal_kl(*normals).sum(-1), rtol=0, atol=1e-12)
+
+    def test_tanh_normal_agrees_with_its_own_log_prob(self):
+        # By quadrature over the action: 4000 midpoints of an integrand that vanishes at both ends.
+        policy, reference = (
+            TanhNormal(randn(1) / 2, 0.3 + torch.rand(1).double() / 5, low=torch.tensor(-2.0))
+            for _ in range(2)
+        )
+        actions = (3 * (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000 - 2).unsqueeze(-1)
+        log_prob, ref_log_prob = policy.log_prob(actions), reference.log_prob(actions)
+        integral = (log_prob.exp() * (log_prob - ref_log_prob)).sum() * 3 / 4000
+        assert_close(kl_exact(policy, reference), integral, rtol=1e-5, atol=0)
+
+    def test_tanh_normal_per_dimension_and_after_an_update(self, normals):
+        policy, reference = (TanhNormal(*x, event_dims=0) for x in normals)
+        assert_close(kl_exact(policy, reference), normal_kl(*normals), rtol=0, atol=1e-12)
+        policy.update(*loc_and_scale(4, 3))
+        assert_close(kl_exact(policy, reference), normal_kl((policy.loc, policy.scale), normals[1]))
+
+    def test_independent_of_several_and_of_no_dimensions(self):
+        first, second = loc_and_scale(2, 3, 4), loc_and_scale(2, 3, 4)
+        truth = normal_kl(first, second)
+        for n, expected in ((0, truth), (2, truth.sum((1, 2))), (3, truth.sum())):
+            kl = kl_exact(*(D.Independent(D.Normal(*x), n) for x in (first, second)))
+            assert_close(kl, expected, rtol=0, atol=1e-12)
+
+    def test_the_gradient_is_that_of_the_closed_form(self, normals):
+        loc = normals[0][0].requires_grad_()
+        gradient = torch.autograd.grad(kl_exact(*(TanhNormal(*x) for x in normals)).sum(), loc)[0]
+        truth = torch.autograd.grad(normal_kl(*normals).sum(), loc)[0]
+        assert_close(gradient, truth, rtol=0, atol=1e-12)
+
+    def test_a_transformed_pair_with_a_kl_of_its_own(self):
+        policy, reference = (D.Gumbel(*loc_and_scale(4)) for _ in range(2))
+        assert policy.transforms != reference.transforms
+        assert_close(
+            kl_exact(policy, reference), D.kl_divergence(policy, reference), rtol=0, atol=0
+        )
+
+
+class TestCategorical:
+    def truth(self, policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+        return D.kl_divergence(D.Categorical(logits=policy), D.Categorical(logits=reference))
+
+    @pytest.mark.parametrize("kind", [D.Categorical, D.OneHotCategorical, OneHotCategorical])
+    def test_from_logits_and_from_probabilities(self, kind, logits):
+        truth = self.truth(*logits)
+        assert_close(kl_exact(*(kind(logits=x) for x in logits)), truth, rtol=0, atol=1e-12)
+        assert_close(
+            kl_exact(*(kind(probs=x.softmax(-1)) for x in logits)), truth, rtol=0, atol=1e-12
+        )
+
+    def test_one_hot_or_not_the_actions_are_the_same(self, logits):
+        kl = kl_exact(OneHotCategorical(logits=logits[0]), D.OneHotCategorical(logits=logits[1]))
+        assert_close(kl, self.truth(*logits), rtol=0, atol=1e-12)
+
+    def test_independent_categoricals_are_summed(self):
+        logits = randn(2, 5, 3, 4).unbind(0)
+        kl = kl_exact(*(D.Independent(D.Categorical(logits=x), 1) for x in logits))
+        assert_close(kl, self.truth(*logits).sum(-1), rtol=0, atol=1e-12)
+
+    @pytest.mark.parametrize("kind", [MaskedCategorical, MaskedOneHotCategorical])
+    def test_masked_actions(self, kind, logits):
+        possible = torch.tensor([True, True, False, True])
+        policy, reference = (x.clone().requires_grad_() for x in logits)
+        kl = kl_exact(kind(logits=policy, mask=possible), kind(logits=reference, mask=possible))
+        assert_close(
+            kl, self.truth(policy[:, possible], reference[:, possible]), rtol=0, atol=1e-12
+        )
+        for gradient in torch.autograd.grad(
+            kl.sum(), [policy, reference]
+        ):  # NaN with the registered KL
+            assert gradient.isfinite().all()
+            assert (gradient[:, possible] != 0).all()
+            assert (gradient[:, ~possible] == 0).all()
+
+    def test_a_masked_policy_of_a_free_reference_and_the_other_way_round(self, logits):
+        masked = MaskedCategorical(logits=logits[0], mask=torch.tensor([True, True, False, True]))
+        free = D.Categorical(logits=logits[1])
+        kl = kl_exact(masked, free)
+        assert_close(kl, D.kl_divergence(masked, free), rtol=0, atol=1e-12)
+        assert kl_exact(free, masked).isposinf().all()
+
+    def test_indices_must_be_the_same(self, logits):
+        indices, others = torch.tensor([[0, 1]] * 6), torch.tensor([[0, 2]] * 6)
+        policy = MaskedCategorical(logits=logits[0], indices=indices)
+        kl = kl_exact(policy, MaskedCategorical(logits=logits[1], indices=indices.clone()))
+        assert_close(kl, self.truth(logits[0][:, :2], logits[1][:, :2]), rtol=0, atol=1e-12)
+        message = (
+            "^`policy` and `reference` must be over the same actions, got MaskedCategorical and {} with different "
+            "`indices`: build both with the same `indices`, or with a boolean `mask`.$"
+        )
+        with pytest.raises(ValueError, match=message.format("MaskedCategorical")):
+            kl_exact(policy, MaskedCategorical(logits=logits[1], indices=others))
+        with pytest.raises(ValueError, match=message.format("Categorical")):
+            kl_exact(policy, D.Categorical(logits=logits[1][:, :2]))
+        with pytest.raises(
+            ValueError, match="got Categorical and MaskedCategorical with different `indices`"
+        ):
+            kl_exact(D.Categorical(logits=logits[1][:, :2]), policy)
+
+    def test_probabilities_of_zero_are_zero(self):
+        some, full = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.25, 0.25, 0.5])
+        policy, reference = some.clone().requires_grad_(), full.clone().requires_grad_()
+        kl = kl_exact(D.Categorical(probs=policy), D.Categorical(probs=reference))
+        assert_close(kl, torch.tensor(math.log(2)))
+        for gradient in torch.autograd.grad(kl, [policy, reference]):
+            assert gradient.isfinite().all()
+        reference = D.Categorical(probs=some)
+        assert reference.logits.isfinite().all()  # clamped by torch
+        assert kl_exact(D.Categorical(probs=full), reference) == INF
+
+    def test_small_probabilities_are_not_clamped(self):
+        rare = torch.tensor([1 - 1e-12, 1e-12])
+        kl = kl_exact(D.Categorical(logits=torch.zeros(2)), D.Categorical(probs=rare))
+        assert_close(kl, torch.tensor(0.5 * -math.log(1e-12) - math.log(2)))
+        rare = torch.tensor(
+            [0.0, -200.0]
+        )  # zero as a float32 probability, and inf with the registered KL
+        kl = kl_exact(D.Categorical(logits=torch.zeros(2)), D.Categorical(logits=rare))
+        assert_close(kl, torch.tensor(100 - math.log(2)))
+
+    def test_one_action(self):
+        single = [D.Categorical(logits=randn(3, 1)), D.Categorical(probs=torch.ones(3, 1).double())]
+        for policy in single:
+            for reference in single:
+                assert_close(kl_exact(policy, reference), torch.zeros(3).double(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("hidden", [math.nan, INF, -INF], ids=str)
+class TestMasks:
+    mask = torch.tensor([True, False, True, False])
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda x: D.Independent(D.Normal(*x, validate_args=False), 1, validate_args=False),
+            lambda x: D.TransformedDistribution(
+                D.Independent(D.Normal(*x, validate_args=False), 1),
+                D.TanhTransform(),
+                validate_args=False,
+            ),
+            lambda x: D.Independent(
+                D.Beta(x[0].exp(), x[1], validate_args=False), 1, validate_args=False
+            ),
+            lambda x: D.Independent(
+                D.Bernoulli(logits=x[0] * x[1], validate_args=False), 1, validate_args=False
+            ),
+        ],
+        ids=["independent", "transformed", "beta", "bernoulli"],
+    )
+    def test_hidden_parameters_reach_neither_value_nor_gradient(self, make, hidden, normals):
+        clean = [x.requires_grad_() for pair in normals for x in pair]
+        rows = self.mask.unsqueeze(-1)
+        dirty = [torch.where(rows, x.detach(), hidden).requires_grad_() for x in clean]
+        plain = kl_exact(make(clean[:2]), make(clean[2:]))
+        value = kl_exact(make(dirty[:2]), make(dirty[2:]), mask=self.mask)
+        assert_close(value, torch.where(self.mask, plain, 0.0), rtol=0, atol=1e-15)
+        gradients = torch.autograd.grad(value.sum(), dirty)
+        for gradient, truth in zip(
+            gradients, torch.autograd.grad(plain[self.mask].sum(), clean), strict=True
+        ):
+            assert (truth[self.mask] != 0).any()
+            assert_close(gradient[self.mask], truth[self.mask], rtol=0, atol=1e-15)
+
+    def test_hidden_normals_have_no_gradient_of_their_own(self, hidden, normals):
+        parameters = [
+            torch.where(self.mask.unsqueeze(-1), x, hidden).requires_grad_() for x in normals[0]
+        ]
+        policy = D.Independent(D.Normal(*parameters, validate_args=False), 1, validate_args=False)
+        value = kl_exact(policy, IndependentNormal(*normals[1]), mask=self.mask)
+        for gradient in torch.autograd.grad(value.sum(), parameters):
+            assert (gradient[~self.mask] == 0).all()
+            assert (gradient[self.mask] != 0).all()
+        assert (
+            policy.base_dist.loc.isfinite().all(-1) == self.mask
+        ).all()  # the policy itself is not written to
+
+    def test_a_pair_of_two_kinds(self, hidden):
+        loc = torch.where(self.mask, randn(4), hidden)
+        policy, reference = (
+            D.Laplace(loc, torch.ones(4), validate_args=False),
+            D.Normal(torch.zeros(4), torch.ones(4)),
+        )
+        value = kl_exact(policy, reference, mask=self.mask)
+        assert_close(
+            value[self.mask], D.kl_divergence(policy, reference)[self.mask], rtol=0, atol=0
+        )
+        assert value[~self.mask].tolist() == [0, 0]
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda loc: D.Gumbel(loc, torch.arange(1.0, 5.0), validate_args=False),
+            lambda loc: D.Independent(
+                D.Normal(loc, torch.ones(4), validate_args=False), 0, validate_args=False
+            ),
+        ],
+        ids=["gumbel", "independent_of_no_dimensions"],
+    )
+    def test_the_mask_is_handed_on(self, make, hidden):
+        loc = torch.where(self.mask, randn(4).float(), hidden)
+        value = kl_exact(make(loc), make(torch.zeros(4)), mask=self.mask)
+        assert (value[self.mask] > 0).all()
+        assert value[~self.mask].tolist() == [0, 0]
+
+    def test_hidden_categoricals(self, hidden):
+        logits = randn(2, 4, 3, 5)
+        truth = [D.Independent(D.Categorical(logits=x), 1) for x in logits]
+        hidden_logits = torch.where(self.mask.reshape(4, 1, 1), logits, hidden)
+        dists = [
+            D.Independent(D.Categorical(logits=x, validate_args=False), 1) for x in hidden_logits
+        ]
+        value = kl_exact(*dists, mask=self.mask)
+        assert_close(value, torch.where(self.mask, kl_exact(*truth), 0.0), rtol=0, atol=0)
+
+    def test_hidden_probabilities(self, hidden):
+        # Probabilities that stand as they are given: Categorical has normalised them before.
+        dists = [D.Categorical(probs=torch.rand(4, 5)) for _ in range(2)]
+        plain = kl_exact(*dists)
+        params = [
+            torch.where(self.mask.unsqueeze(-1), dist.probs, hidden).requires_grad_()
+            for dist in dists
+        ]
+        for dist, param in zip(dists, params, strict=True):
+            vars(dist).update(probs=param, _param=param)
+        value = kl_exact(*dists, mask=self.mask)
+        assert_close(value, torch.where(self.mask, plain, 0.0), rtol=0, atol=0)
+        for gradient in torch.autograd.grad(value.sum(), params):
+            assert (gradient[~self.mask] == 0).all()
+            assert (gradient[self.mask] != 0).all()
+
+
+class TestRefusals:
+    def message(self, text: str) -> str:
+        return f"^{re.escape(text)}$"
+
+    @pytest.mark.parametrize(
+        ("policy", "reference", "names"),
+        [
+            (D.Normal(0.0, 1.0), D.Cauchy(0.0, 1.0), ("Normal", "Cauchy")),
+            (D.Categorical(torch.ones(3)), D.Normal(0.0, 1.0), ("Categorical", "Normal")),
+            (
+                *(TruncatedNormal(torch.zeros(2), torch.ones(2)) for _ in range(2)),
+                ("TruncatedNormal(TruncatedNormal)",) * 2,
+            ),
+            (*(TanhDelta(torch.zeros(2)) for _ in range(2)), ("TanhDelta(Delta)",) * 2),
+            (
+                TanhNormal(torch.zeros(2), torch.ones(2)),
+                IndependentNormal(torch.zeros(2), torch.ones(2)),
+                ("TanhNormal(Independent(Normal))", "IndependentNormal(Normal)"),
+            ),
+            (
+                D.Independent(D.Normal(torch.zeros(3), torch.ones(3)), 1),
+                D.Independent(D.MultivariateNormal(torch.zeros(3), torch.eye(3)), 0),
+                ("Independent(Normal)", "Independent(MultivariateNormal)"),
+            ),
+            (
+                CompositeDistribution(
+                    TensorDict(head=TensorDict(loc=0.0, scale=1.0)), {"head": D.Normal}
+                ),
+                D.Normal(0.0, 1.0),
+                ("CompositeDistribution", "Normal"),
+            ),
+        ],
+        ids=[
+            *(
+                "no_formula",
+                "discrete_and_continuous",
+                "truncated",
+                "delta",
+                "tanh_and_normal",
+                "event_dimensions",
+            ),
+            "several_parts_and_one",
+        ],
+    )
+    def test_a_pair_without_a_kl_is_named(self, policy, reference, names):
+        message = self.message(
+            "`policy` and `reference` must be a pair of distributions with a registered KL divergence, got "
+            f"{names[0]} and {names[1]}: register one with `torch.distributions.register_kl`, or estimate it from "
+            "samples with `kl_k1`."
+        )
+        with pytest.raises(TypeError, match=message):
+            kl_exact(policy, reference)
+
+    @pytest.mark.parametrize(
+        ("kwargs", "ref_kwargs"),
+        [({}, {"high": 2.0}), ({"low": -3.0, "high": 2.0}, {"high": 2.0})],
+        ids=["with_and_without_bounds", "other_bounds"],
+    )
+    def test_two_bijections(self, kwargs, ref_kwargs, normals):
+        message = self.message(
+            "`policy` and `reference` must share one bijection, got TanhNormal(Independent(Normal)) and "
+            "TanhNormal(Independent(Normal)) with different transforms: give both the same transforms with the same "
+            "parameters (bounds, scales)."
+        )
+        with pytest.raises(ValueError, match=message):
+            kl_exact(TanhNormal(*normals[0], **kwargs), TanhNormal(*normals[1], **ref_kwargs))
+
+    @pytest.mark.parametrize(
+        "transforms", [[D.AbsTransform()], [D.TanhTransform(), D.AbsTransform()]], ids=len
+    )
+    def test_a_transform_that_is_no_bijection(self, transforms):
+        folded = [D.TransformedDistribution(D.Normal(loc, 1.0), transforms) for loc in (-1.0, 1.0)]
+        message = self.message(
+            "`policy` and `reference` must share a bijection, got TransformedDistribution(Normal) with a transform "
+            "that maps several points to one: the divergence of the bases is then only an upper bound."
+        )
+        with pytest.raises(
+            ValueError, match=message
+        ):  # both are the same distribution: the KL is 0, not 2
+            kl_exact(*folded)
+
+    def test_batch_shapes_event_shapes_and_numbers_of_actions_are_not_broadcast(self):
+        text = "broadcasting them would pair distributions of different steps or actions."
+        message = "`policy` and `reference` must have the same batch_shape, got (4, 3) of Normal and (3,) of Normal: "
+        with pytest.raises(ValueError, match=self.message(message + text)):
+            kl_exact(D.Normal(*loc_and_scale(4, 3)), D.Normal(*loc_and_scale(3)))
+        message = (
+            "`policy` and `reference` must have the same event_shape, got (2,) of MultivariateNormal and (1,) of "
+            "MultivariateNormal: "
+        )
+        with pytest.raises(ValueError, match=self.message(message + text)):
+            kl_exact(*(D.MultivariateNormal(torch.zeros(3, n), torch.eye(n)) for n in (2, 1)))
+        message = (
+            "`policy` and `reference` must have the same number of actions, got 4 of Categorical and 2 of "
+            "OneHotCategorical: "
+        )
+        with pytest.raises(ValueError, match=self.message(message + text)):
+            kl_exact(
+                D.Categorical(logits=torch.zeros(3, 4)), OneHotCategorical(logits=torch.zeros(3, 2))
+            )
+
+    @pytest.mark.parametrize(
+        "mask", [torch.ones(4), torch.ones(4, 3).bool(), torch.ones(1).bool()], ids=str
+    )
+    def test_a_mask_that_does_not_fit(self, mask, normals):
+        message = self.message(
+            f"`mask` must be boolean of the shape of the batch shape of `policy`, (4,), got {mask.dtype} of shape "
+            f"{tuple(mask.shape)}: True marks the steps that count."
+        )
+        with pytest.raises(ValueError, match=message):
+            kl_exact(*(IndependentNormal(*x) for x in normals), mask=mask)

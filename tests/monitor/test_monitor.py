@@ -1,0 +1,479 @@
+"""KLMonitor: each condition when and only when it holds, once per episode, counted, in words that say what to do."""
+
+import io
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.distributions import Categorical
+from torch.testing import assert_close
+
+from tests.helpers import (
+    WalkEnv,
+    collect,
+    make_actor,
+    moved,
+    play,
+    step_of,
+    with_transforms,
+)
+from torchrl_kl import (
+    AdaptiveKLController,
+    ConstantKLController,
+    ExponentialKLController,
+    KLConstrainedTransform,
+    KLMonitor,
+)
+from torchrl_kl.monitor.monitor import CONDITIONS, KLMessage
+
+
+def per_step(target: float = 0.5, **kwargs) -> ExponentialKLController:
+    return ExponentialKLController(1.0, target, per="step", **kwargs)
+
+
+def steps(*kl: float, **entries) -> Any:
+    """A batch of steps in no order, float64: every mean of these numbers is exact."""
+    kl_tensor = torch.tensor(kl, dtype=torch.float64).unsqueeze(-1)
+    entries = {name: torch.tensor(value).unsqueeze(-1) for name, value in entries.items()}
+    return TensorDict(
+        next=TensorDict({"kl": kl_tensor, **entries}, batch_size=len(kl)), batch_size=len(kl)
+    )
+
+
+def exact_negative_share(probs: torch.Tensor, values: torch.Tensor, n: int) -> float:
+    """P(sum of n draws of `values` < 0), over all counts of 4 outcomes (multinomial)."""
+    i, j, k = torch.meshgrid(*[torch.arange(n + 1, dtype=torch.float64)] * 3, indexing="ij")
+    counts = torch.stack([i, j, k, n - i - j - k], -1).reshape(-1, 4)
+    counts = counts[counts[:, 3] >= 0]
+    log_chance = math.lgamma(n + 1) - torch.lgamma(counts + 1).sum(-1) + counts @ probs.log()
+    return log_chance.exp()[counts @ values < 0].sum().item()
+
+
+def names(messages: list[KLMessage]) -> list[str]:
+    return [message.condition for message in messages]
+
+
+class TestTarget:
+    @pytest.mark.parametrize(
+        ("kl", "expected"),
+        [
+            (1.0, []),  # 2x is not above 2x
+            (1.0 + 2**-40, ["kl_above"]),
+            (0.25, []),
+            (0.25 - 2**-40, ["kl_below"]),
+            (0.5, []),
+        ],
+    )
+    def test_thresholds(self, kl, expected):
+        assert names(KLMonitor(per_step(), window=1)(steps(kl, kl))) == expected
+
+    def test_waits_for_a_full_window(self):
+        monitor = KLMonitor(per_step(), window=3)
+        assert [names(monitor(steps(2.0, 2.0))) for _ in range(5)] == [[], [], ["kl_above"], [], []]
+
+    def test_the_mean_is_over_steps_not_over_batches(self):
+        # 30 steps of 1.2 and 10 of 0: 0.9 over steps; the mean of the batch means is 0.6. Target 0.4: 2x is 0.8.
+        monitor = KLMonitor(per_step(0.4), window=2)
+        monitor(steps(*[1.2] * 30))
+        (message,) = monitor(steps(*[0.0] * 10))
+        assert message.condition == "kl_above"
+        assert_close(message.figures["kl"], 0.9)
+        assert message.figures["count"] == 40
+
+    def test_the_window_forgets(self):
+        monitor = KLMonitor(per_step(), window=2)
+        seen = [names(monitor(steps(*[kl] * 40))) for kl in (9.0, 0.5, 0.5, 0.5)]
+        assert seen == [[], ["kl_above"], [], []]
+        assert monitor.counts["kl_above"] == (1, 1)
+
+    def test_says_the_figures_and_what_to_do(self):
+        (message,) = KLMonitor(per_step(), window=1)(steps(1.9, 2.0, 2.1))
+        # the standard error of 1.9, 2.0, 2.1: 0.1 * sqrt(1 / 3)
+        assert str(message).startswith(
+            "KL is 2 +- 0.058 nats per step over the last 1 batches (3 steps), 4 times the target of 0.5; the "
+            "coefficient is 1. The controller raises the price"
+        )
+        assert "smaller `horizon`, a larger `gain`" in str(message)
+        assert_close(
+            dict(message.figures),
+            {"kl": 2.0, "standard_error": 0.1 * math.sqrt(1 / 3), "count": 3, "target": 0.5},
+        )
+        (message,) = KLMonitor(per_step(), window=1)(steps(0.0, 0.0))
+        assert "0 times the target" in str(message)
+        assert "lowers the price" in str(message)
+        assert "lower the target" in str(message)
+
+    @pytest.mark.parametrize(
+        ("mean", "spread", "expected"),
+        [
+            (1.25, 0.56, ["kl_above"]),
+            (1.25, 0.57, []),
+            (0.125, 0.28, ["kl_below"]),
+            (0.125, 0.29, []),
+        ],
+    )
+    def test_a_mean_that_noise_explains_is_no_finding(self, mean, spread, expected):
+        # 5 values at mean - s and 5 at mean + s: the standard error is s / 3; 4 of them are 0.75 where s is 0.5625,
+        # and 0.375 where s is 0.28125.
+        batch = steps(*[mean - spread, mean + spread] * 5)
+        assert names(KLMonitor(per_step(0.5), window=1)(batch)) == expected
+
+    def test_another_estimate_is_what_is_held_against_the_target(self):
+        batch = steps(0.5, 0.5, kl_estimate=[2.0, 2.0])
+        assert names(KLMonitor(per_step(), window=1)(batch)) == ["kl_above"]
+        assert KLMonitor(per_step(), window=1, measured_key="kl")(batch) == []
+        with pytest.raises(KeyError, match="'other' is not in the data.*measured_key"):
+            KLMonitor(per_step(), measured_key="other")(batch)
+
+    def test_padding_does_not_count(self):
+        batch = steps(0.5, math.nan, 9.0)
+        batch["collector"] = TensorDict(mask=torch.tensor([True, False, False]), batch_size=3)
+        monitor = KLMonitor(per_step(), window=1)
+        assert monitor(batch) == []
+        assert monitor.state_dict()["pools"] == [[1, 0.5, 0.25]]
+
+    def test_a_batch_of_padding_alone_says_nothing(self):
+        batch = steps(-9.0, math.nan)
+        batch["collector"] = TensorDict(mask=torch.tensor([False, False]), batch_size=2)
+        assert KLMonitor(per_step(), window=1)(batch) == []
+
+    def test_without_a_target_there_is_nothing_to_hold_it_against(self):
+        assert KLMonitor(ConstantKLController(0.1), window=1)(steps(100.0)) == []
+
+
+class TestTrajectories:
+    controller = AdaptiveKLController(0.1, 0.5, 10_000)
+
+    def test_sums_of_finished_trajectories(self):
+        # 0.5 + 0.7 ends; 0.1 goes on in the next batch and ends there with 1.5: mean (1.2 + 1.6) / 2 = 1.4
+        monitor = KLMonitor(self.controller, window=2)
+        ids = TensorDict(traj_ids=torch.tensor([[0, 0, 1]]), batch_size=(1, 3))
+        first = step_of(kl=[0.5, 0.7, 0.1], done=[False, True, False])
+        second = step_of(kl=[1.0, 0.5, 0.2], done=[False, True, False])
+        first["collector"], second["collector"] = ids, ids + torch.tensor([[1, 1, 1]])
+        assert monitor(first) == []
+        (message,) = monitor(second)
+        assert message.condition == "kl_above"
+        assert_close(message.figures["kl"], 1.4)
+        assert message.figures["count"] == 2
+        assert "nats per trajectory over the last 2 batches (2 trajectories)" in str(message)
+
+    def test_padding_after_the_end_is_not_summed(self):
+        batch = step_of(kl=[0.5, 0.7, math.nan, 9.0], done=[False, True, False, False])
+        batch["collector"] = TensorDict(
+            mask=torch.tensor([[True, True, False, False]]), batch_size=(1, 4)
+        )
+        monitor = KLMonitor(self.controller)
+        monitor(batch)
+        ((count, total, _),) = monitor.state_dict()["pools"]
+        assert count == 1
+        assert_close(total, 1.2, rtol=1e-6, atol=0.0)
+
+    def test_a_window_in_which_nothing_ended_says_nothing(self):
+        batch = step_of(kl=[9.0, 9.0], done=[False, False])
+        monitor = KLMonitor(self.controller, window=1)
+        assert monitor(batch) == []
+        assert monitor.counts["kl_above"] == (0, 0)
+
+    def test_without_time_they_cannot_be_told_apart(self):
+        with pytest.raises(
+            RuntimeError, match="batch of shape \\(2,\\) without a time dimension.*`time_dim`"
+        ):
+            KLMonitor(self.controller)(steps(0.5, 0.5))
+
+    def test_the_same_for_a_stack_on_batches_and_one_in_the_env(self):
+        reference, pools = make_actor(), []
+        policy = moved(reference)
+        for in_env in (True, False):
+            stack = KLConstrainedTransform(reference, AdaptiveKLController(0.1, 0.5, 10_000))
+            stack.freeze()
+            env = with_transforms(WalkEnv((4,)), stack) if in_env else WalkEnv((4,))
+            batches = collect(env, policy, frames=80, batches=3, postproc=None if in_env else stack)
+            monitor = KLMonitor(stack.controller)
+            for batch in batches:
+                monitor(batch)
+            pools.append(monitor.state_dict()["pools"])
+        totals = batches[0]["next", "episode_kl"][batches[0]["next", "done"]]
+        assert pools[1][0][0] == totals.numel() > 10
+        assert_close(pools[1][0][1], totals.double().sum().item(), rtol=1e-5, atol=1e-5)
+        assert_close(pools[0], pools[1], rtol=1e-4, atol=1e-4)
+
+
+class TestCoefficient:
+    def test_at_the_upper_bound(self):
+        controller = per_step(max_coeff=1.0)
+        (message,) = KLMonitor(controller)(steps(0.5))
+        assert message == KLMessage("coeff_at_max", message.text, {"coeff": 1.0})
+        assert str(message).startswith(
+            "The coefficient is at its upper bound, max_coeff = 1: the price cannot rise"
+        )
+        assert "Raise `max_coeff`" in str(message)
+
+    def test_at_the_lower_bound(self):
+        (message,) = KLMonitor(per_step(min_coeff=1.0))(steps(0.5))
+        assert message.condition == "coeff_at_min"
+        assert str(message).startswith(
+            "The coefficient is at its lower bound, min_coeff = 1: the price cannot fall"
+        )
+        assert "Lower `min_coeff`" in str(message)
+
+    @pytest.mark.parametrize(
+        "controller",
+        [
+            per_step(min_coeff=1 - 1e-9, max_coeff=1 + 1e-9),
+            ConstantKLController(0.0),
+            AdaptiveKLController(1e-300, 0.5, 100, per="step"),
+        ],
+    )
+    def test_elsewhere_it_is_not(self, controller):
+        monitor = KLMonitor(controller)
+        assert monitor(steps(0.5)) == []
+        assert monitor.counts["coeff_at_max"].batches == monitor.counts["coeff_at_min"].batches == 0
+
+    def test_follows_the_controller(self):
+        controller = per_step(gain=1.0, max_coeff=2.0)
+        monitor, seen = KLMonitor(controller, window=2), []
+        for kl in (
+            5.0,
+            5.0,
+            0.5,
+            0.0,
+            0.0,
+            0.5,
+            5.0,
+            5.0,
+        ):  # the coefficient: 2 after the first, 2, 2, 0.74, ...
+            controller.update(kl, 1)
+            seen.append([name for name in names(monitor(steps(0.5))) if name.startswith("coeff")])
+        assert seen == [["coeff_at_max"], [], [], [], [], [], [], ["coeff_at_max"]]
+        assert monitor.counts["coeff_at_max"] == (4, 2)
+
+
+class TestEpisodes:
+    def test_once_while_it_lasts_and_again_after_it_ended(self):
+        monitor = KLMonitor(per_step(), window=1)
+        seen = [names(monitor(steps(kl))) for kl in (2.0, 2.0, 0.5, 2.0, 0.0, 2.0)]
+        assert seen == [["kl_above"], [], [], ["kl_above"], ["kl_below"], ["kl_above"]]
+        assert monitor.counts["kl_above"] == (4, 3)
+        assert monitor.counts["kl_below"] == (1, 1)
+
+    def test_it_ends_when_it_was_missed_for_a_window(self):
+        """A condition that comes and goes from batch to batch is one episode, not one per batch."""
+        monitor, seen = KLMonitor(ConstantKLController(0.1), window=3), []
+        for bad in map(int, "1001010001"):
+            seen.append(names(monitor(steps(math.inf if bad else 0.5))))
+        assert seen == [["kl_not_finite"], *[[]] * 8, ["kl_not_finite"]]
+        assert monitor.counts["kl_not_finite"] == (4, 2)
+
+    def test_conditions_have_episodes_of_their_own(self):
+        monitor = KLMonitor(per_step(max_coeff=1.0), window=1)
+        assert names(monitor(steps(0.5))) == ["coeff_at_max"]
+        assert names(monitor(steps(2.0))) == ["kl_above"]
+        assert set(monitor.counts) == set(CONDITIONS)
+
+    def test_a_restart_goes_on(self):
+        """Message for message as without the restart, wherever it falls."""
+        levels = (
+            torch.randn(30, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) + 0.6
+        )
+        batches = [steps(kl, kl + 0.01) for kl in levels.tolist()]
+
+        def run(cut: int) -> tuple[list[list[str]], Any]:
+            monitor, seen = KLMonitor(per_step(), window=2), []
+            for index, batch in enumerate(batches):
+                if index == cut:
+                    buffer = io.BytesIO()
+                    torch.save(monitor.state_dict(), buffer)
+                    buffer.seek(0)
+                    monitor = KLMonitor(per_step(), window=2)
+                    monitor.load_state_dict(torch.load(buffer, weights_only=True))
+                seen.append([str(message) for message in monitor(batch)])
+            return seen, monitor.counts
+
+        whole = run(-1)
+        assert sum(map(len, whole[0])) >= 8
+        assert all(run(cut) == whole for cut in range(0, 30, 3))
+
+    def test_a_shorter_window_keeps_the_latest(self):
+        monitor, shorter = KLMonitor(per_step(), window=3), KLMonitor(per_step(), window=2)
+        for kl in (0.25, 0.5, 0.75):
+            monitor(steps(kl))
+        shorter.load_state_dict(monitor.state_dict())
+        assert [pool[1] for pool in shorter.state_dict()["pools"]] == [0.5, 0.75]
+        assert shorter.state_dict()["k1_sums"] == [0.5, 0.75]
+
+
+class TestFinite:
+    @pytest.mark.parametrize("value", [math.inf, math.nan])
+    def test_counts_such_steps_and_leaves_them_out(self, value):
+        monitor = KLMonitor(per_step(), window=1)
+        (message,) = monitor(steps(0.5, value, 0.5))
+        assert message.condition == "kl_not_finite"
+        assert str(message).startswith("The KL of 1 of 3 steps is infinite or NaN")
+        assert "the reference gives probability 0" in str(message)
+        assert message.figures == {"steps": 1, "count": 3}
+        assert monitor.state_dict()["pools"] == [[2, 1.0, 0.5]]
+
+    def test_a_batch_with_an_infinite_step_is_not_negative(self):
+        monitor = KLMonitor(ConstantKLController(0.1), window=2)
+        assert names(monitor(steps(-20.0, math.inf))) == ["kl_not_finite"]
+        assert names(monitor(steps(-20.0))) == ["sampler_disagrees"]
+
+
+class TestNegative:
+    def test_near_the_reference_it_is_noise(self):
+        (message,) = KLMonitor(ConstantKLController(0.1))(steps(-0.5, 0.25, 0.0, -0.25))
+        # mean -0.125; squared deviations 0.140625, 0.140625, 0.015625, 0.015625: variance 0.104167, error 0.1614
+        assert message.condition == "negative_noise"
+        assert str(message).startswith(
+            "The mean k1 of this batch is -0.125 +- 0.16 nats over 4 steps: noise, no bug. k1 takes either sign"
+        )
+        assert message.figures == {"kl": -0.125, "count": 4}
+
+    def test_a_policy_that_is_its_reference_up_to_rounding_is_no_finding(self):
+        assert KLMonitor(ConstantKLController(0.1))(steps(-1e-7, -1e-7)) == []
+
+    def test_one_step_has_no_standard_error(self):
+        (message,) = KLMonitor(ConstantKLController(0.1))(steps(-0.5))
+        assert str(message).startswith("The mean k1 of this batch is -0.5 nats over 1 steps: noise")
+
+    @pytest.mark.parametrize(
+        ("total", "expected"), [(-13.8, "negative_noise"), (-13.9, "sampler_disagrees")]
+    )
+    def test_beyond_chance_is_a_sum_that_comes_once_in_a_million(self, total, expected):
+        # log(1e6) = 13.8155
+        (message,) = KLMonitor(ConstantKLController(0.1))(steps(*[total / 8] * 8))
+        assert message.condition == expected
+
+    def test_beyond_chance_says_what_to_pass(self):
+        (message,) = KLMonitor(ConstantKLController(0.1))(steps(*[-0.1] * 200))
+        assert "once in a million batches at most" in str(message)
+        assert "(temperature, top-k, masked actions). Pass `actor=`" in str(message)
+
+    def test_the_window_is_summed_too(self):
+        monitor = KLMonitor(ConstantKLController(0.1), window=3)
+        seen = [names(monitor(steps(-5.0))) for _ in range(3)]
+        assert seen == [["negative_noise"], [], ["sampler_disagrees"]]
+
+    def test_the_bound_by_enumeration(self):
+        """P(sum of k1 <= -a) <= exp(-a) on the policy's own actions: the reason that 13.8 nats are no chance."""
+        policy = Categorical(logits=torch.tensor([0.3, -1.0, 0.9]).double())
+        reference = Categorical(logits=torch.tensor([-2.0, 1.0, 0.0]).double())
+        grid = torch.cartesian_prod(*[torch.arange(3)] * 6)
+        probability = policy.log_prob(grid).sum(-1).exp()
+        total = (policy.log_prob(grid) - reference.log_prob(grid)).sum(-1)
+        assert total.min() < -3
+        for a in (0.5, 1.0, 2.0, 3.0):
+            chance = probability[total <= -a].sum()
+            assert 0 < chance <= math.exp(-a)
+
+
+class TestHealthyRun:
+    @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
+    def test_at_the_target_only_noise_is_ever_reported(self, scale):
+        """300 batches of 64 steps: at a KL of 0.001, 0.008 and 0.07 nothing but negative means, called noise."""
+        reference = Categorical(logits=torch.tensor([0.4, 0.0, -0.3, 0.2]).double())
+        policy = Categorical(
+            logits=reference.logits + scale * torch.tensor([0.2, 0.05, 0.2, -0.2]).double()
+        )
+        target = torch.distributions.kl_divergence(policy, reference).item()
+        monitor = KLMonitor(per_step(target), window=10)
+        for action in policy.sample((300, 64)):
+            monitor(steps(*(policy.log_prob(action) - reference.log_prob(action)).tolist()))
+        counts = monitor.counts
+        assert {name for name, count in counts.items() if count.batches} <= {"negative_noise"}
+        # How often the mean of 64 is negative: exactly, by the distribution of the counts of each action.
+        log_ratio = policy.logits - reference.logits
+        share = exact_negative_share(policy.probs, log_ratio, 64)
+        error = math.sqrt(300 * share * (1 - share))
+        assert abs(counts["negative_noise"].batches - 300 * share) <= 4 * error + 1e-9
+
+    def test_a_real_loop_with_all_checks_on(self):
+        reference = make_actor()
+        policy = moved(reference, scale=0.1)
+        stack = KLConstrainedTransform(reference, 0.1)
+        monitor = KLMonitor(
+            stack.controller, actor=policy, reference=stack.reference, check_every=1
+        )
+        for batch in collect(WalkEnv((4,)), policy, frames=48, batches=25, postproc=stack):
+            monitor(batch)
+        assert monitor.counts["sampler_disagrees"] == (0, 0)
+
+
+class TestInterface:
+    def test_reads_and_changes_nothing(self):
+        policy = make_actor()
+        stack = KLConstrainedTransform(make_actor(seed=1), per_step())
+        batch = stack(play(WalkEnv((2,)), policy))
+        before, coeff = batch.clone(), stack.controller.coeff.item()
+        rng = torch.get_rng_state()
+        KLMonitor(stack.controller, actor=policy, reference=stack.reference)(batch)
+        assert set(batch.keys(True, True)) == set(before.keys(True, True))
+        assert (batch == before).all()
+        assert stack.controller.coeff == coeff
+        assert torch.equal(torch.get_rng_state(), rng)
+        assert policy.training
+
+    def test_messages_go_to_a_log(self, caplog):
+        for message in KLMonitor(per_step(), window=1)(steps(2.0)):
+            logging.getLogger("run").warning(message)
+        assert "4 times the target" in caplog.text
+
+    def test_agents_have_keys_of_their_own(self):
+        actor = make_actor(agents=True)
+        policy = moved(actor)
+        stack = KLConstrainedTransform(
+            actor, ExponentialKLController(1.0, 0.5, per="step"), reward_key=("agents", "reward")
+        )
+        batch = stack(play(WalkEnv((2,), n_agents=3), policy))
+        monitor = KLMonitor(
+            stack.controller, actor=policy, reference=stack.reference, kl_key=("agents", "kl")
+        )
+        monitor(batch)
+        assert monitor.state_dict()["pools"][0][0] == batch["next", "agents", "kl"].numel() == 72
+        assert monitor.counts["sampler_disagrees"] == (0, 0)
+
+    @pytest.mark.parametrize("name", ["window", "check_every"])
+    @pytest.mark.parametrize("value", [0, 1.5, True])
+    def test_numbers_out_of_range(self, name, value):
+        with pytest.raises(ValueError, match=f"`{name}` must be an int of at least 1, got {value}"):
+            KLMonitor(per_step(), **{name: value})
+
+    @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
+    def test_tolerance_out_of_range(self, value):
+        with pytest.raises(ValueError, match="`tolerance` must be finite and above 0"):
+            KLMonitor(per_step(), tolerance=value)
+
+    def test_what_is_no_controller_actor_or_reference(self):
+        wrong: Any = 0.1
+        with pytest.raises(
+            TypeError, match="`controller` must be a KLController, got float.*stack.controller"
+        ):
+            KLMonitor(wrong)
+        with pytest.raises(TypeError, match="`actor` must be a probabilistic actor.*got Linear"):
+            KLMonitor(per_step(), actor=torch.nn.Linear(1, 1))
+        not_frozen: Any = make_actor()
+        with pytest.raises(
+            TypeError, match="`reference` must be a FrozenActor, got ProbabilisticActor.*reference`"
+        ):
+            KLMonitor(per_step(), actor=make_actor(), reference=not_frozen)
+        stack = KLConstrainedTransform(make_actor(), 0.1)
+        with pytest.raises(ValueError, match="`reference` needs `actor`"):
+            KLMonitor(per_step(), reference=stack.reference)
+
+    def test_missing_entries(self):
+        with pytest.raises(
+            KeyError, match="'next' is not in the data, got observation: pass a collector's batches"
+        ):
+            KLMonitor(per_step())(TensorDict(observation=torch.zeros(2), batch_size=2))
+        with pytest.raises(KeyError, match="'kl' is not in the data, got reward: run the stack"):
+            KLMonitor(per_step())(
+                TensorDict(next=TensorDict(reward=torch.zeros(2), batch_size=2), batch_size=2)
+            )
+        with pytest.raises(
+            KeyError, match="`state_dict` lacks \\['conditions', 'k1_sums'\\].*no KLMonitor's"
+        ):
+            KLMonitor(per_step()).load_state_dict({"n_batches": 1, "pools": []})

@@ -1,0 +1,699 @@
+"""A sampler and a scorer that disagree: what KLMonitor finds by recomputing log-probs, simulated with real actors."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import CompositeDistribution, TensorDictModule
+from torch import nn
+from torch.distributions import Categorical, Distribution, Normal
+from torch.testing import assert_close
+from torchrl.envs.utils import ExplorationType
+from torchrl.modules import MaskedCategorical, OneHotCategorical
+
+from tests.helpers import (
+    N_ACTIONS,
+    N_OBS,
+    WalkEnv,
+    collect,
+    make_actor,
+    memory_of,
+    moved,
+    play,
+    probabilistic_actor,
+    with_transforms,
+)
+from torchrl_kl import ConstantKLController, KLConstrainedTransform, KLMonitor
+from torchrl_kl.monitor.sampling import (
+    TEMPERATURES,
+    against_policy,
+    find_cause,
+    take,
+    towards_reference,
+)
+from torchrl_kl.monitor.scorer import _table
+
+INF = math.inf
+
+
+class Tempered(Categorical):
+    def __init__(self, logits):
+        super().__init__(logits=logits / 0.7)
+
+
+class TopTwo(Categorical):
+    def __init__(self, logits):
+        super().__init__(logits=logits.masked_fill(logits < logits.topk(2).values[..., -1:], -INF))
+
+
+class TopP(Categorical):
+    """The most likely actions until 0.8 is reached."""
+
+    def __init__(self, logits):
+        ranked = logits.softmax(-1).sort(-1, descending=True)
+        before = ranked.values.cumsum(-1) - ranked.values
+        keep = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ranked.indices, before < 0.8)
+        super().__init__(logits=logits.masked_fill(~keep, -INF))
+
+
+class LeavesOutTheMostLikely(Categorical):
+    """A mask that no entry of the data shows."""
+
+    def __init__(self, logits):
+        super().__init__(logits=logits.masked_fill(logits == logits.amax(-1, keepdim=True), -INF))
+
+
+class Both(Categorical):
+    """Temperature and top-k at once."""
+
+    def __init__(self, logits):
+        super().__init__(logits=TopTwo(logits / 0.7).logits)
+
+
+class LogitsAndMask(nn.Module):
+    """Every action but one, which depends on the observation."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(N_OBS, N_ACTIONS)
+
+    def forward(self, observation):
+        forbidden = (observation.sum(-1).abs() * 10).long() % N_ACTIONS
+        return self.linear(observation), nn.functional.one_hot(forbidden, N_ACTIONS) == 0
+
+
+def actor_drawing(distribution: Any, like: Any) -> Any:
+    """An actor with the weights of another and a distribution of its own."""
+    return probabilistic_actor(
+        like[0],
+        in_keys=["logits"],
+        out_keys=["action"],
+        distribution_class=distribution,
+        return_log_prob=True,
+    )
+
+
+def masked_actor(like: Any) -> Any:
+    net: Any = LogitsAndMask()
+    net.linear.load_state_dict(like[0].module.state_dict())
+    return probabilistic_actor(
+        TensorDictModule(net, ["observation"], ["logits", "allowed"]),
+        in_keys={"logits": "logits", "mask": "allowed"},
+        out_keys=["action"],
+        distribution_class=MaskedCategorical,
+        return_log_prob=True,
+    )
+
+
+def watch(sampler: Any, scorer: Any, *, steps: int = 60, env: Any = None, **kwargs) -> Any:
+    """What a monitor with the scorer says of one batch of the sampler's, with the scorer as the reference."""
+    stack = KLConstrainedTransform(scorer, 0.0)
+    batch = stack(play(env or WalkEnv((8,)), sampler, steps=steps))
+    monitor = KLMonitor(stack.controller, actor=scorer, reference=stack.reference, **kwargs)
+    return [message for message in monitor(batch) if message.condition == "sampler_disagrees"]
+
+
+class TestCauses:
+    """Of recorded log-probs that are not the actor's."""
+
+    @pytest.mark.parametrize(
+        ("distribution", "said"),
+        [
+            (
+                Tempered,
+                "the recorded ones are the actor's at temperature 0.7. Divide the actor's logits by the same",
+            ),
+            (TopTwo, "over its 2 most likely actions: top-k sampling with k = 2"),
+            (TopP, "top-p sampling. Sample without top-p"),
+            (
+                LeavesOutTheMostLikely,
+                "the recorded ones are never the smaller: as if the sampler masked actions",
+            ),
+            (Both, "the cause cannot be told from the numbers"),
+        ],
+    )
+    def test_of_a_sampler(self, distribution, said):
+        actor = make_actor()
+        (message,) = watch(actor_drawing(distribution, actor), actor)
+        assert message.text.startswith(
+            "The sampler and the scorer disagree: recorded log-probs differ from those"
+        )
+        assert f"Cause: {said}" in message.text or said in message.text
+        assert message.text.endswith(
+            "Until then the KL is that of another policy than the one that is trained."
+        )
+
+    @pytest.mark.parametrize(
+        ("distribution", "said"),
+        [
+            (Tempered, "at temperature 1.43"),  # 1 / 0.7
+            (TopTwo, "the actor gives probability 0 to"),
+            (LeavesOutTheMostLikely, "the actor gives probability 0 to"),
+        ],
+    )
+    def test_of_a_scorer(self, distribution, said):
+        actor = make_actor()
+        (message,) = watch(actor, actor_drawing(distribution, actor))
+        assert said in message.text
+
+    def test_top_p_is_bracketed(self):
+        actor = make_actor()
+        (message,) = watch(actor_drawing(TopP, actor), actor)
+        low, high = message.text.split("p between ")[1].split(": top-p")[0].split(" and ")
+        assert 0.5 < float(low) <= 0.8 <= float(high) < 1
+
+    def test_a_mask_in_the_data_is_named(self):
+        actor = make_actor()
+        (message,) = watch(masked_actor(actor), actor)
+        assert (
+            "over the actions that 'allowed' allows. Let the actor that scores read that mask"
+            in message.text
+        )
+
+    def test_a_sampler_without_the_scorers_mask(self):
+        actor = make_actor()
+        (message,) = watch(actor, masked_actor(actor))
+        assert "the actor gives probability 0 to" in message.text
+        assert "it masks actions that the sampler may draw" in message.text
+
+    def test_weights_that_moved_on_cannot_be_told(self):
+        actor = make_actor()
+        (message,) = watch(actor, moved(actor))
+        assert (
+            "the cause cannot be told from the numbers. Were the actor's weights updated"
+            in message.text
+        )
+        assert "call the monitor before the update" in message.text
+
+    def test_figures(self):
+        actor = make_actor()
+        torch.manual_seed(0)
+        batch = play(WalkEnv((8,)), actor)
+        batch["action_log_prob"][0, :3] += torch.tensor([0.25, -0.5, 0.0])
+        (message,) = KLMonitor(ConstantKLController(0.1), actor=actor)(
+            KLConstrainedTransform(actor, 0.1)(batch)
+        )
+        assert "by up to 0.5 nats, on 2.1% of 96 steps" in message.text
+        assert_close(
+            message.figures, {"share": 2 / 96, "largest_difference": 0.5}, rtol=1e-5, atol=1e-5
+        )
+
+    @pytest.mark.parametrize(("error", "n_messages"), [(0.9e-3, 0), (1.1e-3, 1)])
+    def test_tolerance(self, error, n_messages):
+        actor = make_actor()
+        batch = play(WalkEnv((8,)), actor)
+        batch["action_log_prob"][3, 3] += error
+        monitor = KLMonitor(ConstantKLController(0.1), actor=actor)
+        assert len(monitor(KLConstrainedTransform(actor, 0.1)(batch))) == n_messages
+
+    def test_padding_is_not_compared(self):
+        actor = make_actor()
+        batch = play(WalkEnv((8,)), actor)
+        batch["action_log_prob"][:, 5:] = math.nan
+        batch["collector", "mask"] = torch.arange(12).expand(8, 12) < 5
+        monitor = KLMonitor(ConstantKLController(0.1), actor=actor)
+        assert monitor(KLConstrainedTransform(actor, 0.1)(batch)) == []
+
+    def test_a_batch_of_padding_alone_has_nothing_to_compare(self):
+        actor = make_actor()
+        batch = play(WalkEnv((8,)), actor)
+        batch["action_log_prob"] += 1.0
+        batch["collector", "mask"] = torch.zeros(8, 12, dtype=torch.bool)
+        batch["next", "kl"] = torch.ones(8, 12, 1)
+        assert KLMonitor(ConstantKLController(0.1), actor=actor)(batch) == []
+
+    def test_frames_of_a_random_policy(self):
+        actor = make_actor()
+        batch = play(WalkEnv((8,)), actor)
+        batch["action"] = torch.randint(N_ACTIONS, (8, 12))
+        batch["action_log_prob"] = torch.zeros(8, 12)
+        (message, *_) = KLMonitor(ConstantKLController(0.1), actor=actor)(
+            KLConstrainedTransform(actor, 0.1)(batch)
+        )
+        assert (
+            "every recorded one is 0: a collector fills them so for the random actions"
+            in message.text
+        )
+
+    def test_continuous_actions_are_compared_without_a_cause(self):
+        actor = make_actor("normal")
+        (message,) = watch(actor, moved(actor), env=WalkEnv((8,), discrete=False))
+        assert (
+            "Do both use the same temperature, bounds and masks, and the same weights?"
+            in message.text
+        )
+        assert watch(actor, actor, env=WalkEnv((8,), discrete=False)) == []
+
+
+class TestCauseByNumbers:
+    """`find_cause` where an actor would be roundabout."""
+
+    log_probs = (
+        torch.randn(700, 6, generator=torch.Generator().manual_seed(1)).double().log_softmax(-1)
+    )
+
+    def cause(self, recorded, log_probs=None, **masks):
+        log_probs = self.log_probs if log_probs is None else log_probs
+        return find_cause(log_probs, self.action, recorded, masks, 1e-3)
+
+    @property
+    def action(self):
+        return torch.arange(700) % 6
+
+    @pytest.mark.parametrize("temperature", [0.05, 0.33, 0.99, 1.01, 4.4, 30.0])
+    def test_any_temperature(self, temperature):
+        recorded = take((self.log_probs / temperature).log_softmax(-1), self.action)
+        assert f"at temperature {temperature:.3g}. Divide" in self.cause(recorded)
+
+    def test_a_temperature_where_actions_are_masked(self):
+        log_probs = self.log_probs.clone()
+        log_probs[torch.arange(700), (self.action + 1) % 6] = -INF
+        recorded = take((log_probs / 0.5).log_softmax(-1), self.action)
+        assert "at temperature 0.5. Divide" in self.cause(recorded, log_probs.log_softmax(-1))
+
+    def test_one_pair_of_numbers_is_no_temperature(self):
+        """Two actions of one state: some temperature fits whatever the weights became."""
+        log_probs = torch.tensor([0.2, 0.8]).double().log().expand(700, 2)
+        self_action = torch.arange(700) % 2
+        recorded = take(torch.tensor([0.3, 0.7]).double().log().expand(700, 2), self_action)
+        assert "cannot be told" in find_cause(log_probs, self_action, recorded, {}, 1e-3)
+
+    def test_a_mask_that_does_not_explain_it_is_not_named(self):
+        recorded = take((self.log_probs / 0.5).log_softmax(-1), self.action)
+        assert "temperature 0.5" in self.cause(recorded, other=torch.ones(700, 6, dtype=torch.bool))
+        shifted = take(self.log_probs, self.action) + 0.01
+        assert "other" not in self.cause(shifted, other=torch.ones(700, 6, dtype=torch.bool))
+
+    def test_a_part_of_the_actions(self):
+        kept = torch.linspace(0.5, 0.9, 700).double()
+        scored = take(self.log_probs, self.action)
+        said = self.cause(scored - kept.log())
+        assert f"hold {kept.mean():.0%} of the actor's probability on average" in said
+        assert "never the larger: as if the actor masked actions" in self.cause(scored + kept.log())
+
+    def test_top_k_holds_the_actions_that_it_draws(self):
+        """The mass of the 2 most likely, but on the least likely action: no top-k."""
+        ranked = self.log_probs.sort(-1, descending=True)
+        recorded = ranked.values[:, -1] - ranked.values[:, :2].logsumexp(-1)
+        assert "never the smaller" in find_cause(
+            self.log_probs, ranked.indices[:, -1], recorded, {}, 1e-3
+        )
+
+    def test_a_cause_explains_most_of_a_small_difference(self):
+        """Differences of 0.01 at most: a temperature that leaves 0.0005 over is a coincidence, though within 0.001."""
+        exact = take((self.log_probs / 1.0015).log_softmax(-1), self.action)
+        largest = (exact - take(self.log_probs, self.action)).abs().max()
+        assert 1e-3 < largest < 0.01
+        assert "at temperature 1" in self.cause(exact)
+        assert "cannot be told" in self.cause(exact + 5e-4 * torch.linspace(-1, 1, 700).sign())
+
+    def test_cuts_that_no_p_explains_are_no_top_p(self):
+        """Each step renormalises over so many of its most likely actions, now 1 and now 5 of 6, whatever they hold."""
+        ranked = self.log_probs.sort(-1, descending=True)
+        n_kept = torch.arange(700) % 2 * 4 + 1
+        kept = ranked.values.logcumsumexp(-1).gather(-1, n_kept.unsqueeze(-1) - 1).squeeze(-1)
+        said = find_cause(
+            self.log_probs, ranked.indices[:, 0], ranked.values[:, 0] - kept, {}, 1e-3
+        )
+        assert "never the smaller" in said
+
+    def test_a_few_steps_of_one_sign_say_nothing(self):
+        recorded = take(self.log_probs, self.action)
+        for n_steps, said in ((19, "cannot be told"), (20, "never the smaller")):
+            shifted = recorded.clone()
+            shifted[:n_steps] += torch.linspace(0.1, 0.2, n_steps).double()
+            assert said in find_cause(
+                self.log_probs[:500], self.action[:500], shifted[:500], {}, 1e-3
+            )
+
+    @pytest.mark.parametrize(
+        ("value", "said"), [(math.nan, "cannot be told"), (-INF, "never the larger")]
+    )
+    def test_recorded_ones_that_are_not_finite(self, value, said):
+        recorded = take(self.log_probs, self.action)
+        recorded[::2] = value
+        assert said in self.cause(recorded)
+
+
+class TestActions:
+    """Of actions that were not drawn from the distribution whose log-probs are recorded."""
+
+    @staticmethod
+    def scored_again(batch: Any, actor: Any) -> Any:
+        """The actions as they are, with the log-probs of another actor: the bug of a scorer beside a sampler."""
+        with torch.no_grad():
+            batch["action_log_prob"] = actor.get_dist(batch.select("observation")).log_prob(
+                batch["action"]
+            )
+        return batch
+
+    @pytest.mark.parametrize(
+        ("distribution", "said"),
+        [
+            (Tempered, "a lower temperature (near 0.7), top-k or top-p sampling"),
+            (TopTwo, "top-k sampling with k near 2"),
+        ],
+    )
+    def test_a_sampler_that_another_scores(self, distribution, said):
+        actor = make_actor()
+        stack = KLConstrainedTransform(moved(actor, seed=5), 0.1)
+        batch = self.scored_again(
+            play(WalkEnv((8,)), actor_drawing(distribution, actor), steps=200), actor
+        )
+        (message,) = KLMonitor(stack.controller, actor=actor)(stack(batch))
+        assert message.condition == "sampler_disagrees"
+        assert (
+            f"the actions were not drawn from it. They look like {said}; by chance" in message.text
+        )
+        assert message.figures["evidence"] > math.log(1e6)
+
+    def test_a_higher_temperature(self):
+        actor = make_actor()
+        hotter = actor_drawing(lambda logits: Categorical(logits=logits / 2), actor)
+        log_probs, action, _ = draws(actor, hotter)
+        evidence = against_policy(log_probs, action)
+        assert evidence.drawn_by == "a higher temperature (near 2)"
+        assert evidence.nats > math.log(1e6)
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_modes_are_no_samples(self):
+        actor = make_actor()
+        stack = KLConstrainedTransform(moved(actor, seed=5), 0.1)
+        batches = collect(
+            WalkEnv((8,)),
+            actor,
+            frames=400,
+            batches=1,
+            postproc=stack,
+            exploration_type=ExplorationType.DETERMINISTIC,
+        )
+        (message,) = KLMonitor(stack.controller, actor=actor)(batches[0])
+        assert "They look like the most likely action each time" in message.text
+        assert "ExplorationType.RANDOM" in message.text
+
+    def test_the_evidence_is_bounded_by_enumeration(self):
+        """E[exp(evidence)] <= 1 over all actions of three steps, so that it passes x once in exp(x)."""
+        log_probs = (
+            torch.tensor([[0.5, -1.0, 0.2], [2.0, 0.0, -1.0], [0.0, 0.1, 0.2]])
+            .double()
+            .log_softmax(-1)
+        )
+        mean = 0.0
+        for action in torch.cartesian_prod(*[torch.arange(3)] * 3):
+            chance = take(log_probs, action).sum().exp().item()
+            mean += chance * math.exp(against_policy(log_probs, action).nats)
+        assert 0.05 < mean <= 1
+
+    def test_towards_the_reference_by_enumeration(self):
+        """The mean of exp(evidence) is 1 exactly: it is a ratio of two distributions of the same actions."""
+        log_probs = torch.tensor([[0.5, -1.0, 0.2], [2.0, 0.0, -1.0]]).double().log_softmax(-1)
+        ref_log_probs = torch.tensor([[0.0, 1.0, 0.2], [-INF, 0.0, 3.0]]).double().log_softmax(-1)
+        mean = 0.0
+        for action in torch.cartesian_prod(*[torch.arange(3)] * 2):
+            chance = take(log_probs, action).sum().exp().item()
+            mean += chance * math.exp(towards_reference(log_probs, ref_log_probs, action))
+        assert_close(mean, 1.0, rtol=1e-12, atol=0.0)
+
+    def test_no_temperature_of_the_list_is_the_policys_own(self):
+        assert 1.0 not in TEMPERATURES
+
+
+def draws(scorer: Any, sampler: Any, steps: int = 100) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The scorer's log-probs of all actions, and what the sampler drew."""
+    batch = play(WalkEnv((8,)), sampler, steps=steps)
+    with torch.no_grad():
+        logits = scorer.get_dist(batch.select("observation")).logits
+    return logits.double().log_softmax(-1).flatten(0, 1), batch["action"].flatten(), batch
+
+
+class TestNegative:
+    def negative_batch(self, policy, stack, steps=4) -> Any:
+        for seed in range(50):
+            batch = stack(play(WalkEnv((4,)), policy, steps=steps, seed=seed))
+            if batch["next", "kl"].mean() < -1e-3:
+                return batch
+        raise AssertionError("no batch came out negative")
+
+    def test_noise_has_the_exact_kl_beside_it(self):
+        reference = make_actor()
+        policy = moved(reference, scale=0.1)
+        stack = KLConstrainedTransform(reference, 0.1)
+        batch = self.negative_batch(policy, stack)
+        monitor = KLMonitor(stack.controller, actor=policy, reference=stack.reference)
+        (message,) = monitor(batch)
+        with torch.no_grad():
+            p, q = (
+                actor.get_dist(batch.select("observation")).logits.log_softmax(-1)
+                for actor in (policy, reference)
+            )
+        exact = (p.exp() * (p - q)).sum(-1).mean().item()
+        assert message.condition == "negative_noise"
+        assert_close(message.figures["exact_kl"], exact, rtol=1e-4, atol=1e-7)
+        assert f"(the exact KL on the same states is {exact:.3g}): noise, no bug" in message.text
+
+    def test_the_exact_kl_leaves_padding_out(self):
+        reference = make_actor()
+        policy = moved(reference, scale=0.1)
+        stack = KLConstrainedTransform(reference, 0.1)
+        batch = self.negative_batch(policy, stack)
+        (whole,) = KLMonitor(stack.controller, actor=policy, reference=stack.reference)(batch)
+        padded: Any = torch.cat([batch, batch.clone()], 1)
+        padded["observation"][:, 4:] += 10.0
+        padded["collector", "mask"] = torch.arange(8).expand(4, 8) < 4
+        (message,) = KLMonitor(stack.controller, actor=policy, reference=stack.reference)(padded)
+        assert_close(message.figures, whole.figures, rtol=1e-5, atol=1e-7)
+
+    def test_without_a_reference_it_is_noise_all_the_same(self):
+        reference = make_actor()
+        policy = moved(reference, scale=0.1)
+        stack = KLConstrainedTransform(reference, 0.1)
+        (message,) = KLMonitor(stack.controller, actor=policy)(self.negative_batch(policy, stack))
+        assert message.condition == "negative_noise"
+        assert "exact KL on" not in message.text
+
+    def test_continuous_actions_have_an_exact_kl_too(self):
+        reference = make_actor("normal")
+        policy = moved(reference, scale=0.05)
+        stack = KLConstrainedTransform(reference, 0.1)
+        env = WalkEnv((4,), discrete=False)
+        batch = next(
+            batch
+            for seed in range(50)
+            if (batch := stack(play(env, policy, steps=4, seed=seed)))["next", "kl"].mean() < -1e-3
+        )
+        (message,) = KLMonitor(stack.controller, actor=policy, reference=stack.reference)(batch)
+        with torch.no_grad():
+            p, q = (actor.get_dist(batch.select("observation")) for actor in (policy, reference))
+        assert isinstance(p, Normal)
+        variance = (p.scale / q.scale) ** 2
+        exact = (
+            ((variance + ((p.loc - q.loc) / q.scale) ** 2 - 1 - variance.log()) / 2)
+            .sum(-1)
+            .mean()
+            .item()
+        )
+        assert_close(message.figures["exact_kl"], exact, rtol=1e-4, atol=1e-6)
+
+    def test_the_references_own_actions_are_no_samples_of_the_policy(self):
+        """Scored by the policy and drawn by the reference: the mean of k1 is -KL(reference || policy)."""
+        reference = make_actor()
+        policy = moved(reference, scale=0.3)
+        stack = KLConstrainedTransform(reference, 0.1)
+        batch = stack(TestActions.scored_again(play(WalkEnv((8,)), reference, steps=200), policy))
+        assert batch["next", "kl"].mean() < 0
+        (message,) = KLMonitor(stack.controller, actor=policy, reference=stack.reference)(batch)
+        assert message.condition == "sampler_disagrees"
+        assert "where the exact KL on the same states is" in message.text
+        assert "the reference's own samples, demonstrations" in message.text
+        (message,) = KLMonitor(stack.controller, actor=policy)(batch)
+        assert (
+            "once in a million batches at most. The recorded log-probs are the actor's, but"
+            in message.text
+        )
+
+
+class TestWhen:
+    def test_every_so_many_batches(self):
+        """The disagreement begins in the third batch; of six, the fourth is the next that is checked."""
+        actor = make_actor()
+        stack = KLConstrainedTransform(make_actor(seed=5), 0.1)
+        honest = stack(play(WalkEnv((8,)), actor))
+        tempered = stack(play(WalkEnv((8,)), actor_drawing(Tempered, actor)))
+        assert (honest["next", "kl"].mean() > 0) & (tempered["next", "kl"].mean() > 0)
+        monitor = KLMonitor(stack.controller, actor=actor, check_every=3, window=2)
+        seen = [len(monitor(batch)) for batch in [honest] * 2 + [tempered] * 6]
+        assert seen == [0, 0, 0, 1, 0, 0, 0, 0]
+        assert monitor.counts["sampler_disagrees"] == (2, 1)  # batches 4 and 7, one episode
+
+    def test_a_negative_batch_is_checked_out_of_turn(self):
+        actor = make_actor()
+        stack = KLConstrainedTransform(actor, 0.1)
+        honest = stack(play(WalkEnv((8,)), actor))
+        tempered = stack(play(WalkEnv((8,)), actor_drawing(Tempered, actor)))
+        tempered["next", "kl"] = -tempered["next", "kl"].abs()
+        monitor = KLMonitor(stack.controller, actor=actor, check_every=1000)
+        assert monitor(honest) == []
+        (message,) = monitor(tempered)
+        assert "temperature 0.7" in message.text
+
+
+class TestActors:
+    @pytest.mark.parametrize("kind", ["lstm", "gru"])
+    def test_a_recurrent_one_is_scored_over_time(self, kind):
+        reference = make_actor(kind)
+        policy = moved(reference)
+        stack = KLConstrainedTransform(reference, 0.1)
+        env = with_transforms(WalkEnv((4,)), *memory_of(policy))
+        batches = collect(env, policy, frames=40, batches=2, postproc=stack)
+        monitor = KLMonitor(stack.controller, actor=policy, check_every=1)
+        for batch in batches:
+            assert [m for m in monitor(batch) if m.condition == "sampler_disagrees"] == []
+        batches[1]["action_log_prob"][0, 0] += 0.5
+        assert [m.condition for m in monitor(batches[1])][-1] == "sampler_disagrees"
+
+    def test_a_recurrent_reference_in_the_env_has_its_state_in_the_batch(self):
+        reference = make_actor("lstm")
+        policy = moved(reference, scale=0.05)
+        stack = KLConstrainedTransform(reference, 0.1)
+        env = with_transforms(WalkEnv((4,)), *memory_of(policy), stack)
+        (batch,) = collect(env, policy, frames=40, batches=1)
+        batch["next", "kl"] = -batch["next", "kl"].abs() - 0.01
+        (message,) = KLMonitor(stack.controller, actor=policy, reference=stack.reference)(batch)
+        assert 0 < message.figures["exact_kl"] < 0.1
+
+    def test_elsewhere_that_state_is_missing(self):
+        reference = make_actor("lstm")
+        policy = moved(reference)
+        stack = KLConstrainedTransform(reference, 0.1)
+        (batch,) = collect(
+            with_transforms(WalkEnv((4,)), *memory_of(policy)),
+            policy,
+            frames=40,
+            batches=1,
+            postproc=stack,
+        )
+        monitor = KLMonitor(stack.controller, actor=policy, reference=stack.reference)
+        batch["next", "kl"] = batch["next", "kl"].abs()
+        assert monitor(batch) == []  # only a negative mean asks for the exact KL
+        batch["next", "kl"] = -batch["next", "kl"] - 0.01
+        with pytest.raises(
+            RuntimeError,
+            match="the reference is recurrent and its state 'ref_h' is not in the batch",
+        ):
+            monitor(batch)
+
+    def test_one_hot_actions(self):
+        actor = make_actor()
+        one_hot = actor_drawing(OneHotCategorical, actor)
+        batch = play(WalkEnv((8,)), actor)
+        batch["action"] = nn.functional.one_hot(batch["action"], N_ACTIONS)
+        batch["action_log_prob"] = batch["action_log_prob"] + 0.5
+        batch["next", "kl"] = torch.ones(8, 12, 1)
+        (message,) = KLMonitor(ConstantKLController(0.1), actor=one_hot)(batch)
+        assert "Cause: the recorded ones are never the smaller" in message.text
+
+    def test_of_several_heads_one_is_named(self):
+        class TwoHeads(nn.Linear):
+            def forward(self, observation):
+                logits = super().forward(observation)
+                return logits, -logits
+
+        actor = probabilistic_actor(
+            TensorDictModule(
+                TwoHeads(N_OBS, 4),
+                ["observation"],
+                [("params", "a", "logits"), ("params", "b", "logits")],
+            ),
+            in_keys=["params"],
+            distribution_class=CompositeDistribution,
+            distribution_kwargs={"distribution_map": {"a": Categorical, "b": Categorical}},
+            return_log_prob=True,
+        )
+        batch = actor(TensorDict(observation=torch.randn(50, N_OBS), batch_size=50)).detach()
+        batch["next"] = TensorDict(kl=torch.ones(50, 1), batch_size=50)
+        batch["b_log_prob"] += 0.25
+        with pytest.raises(
+            ValueError, match="must record one log-prob, got the keys.*`log_prob_key`"
+        ):
+            KLMonitor(ConstantKLController(0.1), actor=actor)
+        seen = []
+        for key in ("a_log_prob", "b_log_prob"):
+            seen += KLMonitor(ConstantKLController(0.1), actor=actor, log_prob_key=key)(batch)
+        (message,) = seen
+        assert "by up to 0.25 nats, on 100.0% of 50 steps" in message.text
+        batch["other"] = batch["a_log_prob"]
+        monitor = KLMonitor(ConstantKLController(0.1), actor=actor, log_prob_key="other")
+        with pytest.raises(
+            KeyError,
+            match="'other' is not in the data, got a_log_prob, b_log_prob: name one of them",
+        ):
+            monitor(batch)
+
+    @pytest.mark.parametrize("allowed", [[0, 2, 3], [1, 2, 0]])
+    def test_logits_of_a_sparse_mask_are_not_in_the_order_of_actions(self, allowed):
+        dist = MaskedCategorical(
+            logits=torch.randn(40, 4), indices=torch.tensor([allowed]).expand(40, 3)
+        )
+        action = dist.sample()
+        assert (
+            _table(dist, action, dist.log_prob(action).double(), torch.ones(40, dtype=torch.bool))
+            is None
+        )
+
+    def test_a_large_vocabulary_is_looked_at_in_part(self, monkeypatch):
+        """Evenly spaced steps: as the cause stands in all of them, it is found in a few."""
+        actor = make_actor()
+        monkeypatch.setattr("torchrl_kl.monitor.scorer._TABLE_SIZE", 100 * N_ACTIONS)
+        sizes: list[int] = []
+        monkeypatch.setattr(
+            "torchrl_kl.monitor.scorer.find_cause",
+            lambda *args: sizes.append(len(args[2])) or find_cause(*args),
+        )
+        (message,) = watch(actor_drawing(Tempered, actor), actor)
+        assert "temperature 0.7" in message.text
+        assert "of 480 steps" in message.text
+        assert sizes == [100]
+
+    def test_missing_entries(self):
+        actor = make_actor()
+        batch = KLConstrainedTransform(actor, 0.1)(play(WalkEnv((2,)), actor))
+        for key, said in (
+            ("action_log_prob", "'action_log_prob' is not in the data.*return_log_prob=True"),
+            ("observation", "observation"),
+            ("action", "'action' is not in the data.*`actor` must be the policy of this batch"),
+        ):
+            with pytest.raises(KeyError, match=said):
+                KLMonitor(ConstantKLController(0.1), actor=actor)(batch.exclude(key))
+
+    def test_a_distribution_without_a_closed_form(self):
+        """No exact KL is no error: the samples alone say that it is noise."""
+
+        class Own(Distribution):
+            has_rsample = False
+
+            def __init__(self, loc, scale):
+                self.normal = Normal(loc, scale)
+                super().__init__(self.normal.batch_shape, validate_args=False)
+
+            def sample(self, sample_shape=()):
+                return self.normal.sample(sample_shape)
+
+            def log_prob(self, value):
+                return self.normal.log_prob(value)
+
+        base = make_actor("normal")
+        policy = probabilistic_actor(
+            base[0],
+            in_keys=["loc", "scale"],
+            out_keys=["action"],
+            distribution_class=Own,
+            return_log_prob=True,
+        )
+        stack = KLConstrainedTransform(policy, 0.1)
+        batch = stack(play(WalkEnv((4,), discrete=False), policy, steps=4))
+        batch["next", "kl"] = torch.full((4, 4, 1), -0.1)
+        (message,) = KLMonitor(stack.controller, actor=policy, reference=stack.reference)(batch)
+        assert message.condition == "negative_noise"
+        assert "exact KL on" not in message.text

@@ -1,0 +1,239 @@
+"""One rollout on every way that data take: the same numbers to 1e-5, and never a second charge."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.collectors.utils import split_trajectories
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+)
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from tests.helpers import (
+    WalkEnv,
+    assert_same,
+    collect,
+    make_actor,
+    memory_of,
+    moved,
+    with_transforms,
+    without_kl,
+)
+from torchrl_kl import AdaptiveKLController, KLConstrainedTransform, KLRewardTransform
+
+KINDS = ("categorical", "normal", "tanh_normal", "lstm", "agents")
+T, N = 14, 3
+STEP_WISE = ("ref_log_prob", "kl", "task_reward", "kl_coeff", "reward")
+REWARD: dict[str, Any] = {"agents": ("agents", "reward")}
+
+
+def actor_of(kind: str) -> Any:
+    return make_actor(agents=True) if kind == "agents" else make_actor(kind)
+
+
+def stack_of(kind: str, controller: Any = 0.3, **kwargs) -> KLConstrainedTransform:
+    return KLConstrainedTransform(
+        actor_of(kind), controller, reward_key=REWARD.get(kind, "reward"), **kwargs
+    )
+
+
+def frozen(kind: str, **kwargs) -> KLConstrainedTransform:
+    controller = AdaptiveKLController(0.3, target=0.1, horizon=100)
+    return stack_of(kind, controller, update_every=1, **kwargs).freeze()
+
+
+both = pytest.mark.parametrize("make", [stack_of, frozen], ids=["constant", "frozen"])
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def env_of(kind: str, *transforms: Any) -> Any:
+    env = WalkEnv(
+        (N,),
+        discrete=kind not in ("normal", "tanh_normal"),
+        n_agents=2 if kind == "agents" else None,
+    )
+    memory = memory_of(actor_of(kind)) if kind == "lstm" else []
+    return with_transforms(env, *memory, *transforms) if memory or transforms else env
+
+
+def charged_in_env(kind: str, make: Any = stack_of) -> Any:
+    """A collector's batch (N, T), charged step by step in the env; trajectories of 2 to 4 steps."""
+    (batch,) = collect(env_of(kind, make(kind)), moved(actor_of(kind)), frames=N * T, batches=1)
+    return batch.detach()
+
+
+def compare(kind: str, actual: Any, expected: Any, names=(*STEP_WISE, "episode_kl")) -> None:
+    assert actual.batch_size == expected.batch_size
+    for name in names:
+        key: Any = ("agents", name) if kind == "agents" else name
+        assert_same(actual["next"][key], expected["next"][key])
+        assert (expected["next"][key] != 0).any()
+
+
+def replayed(storage: Any, batch: Any, *transforms: Any) -> Any:
+    """The rows of a flat batch out of a replay buffer, in their order."""
+    buffer = ReplayBuffer(
+        storage=storage,
+        sampler=SamplerWithoutReplacement(shuffle=False),
+        batch_size=batch.batch_size[0],
+    )
+    for transform in transforms:
+        buffer.append_transform(transform)
+    buffer.extend(batch)
+    return buffer.sample()
+
+
+def kept(kind: str, batch: Any) -> Any:
+    """A batch without what the stack wrote, but for the state of a recurrent reference, which it cannot know."""
+    bare = without_kl(batch)
+    if kind == "lstm":
+        for name in ("ref_h", "ref_c"):
+            bare[name] = batch[name]
+    return bare
+
+
+# The paths.
+
+
+@both
+@every_kind
+def test_postproc_of_a_collector(kind, make):
+    policy = moved(actor_of(kind))
+    (batch,) = collect(env_of(kind), policy, frames=N * T, batches=1, postproc=make(kind))
+    compare(kind, batch.detach(), charged_in_env(kind, make))
+
+
+@both
+@every_kind
+def test_plain_module_call(kind, make):
+    expected = charged_in_env(kind, make)
+    compare(kind, nn.Sequential(make(kind))(without_kl(expected)), expected)
+
+
+@both
+@every_kind
+def test_flat_shuffled_samples(kind, make):
+    expected = charged_in_env(kind, make).reshape(-1)
+    order = torch.randperm(N * T, generator=torch.Generator().manual_seed(0))
+    stack = make(kind).freeze()
+    compare(kind, stack(kept(kind, expected[order])), expected[order], STEP_WISE)
+
+
+@both
+@every_kind
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+def test_replay_buffer(kind, make, storage):
+    expected = charged_in_env(kind, make).reshape(-1)
+    compare(kind, replayed(storage(N * T), kept(kind, expected), make(kind)), expected, STEP_WISE)
+
+
+@both
+@every_kind
+def test_replay_buffer_of_whole_rows(kind, make):
+    expected = charged_in_env(kind, make)
+    compare(
+        kind,
+        replayed(LazyTensorStorage(N), without_kl(expected), make(kind, time_dim=-1)),
+        expected,
+    )
+
+
+@both
+@every_kind
+def test_padded_trajectories(kind, make):
+    expected = split_trajectories(charged_in_env(kind, make))
+    mask = expected["collector", "mask"]
+    assert not mask.all()
+    actual = make(kind, time_dim=-1)(split_trajectories(without_kl(charged_in_env(kind, make))))
+    compare(kind, actual[mask], expected[mask])
+    padding: Any = actual["next"][("agents", "kl") if kind == "agents" else "kl"][~mask]
+    assert (padding == 0).all()
+
+
+@both
+@every_kind
+@pytest.mark.parametrize("loaded", [False, True], ids=["written", "loaded"])
+def test_offline_batches_from_disk(kind, make, loaded, tmp_path):
+    expected = charged_in_env(kind, make)
+    bare = without_kl(expected)
+    batch: Any = bare.memmap(tmp_path)
+    assert batch.is_memmap()
+    if loaded:
+        batch = TensorDict.load_memmap(tmp_path).lock_()
+    assert batch.is_locked
+    # The disk does not keep the name of time.
+    compare(kind, make(kind, time_dim=-1)(batch), expected)
+    again: Any = TensorDict.load_memmap(tmp_path)
+    assert (again == bare).all()
+    assert set(again.keys(True, True)) == set(bare.keys(True, True))
+
+
+# A controller that is not frozen moves wherever data come once, and never where they come again.
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["flat", "rows"])
+def test_sampling_from_a_buffer_never_moves_the_controller(rows):
+    controller = AdaptiveKLController(0.3, target=1e-3, horizon=100)
+    stack = stack_of("categorical", controller, update_every=1)
+    batch = without_kl(charged_in_env("categorical"))
+    sample = replayed(LazyTensorStorage(N * T), batch if rows else batch.reshape(-1), stack)
+    assert (sample["next", "kl"] != 0).any()
+    assert controller.coeff == 0.3
+    stack(batch)
+    assert controller.coeff > 0.3
+
+
+# Charging twice.
+
+PATHS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "module": lambda again, batch, _: again(batch),
+    "flat": lambda again, batch, _: again(batch.reshape(-1)),
+    "replay": lambda again, batch, _: replayed(LazyTensorStorage(N * T), batch.reshape(-1), again),
+    "padded": lambda again, batch, _: again(split_trajectories(batch)),
+    "disk": lambda again, batch, folder: again(batch.memmap(folder)),
+    "postproc": lambda again, *_: collect_charged(postproc=again),
+}
+
+
+def collect_charged(**kwargs) -> Any:
+    kind = "categorical"
+    return collect(
+        env_of(kind, stack_of(kind)), moved(actor_of(kind)), frames=N * T, batches=1, **kwargs
+    )
+
+
+@pytest.mark.parametrize("first", ["env", "batch"])
+@pytest.mark.parametrize(
+    "second", [stack_of, lambda kind: KLRewardTransform(actor_of(kind))], ids=["stack", "one"]
+)
+@pytest.mark.parametrize("path", PATHS)
+def test_charging_twice_is_an_error_on_every_path(path, second, first, tmp_path):
+    batch = charged_in_env("categorical")
+    if first == "batch":
+        batch = stack_of("categorical")(without_kl(batch))
+    with pytest.raises(
+        RuntimeError, match="the batch has 'kl_coeff': 'reward' was charged for its KL before"
+    ):
+        PATHS[path](second("categorical"), batch, tmp_path)
+
+
+# What a batch cannot say.
+
+
+def test_a_log_prob_of_the_step_before_is_charged_to_a_random_action():
+    """TorchRL's step_mdp keeps what the policy wrote: say so by leaving it out."""
+    env = env_of("categorical", stack_of("categorical"))
+    with set_exploration_type(ExplorationType.RANDOM):
+        td = env.step_mdp(env.step(moved(actor_of("categorical"))(env.reset())))
+    assert "action_log_prob" in td.keys()
+    stale = env.step(env.rand_action(td.clone()))["next"]
+    fresh = env.step(env.rand_action(td.exclude("action_log_prob", "logits")))["next"]
+    assert (stale["kl"] != 0).any()
+    assert (fresh["kl"] == 0).all()

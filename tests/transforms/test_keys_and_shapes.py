@@ -1,0 +1,207 @@
+"""Entries that stand elsewhere, several rewards, rewards of many shapes."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torch.distributions import Categorical
+from torch.testing import assert_close
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import RenameTransform, check_env_specs
+
+from tests.helpers import (
+    N_ACTIONS,
+    N_OBS,
+    WalkEnv,
+    assert_same,
+    make_actor,
+    moved,
+    play,
+    probabilistic_actor,
+    sharp,
+    with_transforms,
+)
+from torchrl_kl import KLConstrainedTransform, KLRewardTransform
+
+any_batch = pytest.mark.parametrize("batch_size", [(), (2,), (2, 3)], ids=str)
+PIECES = {"stack": KLConstrainedTransform, "one piece": KLRewardTransform}
+either = pytest.mark.parametrize("make", PIECES.values(), ids=PIECES)
+
+
+def k1(
+    batch, policy, reference, *, observation: Any = "observation", action: Any = "action"
+) -> torch.Tensor:
+    """From the two networks alone, trailing 1."""
+    with torch.no_grad():
+        logits = [
+            actor[0].module(batch[observation]).log_softmax(-1) for actor in (policy, reference)
+        ]
+    log_prob, ref_log_prob = (x.gather(-1, batch[action].unsqueeze(-1)) for x in logits)
+    return log_prob - ref_log_prob
+
+
+# Nested keys.
+
+
+def far_actor() -> Any:
+    """Its action, log-prob and parameters stand in branches of their own."""
+    net = TensorDictModule(
+        nn.Linear(N_OBS, N_ACTIONS), ["observation"], [("hand", "deep", "logits")]
+    )
+    actor = probabilistic_actor(
+        net,
+        in_keys={"logits": ("hand", "deep", "logits")},
+        out_keys=[("hand", "deep", "action")],
+        log_prob_keys=[("record", "log_prob")],
+        distribution_class=Categorical,
+        return_log_prob=True,
+    )
+    return sharp(actor)
+
+
+def far_env(batch_size, *transforms) -> Any:
+    return with_transforms(
+        WalkEnv(batch_size),
+        RenameTransform([], [], in_keys_inv=["action"], out_keys_inv=[("hand", "deep", "action")]),
+        RenameTransform(["reward"], [("pay", "check", "reward")]),
+        *transforms,
+    )
+
+
+@any_batch
+def test_action_log_prob_and_reward_may_stand_in_three_branches(batch_size):
+    actor = far_actor()
+    policy = moved(actor)
+    reward = ("pay", "check", "reward")
+
+    def stack() -> Any:
+        return KLConstrainedTransform(actor, 0.5, reward_key=reward)
+
+    env = far_env(batch_size, stack())
+    check_env_specs(env)
+    batch = play(env, policy)
+    kl = k1(batch, policy, actor, action=("hand", "deep", "action"))
+    assert kl.abs().max() > 1e-2
+    following = batch["next"]
+    assert_close(following["record", "kl"], kl, atol=1e-5, rtol=0)
+    assert_close(
+        following[reward], following["pay", "check", "task_reward"] - 0.5 * kl, atol=1e-5, rtol=0
+    )
+    plain = play(far_env(batch_size), policy)
+    assert_same(stack()(plain)["next"][reward], following[reward])
+    one_piece = KLRewardTransform(actor, 0.5, in_keys=[reward])(plain)["next"]
+    assert_same(one_piece[reward].detach(), following[reward])
+    env = far_env(batch_size, KLRewardTransform(actor, 0.5, in_keys=[reward]))
+    check_env_specs(env)
+    assert_same(play(env, policy)["next"][reward].detach(), following[reward])
+
+
+# Several rewards.
+
+
+class BonusEnv(WalkEnv):
+    """WalkEnv with a second reward of a shape of its own.
+
+    Args:
+        shape: of the second reward, beyond the batch.
+    """
+
+    def __init__(self, batch_size: tuple[int, ...] = (), shape: tuple[int, ...] = (1,)):
+        super().__init__(batch_size)
+        self.bonus_shape = shape
+        bonus = Unbounded(torch.Size((*batch_size, *shape)))
+        self.reward_spec = Composite(
+            reward=Unbounded(torch.Size((*batch_size, 1))),
+            bonus=bonus,
+            shape=torch.Size(batch_size),
+        )
+
+    def _step(self, tensordict: Any) -> TensorDictBase:
+        out = super()._step(tensordict)
+        bonus = 0.1 * out["observation"].sum(-1).reshape(
+            *self.batch_size, *(1,) * len(self.bonus_shape)
+        )
+        return out.set("bonus", bonus.expand(*self.batch_size, *self.bonus_shape).clone())
+
+
+def on_bonus(actor, **kwargs) -> Any:
+    names = ("ref_log_prob", "kl", "task_reward", "kl_coeff", "episode_kl")
+    keys: dict[str, Any] = {f"{name}_key": ("of_bonus", name) for name in names}
+    return KLConstrainedTransform(actor, 0.2, reward_key="bonus", **keys, **kwargs)
+
+
+@any_batch
+def test_each_reward_of_an_env_has_its_own_price_and_reference(batch_size):
+    policy, near, far = make_actor(), make_actor(seed=1), make_actor(seed=2)
+    plain = play(BonusEnv(batch_size), policy)
+    alone = with_transforms(BonusEnv(batch_size), KLConstrainedTransform(near, 0.5))
+    check_env_specs(alone)
+    both = with_transforms(BonusEnv(batch_size), KLConstrainedTransform(near, 0.5), on_bonus(far))
+    check_env_specs(both)
+    one, two = play(alone, policy)["next"], play(both, policy)["next"]
+    reward = plain["next", "reward"] - 0.5 * k1(plain, policy, near)
+    bonus = plain["next", "bonus"] - 0.2 * k1(plain, policy, far)
+    for charged in (one, two):
+        assert_close(charged["reward"], reward, atol=1e-4, rtol=1e-5)
+    assert_close(one["bonus"], plain["next", "bonus"], rtol=0, atol=0)
+    assert_close(two["bonus"], bonus, atol=1e-4, rtol=1e-5)
+    after = on_bonus(far)(KLConstrainedTransform(near, 0.5)(plain))["next"]
+    assert_close(after["reward"], reward, atol=1e-4, rtol=1e-5)
+    assert_close(after["bonus"], bonus, atol=1e-4, rtol=1e-5)
+
+
+# Shapes of a reward.
+
+
+@either
+@pytest.mark.parametrize("place", ["env", "batch"])
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 1)], ids=str)
+def test_a_reward_of_several_trailing_dimensions_is_refused(make, place, shape):
+    actor = make_actor()
+    keys: dict[str, Any] = (
+        {"in_keys": ["bonus"]} if make is KLRewardTransform else {"reward_key": "bonus"}
+    )
+    batch = (2,) if place == "env" else (2, 12)
+    shapes = re.escape(f"got {(*batch, 1)} and {(*batch, *shape)}")
+    plain = play(BonusEnv((2,), shape), actor)
+
+    def charge():
+        transform = make(actor, 0.5, **keys)
+        return (
+            transform(plain)
+            if place == "batch"
+            else play(with_transforms(BonusEnv((2,), shape), transform), actor)
+        )
+
+    with pytest.raises(
+        ValueError, match=f"{shapes}: .* reduce a reward of several trailing dimensions to one"
+    ):
+        charge()
+
+
+@pytest.mark.parametrize("place", ["env", "batch"])
+def test_one_piece_for_agents_that_share_a_reward(place):
+    actor = make_actor(agents=True)
+    policy = moved(actor)
+    base = WalkEnv((2,), n_agents=3, shared_reward=True)
+    plain = play(base, policy)
+    kl = k1(
+        plain, policy, actor, observation=("agents", "observation"), action=("agents", "action")
+    ).sum(-2)
+    transform = KLRewardTransform(actor, 0.5, reduce="sum")
+    if place == "env":
+        env = with_transforms(WalkEnv((2,), n_agents=3, shared_reward=True), transform)
+        check_env_specs(env)
+        after = play(env, policy)["next", "reward"]
+    else:
+        after = transform(plain)["next", "reward"]
+    assert_close(after.detach(), plain["next", "reward"] - 0.5 * kl, atol=1e-4, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"`reduce` must be None or \"sum\", got 'mean'"):
+        KLRewardTransform(actor, reduce="mean")  # type: ignore[arg-type]
+    unreduced = KLRewardTransform(actor, 0.5)
+    with pytest.raises(ValueError, match="sum it over agents for a shared reward"):
+        unreduced(plain)

@@ -1,0 +1,406 @@
+"""Where the stack may stand: beside TorchRL's other transforms in each order, around workers and inside them."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torch.distributions import Categorical
+from torch.testing import assert_close
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.envs import (
+    ActionDiscretizer,
+    ActionScaling,
+    CatTensors,
+    DoubleToFloat,
+    DTypeCastTransform,
+    EnvBase,
+    GymEnv,
+    ObservationNorm,
+    ParallelEnv,
+    RandomTruncationTransform,
+    RewardClipping,
+    RewardScaling,
+    RewardSum,
+    SerialEnv,
+    StepCounter,
+    TerminateTransform,
+    TransformedEnv,
+    VecNormV2,
+    check_env_specs,
+)
+
+from tests.helpers import (
+    N_OBS,
+    WalkEnv,
+    assert_same,
+    compose,
+    make_actor,
+    moved,
+    play,
+    policy,
+    probabilistic_actor,
+    sharp,
+    with_transforms,
+    without_kl,
+)
+from tests.laws.transform_laws import forks, parallel
+from torchrl_kl import (
+    AdaptiveKLController,
+    KLConstrainedTransform,
+    KLDivergenceTransform,
+    KLRewardTransform,
+    ReferenceModelLogProbTransform,
+)
+
+# TorchRL calls VecNormV2 experimental in envs with a batch size; what it computes there is not asked here.
+pytestmark = pytest.mark.filterwarnings("ignore:Support of VecNormV2:UserWarning")
+
+KL_KEYS = ("kl", "kl_coeff", "episode_kl")
+COEFF = 0.5
+
+
+def stack() -> KLConstrainedTransform:
+    return KLConstrainedTransform(make_actor(), COEFF)
+
+
+def one_piece() -> KLRewardTransform:
+    return KLRewardTransform(make_actor(), COEFF)
+
+
+both = pytest.mark.parametrize("charge", [stack, one_piece])
+
+
+def adaptive(**kwargs) -> Any:
+    return AdaptiveKLController(0.1, target=0.5, horizon=100, **kwargs)
+
+
+def normalise() -> Any:
+    return ObservationNorm(loc=0.5, scale=2.0, in_keys=["observation"])
+
+
+def walk(*transforms: Any, steps: int = 4, **kwargs) -> Any:
+    """A rollout through an env with these transforms; episodes do not end in it."""
+    torch.manual_seed(1)
+    return play(with_transforms(WalkEnv((2,), longest=30), *transforms), policy(), steps, **kwargs)
+
+
+# Orders that make sense.
+
+NEUTRAL: dict[str, Callable[[], Any]] = {
+    "RewardSum": RewardSum,
+    "CatTensors": lambda: CatTensors(["observation", "left"], out_key="cat", del_keys=False),
+    "StepCounter": StepCounter,
+    "ObservationNorm": lambda: ObservationNorm(
+        loc=0.5, scale=2.0, in_keys=["observation"], out_keys=["normal"]
+    ),
+    "RewardScaling": lambda: RewardScaling(0.0, 2.0, in_keys=["reward"], out_keys=["scaled"]),
+    "VecNormV2": lambda: VecNormV2(in_keys=["observation"], out_keys=["normal"]),
+}
+
+
+@both
+@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_what_writes_elsewhere_changes_no_number(name, place, charge):
+    other = NEUTRAL[name]()
+    order = (other, charge()) if place == "before" else (charge(), other)
+    check_env_specs(with_transforms(WalkEnv((2,)), *(transform.clone() for transform in order)))
+    actual, expected = walk(*order)["next"], walk(charge())["next"]
+    for key in expected.keys(True, True):
+        assert_close(actual[key], expected[key], rtol=0, atol=0)
+    assert set(actual.keys()) > set(expected.keys())
+
+
+@pytest.mark.parametrize(
+    "make", [normalise, lambda: VecNormV2(in_keys=["observation"])], ids=["fixed", "running"]
+)
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_policy_and_reference_see_the_same_normalised_observation(make, place):
+    order = (make(), stack()) if place == "before" else (stack(), make())
+    batch = walk(*order)
+    bare = walk()
+    assert (batch["observation"] != bare["observation"]).any()
+    with torch.no_grad():
+        logits = make_actor()[0].module(batch["observation"])
+    expected = Categorical(logits=logits).log_prob(batch["action"])
+    assert_same(batch["next", "ref_log_prob"], expected)
+    assert batch["next", "kl"].abs().max() > 1e-3
+
+
+def test_policy_and_reference_read_the_same_concatenation():
+    net = TensorDictModule(nn.Linear(N_OBS + 1, 4), ["cat"], ["logits"])
+    actor = sharp(
+        probabilistic_actor(
+            net, in_keys=["logits"], distribution_class=Categorical, return_log_prob=True
+        )
+    )
+    for order in ("before", "after"):
+        # `left` is an integer: concatenated, it is promoted.
+        cat = CatTensors(["observation", "left"], out_key="cat", del_keys=False)
+        charge = KLConstrainedTransform(actor, COEFF)
+        env = with_transforms(
+            WalkEnv((2,)), *((cat, charge) if order == "before" else (charge, cat))
+        )
+        check_env_specs(env)
+        batch = play(env, moved(actor))
+        with torch.no_grad():
+            expected = Categorical(logits=actor[0].module(batch["cat"])).log_prob(batch["action"])
+        assert_same(batch["next", "ref_log_prob"], expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: RewardScaling(loc=1.0, scale=3.0), lambda reward: 3.0 * reward + 1.0),
+        (lambda: RewardClipping(-0.5, 0.5), lambda reward: reward.clamp(-0.5, 0.5)),
+    ],
+    ids=["RewardScaling", "RewardClipping"],
+)
+@both
+def test_a_reward_that_is_rescaled_before_the_charge_is_the_task(make, expected, charge):
+    batch = walk(
+        ReferenceModelLogProbTransform(make_actor(), ref_log_prob_key="r"), make(), charge()
+    )
+    bare = walk()
+    kl = (batch["action_log_prob"].detach() - batch["next", "r"]).unsqueeze(-1)
+    assert_same(batch["next", "reward"], expected(bare["next", "reward"]) - COEFF * kl)
+
+
+def test_a_running_normalisation_of_the_reward_before_the_charge():
+    batch = walk(VecNormV2(in_keys=["reward"]), stack())["next"]
+    alone = walk(VecNormV2(in_keys=["reward"]))["next"]
+    assert_close(batch["task_reward"], alone["reward"], rtol=0, atol=0)
+    assert_close(batch["reward"], alone["reward"] - COEFF * batch["kl"])
+
+
+def test_a_sum_of_rewards_before_the_stack_is_of_the_task_and_after_it_of_what_is_trained_on():
+    before, after = walk(RewardSum(), stack())["next"], walk(stack(), RewardSum())["next"]
+    assert_close(before["episode_reward"], before["task_reward"].cumsum(1))
+    assert_close(after["episode_reward"], after["reward"].cumsum(1))
+    assert (before["episode_reward"] != after["episode_reward"]).all()
+
+
+def test_a_step_counter_that_truncates_ends_the_sum():
+    for order in ((StepCounter(3), stack()), (stack(), StepCounter(3))):
+        batch = walk(*order, steps=9)["next"]
+        assert batch["done"][:, 2::3].all()
+        expected = batch["kl"].reshape(2, 3, 3, 1).cumsum(2).reshape(2, 9, 1)
+        assert_same(batch["episode_kl"], expected)
+
+
+def test_ends_that_come_before_the_stack_are_told_to_the_controller():
+    charge = KLConstrainedTransform(make_actor(), adaptive(), update_every=1000)
+    walk(StepCounter(3), charge, steps=9)
+    assert int(charge.adjustment.statistics.count) == 6
+
+
+def test_casts_after_the_stack_are_no_rescaling():
+    cast = DTypeCastTransform(torch.float32, torch.float64, in_keys=["reward"], out_keys=["reward"])
+    batch = walk(stack(), cast)["next"]
+    assert batch["reward"].dtype == torch.float64
+    assert_same(batch["reward"], walk(stack())["next", "reward"].double())
+    walk(stack(), DoubleToFloat())
+
+
+# Orders that do not.
+
+RESCALING: dict[str, Callable[[], Any]] = {
+    "RewardScaling": lambda: RewardScaling(0.0, 2.0),
+    "VecNormV2": lambda: VecNormV2(in_keys=["observation", "reward"]),
+    "RewardClipping": lambda: RewardClipping(-1.0, 1.0),
+}
+
+
+def appended(charge, other) -> EnvBase:
+    env = with_transforms(WalkEnv((2,)), charge)
+    check_env_specs(env)  # right until now
+    return env.append_transform(other)
+
+
+ORDERS: dict[str, Callable[[Any, Any], EnvBase]] = {
+    "one Compose": lambda charge, other: with_transforms(WalkEnv((2,)), charge, other),
+    "appended": appended,
+    "within": lambda charge, other: with_transforms(
+        WalkEnv((2,)), StepCounter(), compose(charge), compose(other)
+    ),
+    "unwrapped": lambda charge, other: TransformedEnv(
+        TransformedEnv(WalkEnv((2,)), charge, auto_unwrap=False), other, auto_unwrap=True
+    ),
+}
+
+
+@both
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", RESCALING)
+def test_what_rescales_the_charged_reward_is_refused(name, order, charge):
+    text = rf"{name} stands after (RewardAdjustment|KLReward)Transform and rewrites 'reward'.*Put it before the stack"
+    with pytest.raises(RuntimeError, match=text):
+        ORDERS[order](charge(), RESCALING[name]()).reset()
+
+
+@both
+def test_it_is_refused_in_a_postproc_and_in_a_replay_buffer_too(charge):
+    batch = play(WalkEnv((2,)), policy())
+    text = "RewardScaling stands after .* and rewrites 'reward'"
+    with pytest.raises(RuntimeError, match=text):
+        compose(charge(), RewardScaling(0.0, 2.0))(batch)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(24), batch_size=4)
+    buffer.append_transform(charge())
+    buffer.append_transform(RewardScaling(0.0, 2.0))
+    buffer.extend(batch.reshape(-1))
+    with pytest.raises(RuntimeError, match=text):
+        buffer.sample()
+
+
+def test_a_second_charge_is_called_by_its_name():
+    with pytest.raises(
+        RuntimeError, match="the batch has 'kl_coeff': 'reward' was charged for its KL before"
+    ):
+        compose(stack(), one_piece())(play(WalkEnv((2,)), policy()))
+
+
+@pytest.mark.parametrize("key", ["ref_log_prob", "kl", "task_reward", "kl_coeff", "episode_kl"])
+def test_the_record_is_not_to_be_rewritten(key):
+    def rescale() -> ObservationNorm:
+        return ObservationNorm(loc=0.0, scale=2.0, in_keys=[key])
+
+    text = rf"ObservationNorm stands after \w+ and rewrites '{key}'"
+    with pytest.raises(RuntimeError, match=text):
+        with_transforms(WalkEnv((2,)), stack(), rescale()).reset()
+    with pytest.raises(RuntimeError, match=text):
+        compose(stack(), rescale())(play(WalkEnv((2,)), policy()))
+
+
+def test_the_kl_is_no_observation_unless_it_is_named():
+    with pytest.raises(
+        RuntimeError, match=r"CatTensors stands after \w+ without `in_keys`.*name its `in_keys`"
+    ):
+        with_transforms(WalkEnv(), stack(), CatTensors(out_key="cat", del_keys=False)).reset()
+    named = CatTensors(["observation", "kl_coeff"], out_key="cat", del_keys=False)
+    batch = walk(stack(), named)["next"]
+    assert_close(batch["cat"], torch.cat([batch["kl_coeff"], batch["observation"]], -1))
+
+
+ENDS: dict[str, Callable[[], Any]] = {
+    "StepCounter": lambda: StepCounter(3),
+    "TerminateTransform": lambda: TerminateTransform(stop=lambda _: torch.zeros(2, 1).bool()),
+    "RandomTruncationTransform": lambda: compose(StepCounter(), RandomTruncationTransform(1, 3)),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_ends_that_come_after_the_stack_are_refused_where_a_controller_waits_for_them(name):
+    with pytest.raises(
+        RuntimeError, match=f"{name} stands after RewardAdjustmentTransform and ends trajectories"
+    ):
+        walk(KLConstrainedTransform(make_actor(), adaptive()), ENDS[name]())
+
+
+def test_a_controller_that_waits_for_no_ends_does_not_miss_them():
+    walk(KLConstrainedTransform(make_actor(), adaptive(per="step")), StepCounter(3))
+    walk(KLConstrainedTransform(make_actor(), adaptive()), StepCounter())  # which only counts
+
+
+def test_what_changes_the_action_before_the_reference_sees_it_is_refused():
+    net = nn.Sequential(nn.Linear(3, 5), nn.Unflatten(-1, (1, 5)))
+    net = TensorDictModule(net, ["observation"], ["logits"])
+    actor = probabilistic_actor(
+        net, in_keys=["logits"], distribution_class=Categorical, return_log_prob=True
+    )
+    env = with_transforms(
+        GymEnv("Pendulum-v1"),
+        KLConstrainedTransform(actor, 0.1),
+        ActionDiscretizer(5, categorical=True),
+    )
+    with pytest.raises(
+        RuntimeError, match="ActionDiscretizer stands after .* and turns 'action' into the env's"
+    ):
+        env.reset()
+    env = with_transforms(GymEnv("Pendulum-v1"), one_piece(), ActionScaling())
+    with pytest.raises(
+        RuntimeError, match="ActionScaling stands after KLRewardTransform and turns 'action'"
+    ):
+        env.reset()
+
+
+# Around workers and inside them.
+
+
+def charged_env(charge: Any = stack) -> EnvBase:
+    return with_transforms(WalkEnv(), charge())
+
+
+def hidden_env() -> EnvBase:
+    """TorchRL asks only the outermost transforms whether they may stand in a worker."""
+    return TransformedEnv(charged_env(), StepCounter(), auto_unwrap=False)
+
+
+INSIDE = r"stands inside the workers of a ParallelEnv.*TransformedEnv\(ParallelEnv\(\.\.\.\), stack\), or .*=False"
+
+
+@both
+@pytest.mark.parametrize("make", ["creator", "creators", "env", "serial"])
+def test_inside_the_workers_of_a_parallel_env_it_is_refused(make, charge):
+    create: dict[str, Any] = {
+        "creator": partial(charged_env, charge),
+        "creators": [partial(charged_env, charge), partial(charged_env, charge)],
+        "env": charged_env(charge),
+        "serial": partial(SerialEnv, 2, partial(charged_env, charge)),
+    }
+    with pytest.raises(RuntimeError, match=INSIDE):
+        ParallelEnv(2, create[make])
+
+
+@forks
+def test_where_torchrl_does_not_ask_the_workers_stop(capfd):
+    env = parallel(hidden_env)
+    try:
+        env.reset()
+        with pytest.raises(RuntimeError, match=r"At least one process failed|worker \d dead"):
+            play(env, policy())
+    finally:
+        with suppress(
+            RuntimeError
+        ):  # TorchRL ends what is left of the workers, and says so once more
+            env.close(raise_if_closed=False)
+    assert (
+        "ReferenceModelLogProbTransform stands inside the workers of a ParallelEnv"
+        in capfd.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_inside_the_workers_of_a_serial_env_it_works(use_buffers):
+    batch = play(SerialEnv(2, charged_env, use_buffers=use_buffers), policy())
+    assert batch["next", "kl"].abs().max() > 1e-3
+    after = stack()(without_kl(batch))["next"]
+    for name in (*KL_KEYS, "reward"):
+        assert_same(after[name], batch["next", name])
+
+
+@forks
+def test_without_buffers_the_workers_get_the_log_prob():
+    env = parallel(hidden_env, use_buffers=False)
+    try:
+        batch = play(env, policy())
+    finally:
+        env.close()
+    assert batch["next", "kl"].abs().max() > 1e-3
+    after = stack()(without_kl(batch))["next"]
+    for name in (*KL_KEYS, "reward"):
+        assert_same(after[name], batch["next", name])
+
+
+def test_a_divergence_alone_is_refused_too():
+    def make():
+        return with_transforms(
+            WalkEnv(), ReferenceModelLogProbTransform(make_actor()), KLDivergenceTransform()
+        )
+
+    with pytest.raises(RuntimeError, match=INSIDE):
+        ParallelEnv(2, make)

@@ -1,0 +1,111 @@
+"""How a frozen actor follows another: by a copy, or by an average that rounding does not stop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_kl.functional.numbers import Float64State
+
+
+class MasterWeights(Float64State):
+    """The fp32 weights behind an actor's half-precision ones, by name; made by the first average.
+
+    bfloat16 has 8 significant bits: a thousandth of the way to other weights is rounded off, each time anew, and the
+    average stays where it is. So it is kept here, whatever `to(dtype)` does to the actor, and rounded into the actor.
+    """
+
+    @torch.no_grad()
+    def move(self, actor: nn.Module, source: nn.Module, tau: float) -> None:
+        """Moves the weights of `actor` to (1 - tau) * actor + tau * source, in place; buffers are copied.
+
+        Raises:
+            TypeError: if `source` is no module.
+            ValueError: if `tau` is not in (0, 1], or `source` has other weights (by name or shape) or NaN among them;
+                nothing has moved then.
+        """
+        if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 < tau <= 1:
+            raise ValueError(
+                f"`tau` must be in (0, 1], got {tau!r}: it is the share of the way, 1 for a copy."
+            )
+        new = entries_of(source)
+        _check_entries(entries_of(actor), new)
+        weights = dict(actor.named_parameters())
+        for name, own in entries_of(actor).items():
+            if tau < 1 and name in weights and (own.is_floating_point() or own.is_complex()):
+                self._average(name, own, new[name], tau)
+            else:  # buffers too: running statistics and counters belong to weights, and are averages themselves
+                own.copy_(new[name])
+                self._buffers.pop(_buffer_name(name), None)
+
+    def _average(self, name: str, own: Tensor, new: Tensor, tau: float) -> None:
+        master = self._master(name, own)
+        new = new.to(device=master.device, dtype=master.dtype)
+        # As a step, so that equal weights stay equal to the bit; equal infinities, whose difference is NaN, too.
+        master.add_(torch.where(new == master, 0.0, new - master), alpha=tau)
+        if master is not own:
+            own.copy_(master)
+
+    def _master(self, name: str, own: Tensor) -> Tensor:
+        """What the average is kept in: fp32 for half precision, else the weight itself."""
+        key = _buffer_name(name)
+        if torch.finfo(own.dtype).bits >= 32:
+            self._buffers.pop(key, None)  # of a time when the weight had less precision
+            return own
+        master = self._buffers.get(key)
+        if master is None or not torch.equal(
+            master.to(own), own
+        ):  # the weight was loaded or cast since
+            master = own.detach().float()
+        self.register_buffer(key, master.to(own.device))
+        return self.get_buffer(key)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Takes the buffers that the state has: one is made by the first average, not by `__init__`."""
+        saved = {
+            key.removeprefix(prefix): value
+            for key, value in state_dict.items()
+            if key.startswith(prefix)
+        }
+        self._buffers.clear()
+        for key, value in saved.items():
+            self.register_buffer(key, torch.empty_like(value))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _buffer_name(name: str) -> str:
+    return name.replace(".", "/")  # a dot is not allowed there
+
+
+def entries_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, those that no state dict holds included."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"`source` must be a module, got {type(module).__name__}: pass the policy itself."
+        )
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _check_entries(own: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+    if own.keys() != new.keys():
+        raise ValueError(
+            f"`source` must have the weights of the reference, but lacks {sorted(own.keys() - new.keys())[:3]} and has "
+            f"{sorted(new.keys() - own.keys())[:3]} besides: pass the policy that the reference is a copy of, not a "
+            "part of it nor what wraps it."
+        )
+    for name, value in new.items():
+        if value.shape != own[name].shape:
+            raise ValueError(
+                f"`source` must have the shapes of the reference, got {tuple(value.shape)} for {name!r}, which has "
+                f"{tuple(own[name].shape)} there: it is another network."
+            )
+        if bool(value.isnan().any()):
+            raise ValueError(
+                f"`source` has NaN in {name!r}: the policy has diverged. The reference is left as it was; load an "
+                "earlier state of the policy."
+            )
