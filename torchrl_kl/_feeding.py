@@ -20,8 +20,8 @@ from torchrl_kl._tensordict import (
     require_order,
     sibling,
 )
-from torchrl_kl.controllers.rules import ConstantKLController, KLController, TargetKLController
-from torchrl_kl.controllers.statistics import KLStatistics
+from torchrl_kl.controllers import ConstantKLController, KLController, TargetKLController
+from torchrl_kl.controllers import KLStatistics
 from torchrl_kl.controllers.trajectories import OpenTrajectories, Segments, TrajectorySums
 
 __all__ = ["ControllerFeed", "check_update_every", "sum_trajectories"]

@@ -15,7 +15,7 @@ from torchrl_kl._tensordict import KLKeys, ResolvedKeys, add_spec, as_tuple, cop
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController
-from torchrl_kl.controllers.rules import ConstantKLController
+from torchrl_kl.controllers import ConstantKLController
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.transforms.estimates import Estimator, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
