@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 from torchrl.modules import set_recurrent_mode
 
-from torchrl_kl.language.gpt import GPT, GPTActor, GPTCritic
+from torchrl_kl.language import GPT, GPTActor, GPTCritic
 
 PROMPT, LENGTH, SEPARATOR = 4, 9, 10  # a text: prompt, separator, response
 
