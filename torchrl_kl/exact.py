@@ -19,7 +19,6 @@ from torch import Tensor
 
 Model = Callable[[Tensor], Tensor]
 RewardFn = Callable[[Tensor], Tensor]
-
 _FEWER = "use fewer prompts (and average over parts), a shorter response or a larger `max_texts`"
 
 
@@ -121,9 +120,8 @@ class Enumeration:
 
     Attributes:
         vocab_size: V, the vocabulary size of the reference.
-        log_probs: (P, V**R) log-probability of each response under the reference, in nats, in
-            lexicographic order of the responses.
-        rewards: (P, V**R) reward of each response.
+        log_probs: (P, V**R) log-probs of the responses under the reference, in nats.
+        rewards: (P, V**R) rewards of the responses, which are in lexicographic order.
         reference_reward: E[reward] of the reference.
 
     Raises:
@@ -135,9 +133,8 @@ class Enumeration:
         >>> coin = lambda tokens: torch.zeros(len(tokens), 2)
         >>> heads = lambda texts: texts[:, -1].float()
         >>> responses = Enumeration(coin, heads, torch.tensor([[0]]), response_length=1)
-        >>> values = responses.values(coin, coeff=1.0)
-        >>> f"E[r] {values.reward:.4f}, J* {values.optimum.objective:.4f}"
-        'E[r] 0.5000, J* 0.6201'
+        >>> round(responses.values(coin, coeff=1.0).optimum.objective, 4)  # J*
+        0.6201
         >>> round(responses.solve_coeff(target=0.1), 4)  # its optimum has a KL of 0.1 nats
         1.0599
     """
@@ -327,9 +324,8 @@ def exact_kl(
         tensor([0.6931, 0.6931], dtype=torch.float64)
     """
     _check_sizes(prompts, response_length, chunk_size)
-    contexts = prompts
+    contexts, kls = prompts, []
     probs = torch.full((len(prompts),), 1 / len(prompts), dtype=torch.float64).to(prompts.device)
-    kls = []
     for position in range(response_length):
         if len(contexts) > max_texts:
             raise ValueError(
@@ -365,8 +361,7 @@ def _extend(probs: Tensor, own: Tensor, other: Tensor, name: str) -> tuple[Tenso
     if impossible.any():
         raise ValueError(
             f"`{name}` must allow some token after every text that it can write, got -inf for "
-            f"every token after {int(impossible.sum())} of them: responses have a fixed length, "
-            "so end a shorter one with a padding token of probability 1."
+            f"every token after {int(impossible.sum())} of them: end short texts with padding."
         )
     joint = probs.unsqueeze(-1) * own.exp()
     # 0 log 0 is 0, but the product 0 * (inf - inf) is NaN.

@@ -173,10 +173,10 @@ class TestStates:
                 (2, 9),
                 [5, 10],
                 ValueError,
-                r"must lie in 0..8, got 5 to 10: .* have length 9, .* `block_size` = 8",
+                r"must lie in 0..8, got 5 to 10: .* have length 9 and .* `block_size` = 8",
             ),
             ((2, 9), [-1, 5], ValueError, r"must lie in 0..8, got -1 to 5"),
-            ((2, 12), [5, 10], ValueError, r"must lie in 0..8, got 5 to 10: .* have length 12,"),
+            ((2, 12), [5, 10], ValueError, r"must lie in 0..8, got 5 to 10: .* have length 12 and"),
         ],
     )
     def test_bad_states(self, tokens, position, error, text):

@@ -25,7 +25,7 @@ _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
 def values_hidden(tensor: Tensor) -> bool:
-    """Whether no decision may depend on values, as under torch.compile and torch.vmap."""
+    """Whether decisions must not depend on values: under torch.compile and torch.vmap."""
     return torch.compiler.is_compiling() or is_batchedtensor(tensor)
 
 

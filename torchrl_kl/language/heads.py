@@ -20,7 +20,7 @@ from torchrl.modules import ProbabilisticActor, ValueOperator, recurrent_mode
 
 from torchrl_kl.language.gpt import GPT, check_integers, values_hidden
 
-_Keys = Sequence[NestedKey]
+Keys = Sequence[NestedKey]
 
 
 def _segments(tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,9 +82,8 @@ class _StateReader(nn.Module):
         if not readable.all():
             raise ValueError(
                 f"`position` must lie in 0..{min(length, block_size)}, got "
-                f"{position.min().item()} to {position.max().item()}: it is the number of tokens "
-                f"before the padding, `tokens` have length {length}, and the GPT reads at most "
-                f"`block_size` = {block_size}."
+                f"{position.min().item()} to {position.max().item()}: it counts the tokens before "
+                f"padding, `tokens` have length {length} and the GPT `block_size` = {block_size}."
             )
 
 
@@ -124,7 +123,7 @@ class GPTActor(ProbabilisticActor):
         self,
         gpt: GPT,
         *,
-        in_keys: _Keys = ("tokens", "position"),
+        in_keys: Keys = ("tokens", "position"),
         action_key: NestedKey = "action",
         return_log_prob: bool = True,
     ):
@@ -171,11 +170,7 @@ class GPTCritic(ValueOperator):
     """
 
     def __init__(
-        self,
-        gpt: GPT,
-        *,
-        in_keys: _Keys = ("tokens", "position"),
-        out_keys: _Keys = ("state_value",),
+        self, gpt: GPT, *, in_keys: Keys = ("tokens", "position"), out_keys: Keys = ("state_value",)
     ):
         _check_one_output(gpt)
         reader = _StateReader(gpt, clamp_full=False)
@@ -231,8 +226,8 @@ class GPTRewardModel(TensorDictModule):
         self,
         gpt: GPT,
         *,
-        in_keys: _Keys = ("tokens",),
-        out_keys: _Keys = ("score",),
+        in_keys: Keys = ("tokens",),
+        out_keys: Keys = ("score",),
         end_token: int | None = None,
     ):
         _check_one_output(gpt)
