@@ -17,6 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torchrl_kl.functional.numbers import solve_decreasing
+
 Model = Callable[[Tensor], Tensor]
 RewardFn = Callable[[Tensor], Tensor]
 _FEWER = "use fewer prompts (and average over parts), a shorter response or a larger `max_texts`"
@@ -217,7 +219,9 @@ class Enumeration:
         # The tilted variance is at most spread^2 / 4, hence KL <= spread^2 / (8 coeff^2).
         gaps = self._gaps()
         spread = -gaps[gaps.isfinite()].min().item()
-        return _solve(lambda coeff: self.optimum(coeff).kl, target, spread / math.sqrt(8 * target))
+        return solve_decreasing(
+            lambda coeff: self.optimum(coeff).kl, target, spread / math.sqrt(8 * target)
+        )
 
     def _values(self, log_probs: Sequence[Tensor], coeff: float, name: str) -> PolicyValues:
         """Computes the probability of each text under the policy, from the first token on."""
@@ -342,17 +346,6 @@ def exact_kl(
         contexts = torch.cat([contexts[parents], tokens[:, None]], 1)
         probs = joint[parents, tokens]
     return torch.stack(kls)
-
-
-def _solve(kl: Callable[[float], float], target: float, high: float) -> float:
-    """The coefficient with kl(coeff) = target; kl falls and is at most target at `high`."""
-    low = high / 2
-    while kl(low) < target:
-        high, low = low, low / 2
-    while high / low > 1 + 1e-12:
-        middle = math.sqrt(high * low)
-        low, high = (middle, high) if kl(middle) >= target else (low, middle)
-    return low
 
 
 def _extend(probs: Tensor, own: Tensor, other: Tensor, name: str) -> tuple[Tensor, Tensor]:
