@@ -314,18 +314,53 @@ def require_order(
         may_differ: True where step t + 1 need not continue step t, shape (*R, T - 1).
         consequence: why the order matters and what to do, for the error.
     """
-    after, before = tensordict[..., 1:], cast(TensorDictBase, tensordict.get("next"))[..., :-1]
     for key in keys:
-        left, right = before.get(key, None), after.get(key, None)
-        if left is None or right is None or left.shape != right.shape:
-            continue
-        equal = left == right
-        if left.is_floating_point():
-            equal = equal | (left.isnan() & right.isnan())
-        equal = equal.reshape(*may_differ.shape, -1).all(-1)
-        if not bool((equal | may_differ).all()):
+        equal = steps_follow(tensordict, key)
+        if equal is not None and not bool((equal | may_differ).all()):
             raise ValueError(
                 f"the steps of the batch do not follow one another: {key!r} is not what the step before "
                 f'has in "next", and no trajectory begins there. Is it a shuffled sample that kept the name '
                 f'"time"? {consequence}'
             )
+
+
+def steps_follow(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """Whether each step of a batch (*R, T) but the first begins with the entry that the one before left, (*R, T - 1).
+
+    None where the entry is not both in the data and in "next". NaN equals NaN.
+    """
+    before = cast(TensorDictBase, tensordict.get("next")).get(key, None)
+    after = tensordict.get(key, None)
+    if before is None or after is None or before.shape != after.shape:
+        return None
+    index = (slice(None),) * (tensordict.batch_dims - 1)
+    before, after = before[(*index, slice(None, -1))], after[(*index, slice(1, None))]
+    equal = before == after
+    if before.is_floating_point():
+        equal = equal | (before.isnan() & after.isnan())
+    return (
+        equal.flatten(tensordict.batch_dims).all(-1)
+        if equal.ndim > tensordict.batch_dims
+        else equal
+    )
+
+
+def find_ends(
+    step: TensorDictBase, done_key: NestedKey, shape: Sequence[int], name: str = "done"
+) -> Tensor | None:
+    """Where trajectories end in a step or batch of steps, expanded to `shape`; None without such a flag.
+
+    A flag of each agent does not say that an env resets all of them when one is done: its root does.
+
+    Args:
+        step: what is under "next".
+        done_key: from `find_done`.
+        shape: of the KL.
+        name: "done", or "terminated" for the flag of that name next to it.
+    """
+    keys = [done_key if name == "done" else sibling(done_key, name)]
+    if len(as_tuple(done_key)) > 1:
+        keys.append(name)
+    flags = [step.get(key, None) for key in keys]
+    ends = [expand_right(flag, shape) for flag in flags if flag is not None]
+    return torch.stack(ends).any(0) if ends else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -19,6 +20,7 @@ from torchrl_kl._tensordict import (
     add_spec,
     expand_right,
     find_done,
+    find_ends,
     get_required,
     sibling,
     state_spec,
@@ -135,10 +137,9 @@ class PenaltyTransform(KLTransform):
     ) -> Tensor | None:
         """The sums of the trajectories that end with this step; None where none does."""
         done_key = find_done(next_tensordict, self.keys.reward, self.keys.done)
-        done = next_tensordict.get(done_key)
-        if not done.any():
+        ended = cast(Tensor, find_ends(next_tensordict, done_key, episode_kl.shape))
+        if not ended.any():
             return None
-        ended = expand_right(done, episode_kl.shape)
         before = tensordict.get(done_key, None)
         if before is not None:  # an agent that left while others go on was counted when it left
             ended = ended & ~expand_right(before, episode_kl.shape)
