@@ -13,13 +13,13 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
 
 from torchrl_kl._tensordict import MASK_KEY, beside, expand_right, find_time_dim
+from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.controllers.rules import KLController
+from torchrl_kl.controllers.statistics import KLStatistics
+from torchrl_kl.controllers.trajectories import OpenTrajectories, find_done
 from torchrl_kl.monitor.sampling import BEYOND_CHANCE
 from torchrl_kl.monitor.scorer import NO_CHANCE, OTHER_POLICY, Fault, Scorer
 from torchrl_kl.transforms.base import get_required
-from torchrl_kl.controllers.rules import KLController
-from torchrl_kl.actors.frozen import FrozenActor
-from torchrl_kl.controllers.statistics import KLStatistics
-from torchrl_kl.controllers.trajectories import OpenTrajectories, find_done
 
 __all__ = ["CONDITIONS", "ConditionCount", "KLMessage", "KLMonitor"]
 

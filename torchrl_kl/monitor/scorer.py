@@ -20,6 +20,8 @@ from torchrl_kl._tensordict import (
     holder_batch_size,
     sum_action_dims,
 )
+from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.functional.estimators import kl_exact
 from torchrl_kl.monitor.sampling import (
     BEYOND_CHANCE,
     against_policy,
@@ -28,8 +30,6 @@ from torchrl_kl.monitor.sampling import (
     towards_reference,
 )
 from torchrl_kl.transforms.base import RECORD_LOG_PROB, get_required
-from torchrl_kl.functional.estimators import kl_exact
-from torchrl_kl.actors.frozen import FrozenActor
 
 __all__ = ["NO_CHANCE", "OTHER_POLICY", "Fault", "Report", "Scorer"]
 

@@ -19,7 +19,6 @@ from torch.distributions import Distribution
 from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import LossModule
 
-from torchrl_kl._feeding import ControllerFeed
 from torchrl_kl._tensordict import (
     MASK_KEY,
     RECORD_LOG_PROB,
@@ -29,13 +28,11 @@ from torchrl_kl._tensordict import (
     find_time_dim,
     get_required,
     holder_batch_size,
-    require_order,
     sum_action_dims,
 )
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.functional import kl_exact, kl_k1, kl_k2, kl_k3, sum_after, sum_before
-from torchrl_kl.functional.numbers import working_dtype
 
 __all__ = ["KLPenaltyLoss"]
 
