@@ -24,7 +24,7 @@ from torchrl_kl.functional import (
     masked_sum,
     sum_over_trajectories,
 )
-from torchrl_kl.language.gpt import GPT, GPTActor, GPTCritic, GPTRewardModel
+from torchrl_kl.language import GPT, GPTActor, GPTCritic, GPTRewardModel
 from torchrl_kl.monitor.monitor import KLMonitor
 from torchrl_kl.objectives.penalty_loss import KLPenaltyLoss
 from torchrl_kl.trainers import KLControlHook

@@ -105,7 +105,9 @@ class TopKActor(ProbabilisticTensorDictSequential):
         log_probs = categorical_log_probs(dist_module.get_dist(played))
         n_actions = log_probs.shape[-1]
         if self.k > n_actions:
-            raise ValueError(f"`k` must be at most the number of actions, {n_actions}, got {self.k}.")
+            raise ValueError(
+                f"`k` must be at most the number of actions, {n_actions}, got {self.k}."
+            )
         top = log_probs.topk(self.k, dim=-1)
         drawn = action_index(played.get(dist_module.dist_sample_keys[0]), log_probs)
         values = top.values, top.indices, (top.indices == drawn.unsqueeze(-1)).any(-1)

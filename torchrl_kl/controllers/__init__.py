@@ -1,6 +1,6 @@
 """Measured KL in, coefficient out: rules, the statistics they are fed, planning for a budget."""
 
-from torchrl_kl.controllers.rules import KLController, Per, TargetKLController
+from torchrl_kl.controllers.base import KLController, Per, TargetKLController
 from torchrl_kl.controllers.budget import coeff_for_budget
 from torchrl_kl.controllers.rules import (
     AdaptiveKLController,
