@@ -27,7 +27,8 @@ from torchrl_kl import (
     KLConstrainedTransform,
     KLMonitor,
 )
-from torchrl_kl.monitor.monitor import CONDITIONS, KLMessage
+from torchrl_kl.monitor import CONDITIONS, KLMessage
+from torchrl_kl.monitor._keys_stub import KLKeys
 
 
 def per_step(target: float = 0.5, **kwargs) -> ExponentialKLController:
@@ -90,21 +91,65 @@ class TestTarget:
         assert monitor.counts["kl_above"] == (1, 1)
 
     def test_says_the_figures_and_what_to_do(self):
-        (message,) = KLMonitor(per_step(), window=1)(steps(1.9, 2.0, 2.1))
+        controller = per_step()
+        monitor = KLMonitor(controller, window=1)
+        controller.coeff.fill_(1.5)
+        (message,) = monitor(steps(1.9, 2.0, 2.1))
         # the standard error of 1.9, 2.0, 2.1: 0.1 * sqrt(1 / 3)
         assert str(message).startswith(
-            "KL is 2 +- 0.058 nats per step over the last 1 batches (3 steps), 4 times the target of 0.5; the "
-            "coefficient is 1. The controller raises the price"
+            "KL is 2 +- 0.058 nats per step over the last 1 batches (3 steps), 4 times the target "
+            "of 0.5; the coefficient is 1.5. The controller raises the coefficient until"
         )
         assert "smaller `horizon`, a larger `gain`" in str(message)
         assert_close(
             dict(message.figures),
             {"kl": 2.0, "standard_error": 0.1 * math.sqrt(1 / 3), "count": 3, "target": 0.5},
         )
-        (message,) = KLMonitor(per_step(), window=1)(steps(0.0, 0.0))
+        (message,) = monitor(steps(0.0, 0.0))
         assert "0 times the target" in str(message)
-        assert "lowers the price" in str(message)
+        assert "The controller lowers the coefficient until" in str(message)
         assert "lower the target" in str(message)
+
+    @pytest.mark.parametrize(("kl", "condition"), [(2.0, "kl_above"), (0.0, "kl_below")])
+    def test_a_controller_without_an_update_is_named(self, kl, condition):
+        controller = per_step()
+        monitor = KLMonitor(controller, window=1)
+        (message,) = monitor(steps(kl))
+        assert message.condition == condition
+        assert "the coefficient is 1. The controller has not been updated yet" in message.text
+        assert "lower `update_every`, and check that trajectories reach `done`" in message.text
+        assert "raises" not in message.text
+        assert "lowers" not in message.text
+
+    def test_no_update_is_told_from_a_restart_and_from_a_bound(self):
+        controller = per_step()
+        monitor = KLMonitor(controller, window=1)
+        controller.coeff.fill_(2.0)
+        restarted = KLMonitor(controller, window=1)  # the coefficient of before the restart
+        restarted.load_state_dict(monitor.state_dict())
+        (message,) = restarted(steps(2.0))
+        assert "The controller raises the coefficient" in message.text
+        messages = KLMonitor(per_step(max_coeff=1.0), window=1)(steps(2.0))
+        assert names(messages) == ["kl_above", "coeff_at_max"]
+        assert "The controller raises the coefficient" in messages[0].text
+
+    def test_no_update_in_a_run_that_waits_for_one(self):
+        """The steps are far too few for `update_every`; with enough of them the advice changes."""
+        reference, advice = make_actor(), []
+        for update_every in (10_000, None):
+            stack = KLConstrainedTransform(reference, per_step(1e-3), update_every=update_every)
+            monitor = KLMonitor(stack.controller, window=2)
+            said = [
+                str(message)
+                for batch in collect(
+                    WalkEnv((4,)), moved(reference), frames=40, batches=3, postproc=stack
+                )
+                for message in monitor(batch)
+                if message.condition == "kl_above"
+            ]
+            advice.append("has not been updated yet" in said[0])
+        # `collect` plays the whole run first, so that the monitor is built before any update.
+        assert advice == [True, False]
 
     @pytest.mark.parametrize(
         ("mean", "spread", "expected"),
@@ -124,9 +169,9 @@ class TestTarget:
     def test_another_estimate_is_what_is_held_against_the_target(self):
         batch = steps(0.5, 0.5, kl_estimate=[2.0, 2.0])
         assert names(KLMonitor(per_step(), window=1)(batch)) == ["kl_above"]
-        assert KLMonitor(per_step(), window=1, measured_key="kl")(batch) == []
-        with pytest.raises(KeyError, match="'other' is not in the data.*measured_key"):
-            KLMonitor(per_step(), measured_key="other")(batch)
+        assert KLMonitor(per_step(), window=1, keys=KLKeys(kl_estimate="kl"))(batch) == []
+        with pytest.raises(KeyError, match="'other' is not in the data.*KLKeys\\(kl_estimate="):
+            KLMonitor(per_step(), keys=KLKeys(kl_estimate="other"))(batch)
 
     def test_padding_does_not_count(self):
         batch = steps(0.5, math.nan, 9.0)
@@ -208,7 +253,7 @@ class TestCoefficient:
         (message,) = KLMonitor(controller)(steps(0.5))
         assert message == KLMessage("coeff_at_max", message.text, {"coeff": 1.0})
         assert str(message).startswith(
-            "The coefficient is at its upper bound, max_coeff = 1: the price cannot rise"
+            "The coefficient is at its upper bound, max_coeff = 1: it cannot rise"
         )
         assert "Raise `max_coeff`" in str(message)
 
@@ -216,7 +261,7 @@ class TestCoefficient:
         (message,) = KLMonitor(per_step(min_coeff=1.0))(steps(0.5))
         assert message.condition == "coeff_at_min"
         assert str(message).startswith(
-            "The coefficient is at its lower bound, min_coeff = 1: the price cannot fall"
+            "The coefficient is at its lower bound, min_coeff = 1: it cannot fall"
         )
         assert "Lower `min_coeff`" in str(message)
 
@@ -329,7 +374,7 @@ class TestNegative:
         # mean -0.125; squared deviations 0.140625, 0.140625, 0.015625, 0.015625: variance 0.104167, error 0.1614
         assert message.condition == "negative_noise"
         assert str(message).startswith(
-            "The mean k1 of this batch is -0.125 +- 0.16 nats over 4 steps: noise, no bug. k1 takes either sign"
+            "The mean k1 of this batch is -0.125 +- 0.16 nats over 4 steps. This is sampling noise and not a bug: k1 takes either sign"
         )
         assert message.figures == {"kl": -0.125, "count": 4}
 
@@ -338,7 +383,9 @@ class TestNegative:
 
     def test_one_step_has_no_standard_error(self):
         (message,) = KLMonitor(ConstantKLController(0.1))(steps(-0.5))
-        assert str(message).startswith("The mean k1 of this batch is -0.5 nats over 1 steps: noise")
+        assert str(message).startswith(
+            "The mean k1 of this batch is -0.5 nats over 1 steps. This is sampling noise"
+        )
 
     @pytest.mark.parametrize(
         ("total", "expected"), [(-13.8, "negative_noise"), (-13.9, "sampler_disagrees")]
@@ -350,8 +397,8 @@ class TestNegative:
 
     def test_beyond_chance_says_what_to_pass(self):
         (message,) = KLMonitor(ConstantKLController(0.1))(steps(*[-0.1] * 200))
-        assert "once in a million batches at most" in str(message)
-        assert "(temperature, top-k, masked actions). Pass `actor=`" in str(message)
+        assert "at most one of a million batches" in str(message)
+        assert "(temperature, top-k, masked actions). Pass `actor=`, so that" in str(message)
 
     def test_the_window_is_summed_too(self):
         monitor = KLMonitor(ConstantKLController(0.1), window=3)
@@ -422,18 +469,19 @@ class TestInterface:
             logging.getLogger("run").warning(message)
         assert "4 times the target" in caplog.text
 
-    def test_agents_have_keys_of_their_own(self):
+    def test_keys_of_agents_are_found_by_the_actor_or_named(self):
         actor = make_actor(agents=True)
         policy = moved(actor)
         stack = KLConstrainedTransform(
             actor, ExponentialKLController(1.0, 0.5, per="step"), reward_key=("agents", "reward")
         )
         batch = stack(play(WalkEnv((2,), n_agents=3), policy))
-        monitor = KLMonitor(
-            stack.controller, actor=policy, reference=stack.reference, kl_key=("agents", "kl")
-        )
-        monitor(batch)
-        assert monitor.state_dict()["pools"][0][0] == batch["next", "agents", "kl"].numel() == 72
+        monitor = KLMonitor(stack.controller, actor=policy, reference=stack.reference)
+        alone = KLMonitor(stack.controller, keys=KLKeys(kl=("agents", "kl")))
+        for watcher in (monitor, alone):
+            watcher(batch)
+            n_values = watcher.state_dict()["pools"][0][0]
+            assert n_values == batch["next", "agents", "kl"].numel() == 72
         assert monitor.counts["sampler_disagrees"] == (0, 0)
 
     @pytest.mark.parametrize("name", ["window", "check_every"])
@@ -474,6 +522,7 @@ class TestInterface:
                 TensorDict(next=TensorDict(reward=torch.zeros(2), batch_size=2), batch_size=2)
             )
         with pytest.raises(
-            KeyError, match="`state_dict` lacks \\['conditions', 'k1_sums'\\].*no KLMonitor's"
+            KeyError,
+            match="`state_dict` lacks \\['conditions', 'evidence', 'first_coeff', 'k1_sums'\\]",
         ):
             KLMonitor(per_step()).load_state_dict({"n_batches": 1, "pools": []})
