@@ -209,8 +209,8 @@ class PooledEvidence:
         """Adds the log-ratios of a batch; returns the evidence for each alternative, nats."""
         self.n_batches += 1
         stake = -math.log(self.n_batches * (self.n_batches + 1) * N_ALTERNATIVES)
-        before = torch.logaddexp(torch.tensor(self.log_wealth).double(), torch.tensor(stake))
-        evidence = (before + ratios.cpu()).clamp_max(_MOST_WEALTH)
+        wealth = torch.tensor([self.log_wealth, [stake] * N_ALTERNATIVES], dtype=torch.float64)
+        evidence = (wealth.logsumexp(0) + ratios.cpu()).clamp_max(_MOST_WEALTH)
         self.log_wealth = evidence.tolist()
         return evidence
 
