@@ -16,18 +16,20 @@ INF = math.inf
 logit = st.one_of(st.just(-INF), st.floats(-800, 800))
 
 
-def log_sum_exp(logits: list[float]) -> float:
-    top = max(logits)
-    return top + math.log(math.fsum(math.exp(x - top) for x in logits))
+def log_probs_of(logits: list[float]) -> list[float]:
+    """The maximum is subtracted first: rounding 500 + log(2) would change each probability by 1e-13."""
+    shifted = [x - max(logits) for x in logits]
+    total = math.log(math.fsum(map(math.exp, shifted)))
+    return [x - total for x in shifted]
 
 
 def by_hand(policy: list[float], reference: list[float]) -> float:
     """KL(policy || reference) of one row of logits in Python's floats."""
     terms = []
-    for p, q in zip(policy, reference, strict=True):
-        log_prob, ref_log_prob = p - log_sum_exp(policy), q - log_sum_exp(reference)
-        if p > -INF:
-            terms.append(math.exp(log_prob) * (log_prob - ref_log_prob) if q > -INF else INF)
+    for log_prob, ref_log_prob in zip(log_probs_of(policy), log_probs_of(reference), strict=True):
+        if log_prob > -INF:
+            ratio = log_prob - ref_log_prob
+            terms.append(math.exp(log_prob) * ratio if ref_log_prob > -INF else INF)
     return math.fsum(terms)
 
 

@@ -21,12 +21,9 @@ from torch.distributions import (
     kl_divergence,
 )
 
-__all__ = ["kl_of_distributions", "kl_of_logits", "split_log_ratio", "working_dtype"]
+from torchrl_kl.functional.numbers import working_dtype
 
-
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype to compute in: at least float32, so that half precision is rounded once."""
-    return torch.promote_types(dtype, torch.float32)
+__all__ = ["kl_of_distributions", "kl_of_logits", "split_log_ratio"]
 
 
 def split_log_ratio(

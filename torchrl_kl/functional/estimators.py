@@ -16,8 +16,11 @@ from torchrl_kl.functional.distributions import (
     kl_of_distributions,
     kl_of_logits,
     split_log_ratio,
-    working_dtype,
 )
+from torchrl_kl.functional.numbers import check_mask, working_dtype
+
+# Until torchrl_kl/__init__.py imports them from torchrl_kl.functional.
+from torchrl_kl.functional.sums import masked_mean, masked_sum, sum_over_trajectories
 
 __all__ = [
     "ESTIMATORS",
@@ -165,7 +168,7 @@ def kl_exact(
         tensor([0.5000, 0.5000])
     """
     if isinstance(policy, Distribution) and isinstance(reference, Distribution):
-        _check_mask(mask, policy.batch_shape, "the batch shape of `policy`")
+        check_mask(mask, policy.batch_shape, "the batch shape of `policy`")
         return kl_of_distributions(policy, reference, mask)
     if not isinstance(policy, Tensor) or not isinstance(reference, Tensor):
         raise TypeError(
@@ -178,7 +181,7 @@ def kl_exact(
             "`policy` and `reference` must have their actions in the last dimension, got tensors without dimensions: "
             "for the log-probability of one action use `kl_k1`."
         )
-    _check_mask(mask, policy.shape[:-1], "`policy` without its last dimension")
+    check_mask(mask, policy.shape[:-1], "`policy` without its last dimension")
     return kl_of_logits(policy, reference, mask)
 
 
@@ -235,14 +238,14 @@ def kl_top_k(
             "`top_log_probs` must have the shape of `log_prob` and k actions in one more dimension, got "
             f"{tuple(top_log_probs.shape)} and {tuple(log_prob.shape)}: k = 0 is a last dimension of size 0."
         )
-    _check_mask(
+    check_mask(
         in_top_k,
         log_prob.shape,
         "`log_prob`",
         name="in_top_k",
         means="the actions drawn from the top k",
     )
-    _check_mask(mask, log_prob.shape, "`log_prob`")
+    check_mask(mask, log_prob.shape, "`log_prob`")
 
     dtype = torch.promote_types(log_prob.dtype, ref_log_prob.dtype)
     work = working_dtype(dtype)
@@ -256,137 +259,9 @@ def kl_top_k(
     return torch.where(infinite | top_infinite.any(-1), torch.inf, estimate).to(dtype)
 
 
-def masked_sum(
-    values: Tensor, mask: Tensor | None, *, dim: int | tuple[int, ...] | None = None
-) -> Tensor:
-    """Sum of the values that count: of a tensor, or along `dim`.
-
-    You may rely on: what stands where the mask is False, NaN or infinity too, changes neither the sum nor its gradient.
-
-    Args:
-        values: one number per step, floating point, shape (*B).
-        mask: True where a step counts, boolean, shape (*B). None: everywhere.
-        dim: the dimension or dimensions to sum over. None: all of them.
-
-    Returns:
-        The sum, 0 where nothing counts; without the dimensions summed over. Half precision is added up in float32.
-
-    Raises:
-        TypeError: if the values are not floating point.
-        ValueError: if the mask is not boolean of the shape of the values.
-
-    Example:
-        >>> values, mask = torch.tensor([[1.0, 2.0], [3.0, torch.nan]]), torch.tensor([[True, True], [True, False]])
-        >>> masked_sum(values, mask), masked_sum(values, mask, dim=-1)
-        (tensor(6.), tensor([3., 3.]))
-    """
-    return _sum_counted(values, mask, dim).to(values.dtype)
-
-
-def masked_mean(
-    values: Tensor, mask: Tensor | None, *, dim: int | tuple[int, ...] | None = None
-) -> Tensor:
-    """Mean of the values that count: of a tensor, or along `dim`.
-
-    You may rely on: every value that counts has the same weight, whatever the rows they stand in; what stands where the
-    mask is False, NaN or infinity too, changes neither the mean nor its gradient.
-
-    Args:
-        values: one number per step, floating point, shape (*B).
-        mask: True where a step counts, boolean, shape (*B). None: everywhere.
-        dim: the dimension or dimensions to average over. None: all of them.
-
-    Returns:
-        The mean, without the dimensions averaged over. Half precision is added up in float32.
-
-    Raises:
-        TypeError: if the values are not floating point.
-        ValueError: if nothing counts, in all or in one of the means; if the mask is not boolean of the shape of the
-            values.
-
-    Example:
-        >>> values, mask = torch.tensor([[1.0, 2.0], [6.0, torch.nan]]), torch.tensor([[True, True], [True, False]])
-        >>> masked_mean(values, mask), masked_mean(values, mask, dim=-1)
-        (tensor(3.), tensor([1.5000, 6.0000]))
-    """
-    total = _sum_counted(values, mask, dim)
-    counts = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-    number = counts.sum(dim)
-    empty = int((number == 0).sum())
-    if empty > 0:
-        raise ValueError(
-            f"`mask` must be True somewhere in each mean, got {empty} of {number.numel()} means over "
-            f"`values` of shape {tuple(values.shape)} with nothing that counts: a mean of nothing is not defined; "
-            "leave such rows out, or use `masked_sum`."
-        )
-    return (total / number).to(values.dtype)
-
-
-def sum_over_trajectories(
-    values: Tensor, done: Tensor, *, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Total of the values of each trajectory, where trajectories end at `done` and stand one after another in a row.
-
-    You may rely on: the totals add up to the sum of all values that count, and each carries the gradient of its steps.
-    You may not rely on a row's first total being that of a whole trajectory: it may have begun before the row.
-
-    Args:
-        values: one number per step, floating point, shape (*B, T), time last.
-        done: True at the last step of a trajectory, boolean, shape (*B, T). It ends there even where the mask is False.
-            At the end of a row the trajectory is cut.
-        mask: True where a step counts, boolean, shape (*B, T). Elsewhere the value is 0, whatever stands there.
-
-    Returns:
-        The totals (N,), row by row and in the order of time within a row, and `complete` (N,), False where the row
-        ended before the trajectory did. A trajectory without a step that counts, such as padding, is left out. Half
-        precision is added up in float32.
-
-    Raises:
-        TypeError: if the values are not floating point.
-        ValueError: if the values have no dimension, or if `done` or the mask is not boolean of their shape.
-
-    Example:
-        >>> values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-        >>> done = torch.tensor([[False, True, False], [True, False, True]])
-        >>> sum_over_trajectories(values, done)
-        (tensor([ 3.,  3.,  4., 11.]), tensor([ True, False,  True,  True]))
-    """
-    _check_values(values, mask)
-    if values.ndim == 0:
-        raise ValueError(
-            "`values` must have time as its last dimension, got a tensor without dimensions."
-        )
-    _check_mask(done, values.shape, "`values`", name="done", means="the last step of a trajectory")
-    ends = done.clone()
-    ends[..., -1:] = True
-    ends = ends.flatten()
-    index = ends.cumsum(0) - ends.long()  # how many trajectories ended before this step
-    counts = torch.ones_like(ends) if mask is None else mask.flatten()
-    number = index.new_zeros(int(ends.sum())).index_add(0, index, counts.long())
-    addends = torch.where(counts, values.flatten(), 0.0).to(working_dtype(values.dtype))
-    totals = addends.new_zeros(len(number)).index_add(0, index, addends).to(values.dtype)
-    complete = done.flatten()[ends]
-    return totals[number > 0], complete[number > 0]
-
-
-def _sum_counted(values: Tensor, mask: Tensor | None, dim: int | tuple[int, ...] | None) -> Tensor:
-    _check_values(values, mask)
-    if mask is not None:
-        values = torch.where(mask, values, 0.0)
-    return values.sum(dim, dtype=working_dtype(values.dtype))
-
-
-def _check_values(values: Tensor, mask: Tensor | None) -> None:
-    if not values.is_floating_point():
-        raise TypeError(
-            f"`values` must be floating point, got {values.dtype}: convert it, `values.float()`."
-        )
-    _check_mask(mask, values.shape, "`values`")
-
-
 def _log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor | None) -> Tensor:
     _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
-    _check_mask(mask, log_prob.shape, "`log_prob`")
+    check_mask(mask, log_prob.shape, "`log_prob`")
     counts = log_prob != -torch.inf
     if mask is not None:
         counts = counts & mask
@@ -408,19 +283,4 @@ def _check_pair(log_prob: Tensor, ref_log_prob: Tensor, name: str, ref_name: str
         raise TypeError(
             f"`{name}` and `{ref_name}` must be floating point, got {log_prob.dtype} and {ref_log_prob.dtype}: "
             "log-probabilities, not actions."
-        )
-
-
-def _check_mask(
-    mask: Tensor | None,
-    shape: torch.Size,
-    of: str,
-    *,
-    name: str = "mask",
-    means: str = "the steps that count",
-) -> None:
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != shape):
-        raise ValueError(
-            f"`{name}` must be boolean of the shape of {of}, {tuple(shape)}, got {mask.dtype} of shape "
-            f"{tuple(mask.shape)}: True marks {means}."
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 class Float64State(nn.Module):
@@ -19,6 +20,11 @@ class Float64State(nn.Module):
             if buffer is not None and after is not None and after.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(after.device)
         return self
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype to compute in: at least float32, so that half precision is rounded once."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def check_number(
@@ -46,3 +52,18 @@ def check_number(
         )
         raise ValueError(f"`{name}` must be {wanted}, got {value}.")
     return float(value)
+
+
+def check_mask(
+    mask: Tensor | None,
+    shape: torch.Size,
+    of: str,
+    *,
+    name: str = "mask",
+    means: str = "the steps that count",
+) -> None:
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != shape):
+        raise ValueError(
+            f"`{name}` must be boolean of the shape of {of}, {tuple(shape)}, got {mask.dtype} of shape "
+            f"{tuple(mask.shape)}: True marks {means}."
+        )
