@@ -1,4 +1,4 @@
-"""KLMonitor: each condition when and only when it holds, once per episode, counted, in words that say what to do."""
+"""KLMonitor: each condition is reported if and only if it holds, once per episode, with advice."""
 
 import io
 import logging
@@ -25,10 +25,10 @@ from torchrl_kl import (
     ConstantKLController,
     ExponentialKLController,
     KLConstrainedTransform,
+    KLKeys,
     KLMonitor,
 )
 from torchrl_kl.monitor import CONDITIONS, KLMessage
-from torchrl_kl.monitor._keys_stub import KLKeys
 
 
 def per_step(target: float = 0.5, **kwargs) -> ExponentialKLController:
@@ -76,7 +76,8 @@ class TestTarget:
         assert [names(monitor(steps(2.0, 2.0))) for _ in range(5)] == [[], [], ["kl_above"], [], []]
 
     def test_the_mean_is_over_steps_not_over_batches(self):
-        # 30 steps of 1.2 and 10 of 0: 0.9 over steps; the mean of the batch means is 0.6. Target 0.4: 2x is 0.8.
+        # 30 steps of 1.2 and 10 of 0: 0.9 over steps; the mean of the batch means is 0.6.
+        # The target is 0.4: 2 times that is 0.8.
         monitor = KLMonitor(per_step(0.4), window=2)
         monitor(steps(*[1.2] * 30))
         (message,) = monitor(steps(*[0.0] * 10))
@@ -160,13 +161,13 @@ class TestTarget:
             (0.125, 0.29, []),
         ],
     )
-    def test_a_mean_that_noise_explains_is_no_finding(self, mean, spread, expected):
-        # 5 values at mean - s and 5 at mean + s: the standard error is s / 3; 4 of them are 0.75 where s is 0.5625,
-        # and 0.375 where s is 0.28125.
+    def test_a_mean_that_noise_explains_is_not_reported(self, mean, spread, expected):
+        # 5 values at mean - s and 5 at mean + s: the standard error is s / 3; 4 of them are 0.75
+        # where s is 0.5625, and 0.375 where s is 0.28125.
         batch = steps(*[mean - spread, mean + spread] * 5)
         assert names(KLMonitor(per_step(0.5), window=1)(batch)) == expected
 
-    def test_another_estimate_is_what_is_held_against_the_target(self):
+    def test_another_estimate_is_compared_with_the_target(self):
         batch = steps(0.5, 0.5, kl_estimate=[2.0, 2.0])
         assert names(KLMonitor(per_step(), window=1)(batch)) == ["kl_above"]
         assert KLMonitor(per_step(), window=1, keys=KLKeys(kl_estimate="kl"))(batch) == []
@@ -185,7 +186,7 @@ class TestTarget:
         batch["collector"] = TensorDict(mask=torch.tensor([False, False]), batch_size=2)
         assert KLMonitor(per_step(), window=1)(batch) == []
 
-    def test_without_a_target_there_is_nothing_to_hold_it_against(self):
+    def test_without_a_target_there_is_nothing_to_compare_with(self):
         assert KLMonitor(ConstantKLController(0.1), window=1)(steps(100.0)) == []
 
 
@@ -273,7 +274,7 @@ class TestCoefficient:
             AdaptiveKLController(1e-300, 0.5, 100, per="step"),
         ],
     )
-    def test_elsewhere_it_is_not(self, controller):
+    def test_elsewhere_it_is_not_reported(self, controller):
         monitor = KLMonitor(controller)
         assert monitor(steps(0.5)) == []
         assert monitor.counts["coeff_at_max"].batches == monitor.counts["coeff_at_min"].batches == 0
@@ -313,7 +314,7 @@ class TestEpisodes:
         assert seen == [["kl_not_finite"], *[[]] * 8, ["kl_not_finite"]]
         assert monitor.counts["kl_not_finite"] == (4, 2)
 
-    def test_conditions_have_episodes_of_their_own(self):
+    def test_each_condition_has_its_episodes(self):
         monitor = KLMonitor(per_step(max_coeff=1.0), window=1)
         assert names(monitor(steps(0.5))) == ["coeff_at_max"]
         assert names(monitor(steps(2.0))) == ["kl_above"]
@@ -378,7 +379,7 @@ class TestNegative:
         )
         assert message.figures == {"kl": -0.125, "count": 4}
 
-    def test_a_policy_that_is_its_reference_up_to_rounding_is_no_finding(self):
+    def test_a_policy_that_is_its_reference_up_to_rounding_is_not_reported(self):
         assert KLMonitor(ConstantKLController(0.1))(steps(-1e-7, -1e-7)) == []
 
     def test_one_step_has_no_standard_error(self):
@@ -406,7 +407,7 @@ class TestNegative:
         assert seen == [["negative_noise"], [], ["sampler_disagrees"]]
 
     def test_the_bound_by_enumeration(self):
-        """P(sum of k1 <= -a) <= exp(-a) on the policy's own actions: the reason that 13.8 nats are no chance."""
+        """P(sum of k1 <= -a) <= exp(-a) on the policy's own actions."""
         policy = Categorical(logits=torch.tensor([0.3, -1.0, 0.9]).double())
         reference = Categorical(logits=torch.tensor([-2.0, 1.0, 0.0]).double())
         grid = torch.cartesian_prod(*[torch.arange(3)] * 6)
@@ -421,7 +422,7 @@ class TestNegative:
 class TestHealthyRun:
     @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
     def test_at_the_target_only_noise_is_ever_reported(self, scale):
-        """300 batches of 64 steps: at a KL of 0.001, 0.008 and 0.07 nothing but negative means, called noise."""
+        """300 batches of 64 steps at a KL of 0.001, 0.008 and 0.07: only negative means."""
         reference = Categorical(logits=torch.tensor([0.4, 0.0, -0.3, 0.2]).double())
         policy = Categorical(
             logits=reference.logits + scale * torch.tensor([0.2, 0.05, 0.2, -0.2]).double()
@@ -472,12 +473,12 @@ class TestInterface:
     def test_keys_of_agents_are_found_by_the_actor_or_named(self):
         actor = make_actor(agents=True)
         policy = moved(actor)
-        stack = KLConstrainedTransform(
-            actor, ExponentialKLController(1.0, 0.5, per="step"), reward_key=("agents", "reward")
-        )
+        keys = KLKeys(reward=("agents", "reward"))
+        controller = ExponentialKLController(1.0, 0.5, per="step")
+        stack = KLConstrainedTransform(actor, controller, keys=keys)
         batch = stack(play(WalkEnv((2,), n_agents=3), policy))
-        monitor = KLMonitor(stack.controller, actor=policy, reference=stack.reference)
-        alone = KLMonitor(stack.controller, keys=KLKeys(kl=("agents", "kl")))
+        monitor = KLMonitor(controller, actor=policy, reference=stack.reference, keys=keys)
+        alone = KLMonitor(controller, keys=KLKeys(kl=("agents", "kl")))
         for watcher in (monitor, alone):
             watcher(batch)
             n_values = watcher.state_dict()["pools"][0][0]
@@ -495,7 +496,7 @@ class TestInterface:
         with pytest.raises(ValueError, match="`tolerance` must be finite and above 0"):
             KLMonitor(per_step(), tolerance=value)
 
-    def test_what_is_no_controller_actor_or_reference(self):
+    def test_wrong_types(self):
         wrong: Any = 0.1
         with pytest.raises(
             TypeError, match="`controller` must be a KLController, got float.*stack.controller"

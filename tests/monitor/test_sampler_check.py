@@ -1,6 +1,7 @@
 """A sampler and an actor that disagree: what KLMonitor finds with real actors."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import CompositeDistribution, TensorDictModule
 from torch import nn
-from torch.distributions import Categorical, Distribution, Normal
+from torch.distributions import Categorical, Distribution, Normal, kl_divergence
 from torch.testing import assert_close
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import MaskedCategorical, OneHotCategorical
@@ -23,10 +24,10 @@ from tests.helpers import (
     moved,
     play,
     probabilistic_actor,
+    sharp,
     with_transforms,
 )
-from torchrl_kl import ConstantKLController, KLConstrainedTransform, KLMonitor
-from torchrl_kl.monitor._keys_stub import KLKeys
+from torchrl_kl import ConstantKLController, KLConstrainedTransform, KLKeys, KLMonitor
 from torchrl_kl.monitor.diagnosis import find_cause
 
 INF = math.inf
@@ -286,6 +287,93 @@ class TestActions:
         assert "ExplorationType.RANDOM" in message.text
 
 
+class Cooler(Categorical):
+    def __init__(self, logits):
+        super().__init__(logits=logits / 0.8)
+
+
+class TestPooling:
+    """Temperature 0.8 with log-probs recorded at 1: no batch of 200 steps shows it alone."""
+
+    def run(self, monitor: KLMonitor, n_batches: int, sampler: Any = None, keep: Any = ()) -> list:
+        """The batches in which the sampler was reported; `keep`: what is not recorded."""
+        actor, stack = self.actor(), KLConstrainedTransform(moved(self.actor(), seed=5), 0.1)
+        played = play(WalkEnv((n_batches,)), sampler or actor_drawing(Cooler, actor), steps=200)
+        batch = stack(TestActions.scored_again(played, actor)).exclude(*keep)
+        return [
+            index
+            for index, one in enumerate(batch.unbind(0))
+            for message in monitor(one)
+            if message.condition == "sampler_disagrees"
+        ]
+
+    def actor(self) -> Any:
+        return sharp(make_actor(), scale=0.25)
+
+    def test_it_is_found_within_30_batches(self):
+        monitor = KLMonitor(ConstantKLController(0.1), actor=self.actor())
+        (index,) = self.run(monitor, 30)
+        assert 3 < index < 30
+
+    def test_a_policy_that_records_no_parameters_is_pooled_when_it_is_evaluated(self):
+        monitor = KLMonitor(ConstantKLController(0.1), actor=self.actor(), check_every=1)
+        assert self.run(monitor, 30, keep=["logits"])
+        monitor = KLMonitor(ConstantKLController(0.1), actor=self.actor(), check_every=10)
+        assert self.run(monitor, 30, keep=["logits"]) == []
+        assert monitor.state_dict()["evidence"]["n_batches"] == 3
+
+    def test_says_so(self):
+        monitor = KLMonitor(ConstantKLController(0.1), actor=self.actor())
+        actor, stack = self.actor(), KLConstrainedTransform(moved(self.actor(), seed=5), 0.1)
+        played = play(WalkEnv((30,)), actor_drawing(Cooler, actor), steps=200)
+        batch = stack(TestActions.scored_again(played, actor))
+        said = [m for one in batch.unbind(0) for m in monitor(one) if "disagrees" in m.condition]
+        assert len(said) == 1  # one episode
+        n_batches = monitor.state_dict()["evidence"]["n_batches"]
+        assert n_batches == 30
+        assert re.search(
+            r"look like a lower temperature \(near 0\.\d\), top-k or top-p sampling: by chance "
+            r"\d+ batches would show this with a probability of at most 1e-6",
+            said[0].text,
+        )
+        assert said[0].figures["evidence"] >= math.log(2e6)
+
+    def test_clean_batches_are_not_reported(self):
+        monitor = KLMonitor(ConstantKLController(0.1), actor=self.actor())
+        assert self.run(monitor, 60, sampler=self.actor()) == []
+        assert monitor.state_dict()["evidence"]["n_batches"] == 60
+
+    def test_the_evidence_survives_a_restart(self):
+        whole = KLMonitor(ConstantKLController(0.1), actor=self.actor())
+        (index,) = self.run(whole, 30)
+        actor, stack = self.actor(), KLConstrainedTransform(moved(self.actor(), seed=5), 0.1)
+        played = play(WalkEnv((30,)), actor_drawing(Cooler, actor), steps=200)
+        batches = stack(TestActions.scored_again(played, actor)).unbind(0)
+        first = KLMonitor(ConstantKLController(0.1), actor=self.actor())
+        for batch in batches[:index]:
+            assert not [m for m in first(batch) if "disagrees" in m.condition]
+        second = KLMonitor(ConstantKLController(0.1), actor=self.actor())
+        second.load_state_dict(first.state_dict())
+        assert [m for m in second(batches[index]) if "disagrees" in m.condition]
+
+    def test_a_batch_that_is_chosen_for_its_negative_mean_is_not_pooled(self):
+        actor = self.actor()
+        stack = KLConstrainedTransform(actor, 0.1)
+        batch = stack(play(WalkEnv((8,)), actor)).exclude("logits")
+        monitor = KLMonitor(ConstantKLController(0.1), actor=actor, check_every=2)
+        for sign, n_batches in ((1, 1), (-1, 1), (-1, 2), (1, 2)):
+            batch["next", "kl"] = torch.full((8, 12, 1), 1e-3 * sign)
+            monitor(batch)
+            assert monitor.state_dict()["evidence"]["n_batches"] == n_batches
+
+    def test_a_uniform_policy_is_not_reported(self):
+        """The last layer is often zero at the start: no action is then the most likely one."""
+        actor = sharp(make_actor(), scale=0.0)
+        stack = KLConstrainedTransform(actor, 0.1)
+        monitor = KLMonitor(stack.controller, actor=actor, reference=stack.reference)
+        assert monitor(stack(play(WalkEnv((8,)), actor, steps=50))) == []
+
+
 class TestNegative:
     def negative_batch(self, policy, stack, steps=4) -> Any:
         for seed in range(50):
@@ -333,6 +421,25 @@ class TestNegative:
         (message,) = KLMonitor(stack.controller, actor=policy)(self.negative_batch(policy, stack))
         assert message.condition == "negative_noise"
         assert "exact KL on" not in message.text
+
+    @pytest.mark.parametrize("kind", ["categorical", "normal"])
+    def test_a_reference_in_bfloat16(self, kind):
+        reference = make_actor(kind)
+        policy = moved(reference, scale=0.1)
+        stack = KLConstrainedTransform(reference, 0.1)
+        batch = stack(play(WalkEnv((4,), discrete=kind != "normal"), policy, steps=4))
+        batch["next", "kl"] = -batch["next", "kl"].abs() * 0.01
+        stack.reference.bfloat16()
+        monitor = KLMonitor(stack.controller, actor=policy, reference=stack.reference)
+        (message,) = monitor(batch)
+        with torch.no_grad():
+            exact = kl_divergence(
+                *(a.get_dist(batch.select("observation")) for a in (policy, reference))
+            )
+        # bfloat16 has 8 bits: weights and outputs of magnitude 3 are off by 3 * 2**-8 at most.
+        exact = exact.reshape(4, 4, -1).sum(-1).mean().item()
+        assert message.condition == "negative_noise"
+        assert_close(message.figures["exact_kl"], exact, rtol=0.3, atol=3 * 2**-8)
 
     def test_continuous_actions_have_an_exact_kl_too(self):
         reference = make_actor("normal")

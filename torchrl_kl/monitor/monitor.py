@@ -8,21 +8,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, cast
 
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_kl._tensordict import find_time_dim
+from torchrl_kl._feeding import sum_trajectories
+from torchrl_kl._tensordict import MASK_KEY, KLKeys, find_done, find_time_dim, get_required
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.controllers.rules import KLController
 from torchrl_kl.controllers.statistics import KLStatistics
-from torchrl_kl.controllers.trajectories import OpenTrajectories, find_done
+from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.monitor import messages
-from torchrl_kl.monitor._keys_stub import KLKeys
 from torchrl_kl.monitor.diagnosis import PooledEvidence
 from torchrl_kl.monitor.messages import CONDITIONS, KLMessage
 from torchrl_kl.monitor.sampler_check import BEYOND_CHANCE, SamplerCheck, counted_steps
-from torchrl_kl.transforms.base import get_required
 
 _ERRORS = 4  # standard errors that a mean KL must be from the target
 _ROUNDING = 1e-6  # nats per step: the KL of a policy that is still its reference
@@ -164,18 +162,13 @@ class KLMonitor:
                 f"`tolerance` must be finite and above 0, got {tolerance}: rounding needs some."
             )
         self.controller, self.window, self.check_every = controller, window, check_every
-        self.time_dim, self._named = time_dim, keys
-        self._check, log_prob_key = None, keys.log_prob
+        self.time_dim, self._needs_estimate = time_dim, keys.kl_estimate is not None
+        self._check = None
         if actor is not None:
             self._check = SamplerCheck(
-                actor,
-                reference,
-                log_prob_key=log_prob_key,
-                tolerance=tolerance,
-                time_dim=time_dim,
+                actor, reference, keys.log_prob, tolerance=tolerance, time_dim=time_dim
             )
-            log_prob_key = self._check.recorded.key
-        self.keys = keys.resolve(log_prob=log_prob_key)
+        self.keys = keys.resolve(self._check.recorded.key if self._check else "action_log_prob")
         self._state = _State(controller.coeff.item())
         self._open_trajectories = OpenTrajectories()
 
@@ -186,6 +179,7 @@ class KLMonitor:
             KeyError: if the KL, or what the actor reads, is not in the batch.
             RuntimeError: if the target is per trajectory and the batch has no time dimension, or
                 the state of a recurrent reference is not known.
+            ValueError: if the steps of trajectories do not follow one another.
         """
         step = get_required(batch, "next", "pass a collector's batches, after the stack has run.")
         kl = get_required(cast(TensorDictBase, step), self.keys.kl, messages.NO_KL).detach()
@@ -285,7 +279,7 @@ class KLMonitor:
         """The KL in the controller's unit: of the steps, or of trajectories that are now finished."""
         step = cast(TensorDictBase, batch.get("next"))
         key = self.keys.kl_estimate
-        if self._named.kl_estimate is None and step.get(key, None) is None:
+        if not self._needs_estimate and step.get(key, None) is None:
             key = self.keys.kl
         measured = get_required(step, key, "name it with `keys=KLKeys(kl_estimate=...)`.").detach()
         if self.controller.per == "step":
@@ -297,13 +291,15 @@ class KLMonitor:
                 'dimension "time" or pass `time_dim`, monitor the batches before they are '
                 "flattened, or use per='step'."
             )
-        return self._finished(batch, torch.where(counted, measured, 0.0))
+        return self._finished(batch, measured)
 
     def _finished(self, batch: TensorDictBase, measured: Tensor) -> Tensor:
         """The sums (N,) of the trajectories that are now finished; the only place that pools."""
         step = cast(TensorDictBase, batch.get("next"))
-        done_key = find_done(step, self.keys.kl, self._named.done)
-        return self._open_trajectories.add(batch, measured, done_key).finished
+        done_key = find_done(step, self.keys.reward, self.keys.done)
+        mask = batch.get(MASK_KEY, None)
+        sums = sum_trajectories(batch, measured, mask, done_key, self._open_trajectories)
+        return sums.finished
 
     def _look_coeff(self) -> Looks:
         coeff = self.controller.coeff.item()

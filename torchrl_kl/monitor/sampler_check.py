@@ -12,12 +12,11 @@ from torch.distributions import Distribution
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_kl import _tensordict as td
-from torchrl_kl.actors import distributions, reading
+from torchrl_kl.actors import reading
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.functional.estimators import kl_exact
 from torchrl_kl.monitor import diagnosis, messages
 from torchrl_kl.monitor.messages import KLMessage
-from torchrl_kl.transforms.base import RECORD_LOG_PROB, get_required
 
 BEYOND_CHANCE = math.log(1e6)  # nats of evidence: once in a million batches at most
 _HALF = math.log(2e6)  # for each of two tests that share one error budget
@@ -47,8 +46,8 @@ class SamplerCheck:
         self,
         actor: nn.Module,
         reference: FrozenActor | None,
-        *,
         log_prob_key: NestedKey | list[NestedKey] | None,
+        *,
         tolerance: float,
         time_dim: int | None,
     ):
@@ -59,7 +58,7 @@ class SamplerCheck:
         self.action_keys = self.actor.dist_sample_keys
         self._reads = [*reading.read_keys(actor), *self.action_keys]
         try:
-            self._dist_module = distributions.dist_module_of(actor)
+            self._dist_module = reading.dist_module_of(actor)
         except ValueError:  # several distributions: they have no table of actions
             self._dist_module = None
 
@@ -80,9 +79,9 @@ class SamplerCheck:
             due: whether the actor is evaluated because it is this batch's turn.
             negative: whether it is evaluated because the mean k1 is negative.
         """
-        for key in (*self.recorded.keys, *self.action_keys):
-            get_required(batch, key, RECORD_LOG_PROB)
-        recorded = cast(Tensor, self.recorded.read(batch)).double()
+        for key in self.action_keys:
+            td.get_required(batch, key, "`actor` must be the policy that drew this batch.")
+        recorded = self.recorded.require(batch).double()
         counted = counted_steps(batch, recorded)
         recorded_dist = self._dist(batch)
         if not (due or negative):
@@ -120,7 +119,7 @@ class SamplerCheck:
         log_probs = _all_log_probs(dist, counted.shape)
         if log_probs is None:
             return None
-        action = distributions.action_index(batch.get(self.action_keys[0]), log_probs)
+        action = reading.action_index(batch.get(self.action_keys[0]), log_probs)
         index = counted.flatten().nonzero().squeeze(-1)
         # Evenly spaced: which steps are used must not depend on their actions.
         index = index[:: max(1, math.ceil(len(index) * log_probs.shape[-1] / _TABLE_SIZE))]
@@ -198,7 +197,7 @@ class SamplerCheck:
         """Actions that look drawn half-way to the reference: its own samples, for example."""
         if table is None or exact_kl is None:
             return None
-        ref_log_probs = distributions.categorical_log_probs(ref_dist).flatten(0, -2)[table.index]
+        ref_log_probs = reading.categorical_log_probs(ref_dist).flatten(0, -2)[table.index]
         ref_log_probs = ref_log_probs.double().log_softmax(-1)
         nats = diagnosis.towards_reference(table.log_probs, ref_log_probs, table.action)
         if nats < BEYOND_CHANCE:
@@ -224,7 +223,7 @@ def _mean_kl(dist: Distribution | None, ref_dist: Distribution, counted: Tensor)
 def _all_log_probs(dist: Distribution | None, shape: torch.Size) -> Tensor | None:
     """Log-probs of all actions (*shape, V); None unless there is one categorical action a step."""
     try:
-        log_probs = distributions.categorical_log_probs(cast(Distribution, dist))
+        log_probs = reading.categorical_log_probs(cast(Distribution, dist))
     except TypeError:
         return None
     return log_probs if log_probs.shape[:-1] == shape else None
