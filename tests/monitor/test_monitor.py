@@ -194,7 +194,8 @@ class TestTrajectories:
     controller = AdaptiveKLController(0.1, 0.5, 10_000)
 
     def test_sums_of_finished_trajectories(self):
-        # 0.5 + 0.7 ends; 0.1 goes on in the next batch and ends there with 1.5: mean (1.2 + 1.6) / 2 = 1.4
+        # 0.5 + 0.7 ends; 0.1 goes on in the next batch and ends there with 1.5 more.
+        # The mean is (1.2 + 1.6) / 2 = 1.4.
         monitor = KLMonitor(self.controller, window=2)
         ids = TensorDict(traj_ids=torch.tensor([[0, 0, 1]]), batch_size=(1, 3))
         first = step_of(kl=[0.5, 0.7, 0.1], done=[False, True, False])
@@ -372,10 +373,12 @@ class TestFinite:
 class TestNegative:
     def test_near_the_reference_it_is_noise(self):
         (message,) = KLMonitor(ConstantKLController(0.1))(steps(-0.5, 0.25, 0.0, -0.25))
-        # mean -0.125; squared deviations 0.140625, 0.140625, 0.015625, 0.015625: variance 0.104167, error 0.1614
+        # Squared deviations 0.140625, 0.140625, 0.015625, 0.015625: the variance is 0.104167 and
+        # the error 0.1614.
         assert message.condition == "negative_noise"
         assert str(message).startswith(
-            "The mean k1 of this batch is -0.125 +- 0.16 nats over 4 steps. This is sampling noise and not a bug: k1 takes either sign"
+            "The mean k1 of this batch is -0.125 +- 0.16 nats over 4 steps. This is sampling noise "
+            "and not a bug: k1 takes either sign"
         )
         assert message.figures == {"kl": -0.125, "count": 4}
 
@@ -433,7 +436,7 @@ class TestHealthyRun:
             monitor(steps(*(policy.log_prob(action) - reference.log_prob(action)).tolist()))
         counts = monitor.counts
         assert {name for name, count in counts.items() if count.batches} <= {"negative_noise"}
-        # How often the mean of 64 is negative: exactly, by the distribution of the counts of each action.
+        # How often the mean of 64 is negative, by the distribution of the counts of the actions.
         log_ratio = policy.logits - reference.logits
         share = exact_negative_share(policy.probs, log_ratio, 64)
         error = math.sqrt(300 * share * (1 - share))

@@ -213,10 +213,3 @@ class PooledEvidence:
         evidence = (wealth.logsumexp(0) + ratios.cpu()).clamp_max(_MOST_WEALTH)
         self.log_wealth = evidence.tolist()
         return evidence
-
-
-def towards_reference(log_probs: Tensor, ref_log_probs: Tensor, action: Tensor) -> float:
-    """Evidence, nats, that the actions were drawn from pi^0.5 pi_ref^0.5, normalised."""
-    log_ratio = (take(ref_log_probs, action) - take(log_probs, action)) / 2
-    normaliser = (log_probs.clamp_min(_LEAST) + ref_log_probs.clamp_min(_LEAST)) / 2
-    return (log_ratio - normaliser.logsumexp(-1)).sum().item()

@@ -37,19 +37,16 @@ class KLMessage:
         return self.text
 
 
-def describe_k1(k1: Tensor) -> str:
-    error = f" +- {k1.std().item() / math.sqrt(k1.numel()):.2g}" if k1.numel() > 1 else ""
-    mean = f"{k1.mean().item():.3g}{error}"
-    return f"The mean k1 of this batch is {mean} nats over {k1.numel()} steps"
-
-
-def describe_noise(k1: Tensor, exact_kl: float | None) -> KLMessage:
+def k1_figures(k1: Tensor, exact_kl: float | None) -> tuple[str, dict[str, float]]:
+    """A sentence on the mean k1 of a batch, of its steps (N,), and the numbers in it."""
     figures: dict[str, float] = {"kl": k1.mean().item(), "count": k1.numel()}
+    error = f" +- {k1.std().item() / math.sqrt(k1.numel()):.2g}" if k1.numel() > 1 else ""
     exact = ""
     if exact_kl is not None:
         figures["exact_kl"] = exact_kl
         exact = f" (the exact KL on the same states is {exact_kl:.3g})"
-    return KLMessage("negative_noise", f"{describe_k1(k1)}{exact}. {DO_NOISE}", figures)
+    mean = f"{figures['kl']:.3g}{error} nats over {k1.numel()} steps{exact}"
+    return f"The mean k1 of this batch is {mean}. ", figures
 
 
 NO_KL = (
@@ -93,9 +90,9 @@ DO_NOISE = (
     'that is never negative use estimator="k3" or "exact", or pool more steps.'
 )
 ASK_ACTOR = (
-    "This occurs by chance in at most one of a million batches. The sampler and the actor disagree:"
-    " actions are not drawn from the distribution whose log-probs are recorded (temperature, top-k, "
-    "masked actions). Pass `actor=`, so that the monitor can look for the cause."
+    "This occurs by chance in at most one of a million batches. The sampler and the actor "
+    "disagree: actions are not drawn from the distribution whose log-probs are recorded "
+    "(temperature, top-k, masked actions). Pass `actor=`, so that the monitor can look for the cause."
 )
 OTHER_POLICY = (
     "This occurs by chance in at most one of a million batches. The recorded log-probs are the "

@@ -20,8 +20,9 @@ from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.monitor import messages
 from torchrl_kl.monitor.diagnosis import PooledEvidence
 from torchrl_kl.monitor.messages import CONDITIONS, KLMessage
-from torchrl_kl.monitor.sampler_check import BEYOND_CHANCE, SamplerCheck, counted_steps
+from torchrl_kl.monitor.sampler_check import SamplerCheck, counted_steps
 
+_BEYOND_CHANCE = math.log(1e6)  # nats: once in a million batches at most
 _ERRORS = 4  # standard errors that a mean KL must be from the target
 _ROUNDING = 1e-6  # nats per step: the KL of a policy that is still its reference
 
@@ -122,7 +123,7 @@ class KLMonitor:
         >>> batch = TensorDict({("next", "kl"): torch.full((8, 1), 0.2)}, batch_size=8)
         >>> for _ in range(3):
         ...     for message in monitor(batch):
-        ...         print(str(message)[:84])
+        ...         print(str(message)[:83])
         KL is 0.2 +- 0 nats per step over the last 2 batches (16 steps), 4 times the target
         >>> monitor.counts["kl_above"]
         ConditionCount(batches=2, episodes=1)
@@ -276,7 +277,7 @@ class KLMonitor:
         }
 
     def _measured(self, batch: TensorDictBase, counted: Tensor) -> Tensor:
-        """The KL in the controller's unit: of the steps, or of trajectories that are now finished."""
+        """The KL in the controller's unit: of the steps, or of the trajectories that finished."""
         step = cast(TensorDictBase, batch.get("next"))
         key = self.keys.kl_estimate
         if not self._needs_estimate and step.get(key, None) is None:
@@ -330,13 +331,15 @@ class KLMonitor:
         if self._check is not None:
             evidence = self._state.evidence
             fault, exact_kl = self._check.report(batch, evidence, due=due, negative=negative)
-        if fault is None and negative and max(-total, -sum(k1_sums)) >= BEYOND_CHANCE:
+        noise = None
+        if fault is None and negative:
+            text, figures = messages.k1_figures(k1, exact_kl)
+            noise = KLMessage("negative_noise", text + messages.DO_NOISE, figures)
             # E[exp(-sum of k1)] = E_pi[product of pi_ref / pi] <= 1 on the policy's own actions,
             # so that a sum below -a has a probability of at most exp(-a).
-            advice = messages.ASK_ACTOR if self._check is None else messages.OTHER_POLICY
-            text = f"{messages.describe_k1(k1)}. {advice}"
-            fault = KLMessage("sampler_disagrees", text, {"kl": k1.mean().item()})
-        noise = messages.describe_noise(k1, exact_kl) if negative and fault is None else None
+            if max(-total, -sum(k1_sums)) >= _BEYOND_CHANCE:
+                advice = messages.ASK_ACTOR if self._check is None else messages.OTHER_POLICY
+                fault, noise = KLMessage("sampler_disagrees", text + advice, figures), None
         looks: Looks = {"negative_noise": noise}
         if fault is not None or negative or due:
             looks["sampler_disagrees"] = fault
