@@ -248,7 +248,7 @@ class TestPooledEvidence:
 
     def test_repaired_faults_are_forgotten(self):
         """The evidence of 300 bad batches is gone within 60 clean ones."""
-        pooled = PooledEvidence()
+        pooled, evidence = PooledEvidence(), torch.zeros(0)
         for index in range(360):
             logits = torch.randn(200, 5).double()
             action = Categorical(logits=logits / (2.0 if index < 300 else 1.0)).sample()

@@ -75,14 +75,16 @@ DO_BELOW = (
     "or let the controller move faster. With a coefficient near 0 the reward itself asks for no "
     "more divergence: lower the target."
 )
-DO_AT_MAX = (
-    "it cannot rise further, so a KL above the target stays above it. Raise `max_coeff`, or reduce "
-    "the scale of the reward: the coefficient is in reward per nat."
+AT_MAX = (
+    "The coefficient is at its upper bound, max_coeff = {:g}: it cannot rise further, so a KL above "
+    "the target stays above it. Raise `max_coeff`, or reduce the scale of the reward: the "
+    "coefficient is in reward per nat."
 )
-DO_AT_MIN = (
-    "it cannot fall further, so a KL below the target stays below it. If the KL is far below, the "
-    "reward asks for no more divergence: lower the target. Lower `min_coeff` if the scale of the "
-    "reward is small: the coefficient is in reward per nat."
+AT_MIN = (
+    "The coefficient is at its lower bound, min_coeff = {:g}: it cannot fall further, so a KL below "
+    "the target stays below it. If the KL is far below, the reward asks for no more divergence: "
+    "lower the target. Lower `min_coeff` if the scale of the reward is small: the coefficient is "
+    "in reward per nat."
 )
 DO_NOISE = (
     "This is sampling noise and not a bug: k1 takes either sign and only its mean is the KL. Near "
@@ -92,7 +94,8 @@ DO_NOISE = (
 ASK_ACTOR = (
     "This occurs by chance in at most one of a million batches. The sampler and the actor "
     "disagree: actions are not drawn from the distribution whose log-probs are recorded "
-    "(temperature, top-k, masked actions). Pass `actor=`, so that the monitor can look for the cause."
+    "(temperature, top-k, masked actions). Pass `actor=`, so that the monitor can look for the "
+    "cause."
 )
 OTHER_POLICY = (
     "This occurs by chance in at most one of a million batches. The recorded log-probs are the "

@@ -303,21 +303,15 @@ class KLMonitor:
         return sums.finished
 
     def _look_coeff(self) -> Looks:
-        coeff = self.controller.coeff.item()
+        coeff, looks = self.controller.coeff.item(), {}
         low, high = self.controller.min_coeff, self.controller.max_coeff
-        looks: Looks = {}
-        if high < math.inf:
-            text = (
-                f"The coefficient is at its upper bound, max_coeff = {high:g}: {messages.DO_AT_MAX}"
-            )
-            message = KLMessage("coeff_at_max", text, {"coeff": coeff})
-            looks["coeff_at_max"] = message if coeff >= high else None
-        if low > 0:
-            text = (
-                f"The coefficient is at its lower bound, min_coeff = {low:g}: {messages.DO_AT_MIN}"
-            )
-            message = KLMessage("coeff_at_min", text, {"coeff": coeff})
-            looks["coeff_at_min"] = message if coeff <= low else None
+        for name, bound, reached, text in (
+            ("coeff_at_max", high, coeff >= high, messages.AT_MAX),
+            ("coeff_at_min", low, coeff <= low, messages.AT_MIN),
+        ):
+            if 0 < bound < math.inf:
+                message = KLMessage(name, text.format(bound), {"coeff": coeff})
+                looks[name] = message if reached else None
         return looks
 
     def _look_samples(self, batch: TensorDictBase, k1: Tensor) -> Looks:

@@ -108,7 +108,10 @@ class SamplerCheck:
         module = self._dist_module
         if module is None or any(params.get(key, None) is None for key in module.in_keys):
             return None
-        return module.get_dist(params)
+        try:
+            return module.get_dist(params)
+        except ValueError:  # validated, and what is recorded in padding is not valid
+            return None
 
     def _table(
         self, dist: Distribution | None, batch: TensorDictBase, log_prob: Tensor, counted: Tensor
