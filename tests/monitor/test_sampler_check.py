@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributions import Categorical
 from torch.testing import assert_close
 from torchrl.envs.utils import ExplorationType
 

@@ -76,13 +76,13 @@ DO_BELOW = (
     "more divergence: lower the target."
 )
 AT_MAX = (
-    "The coefficient is at its upper bound, max_coeff = {:g}: it cannot rise further, so a KL above "
-    "the target stays above it. Raise `max_coeff`, or reduce the scale of the reward: the "
+    "The coefficient is at its upper bound, max_coeff = {:g}: it cannot rise further, so a KL "
+    "above the target stays there. Raise `max_coeff`, or reduce the scale of the reward: the "
     "coefficient is in reward per nat."
 )
 AT_MIN = (
-    "The coefficient is at its lower bound, min_coeff = {:g}: it cannot fall further, so a KL below "
-    "the target stays below it. If the KL is far below, the reward asks for no more divergence: "
+    "The coefficient is at its lower bound, min_coeff = {:g}: it cannot fall further, so a KL "
+    "below the target stays there. If the KL is far below, the reward asks for no more divergence: "
     "lower the target. Lower `min_coeff` if the scale of the reward is small: the coefficient is "
     "in reward per nat."
 )
