@@ -20,8 +20,12 @@ from torchrl_kl._tensordict import (
     require_order,
     sibling,
 )
-from torchrl_kl.controllers.rules import ConstantKLController, KLController, TargetKLController
-from torchrl_kl.controllers.statistics import KLStatistics
+from torchrl_kl.controllers import (
+    ConstantKLController,
+    KLController,
+    KLStatistics,
+    TargetKLController,
+)
 from torchrl_kl.controllers.trajectories import OpenTrajectories, Segments, TrajectorySums
 
 __all__ = ["ControllerFeed", "check_update_every", "sum_trajectories"]
@@ -52,7 +56,9 @@ class ControllerFeed(nn.Module):
         self.controller = controller
         self.statistics = KLStatistics()
         self.update_every = update_every
-        self.stream = OpenTrajectories()  # of the batches that come without a stream of their collector
+        self.stream = (
+            OpenTrajectories()
+        )  # of the batches that come without a stream of their collector
         self._idle = dict.fromkeys(_PATIENCE, 0)  # since the last update
         self._warned = False
 
@@ -73,7 +79,7 @@ class ControllerFeed(nn.Module):
         observed: Iterable[NestedKey] | None = None,
         stream: OpenTrajectories | None = None,
         move: bool = True,
-        replayed: bool = False,
+        trace: bool = True,
     ) -> Tensor | None:
         """Pools what a batch measured.
 
@@ -87,11 +93,12 @@ class ControllerFeed(nn.Module):
                 its "next" share.
             stream: the open trajectories of the collector that the batch comes from.
             move: whether the controller may move.
-            replayed: whether the batch was drawn from a replay buffer; it then leaves no trace.
+            trace: whether the batch may leave any trace: not one that was drawn from a replay buffer,
+                whose order may be another, and not fake data.
 
         Returns:
             The running sum of each trajectory, the shape and dtype of `values`; None where the
-            batch has no time dimension, or was replayed in another order.
+            batch has no time dimension, or is out of order and leaves no trace.
 
         Raises:
             RuntimeError: if trajectories are needed and the batch has no time dimension.
@@ -103,15 +110,15 @@ class ControllerFeed(nn.Module):
         before = dict(stream._open)
         if find_time_dim(tensordict, time_dim) is not None:
             done = find_done(cast(TensorDictBase, tensordict.get("next")), reward_key, done_key)
-            sums = OpenTrajectories() if replayed else stream
+            sums = stream if trace else OpenTrajectories()
             try:
                 running, finished = sum_trajectories(
                     tensordict, values, mask, done, sums, observed=observed, judge=move
                 )
             except ValueError:
-                if not replayed:
+                if trace:
                     raise
-        if not move or replayed:
+        if not (move and trace):
             return running
         if self.controller.per == "step":
             counted = None if mask is None else expand_right(mask, values.shape)
@@ -180,7 +187,9 @@ def check_update_every(controller: KLController, update_every: int | None) -> No
     if update_every is None:
         return
     if isinstance(update_every, bool) or not isinstance(update_every, int) or update_every < 1:
-        raise ValueError(f"`update_every` must be None or an int of at least 1, got {update_every!r}.")
+        raise ValueError(
+            f"`update_every` must be None or an int of at least 1, got {update_every!r}."
+        )
     if update_every == 1 and _has_deadband(controller):
         raise ValueError(
             "`update_every` must be at least 2 for a controller with a deadband, got 1: a single value "
@@ -240,7 +249,10 @@ def sum_trajectories(
 
 
 def _require_order(
-    tensordict: TensorDictBase, segments: Segments, keys: Sequence[NestedKey], is_init: Tensor | None
+    tensordict: TensorDictBase,
+    segments: Segments,
+    keys: Sequence[NestedKey],
+    is_init: Tensor | None,
 ) -> None:
     may_differ = segments.done.any(-1)[:, :-1]
     if segments.ids is not None:
@@ -250,7 +262,9 @@ def _require_order(
     if is_init is not None:
         may_differ = may_differ | is_init.reshape(segments.done.shape[:2])[:, 1:]
     shape = (*tensordict.batch_size[:-1], may_differ.shape[-1])
-    consequence = "The controller adds up the KL along trajectories: shuffle after the stack, or whole rows."
+    consequence = (
+        "The controller adds up the KL along trajectories: shuffle after the stack, or whole rows."
+    )
     require_order(tensordict, keys, may_differ.reshape(shape), consequence)
 
 
@@ -282,7 +296,9 @@ class _States:
         """Of the states after the given step of each row."""
         return self._digests(cast(TensorDictBase, self.tensordict.get("next")), rows, steps)
 
-    def _digests(self, tensordict: TensorDictBase, rows: list[int], steps: list[int]) -> list[bytes]:
+    def _digests(
+        self, tensordict: TensorDictBase, rows: list[int], steps: list[int]
+    ) -> list[bytes]:
         digests = [hashlib.blake2b(digest_size=8) for _ in rows]
         index = (*torch.unravel_index(torch.tensor(rows), self.tensordict.batch_size[:-1]), steps)
         for key in self.keys:

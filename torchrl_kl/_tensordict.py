@@ -92,7 +92,9 @@ class KLKeys:
         """
         recorded = LogProbKeys(self.log_prob or log_prob)
         kl = self.kl or (self._name("kl") if sum_agents else recorded.sibling(self._name("kl")))
-        given = {f.name: getattr(self, f.name) for f in fields(ResolvedKeys) if f.name != "recorded"}
+        given = {
+            f.name: getattr(self, f.name) for f in fields(ResolvedKeys) if f.name != "recorded"
+        }
         default = {
             "ref_log_prob": recorded.sibling(self._name("ref_log_prob")),
             "kl": kl,
@@ -225,6 +227,16 @@ def get_required(tensordict: TensorDictBase, key: NestedKey, fix: str) -> Tensor
     if value is None:
         raise KeyError(f"{key!r} is not in the data, got {existing_keys(tensordict)}: {fix}")
     return value
+
+
+def is_fake(tensordict: TensorDictBase) -> bool:
+    """Whether a batch is a stand-in of zeros, "next" included, as `Collector.fake_tensordict` makes it."""
+    values = (
+        value
+        for key, value in tensordict.items(True, True)
+        if isinstance(value, Tensor) and as_tuple(key)[-1] not in ("done", "truncated")
+    )
+    return not any(bool(value.any()) for value in values)
 
 
 def copy_batch(tensordict: TensorDictBase) -> TensorDictBase:

@@ -1,4 +1,4 @@
-"""Sums along trajectories, against a loop over the steps: values, gradients, precision, size, and what is refused."""
+"""Sums along trajectories, against a loop over the steps: values, gradients, speed, refusals."""
 
 import math
 import time

@@ -262,7 +262,9 @@ class FrozenActor(nn.Module):
         inputs = self.inputs(tensordict)
         if not self.state_keys:
             return self._score(inputs, recurrent=True)
-        if self._carries_states(inputs):  # exact, also for a shuffled batch that kept the name "time"
+        if self._carries_states(
+            inputs
+        ):  # exact, also for a shuffled batch that kept the name "time"
             return self.step(inputs)
         self._set_first_states(tensordict, inputs, self.zero_states)
         score = self._score(inputs, recurrent=True)
@@ -300,7 +302,9 @@ class FrozenActor(nn.Module):
             return {}
         primer = get_primers_from_module(self.actor, warn=False)
         primers = [] if primer is None else getattr(primer, "transforms", [primer])
-        specs = {unravel_key(key): spec for one in primers for key, spec in one.primers.items(True, True)}
+        specs = {
+            unravel_key(key): spec for one in primers for key, spec in one.primers.items(True, True)
+        }
         if any(key not in specs for key in self.state_keys):
             raise ValueError(
                 f"`actor` has the recurrent state {self.state_keys} but no `make_tensordict_primer` that "
@@ -308,8 +312,13 @@ class FrozenActor(nn.Module):
                 "LSTMModule has."
             )
         dtype = self._own_dtype or self._weight_dtype()
-        specs = {key: spec.to(dtype) if spec.dtype.is_floating_point else spec for key, spec in specs.items()}
-        return {own: specs[key] for own, key in zip(self.own_state_keys, self.state_keys, strict=True)}
+        specs = {
+            key: spec.to(dtype) if spec.dtype.is_floating_point else spec
+            for key, spec in specs.items()
+        }
+        return {
+            own: specs[key] for own, key in zip(self.own_state_keys, self.state_keys, strict=True)
+        }
 
     def _carries_states(self, inputs: TensorDictBase) -> bool:
         return all(inputs.get(key, None) is not None for key in self.own_state_keys)

@@ -41,7 +41,9 @@ def check_actor(actor: nn.Module) -> None:
 
 def read_keys(actor: Any) -> list[NestedKey]:
     """What an actor reads from others: its `in_keys` without parameters that its own modules write."""
-    written = [as_tuple(key) for module in actor.modules() for key in getattr(module, "out_keys", [])]
+    written = [
+        as_tuple(key) for module in actor.modules() for key in getattr(module, "out_keys", [])
+    ]
     params = [key for part in _probabilistic_modules(actor) for key in part.in_keys]
 
     def fills(key: NestedKey) -> bool:
@@ -117,8 +119,12 @@ def _log_prob(actor: Any, inputs: TensorDictBase, action_key: NestedKey) -> Tens
     # Parts that are drawn one after another are scored each after those before it. (The actor's
     # `log_prob` draws the earlier parts anew and scores the later ones after those.)
     log_probs = TensorDict(batch_size=inputs.batch_size)
-    for module in actor.module.values() if isinstance(actor.module, nn.ModuleDict) else actor.module:
-        if not isinstance(module, ProbabilisticTensorDictModule | ProbabilisticTensorDictSequential):
+    for module in (
+        actor.module.values() if isinstance(actor.module, nn.ModuleDict) else actor.module
+    ):
+        if not isinstance(
+            module, ProbabilisticTensorDictModule | ProbabilisticTensorDictSequential
+        ):
             module(inputs)
             continue
         log_prob = _log_prob(module, inputs, module.dist_sample_keys[0])
@@ -129,7 +135,9 @@ def _log_prob(actor: Any, inputs: TensorDictBase, action_key: NestedKey) -> Tens
 
 
 def _probabilistic_modules(actor: nn.Module) -> list[Any]:
-    return [module for module in actor.modules() if isinstance(module, ProbabilisticTensorDictModule)]
+    return [
+        module for module in actor.modules() if isinstance(module, ProbabilisticTensorDictModule)
+    ]
 
 
 def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:

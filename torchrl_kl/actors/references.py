@@ -42,7 +42,9 @@ class SwitchedActor(FrozenActor):
     """
 
     def __init__(self, actor: nn.Module, switch: Switch, **options: Any):
-        self._borrowed = Borrowed(_Switchable(cast(ProbabilisticTensorDictSequential, actor), switch))
+        self._borrowed = Borrowed(
+            _Switchable(cast(ProbabilisticTensorDictSequential, actor), switch)
+        )
         super().__init__(actor, **options)
 
     def _hold(self, actor: nn.Module) -> None:

@@ -131,7 +131,9 @@ class OpenTrajectories:
                 found[row] = left_open
                 carried.totals[row] = values.new_tensor(left_open.totals)
                 carried.counted[row] = left_open.counted if left_open.whole else -torch.inf
-        if segments.is_init is not None:  # a row that neither begins nor goes on: its start is unknown
+        if (
+            segments.is_init is not None
+        ):  # a row that neither begins nor goes on: its start is unknown
             unknown = [row for row in range(n_rows) if not begins[row] and row not in found]
             carried.counted[unknown] = -torch.inf
         ended = [key for key, left_open in self._open.items() if left_open.ended] if judge else []

@@ -1,13 +1,6 @@
-"""Functions of tensors: estimators of the KL, the exact KL, sums over masks and trajectories."""
+"""Log-probabilities and distributions in, KL numbers out; sums over masks and trajectories."""
 
-from torchrl_kl.functional.estimators import (
-    ESTIMATORS,
-    kl_exact,
-    kl_k1,
-    kl_k2,
-    kl_k3,
-    kl_top_k,
-)
+from torchrl_kl.functional.estimators import ESTIMATORS, kl_exact, kl_k1, kl_k2, kl_k3, kl_top_k
 from torchrl_kl.functional.sums import (
     masked_mean,
     masked_sum,

@@ -1,4 +1,4 @@
-"""Sums and means over the steps that count, and over trajectories that lie one after another in a row.
+"""Sums and means over the steps that count, and over trajectories that follow one another in a row.
 
 `*B` is any leading shape and T is time, the last dimension.
 """
@@ -25,7 +25,7 @@ def masked_sum(
 ) -> Tensor:
     """Sum of the values that count: of a tensor, or along `dim`.
 
-    You may rely on: what stands where the mask is False, NaN or infinity too, changes neither the sum nor its gradient.
+    You may rely on: where the mask is False, no value reaches the sum or its gradient, even NaN.
 
     Args:
         values: one number per step, floating point, shape (*B).
@@ -33,16 +33,19 @@ def masked_sum(
         dim: the dimension or dimensions to sum over. None: all of them.
 
     Returns:
-        The sum, 0 where nothing counts; without the dimensions summed over. Half precision is added up in float32.
+        The sum, 0 where nothing counts, without the dimensions summed over, in the dtype of
+        `values`. Half precision is added up in float32.
 
     Raises:
         TypeError: if the values are not floating point.
         ValueError: if the mask is not boolean of the shape of the values.
 
     Example:
-        >>> values, mask = torch.tensor([[1.0, 2.0], [3.0, torch.nan]]), torch.tensor([[True, True], [True, False]])
-        >>> masked_sum(values, mask), masked_sum(values, mask, dim=-1)
-        (tensor(6.), tensor([3., 3.]))
+        >>> import torch
+        >>> from torchrl_kl import masked_sum
+        >>> values = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
+        >>> masked_sum(values, ~values.isnan(), dim=-1)
+        tensor([3., 3.])
     """
     return _sum_counted(values, mask, dim).to(values.dtype)
 
@@ -52,26 +55,23 @@ def masked_mean(
 ) -> Tensor:
     """Mean of the values that count: of a tensor, or along `dim`.
 
-    You may rely on: every value that counts has the same weight, whatever the rows they stand in; what stands where the
-    mask is False, NaN or infinity too, changes neither the mean nor its gradient.
+    You may rely on: every value that counts has the same weight, whatever its row. Where the mask
+    is False, no value reaches the mean or its gradient, even NaN.
 
-    Args:
-        values: one number per step, floating point, shape (*B).
-        mask: True where a step counts, boolean, shape (*B). None: everywhere.
-        dim: the dimension or dimensions to average over. None: all of them.
+    The arguments, the dtype and the errors are those of `masked_sum`.
 
     Returns:
-        The mean, without the dimensions averaged over. Half precision is added up in float32.
+        The mean, without the dimensions averaged over.
 
     Raises:
-        TypeError: if the values are not floating point.
-        ValueError: if nothing counts, in all or in one of the means; if the mask is not boolean of the shape of the
-            values.
+        ValueError: if nothing counts, in all or in one of the means.
 
     Example:
-        >>> values, mask = torch.tensor([[1.0, 2.0], [6.0, torch.nan]]), torch.tensor([[True, True], [True, False]])
-        >>> masked_mean(values, mask), masked_mean(values, mask, dim=-1)
-        (tensor(3.), tensor([1.5000, 6.0000]))
+        >>> import torch
+        >>> from torchrl_kl import masked_mean
+        >>> values = torch.tensor([[1.0, 2.0], [6.0, torch.nan]])
+        >>> masked_mean(values, ~values.isnan())
+        tensor(3.)
     """
     total = _sum_counted(values, mask, dim)
     counts = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
@@ -79,9 +79,9 @@ def masked_mean(
     empty = int((number == 0).sum())
     if empty > 0:
         raise ValueError(
-            f"`mask` must be True somewhere in each mean, got {empty} of {number.numel()} means over "
-            f"`values` of shape {tuple(values.shape)} with nothing that counts: a mean of nothing is not defined; "
-            "leave such rows out, or use `masked_sum`."
+            f"`mask` must be True somewhere in each mean, got {empty} of {number.numel()} means "
+            f"over `values` of shape {tuple(values.shape)} with nothing that counts: a mean of "
+            "nothing is not defined; leave such rows out, or use `masked_sum`."
         )
     return (total / number).to(values.dtype)
 
@@ -89,32 +89,32 @@ def masked_mean(
 def sum_over_trajectories(
     values: Tensor, done: Tensor, *, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Total of the values of each trajectory; trajectories end at `done` and follow one another in a row.
+    """Total of the values of each trajectory; they end at `done` and follow one another in a row.
 
-    You may rely on: the totals add up to the sum of all values that count, and each carries the gradient of its steps.
-    You may not rely on a row's first total being that of a whole trajectory: it may have begun before the row.
+    You may rely on: the totals add up to the sum of all values that count, and each carries the
+    gradient of its steps. You may not rely on the first total of a row being that of a whole
+    trajectory: it may have begun before the row.
 
     Args:
         values: one number per step, floating point, shape (*B, T), time last.
-        done: True at the last step of a trajectory, boolean, shape (*B, T). It ends there even where the mask is False.
-            At the end of a row the trajectory is cut.
-        mask: True where a step counts, boolean, shape (*B, T). Elsewhere the value counts as 0, even NaN.
+        done: True at the last step of a trajectory, boolean, shape (*B, T), even where the mask is
+            False. At the end of a row the trajectory is cut.
+        mask: True where a step counts, boolean, shape (*B, T). Elsewhere a value is 0, even NaN.
 
     Returns:
-        The totals (N,), row by row and in the order of time within a row, and `complete` (N,), False where the row
-        ended before the trajectory did. A trajectory without a step that counts, such as padding, is left out. Half
-        precision is added up in float32.
+        The totals (N,), row by row and in the order of time within a row, and `complete` (N,),
+        False where the row ended before the trajectory did. A trajectory without a step that
+        counts, such as padding, is left out. Half precision is added up in float32.
 
     Raises:
         TypeError: if the values are not floating point.
-        ValueError: if the values have no dimension, or if `done` or the mask is not boolean of their shape.
+        ValueError: if the values have no dimension, or `done` or the mask does not fit them.
 
     Example:
         >>> import torch
         >>> from torchrl_kl import sum_over_trajectories
-        >>> values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
         >>> done = torch.tensor([[False, True, False], [True, False, True]])
-        >>> sum_over_trajectories(values, done)
+        >>> sum_over_trajectories(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), done)
         (tensor([ 3.,  3.,  4., 11.]), tensor([ True, False,  True,  True]))
     """
     _check_rows(values, "done", done)
@@ -134,21 +134,22 @@ def sum_over_trajectories(
 def running_sum(values: Tensor, ends: Tensor, *, initial: Tensor | None = None) -> Tensor:
     """At each step, the sum over its trajectory up to and including that step.
 
-    You may rely on: the steps of a trajectory are added in order and those of other trajectories not at all, so that
-    an infinite or huge trajectory leaves the next one exact. On the CPU the result is what a loop over the steps gives
-    that adds up in float64, bit for bit: there `torch.cumsum` adds in order, in float64 for float32 as well.
+    You may rely on: the steps of a trajectory are added in order, and those of others not at all:
+    an infinite or huge trajectory leaves the next one exact. On the CPU the result is, bit for bit,
+    that of a loop over the steps that adds up in float64 and rounds each sum to the dtype, because
+    `torch.cumsum` adds in order there, and in float64 for float32 too.
 
     Args:
         values: one number per step, floating point, shape (*B, T), time last.
-        ends: True at the last step of a trajectory, boolean, shape (*B, T). At the end of a row the trajectory is cut.
+        ends: True at the last step of a trajectory, boolean, shape (*B, T).
         initial: what the first trajectory of each row begins with, shape (*B). None: 0.
 
     Returns:
-        The sums, shape (*B, T), in the dtype of `values`. Half precision is added up in float32.
+        The sums, shape and dtype of `values`. Half precision is added up in float32.
 
     Raises:
         TypeError: if the values are not floating point.
-        ValueError: if the values have no dimension, or if `ends` is not boolean of their shape.
+        ValueError: if the values have no dimension, or `ends` is not boolean of their shape.
     """
     _check_rows(values, "ends", ends)
     addends = values.to(working_dtype(values.dtype))
@@ -159,12 +160,12 @@ def running_sum(values: Tensor, ends: Tensor, *, initial: Tensor | None = None) 
     lengths = begins.diff(append=begins.new_tensor([values.numel()]))  # (N,)
     flat = addends.flatten()
     places, sums = [begins[:0]], [flat[:0]]
-    # One table per power of two, of the trajectories that are longer than half of it: at most half of it is unused.
+    # A table per power of two holds the trajectories that fill more than half of its width.
     width = 1
     while width < 2 * values.shape[-1]:
         chosen = (lengths > width // 2) & (lengths <= width)
         steps = torch.arange(width, device=values.device)
-        index = begins[chosen, None] + steps
+        index = begins[chosen, None] + steps  # (n, width)
         inside = steps < lengths[chosen, None]
         places.append(index[inside])
         sums.append(flat[index.clamp_max(len(flat) - 1)].cumsum(-1)[inside])
@@ -174,20 +175,20 @@ def running_sum(values: Tensor, ends: Tensor, *, initial: Tensor | None = None) 
 
 
 def sum_before(values: Tensor, ends: Tensor) -> Tensor:
-    """At each step, the sum over the earlier steps of its trajectory; shapes and errors as for `running_sum`."""
+    """At each step, the sum over the earlier steps of its trajectory; else as `running_sum`."""
     running = running_sum(values, ends)
     shifted = torch.cat([torch.zeros_like(running[..., :1]), running[..., :-1]], -1)
     return torch.where(_begins(ends), 0.0, shifted)
 
 
 def sum_after(values: Tensor, ends: Tensor) -> Tensor:
-    """At each step, the sum over the later steps of its trajectory; shapes and errors as for `running_sum`."""
+    """At each step, the sum over the later steps of its trajectory; else as `running_sum`."""
     _check_rows(values, "ends", ends)
     return sum_before(values.flip(-1), _begins(ends).flip(-1)).flip(-1)
 
 
 def _begins(ends: Tensor) -> Tensor:
-    """True at the first step of each trajectory, (*B, T): after an end, and at the beginning of a row."""
+    """True at the first step of each trajectory, (*B, T): after an end or at a row's start."""
     return torch.cat([torch.ones_like(ends[..., :1]), ends[..., :-1]], -1)
 
 

@@ -22,7 +22,6 @@ from torchrl_kl._torchrl import container_of
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.transforms.placement import refuse_wrong_order
 
-
 __all__ = ["KLTransform", "episode_dtype", "require_spec"]
 
 

@@ -110,7 +110,7 @@ class TopKEstimate(Estimate):
             raise ValueError(
                 "the top k measure one choice per step, got choices of shape "
                 f"{tuple(actions.shape[:-1])} of the policy and {tuple(log_probs.shape[:-1])} of the "
-                f"reference in a batch of shape {tuple(one_per_step)}: use `estimator=\"exact\"`, which "
+                f'reference in a batch of shape {tuple(one_per_step)}: use `estimator="exact"`, which '
                 "adds up action dimensions."
             )
         return TensorDict(log_probs=log_probs.gather(-1, actions), batch_size=outputs.batch_size)
@@ -138,7 +138,9 @@ def make_estimate(
         ValueError: if the name is unknown, or "exact" has no actor.
     """
     if estimator not in get_args(Estimator):
-        raise ValueError(f"`estimator` must be one of {list(get_args(Estimator))}, got {estimator!r}.")
+        raise ValueError(
+            f"`estimator` must be one of {list(get_args(Estimator))}, got {estimator!r}."
+        )
     if estimator == "exact":
         if actor is None:
             raise ValueError(

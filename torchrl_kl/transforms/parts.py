@@ -18,6 +18,7 @@ from torchrl_kl._tensordict import (
     copy_batch,
     expand_right,
     get_required,
+    is_fake,
     state_spec,
 )
 from torchrl_kl.actors.references import Switch, as_reference
@@ -29,8 +30,8 @@ from torchrl_kl.transforms.steps import KLStep, measure, score_batch, score_env_
 
 __all__ = [
     "KLDivergenceTransform",
-    "RewardAdjustmentTransform",
     "ReferenceModelLogProbTransform",
+    "RewardAdjustmentTransform",
 ]
 
 
@@ -128,9 +129,7 @@ class ReferenceModelLogProbTransform(KLTransform):
             self._scored = score_env_step(self.reference, tensordict, self.estimate, actions)
         return tensordict
 
-    def _step(
-        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase
-    ) -> TensorDictBase:
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         step, self._scored = cast(KLStep, self._scored), None
         self._write(tensordict, next_tensordict, step)
         counted = torch.full_like(step.ref_log_prob, step.counted, dtype=torch.bool)
@@ -251,9 +250,7 @@ class KLDivergenceTransform(KLTransform):
         )
         self.estimate = estimate
 
-    def _step(
-        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase
-    ) -> TensorDictBase:
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         counted = tensordict.get(_hidden(self.keys.ref_log_prob, "counted"), None)
         log_prob = self._log_prob(tensordict)
         if counted is not None and log_prob is None and counted.any():
@@ -400,9 +397,7 @@ class RewardAdjustmentTransform(PenaltyTransform):
             time_dim=time_dim,
         )
 
-    def _step(
-        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase
-    ) -> TensorDictBase:
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         counted = tensordict.get(_hidden(self.keys.kl, "counted"), None)
         counts = counted is None or bool(counted.all())
         step = self._read(next_tensordict, tensordict.get("_step", None), counts)
@@ -420,12 +415,11 @@ class RewardAdjustmentTransform(PenaltyTransform):
         tensordict = copy_batch(tensordict)
         self.refuse_penalized_batch(tensordict)
         mask = tensordict.get(MASK_KEY, None)
-        self.adjust_batch(tensordict, self._read(tensordict.get("next"), mask, True), None)
+        step = self._read(tensordict.get("next"), mask, True)
+        self.adjust_batch(tensordict, step, trace=not is_fake(tensordict))
         return tensordict
 
-    def _read(
-        self, next_tensordict: TensorDictBase, mask: Tensor | None, counted: bool
-    ) -> KLStep:
+    def _read(self, next_tensordict: TensorDictBase, mask: Tensor | None, counted: bool) -> KLStep:
         kl = get_required(next_tensordict, self.keys.kl, NO_KL)
         estimate = next_tensordict.get(self.keys.kl_estimate, None)
         if mask is not None:

@@ -149,13 +149,19 @@ class PenaltyTransform(KLTransform):
         return episode_kl[ended]
 
     def adjust_batch(
-        self, tensordict: TensorDictBase, step: KLStep, stream: OpenTrajectories | None
+        self,
+        tensordict: TensorDictBase,
+        step: KLStep,
+        stream: OpenTrajectories | None = None,
+        *,
+        trace: bool = True,
     ) -> None:
         """Penalizes the rewards of a batch (a copy), adds up its trajectories, and feeds the controller."""
         next_tensordict = tensordict.get("next")
         self._penalize(next_tensordict, step.kl)  # type: ignore[arg-type]
         if self.record:
-            running = self._feed_batch(tensordict, step.measured.detach(), step.mask, stream)
+            measured = step.measured.detach()
+            running = self._feed_batch(tensordict, measured, step.mask, stream, trace)
             if running is not None:
                 next_tensordict.set(self.keys.episode_kl, running)
 
@@ -189,6 +195,7 @@ class PenaltyTransform(KLTransform):
         measured: Tensor,
         mask: Tensor | None,
         stream: OpenTrajectories | None,
+        trace: bool = True,
     ) -> Tensor | None:
         return self.feed.add_batch(
             tensordict,
@@ -200,7 +207,7 @@ class PenaltyTransform(KLTransform):
             observed=self.observed,
             stream=stream,
             move=not self.frozen,
-            replayed=not self.training,
+            trace=trace and self.training,
         )
 
     def _reset(
@@ -236,7 +243,9 @@ class PenaltyTransform(KLTransform):
     def refuse_penalized(self, keys: Iterable[NestedKey], where: str) -> None:
         """RuntimeError if the coefficient is among the keys: the reward was penalized before."""
         signs = {self.keys.kl_coeff}
-        if self.out_key != self.keys.reward:  # what the result starts from must not be penalized either
+        if (
+            self.out_key != self.keys.reward
+        ):  # what the result starts from must not be penalized either
             signs.add(sibling(self.keys.reward, "kl_coeff"))
         found = signs & {unravel_key(key) for key in keys}
         if found:

@@ -11,11 +11,18 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 from torchrl.envs import EnvBase
 
-from torchrl_kl._tensordict import KLKeys, ResolvedKeys, add_spec, as_tuple, copy_batch, state_spec
+from torchrl_kl._tensordict import (
+    KLKeys,
+    ResolvedKeys,
+    add_spec,
+    as_tuple,
+    copy_batch,
+    is_fake,
+    state_spec,
+)
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.references import Switch, as_reference
-from torchrl_kl.controllers import KLController
-from torchrl_kl.controllers.rules import ConstantKLController
+from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.transforms.estimates import Estimator, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
@@ -149,9 +156,7 @@ class KLConstrainedTransform(PenaltyTransform):
             self._scored = score_env_step(self.reference, tensordict, self.estimate, actions)
         return tensordict
 
-    def _step(
-        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase
-    ) -> TensorDictBase:
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         scored, self._scored = self._scored, None
         step = measure(scored, tensordict, self.estimate, sum_agents=self.sum_agents)  # type: ignore[arg-type]
         self._write(next_tensordict, step)
@@ -179,12 +184,12 @@ class KLConstrainedTransform(PenaltyTransform):
         """
         self.refuse_wrong_order()
         self.refuse_penalized_batch(tensordict)
-        tensordict = copy_batch(tensordict)
+        tensordict, trace = copy_batch(tensordict), not is_fake(tensordict)
         step = score_batch(self.reference, tensordict, self.estimate, self.time_dim)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         self.drop_record(tensordict)
         self._write(tensordict.get("next"), step)
-        self.adjust_batch(tensordict, step, stream)
+        self.adjust_batch(tensordict, step, stream, trace=trace)
         return tensordict
 
     def drop_record(self, tensordict: TensorDictBase) -> None:
@@ -317,5 +322,7 @@ def _one_number(coef: float | Tensor) -> float:
         )
     number = float(coef)
     if not (value.isfinite().all() and number >= 0):
-        raise ValueError(f"`coef` must be finite and at least 0, got {number}: it weighs a penalty.")
+        raise ValueError(
+            f"`coef` must be finite and at least 0, got {number}: it weighs a penalty."
+        )
     return number

@@ -7,6 +7,7 @@ nested deeper than the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from multiprocessing import parent_process
 from typing import NamedTuple
 
 import torch
@@ -78,6 +79,7 @@ def score_env_step(
     inputs = reference.inputs(tensordict)
     if log_prob is None:
         _refuse_unrecorded(reference, tensordict, env_actions)
+        _refuse_parallel_worker(tensordict, env_actions)
         shape = reference.recorded.batch_size(tensordict)
         zeros = torch.zeros(shape, dtype=reference.dtype, device=tensordict.device)
         states = [inputs.get(key) for key in reference.own_state_keys]
@@ -146,7 +148,9 @@ def measure(
     return step._replace(kl=kl, estimate=estimated)
 
 
-def penalize(kl: Tensor, reward: Tensor, coeff: Tensor, reward_key: NestedKey) -> tuple[Tensor, Tensor]:
+def penalize(
+    kl: Tensor, reward: Tensor, coeff: Tensor, reward_key: NestedKey
+) -> tuple[Tensor, Tensor]:
     """The penalized reward `reward - coeff * kl`, and the coefficient of each entry.
 
     Args:
@@ -183,7 +187,9 @@ def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey
 
 def get_reward(next_tensordict: TensorDictBase, reward_key: NestedKey) -> Tensor:
     """The reward before the penalty; KeyError if it is missing."""
-    return get_required(next_tensordict, reward_key, "name the reward to penalize: `KLKeys(reward=...)`.")
+    return get_required(
+        next_tensordict, reward_key, "name the reward to penalize: `KLKeys(reward=...)`."
+    )
 
 
 def _refuse_unrecorded(
@@ -200,4 +206,21 @@ def _refuse_unrecorded(
         raise KeyError(
             f"the policy ran (its {traces} are there) but left no {recorded.missing(tensordict)[0]!r}, "
             f"got {existing_keys(tensordict)}: {RECORD_LOG_PROB}"
+        )
+
+
+def _refuse_parallel_worker(tensordict: TensorDictBase, env_actions: list[NestedKey]) -> None:
+    """RuntimeError in a worker of a ParallelEnv, which is sent actions and states but no log-probs.
+
+    There, and only there, an action lies in memory that the worker shares with another process.
+    """
+    actions = [tensordict.get(key, None) for key in env_actions]
+    if parent_process() is not None and any(
+        isinstance(action, Tensor) and action.device.type == "cpu" and action.is_shared()
+        for action in actions
+    ):
+        raise RuntimeError(
+            "the KL transforms are inside the workers of a ParallelEnv, where the policy's log-prob does "
+            "not arrive: the KL would be 0. Put them around the workers, "
+            "TransformedEnv(ParallelEnv(...), stack), or pass `use_buffers=False` to ParallelEnv."
         )
