@@ -1,0 +1,57 @@
+"""The private names of TorchRL that this package uses, all tested by test_torchrl_private.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tensordict import NestedKey
+from torchrl.envs.transforms import Transform
+
+
+def container_of(transform: Transform) -> object:
+    """The Compose or env that holds a transform; None if nothing does.
+
+    `Transform.container` is no substitute: it raises for a transform in a Compose that is in no
+    env.
+    """
+    reference = vars(transform)["_container"]
+    return None if reference is None else reference()
+
+
+def declared_keys(transform: Transform) -> tuple[set[NestedKey], set[NestedKey], set[NestedKey]]:
+    """The `out_keys`, `in_keys_inv` and `out_keys_inv` that a transform was given.
+
+    The properties of the same names ask some transforms for specs, which may be about to be made.
+    """
+    names = ("_out_keys", "_in_keys_inv", "_out_keys_inv")
+    out_keys, in_keys_inv, out_keys_inv = (set(vars(transform).get(name) or ()) for name in names)
+    return out_keys, in_keys_inv, out_keys_inv
+
+
+def watch_store(collector: Any, check: Callable[[], None]) -> None:
+    """Makes a DistributedCollector call `check`, which may raise, while it waits for a worker."""
+    collector._store = _WatchedStore(collector._store, check)
+
+
+class _WatchedStore:
+    """A torch.distributed store whose `get` has no time limit and calls `check` while it waits."""
+
+    def __init__(self, store: Any, check: Callable[[], None]):
+        self._unwatched, self._check = store, check
+
+    def get(self, key: str) -> bytes:
+        while not self._unwatched.check([key]):
+            self._nap()
+        value = self._unwatched.get(key)
+        if value == b"busy":  # the collector will ask again at once
+            self._nap()
+        return value
+
+    def _nap(self) -> None:
+        self._check()
+        time.sleep(1e-3)  # leaves the core to the workers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._unwatched, name)
