@@ -1,8 +1,9 @@
-"""Environments whose every expected value can be computed, imported as `torchrl_kl.envs`."""
+"""Environments with exactly known probabilities, imported as `torchrl_kl.envs`."""
 
 if __name__ != "torchrl_kl.envs":
     raise ImportError(
-        f"this package was imported as `{__name__}`: import it as `torchrl_kl.envs`, never as `envs`."
+        f"this package was imported as `{__name__}`: "
+        "import it as `torchrl_kl.envs`, never as `envs`."
     )
 
 from torchrl_kl.envs.digit_language import DigitLanguage

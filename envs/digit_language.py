@@ -1,7 +1,7 @@
-"""A language of digits, small enough that every probability in it is known exactly.
+"""A language of digits in which every probability is known exactly.
 
-Shapes: `*B` is any batch shape, `T` the tokens of a context, `P` the prompt length, `R` the
-response length and `L = P + 1 + R` the length of a whole text.
+Shapes: `*B` is any batch shape, `T` the length of a context, `P` that of a prompt, `R` that of a
+response and `L = P + 1 + R` that of a whole text.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ __all__ = ["DigitLanguage"]
 class DigitLanguage:
     r"""Texts of digits in which each response digit is a recent digit plus one.
 
-    A text is a prompt of uniform digits, a separator, and a response. With W the last `window`
-    digits of what stands before a response token (all of them where there are fewer; separators are
-    left out wherever they stand), that token is one of W, uniformly over positions, plus one:
+    A text is a prompt of uniform digits, a separator, and a response. Let W be the last `window`
+    digits before a response token, without separators (all digits where there are fewer). The token
+    is a digit of W, drawn uniformly over positions, plus one:
 
         P(a | context) = |{i in W : (x_i + 1) mod vocab_size = a}| / |W|
 
     The preferred response begins with the last prompt digit plus one. All probabilities are exact,
-    in float64. The separator and most digits have probability zero: the KL of a policy with full
-    support to this language is infinite.
+    in float64. The separator and most digits have probability 0, so a policy with full support has
+    an infinite KL to this language.
 
     Args:
-        vocab_size: number of digits; they are the token ids from 0 to `vocab_size - 1`.
+        vocab_size: number of digits; their token ids are 0..vocab_size - 1.
         prompt_length: digits in a prompt (P).
         response_length: tokens in a response (R).
-        window: how many of the last digits a response digit is drawn from.
+        window: number of recent digits from which a response digit is drawn.
 
     Raises:
-        TypeError: a size is no integer.
-        ValueError: a size is below 1.
+        TypeError: a size is not an int, or a method gets ids that are not an int64 tensor.
+        ValueError: a size is below 1, or a method gets ids of a wrong shape or with wrong values.
 
     Example:
+        >>> import torch
+        >>> from torchrl_kl.envs import DigitLanguage
         >>> language = DigitLanguage()
         >>> probs = language.next_token_probs(torch.tensor([0, 2, 8, 6, language.separator]))
         >>> probs.nonzero().flatten().tolist()
@@ -57,13 +59,13 @@ class DigitLanguage:
         for field in fields(self):
             size = getattr(self, field.name)
             if not isinstance(size, int) or isinstance(size, bool):
-                raise TypeError(f"`{field.name}` must be an integer, got {type(size).__name__}.")
+                raise TypeError(f"`{field.name}` must be an int, got {type(size).__name__}.")
             if size < 1:
                 raise ValueError(f"`{field.name}` must be at least 1, got {size}.")
 
     @property
     def separator(self) -> int:
-        """Token id of the separator, the one id after the digits."""
+        """Token id of the separator: the id after the digits."""
         return self.vocab_size
 
     @property
@@ -88,8 +90,7 @@ class DigitLanguage:
 
         Args:
             shape: number of prompts, or the batch shape `*B`.
-            generator: source of the randomness, whose device the prompts are made on. The global
-                one if None.
+            generator: source of randomness; the prompts are on its device. Default: global.
 
         Returns:
             Prompts of shape (*B, P), int64.
@@ -104,17 +105,13 @@ class DigitLanguage:
 
         Args:
             prompts: digits of shape (*B, P), int64.
-            generator: source of the randomness, on the device of `prompts`. The global one if None.
+            generator: source of randomness, on the device of `prompts`. Default: global.
 
         Returns:
             Whole texts of shape (*B, L), int64, that begin with `prompts`.
-
-        Raises:
-            TypeError: `prompts` is no int64 tensor.
-            ValueError: `prompts` has another shape, or holds something that is no digit.
         """
         self._check_prompts(prompts)
-        # The separator is never drawn, so the window over the digits alone is a plain slice.
+        # Without the separator, which is never drawn, the window is a slice.
         batch_shape, device = prompts.shape[:-1], prompts.device
         digits = torch.cat([prompts, prompts.new_empty(*batch_shape, self.response_length)], -1)
         for end in range(self.prompt_length, digits.shape[-1]):
@@ -130,24 +127,18 @@ class DigitLanguage:
         """Exact probabilities of the response token that follows a context.
 
         Args:
-            tokens: contexts of shape (*B, T) with any T from 1, int64: prompt, separator, response
-                so far.
+            tokens: contexts of shape (*B, T), int64: prompt, separator, response so far; any tokens
+                that include a digit are accepted.
 
         Returns:
-            Probabilities of shape (*B, n_tokens), float64; each row sums to one.
-
-        Raises:
-            TypeError: `tokens` is no int64 tensor.
-            ValueError: `tokens` has no time dimension, holds ids that are no tokens, or has a row
-                without a digit.
+            Probabilities of shape (*B, n_tokens), float64; each row sums to 1.
         """
         check_ids("tokens", tokens, self.n_tokens)
         is_digit = tokens != self.separator
         if not is_digit.any(-1).all():
             raise ValueError(
-                f"`tokens` must hold a digit in each context, got shape {tuple(tokens.shape)} "
-                "with a context of separators only: a response token is made from the digits "
-                "before it, begin with the prompt."
+                f"`tokens` must have a digit in each context, got shape {tuple(tokens.shape)} "
+                "with a context of separators only: begin each context with its prompt."
             )
         rank_from_end = is_digit.flip(-1).cumsum(-1).flip(-1)
         in_window = is_digit & (rank_from_end <= self.window)
@@ -158,22 +149,16 @@ class DigitLanguage:
         return counts / counts.sum(-1, keepdim=True)
 
     def log_prob(self, tokens: Tensor) -> Tensor:
-        """Log-probability of each response token of whole texts, given what stands before it.
+        """Log-probability of each response token, given the tokens before it.
 
-        Impossible tokens have -inf, and only they: a position is judged by the tokens that do stand
-        before it, also where one of those was impossible. The sum over the last dimension is the
-        log-probability of the response.
+        It is -inf for an impossible token; later tokens are still scored given their own context.
+        The sum over the last dimension is the log-probability of the response.
 
         Args:
-            tokens: whole texts of shape (*B, L), int64.
+            tokens: whole texts of shape (*B, L), int64: prompt, separator, response.
 
         Returns:
             Log-probabilities in nats of shape (*B, R), float64.
-
-        Raises:
-            TypeError: `tokens` is no int64 tensor.
-            ValueError: `tokens` has another shape, holds ids that are no tokens, or does not begin
-                with a prompt and the separator.
         """
         self._check_texts(tokens)
         probs = [
@@ -186,7 +171,7 @@ class DigitLanguage:
         """Entropy of the response token that follows a context, -sum_a P(a) log P(a).
 
         Args:
-            tokens: contexts of shape (*B, T), as in `next_token_probs`, with the same errors.
+            tokens: contexts of shape (*B, T), int64, as for `next_token_probs`.
 
         Returns:
             Entropies in nats of shape (*B,), float64.
@@ -194,17 +179,13 @@ class DigitLanguage:
         return torch.special.entr(self.next_token_probs(tokens)).sum(-1)
 
     def preferred_token(self, prompts: Tensor) -> Tensor:
-        """First response digit that the preference asks for: the last prompt digit plus one.
+        """Preferred first response digit: the last prompt digit plus one.
 
         Args:
             prompts: digits of shape (*B, P), int64.
 
         Returns:
             Digits of shape (*B,), int64.
-
-        Raises:
-            TypeError: `prompts` is no int64 tensor.
-            ValueError: `prompts` has another shape, or holds something that is no digit.
         """
         self._check_prompts(prompts)
         return (prompts[..., -1] + 1) % self.vocab_size
@@ -213,16 +194,14 @@ class DigitLanguage:
         """Reward of whole texts: 1 where the response begins with the preferred token, else 0.
 
         Args:
-            tokens: whole texts of shape (*B, L), int64.
+            tokens: whole texts of shape (*B, L), int64: prompt, separator, response.
 
         Returns:
             Rewards of shape (*B,), float32.
 
-        Raises:
-            TypeError: `tokens` is no int64 tensor.
-            ValueError: `tokens` are no whole texts, as in `log_prob`.
-
         Example:
+            >>> import torch
+            >>> from torchrl_kl.envs import DigitLanguage
             >>> DigitLanguage().preference(torch.tensor([5, 7, 1, 5, 10, 6, 2, 7, 3]))
             tensor(1.)
         """
@@ -239,8 +218,7 @@ class DigitLanguage:
         if is_separator[..., :-1].any() or not is_separator[..., -1].all():
             raise ValueError(
                 f"`tokens` must begin with {self.prompt_length} digits and the separator "
-                f"{self.separator}, got a text that does not: are prompt and response joined "
-                "without it?"
+                f"{self.separator}, got a text that does not: join prompt and response with it."
             )
 
 
@@ -255,7 +233,6 @@ def check_ids(name: str, ids: Tensor, n_ids: int, length: int | None = None) -> 
     if ((ids < 0) | (ids >= n_ids)).any():
         low, high = ids.aminmax()
         raise ValueError(
-            f"`{name}` must be between 0 and {n_ids - 1}, got values between {low} and {high}: do "
-            "they come from a language with another `vocab_size`, or is there a separator or "
-            "padding where none belongs?"
+            f"`{name}` must be between 0 and {n_ids - 1}, got values between {low} and {high}: "
+            "check the `vocab_size` of the language, and that prompts contain digits only."
         )

@@ -19,50 +19,49 @@ __all__ = ["DigitLanguageEnv"]
 class DigitLanguageEnv(EnvBase):
     """Writes a response to a random prompt, one token per step, and rewards the finished text.
 
-    The action is the next token. The separator is allowed: it is an ordinary, wrong token and ends
-    nothing. A text ends after `language.response_length` actions: `terminated` (and `done`) are
-    True there and nowhere else, and nothing is ever truncated. The reward is zero before that.
+    The action is the next token. The separator is allowed as an ordinary (wrong) token. A text ends
+    after `language.response_length` actions, where `terminated` and `done` are True and the reward
+    is given; it is 0 before. Episodes are never truncated.
 
-    All that a step depends on is in the tensordict: rows may be stepped in any order, in any
-    process and from any unfinished text. A finished row must be reset before it is stepped. Rows
-    that a `_step` mask leaves out keep their text and their `terminated`, and have reward zero.
+    A step depends only on the tensordict, so rows can be stepped in any order, in any process and
+    from any unfinished text. A finished row must be reset before it is stepped. Rows that a `_step`
+    mask excludes keep their text and `terminated`, and have reward 0.
 
-    Only reset draws, from a generator of the env's own: `set_seed` makes what follows repeat, alike
-    on every device, and the global RNG is neither read nor moved. Without a seed the generator
-    starts from the system's entropy. A copy (`deepcopy`, `pickle`) carries the generator's state on
-    and draws the same prompts: seed copies apart, as `set_seed` of `SerialEnv` and `ParallelEnv`
-    does.
+    Only reset is random. It uses a private generator, which `set_seed` seeds identically on every
+    device; the global RNG is not used. Without a seed, the generator starts from system entropy. A
+    copy (`deepcopy`, `pickle`) continues from the same generator state: seed copies differently,
+    as `set_seed` of `SerialEnv` and `ParallelEnv` does.
 
-    `reset(prompt=prompts)` begins with given prompts, int64 digits of shape (*B, P), or (P,) for
-    the same one in every row; with a `_reset` mask they go to the masked rows. They serve that call
-    only. `SerialEnv` and `ParallelEnv` want one for each worker:
-    `reset(list_of_kwargs=[{"prompt": ...}, ...])`.
+    `reset(prompt=prompts)` starts from the given int64 digits (*B, P), or (P,) for all rows; with a
+    `_reset` mask, only the masked rows use them. For `SerialEnv` and `ParallelEnv`, call
+    `reset(list_of_kwargs=[{"prompt": ...}, ...])` with one entry per worker.
 
     Keys (L is `language.text_length`):
         `tokens`: (*B, L) int64: prompt, separator, response so far, then separators as padding.
-        `position`: (*B,) int64: how many of `tokens` are filled; the next action goes there.
+        `position`: (*B,) int64: number of tokens before the padding, the index of the next action.
         `action`: (*B,) int64: the next token.
         `reward`: (*B, 1) float32.
 
     Args:
-        language: the language of the prompts; `DigitLanguage()` if None.
-        prompts: the prompts to draw from, (N, P) int64 digits, all alike probable (a training set that leaves
-            others held out); all prompts of the language if None.
-        reward_fn: rewards of texts, (N, L) int64 -> (N,). Called without gradients and with
-            finished texts only; the result is cast to float32. A model is used as it is: put it in
-            eval mode and on the env's device. `language.preference` if None.
-        batch_size: shape `*B` of the texts that are written side by side.
-        device: where the texts are.
+        language: the language of the prompts. Default: `DigitLanguage()`.
+        prompts: (N, P) int64 digits, drawn with equal probability. Default: all prompts.
+        reward_fn: maps finished texts (N, L) int64 to rewards (N,), which are cast to float32. It
+            is called without gradients. The env does not move a model or set it to eval mode.
+            Default: `language.preference`.
+        batch_size: shape `*B` of the texts, without a dimension of 0.
+        device: device of the texts.
         seed: seed of the generator.
 
     Raises:
-        TypeError: `language` is no DigitLanguage, `reward_fn` cannot be called or returns no
-            tensor, a prompt is no int64 tensor, or reset is given another argument than `prompt`.
-        ValueError: an action, a prompt, a position or a result of `reward_fn` has a wrong shape or
-            wrong values.
+        TypeError: `language`, `reward_fn`, its result or a prompt has the wrong type, or reset gets
+            another argument than `prompt`.
+        ValueError: `batch_size`, an action, a prompt, a position or a result of `reward_fn` has a
+            wrong shape or wrong values.
         RuntimeError: a finished row is stepped.
 
     Example:
+        >>> import torch
+        >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> env = DigitLanguageEnv(batch_size=(2,), seed=0)
         >>> env.rollout(10)["next", "terminated"].squeeze(-1).tolist()
         [[False, False, False, True], [False, False, False, True]]
@@ -91,19 +90,22 @@ class DigitLanguageEnv(EnvBase):
             reward_fn = language.preference
         if not callable(reward_fn):
             raise TypeError(f"`reward_fn` must be callable, got {type(reward_fn).__name__}.")
-        super().__init__(device=device, batch_size=torch.Size(batch_size))
-        self.language = language
+        if any(size < 1 for size in batch_size):
+            raise ValueError(
+                f"`batch_size` must have dimensions of at least 1, got {tuple(batch_size)}."
+            )
         if prompts is not None:
             check_ids("prompts", prompts, language.vocab_size, language.prompt_length)
             if prompts.ndim != 2 or len(prompts) == 0:
                 raise ValueError(
-                    f"`prompts` must have shape (N, {language.prompt_length}) with N >= 1, got {tuple(prompts.shape)}: "
-                    "stack the prompts to draw from along dimension 0."
+                    f"`prompts` must have shape (N, {language.prompt_length}) with N >= 1, got "
+                    f"{tuple(prompts.shape)}: stack the prompts along dimension 0."
                 )
-        self.prompts = prompts
-        # Not as a submodule: the env's train(), to() and state_dict() are not for the user's model.
+        super().__init__(device=device, batch_size=torch.Size(batch_size))
+        self.language, self.prompts = language, prompts
+        # Not a submodule, so the env's train(), to() and state_dict() do not affect a user's model.
         object.__setattr__(self, "reward_fn", reward_fn)
-        # On the CPU wherever the texts are, so that a seed means the same prompts on every device.
+        # On the CPU, so that a seed gives the same prompts on every device.
         self._generator = torch.Generator(device="cpu")
         self._set_seed(seed)
         self._make_specs()
@@ -123,7 +125,7 @@ class DigitLanguageEnv(EnvBase):
             shape=batch_size,
             device=device,
         )
-        # The state is what is observed: step reads it from its input and from nowhere else.
+        # A step reads its state from the tensordict only.
         self.state_spec = self.observation_spec.clone()
         self.action_spec = Categorical(language.n_tokens, shape=batch_size, device=device)
         flag_shape = torch.Size((*batch_size, 1))
@@ -149,7 +151,7 @@ class DigitLanguageEnv(EnvBase):
             prompt = self._draw_prompts()
         else:
             self._check_prompt(prompt)
-        # All rows begin anew here: EnvBase.reset puts back those that a `_reset` mask leaves out.
+        # All rows are reset here: EnvBase.reset restores those that a `_reset` mask excludes.
         size = (*batch_size, language.text_length)
         tokens = torch.full(size, language.separator, device=self.device)
         tokens[..., : language.prompt_length] = prompt
@@ -170,7 +172,7 @@ class DigitLanguageEnv(EnvBase):
         stepped = stepped.reshape(self.batch_size)
         self._check_step(position, action, stepped)
 
-        # Rows left out may be finished, with no slot to write to, or hold any action.
+        # Excluded rows may be finished, without a slot to write to, or have any action.
         slot = position.clamp(max=self.language.text_length - 1).unsqueeze(-1)
         written = tokens.scatter(-1, slot, action.unsqueeze(-1))
         tokens = torch.where(stepped.unsqueeze(-1), written, tokens)
@@ -191,7 +193,7 @@ class DigitLanguageEnv(EnvBase):
         )
 
     def _reward(self, tokens: Tensor, finished: Tensor) -> Tensor:
-        """Rewards of shape (*B,): of `reward_fn` where finished, else zero."""
+        """Rewards of shape (*B,): from `reward_fn` where finished, else 0."""
         reward = torch.zeros(finished.shape, dtype=torch.float32, device=finished.device)
         if not finished.any():
             return reward
@@ -203,8 +205,8 @@ class DigitLanguageEnv(EnvBase):
         if values.shape != texts.shape[:1]:
             raise ValueError(
                 f"`reward_fn` must return one reward per text, shape {tuple(texts.shape[:1])} for "
-                f"texts of shape {tuple(texts.shape)}, got {tuple(values.shape)}: a network's head "
-                "of size one needs `squeeze(-1)`, rewards per token a sum or the last one."
+                f"texts of shape {tuple(texts.shape)}, got {tuple(values.shape)}: squeeze a "
+                "trailing dimension of 1, or sum rewards per token."
             )
         reward[finished] = values.to(reward)
         return reward
@@ -215,8 +217,8 @@ class DigitLanguageEnv(EnvBase):
         if prompt.shape not in ((length,), (*self.batch_size, length)):
             raise ValueError(
                 f"`prompt` must have shape {(*self.batch_size, length)}, or {(length,)} for the "
-                f"same prompt in every row, got {tuple(prompt.shape)}: with a `_reset` mask give "
-                "every row one, those of the rows left out are not used."
+                f"same prompt in every row, got {tuple(prompt.shape)}: with a `_reset` mask, give "
+                "excluded rows any prompt."
             )
 
     def _check_step(self, position: Tensor, action: Tensor, stepped: Tensor) -> None:
@@ -224,8 +226,8 @@ class DigitLanguageEnv(EnvBase):
         if action.shape != self.batch_size or action.dtype != torch.int64:
             raise ValueError(
                 f"`action` must have shape {tuple(self.batch_size)} and dtype torch.int64, got "
-                f"{tuple(action.shape)} and {action.dtype}: an action is the id of a token, so "
-                "one-hot actions and logits need `argmax(-1)`."
+                f"{tuple(action.shape)} and {action.dtype}: an action is a token id, convert "
+                "one-hot actions or logits with `argmax(-1)`."
             )
         if (((action < 0) | (action >= language.n_tokens)) & stepped).any():
             low, high = action[stepped].aminmax()
@@ -238,12 +240,11 @@ class DigitLanguageEnv(EnvBase):
             low, high = position[stepped].aminmax()
             raise ValueError(
                 f"`position` must be between {first} and {last}, got values between {low} and "
-                f"{high}: step what reset or step returned, of an env with this language."
+                f"{high}: step a tensordict from reset or step of an env with this language."
             )
         finished = (position == last) & stepped
         if finished.any():
             raise RuntimeError(
                 f"cannot step a finished text, got {int(finished.sum())} with `position` {last}: "
-                "reset these rows (as `step_and_maybe_reset` does), or leave them out with a "
-                "`_step` mask."
+                "reset these rows (see `step_and_maybe_reset`) or exclude them by a `_step` mask."
             )

@@ -7,18 +7,18 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 from torchrl.modules import set_recurrent_mode
 
-from torchrl_kl.language.gpt import GPT, GPTActor, GPTCritic
+from torchrl_kl.language import GPT, GPTActor, GPTCritic
 
 PROMPT, LENGTH, SEPARATOR = 4, 9, 10  # a text: prompt, separator, response
 
 
 def assert_same(actual, expected):
-    """What both modes promise in float32: 1e-5 (nats, for log-probabilities)."""
+    """The float32 accuracy of both modes: 1e-5 (nats, for log-probabilities)."""
     assert_close(actual, expected, atol=1e-5, rtol=0.0)
 
 
 def sharp(module, seed=0):
-    """Weights far from GPT-2's small ones, under which every prediction is nearly uniform."""
+    """Large random weights; with GPT-2's small ones every prediction is nearly uniform."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -45,7 +45,7 @@ def states_of(texts) -> Any:
 
 
 def trajectories(texts) -> Any:
-    """What a collector returns for the texts: [n, 4], the last dimension named "time"."""
+    """The batch that a collector returns for the texts: [n, 4], last dimension named "time"."""
     states = states_of(texts)
     batch, following = states[:, :-1].clone(), states[:, 1:].clone()
     ended = (following["position"] == LENGTH).unsqueeze(-1)

@@ -1,6 +1,6 @@
-"""Why the KL that is charged to a reward is k1: a bandit on which every expectation is a sum over four actions.
+"""Why the KL penalty in a reward is k1: a bandit with four actions, where expectations are sums.
 
-A reward is not differentiated. Charging c to it moves the policy along E[(r - beta c) grad log pi], with c a constant.
+A reward is not differentiated: a penalty c moves the policy along E[(r - beta c) grad log pi].
 """
 
 import math
@@ -14,11 +14,11 @@ from torchrl_kl.functional.estimators import kl_k1, kl_k2, kl_k3
 BETA = 0.5
 REWARD = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
 REF_LOG_PROB = torch.full((4,), 0.25, dtype=torch.float64).log()
-NO_LEASH = math.log(4)  # KL of a policy that always takes one action
+MAX_KL = math.log(4)  # of a policy that always takes one action
 
 
-def charge_exact(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> torch.Tensor:
-    """The KL itself, which is the same for every action."""
+def exact_penalty(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> torch.Tensor:
+    """The exact KL, which is the same for every action."""
     return (log_prob.exp() * (log_prob - ref_log_prob)).sum().expand(4)
 
 
@@ -28,25 +28,25 @@ def kl(log_prob: torch.Tensor) -> float:
     )
 
 
-def direction(logits: torch.Tensor, charged) -> torch.Tensor:
+def direction(logits: torch.Tensor, penalty) -> torch.Tensor:
     """The exact policy gradient with respect to the logits, of shape (4,)."""
     logits = logits.detach().requires_grad_()
     log_prob = logits.log_softmax(-1)
-    advantage = (REWARD - BETA * charged(log_prob, REF_LOG_PROB)).detach()
+    advantage = (REWARD - BETA * penalty(log_prob, REF_LOG_PROB)).detach()
     return torch.autograd.grad((log_prob.exp().detach() * advantage * log_prob).sum(), logits)[0]
 
 
-def train(charged, n_updates: int) -> list[torch.Tensor]:
-    """Log-probabilities after each update of plain gradient ascent that begins beside the reference."""
+def train(penalty, n_updates: int) -> list[torch.Tensor]:
+    """Log-probabilities after each step of gradient ascent that starts near the reference."""
     logits, log_probs = REF_LOG_PROB + 0.01 * torch.randn(4, dtype=torch.float64), []
     for _ in range(n_updates):
-        logits = logits + direction(logits, charged)
+        logits = logits + direction(logits, penalty)
         log_probs.append(logits.log_softmax(-1))
     return log_probs
 
 
 def optimum() -> torch.Tensor:
-    """Log-probabilities of the maximiser of E[r] - beta KL, pi* ~ pi_ref exp(r / beta), shape (4,)."""
+    """Log-probabilities of pi* ~ pi_ref exp(r / beta), which maximizes E[r] - beta KL; (4,)."""
     weights = [0.25 * math.exp(2.0), 0.25, 0.25, 0.25]
     return torch.tensor(
         [math.log(weight / sum(weights)) for weight in weights], dtype=torch.float64
@@ -64,46 +64,45 @@ def test_the_optimum_is_better_than_all_policies_around_it_and_has_the_known_kl(
     assert kl(optimum()) == pytest.approx(0.468, abs=5e-4)
 
 
-def test_charged_k1_ends_at_the_optimum():
+def test_k1_penalty_ends_at_the_optimum():
     assert_close(train(kl_k1, 500)[-1], optimum(), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("charged", [kl_k2, charge_exact], ids=["k2", "exact"])
-def test_charged_k2_and_exact_kl_are_no_leash(charged):
-    policy = train(charged, 3000)[-1]
+@pytest.mark.parametrize("penalty", [kl_k2, exact_penalty], ids=["k2", "exact"])
+def test_k2_and_exact_penalties_do_not_limit_the_kl(penalty):
+    policy = train(penalty, 3000)[-1]
     assert policy.exp()[0] > 0.999
-    assert kl(policy) == pytest.approx(NO_LEASH, abs=5e-3)
+    assert kl(policy) == pytest.approx(MAX_KL, abs=5e-3)
 
 
-def test_charged_k3_diverges():
+def test_k3_penalty_diverges():
     log_probs = train(kl_k3, 2000)
     lowest = [policy.min().item() for policy in log_probs]
-    assert kl(log_probs[200]) == pytest.approx(NO_LEASH, abs=1e-12)
-    # It does not settle there: pi * k3 tends to pi_ref, so a dying action is pushed on at the constant speed
-    # beta * pi_ref = 1/8 of its logit, while the winner rises by beta * (1 - pi_ref) = 3/8.
+    assert kl(log_probs[200]) == pytest.approx(MAX_KL, abs=1e-12)
+    # It does not converge: pi * k3 tends to pi_ref, so per update the logit of a vanishing action
+    # falls by beta * pi_ref = 1/8, and that of the winner rises by beta * (1 - pi_ref) = 3/8.
     assert lowest[400] - lowest[200] == pytest.approx(-200 * (1 / 8 + 3 / 8), rel=1e-6)
-    # At last exp(-log-ratio) overflows.
+    # Finally exp(-log-ratio) overflows.
     assert math.isnan(lowest[-1])
 
 
-@pytest.mark.parametrize("charged", [kl_k2, charge_exact], ids=["k2", "exact"])
-def test_the_others_only_creep(charged):
-    lowest = [policy.min().item() for policy in train(charged, 401)]
-    assert (
-        -math.log(4) < lowest[400] - lowest[200] < 0
-    )  # at most the logarithm of the time, against -100 of k3
+@pytest.mark.parametrize("penalty", [kl_k2, exact_penalty], ids=["k2", "exact"])
+def test_the_other_penalties_diverge_slowly(penalty):
+    lowest = [policy.min().item() for policy in train(penalty, 401)]
+    # At most like the logarithm of the number of updates; k3 falls by 100.
+    assert -math.log(4) < lowest[400] - lowest[200] < 0
 
 
 def test_only_k1_is_at_rest_at_the_optimum():
     assert_close(
         direction(optimum(), kl_k1), torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-15
     )
-    for charged in (kl_k2, kl_k3, charge_exact):
-        assert direction(optimum(), charged)[0] > 0.05
+    for penalty in (kl_k2, kl_k3, exact_penalty):
+        assert direction(optimum(), penalty)[0] > 0.05
 
 
 def test_near_the_reference_only_k1_pulls_back():
-    """The share of the charge in the update, against -beta grad KL."""
+    """The contribution of the penalty to the update, compared with -beta grad KL."""
     logits = (REF_LOG_PROB + 0.01 * torch.randn(4, dtype=torch.float64)).requires_grad_()
     log_prob = logits.log_softmax(-1)
     truth = (
@@ -111,9 +110,9 @@ def test_near_the_reference_only_k1_pulls_back():
     )
     task = direction(logits, lambda log_prob, _: torch.zeros_like(log_prob))
     pulls = {
-        charged: direction(logits, charged) - task
-        for charged in (kl_k1, kl_k2, kl_k3, charge_exact)
+        penalty: direction(logits, penalty) - task
+        for penalty in (kl_k1, kl_k2, kl_k3, exact_penalty)
     }
     assert_close(pulls[kl_k1], truth, rtol=0, atol=1e-15)
-    for charged in (kl_k2, kl_k3, charge_exact):
-        assert pulls[charged].norm() < 0.05 * truth.norm()
+    for penalty in (kl_k2, kl_k3, exact_penalty):
+        assert pulls[penalty].norm() < 0.05 * truth.norm()

@@ -1,4 +1,4 @@
-"""exact.py against brute force in Python floats, and against the known values of the language."""
+"""exact.py against brute force in Python floats and the known values of the digit language."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from torchrl_kl.envs import DigitLanguage
 from torchrl_kl.exact import Enumeration, exact_kl
-from torchrl_kl.language.gpt import GPT
+from torchrl_kl.language import GPT
 
 V, R = 3, 3
 PROMPTS = torch.tensor([[0, 2], [1, 1]])
@@ -168,7 +168,7 @@ def test_gain_is_0_at_the_reference_and_1_at_the_optimum():
         probs = tilted(reference.distribution(prompt), rewards_of(prompt), 0.5)
         for length in range(R):
             for text, p in marginal(probs, length + 1).items():
-                best.rows[(*prompt, *text[:length])][text[length]] = p  # normalised by the callee
+                best.rows[(*prompt, *text[:length])][text[length]] = p  # normalized by Enumeration
     responses = enumeration(reference)
     at_reference, at_optimum = responses.values(reference, 0.5), responses.values(best, 0.5)
     assert at_reference.kl == 0
@@ -182,7 +182,7 @@ def test_gain_is_0_at_the_reference_and_1_at_the_optimum():
 
 @pytest.mark.parametrize(("constant", "coeff"), [(-1e6 / 3, 0.0), (0.1, 1e10)])
 def test_no_fraction_where_nothing_can_be_gained(constant, coeff):
-    # J* - J_ref is rounding, of the reward or of the price: for some of the seeds it is positive.
+    # J* - J_ref is rounding error of the reward or of coeff * kl, positive for some of the seeds.
     def constant_reward(texts):
         return torch.full((len(texts),), constant, dtype=torch.float64)
 
@@ -215,7 +215,7 @@ def test_optimum_for_coeff_0_is_the_reference_on_its_best_texts(coeff):
     assert_close(optimum.token_probs, brute_token_probs(best))
 
 
-def test_texts_impossible_for_the_reference_are_no_part_of_the_optimum():
+def test_texts_impossible_for_the_reference_are_impossible_for_the_optimum():
     # Token 1 has the best reward by far, and the reference never writes it first.
     def never_1_first(contexts):
         logits = torch.zeros(len(contexts), V)
@@ -242,7 +242,9 @@ def test_kl_is_inf_and_never_nan_where_only_the_policy_has_mass(coeff):
         logits = torch.zeros(len(contexts), V)
         if contexts.shape[1] == PROMPTS.shape[1] + 1:
             logits[:, 2] = -math.inf
-        if contexts.shape[1] == PROMPTS.shape[1] + 2:  # no distribution where it never comes
+        if (
+            contexts.shape[1] == PROMPTS.shape[1] + 2
+        ):  # not a distribution, in contexts that are never reached
             logits[contexts[:, 3] == 2] = -math.inf
         return logits
 
@@ -309,7 +311,7 @@ def all_prompts():
 
 @pytest.fixture(scope="module")
 def first_digits():
-    """The job with a response of one digit: the reward and so the optimum's KL stop there."""
+    """Responses of one digit: the reward, and so the KL of the optimum, depend only on it."""
     return Enumeration(true_language, DigitLanguage(response_length=1).preference, all_prompts(), 1)
 
 
@@ -360,7 +362,7 @@ def test_exact_kl_gives_the_entropies_of_the_language_over_all_prompts():
 def test_log_probs_of_a_gpt_equal_those_of_one_pass_over_whole_texts():
     torch.manual_seed(0)
     gpt = GPT(V, 5, n_layer=1, n_head=1, n_embd=8).eval()
-    # Weights as they are drawn give almost uniform tokens: no order could be told from another.
+    # With the initial weights all tokens are nearly equal, and their order would not be tested.
     with torch.no_grad():
         for parameter in gpt.parameters():
             parameter += torch.randn_like(parameter) / 2
@@ -397,7 +399,7 @@ def test_chunks_bound_every_call_and_change_nothing():
     for spy in (reference, policy, reward):
         assert max(size for size, _ in spy.calls) == 7
         assert not spy.grad
-    # Each context once: 2 + 6 + 18 of them, and the one that tells the vocabulary.
+    # Each of the 2 + 6 + 18 contexts once, and one more call for the size of the vocabulary.
     assert sum(size for size, _ in policy.calls) == 26
     assert sum(size for size, _ in reference.calls) == 27
     assert sum(size for size, _ in reward.calls) == 54
@@ -477,7 +479,7 @@ def test_wrong_logits():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_logits_that_are_no_distribution(value):
+def test_nan_and_inf_logits(value):
     def broken(contexts):
         return torch.tensor([0.0, value, 0.0]).expand(len(contexts), V)
 

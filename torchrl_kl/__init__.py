@@ -1,17 +1,20 @@
-"""KL control for reinforcement learning on TorchRL: measure the divergence, charge it, steer its price."""
+"""KL control for reinforcement learning on TorchRL: measure the KL, penalize it, adapt the coefficient."""
 
-from torchrl_kl.controllers.budget import coeff_for_budget
+from torchrl_kl._tensordict import KLKeys
+from torchrl_kl.actors import FrozenActor, TopKActor
 from torchrl_kl.collectors.kl_collector import kl_collector
-from torchrl_kl.controllers.rules import (
+from torchrl_kl.controllers import (
     AdaptiveKLController,
     ConstantKLController,
     ExponentialKLController,
     KLController,
+    KLStatistics,
     PIDKLController,
     TargetKLController,
+    coeff_for_budget,
 )
 from torchrl_kl.exact import Enumeration, ExactValues, PolicyValues, exact_kl
-from torchrl_kl.functional.estimators import (
+from torchrl_kl.functional import (
     kl_exact,
     kl_k1,
     kl_k2,
@@ -21,16 +24,17 @@ from torchrl_kl.functional.estimators import (
     masked_sum,
     sum_over_trajectories,
 )
-from torchrl_kl.language.gpt import GPT, GPTActor, GPTCritic, GPTRewardModel
+from torchrl_kl.language import GPT, GPTActor, GPTCritic, GPTRewardModel
 from torchrl_kl.monitor.monitor import KLMonitor
 from torchrl_kl.objectives.penalty_loss import KLPenaltyLoss
-from torchrl_kl.actors.frozen import FrozenActor
-from torchrl_kl.transforms.adjustment import RewardAdjustmentTransform
-from torchrl_kl.transforms.stack import KLConstrainedTransform, KLRewardTransform
-from torchrl_kl.controllers.statistics import KLStatistics
-from torchrl_kl.actors.top_k import TopKActor
 from torchrl_kl.trainers import KLControlHook
-from torchrl_kl.transforms.measuring import KLDivergenceTransform, ReferenceModelLogProbTransform
+from torchrl_kl.transforms import (
+    KLConstrainedTransform,
+    KLDivergenceTransform,
+    KLRewardTransform,
+    ReferenceModelLogProbTransform,
+    RewardAdjustmentTransform,
+)
 
 __all__ = [
     "GPT",
@@ -47,6 +51,7 @@ __all__ = [
     "KLControlHook",
     "KLController",
     "KLDivergenceTransform",
+    "KLKeys",
     "KLMonitor",
     "KLPenaltyLoss",
     "KLRewardTransform",

@@ -1,8 +1,9 @@
-"""Where things stand in a TensorDict: neighbouring keys, batch shapes, specs, masks."""
+"""Keys, shapes, masks and specs of TensorDicts: where the entries of a stack are, and how they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import cast
 
 import torch
@@ -12,6 +13,11 @@ from torchrl.data import Composite, Unbounded
 
 MASK_KEY = ("collector", "mask")
 TRAJECTORY_KEY = ("collector", "traj_ids")
+RECORD_LOG_PROB = (
+    "build the policy with ProbabilisticActor(..., return_log_prob=True), name the entry that it "
+    "records with `KLKeys(log_prob=...)`, or let the policy be asked again with "
+    "`recompute_log_prob=True` of ReferenceModelLogProbTransform or FrozenActor."
+)
 
 
 def as_tuple(key: NestedKey) -> tuple[str, ...]:
@@ -19,28 +25,119 @@ def as_tuple(key: NestedKey) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else cast(tuple[str, ...], key)
 
 
-def beside(key: NestedKey, name: str) -> NestedKey:
-    """The key called `name` that stands in the same place of the tree as `key`."""
+def sibling(key: NestedKey, name: str) -> NestedKey:
+    """The key called `name` in the same nested tensordict as `key`."""
     return unravel_key((*as_tuple(key)[:-1], name))
 
 
-def holder_batch_size(tensordict: TensorDictBase, key: NestedKey) -> torch.Size:
-    """Batch size of the (nested) tensordict that holds `key`; of the root where there is no such entry."""
-    holder = tensordict.get(as_tuple(key)[:-1], None) if len(as_tuple(key)) > 1 else None
-    return tensordict.batch_size if holder is None else holder.batch_size
+@dataclass(frozen=True)
+class KLKeys:
+    """Names of all entries that a KL stack reads and writes.
+
+    None means the default name, in the same nested tensordict as the entry it derives from: the KL
+    is next to the log-prob, the task reward and the coefficient are next to the reward. All but
+    `log_prob` and `top_k` are entries of "next".
+
+    Args:
+        log_prob: the policy's log-prob of its action, or a list of the log-probs of the parts of a
+            composite action, which are added up; by default `actor.log_prob_keys`.
+        ref_log_prob: the log-prob under the reference; by default next to `log_prob`.
+        kl: k1 of each step; by default next to `log_prob`, or at the root where agents are summed.
+        kl_estimate: another estimate of the same KL; by default next to `kl`.
+        episode_kl: running sum of the measured KL; by default next to `kl`.
+        reward: the reward that is penalized.
+        task_reward: the reward before the penalty; by default next to `reward`.
+        kl_coeff: the coefficient of each step; by default next to `reward`.
+        done: what ends a trajectory; by default next to `reward`, or else at the root.
+        top_k: where TopKActor records its k most likely actions; by default next to `log_prob`.
+
+    Example:
+        >>> from torchrl_kl import KLKeys
+        >>> KLKeys(reward=("agents", "reward")).resolve(("agents", "action_log_prob")).kl_coeff
+        ('agents', 'kl_coeff')
+        >>> KLKeys.named("second").resolve("action_log_prob").kl
+        'second_kl'
+    """
+
+    log_prob: NestedKey | list[NestedKey] | None = None
+    ref_log_prob: NestedKey | None = None
+    kl: NestedKey | None = None
+    kl_estimate: NestedKey | None = None
+    episode_kl: NestedKey | None = None
+    reward: NestedKey = "reward"
+    task_reward: NestedKey | None = None
+    kl_coeff: NestedKey | None = None
+    done: NestedKey | None = None
+    top_k: NestedKey | None = None
+    _prefix: str = field(default="", repr=False)
+
+    @classmethod
+    def named(cls, name: str, **keys: NestedKey) -> KLKeys:
+        """Keys of a further stack in the same data: the default names that it writes start with `name` and "_"."""
+        return replace(cls(**keys), _prefix=f"{name}_")  # type: ignore[arg-type]
+
+    def with_reward(self, reward: NestedKey, penalized: NestedKey) -> KLKeys:
+        """These keys for a reward whose penalized value goes elsewhere: the coefficient is next to that."""
+        coeff = self.kl_coeff or sibling(penalized, self._name("kl_coeff"))
+        return replace(self, reward=reward, kl_coeff=coeff)
+
+    def resolve(
+        self, log_prob: NestedKey | list[NestedKey] = "action_log_prob", *, sum_agents: bool = False
+    ) -> ResolvedKeys:
+        """All keys filled in.
+
+        Args:
+            log_prob: where the policy records its log-prob, unless these keys name it.
+            sum_agents: whether the KL is one for all agents, at the root.
+        """
+        recorded = LogProbKeys(self.log_prob or log_prob)
+        kl = self.kl or (self._name("kl") if sum_agents else recorded.sibling(self._name("kl")))
+        given = {
+            f.name: getattr(self, f.name) for f in fields(ResolvedKeys) if f.name != "recorded"
+        }
+        default = {
+            "ref_log_prob": recorded.sibling(self._name("ref_log_prob")),
+            "kl": kl,
+            "kl_estimate": sibling(kl, self._name("kl_estimate")),
+            "episode_kl": sibling(kl, self._name("episode_kl")),
+            "task_reward": sibling(self.reward, self._name("task_reward")),
+            "kl_coeff": sibling(self.reward, self._name("kl_coeff")),
+            "top_k": recorded.sibling("top_k"),
+        }
+        keys = {name: value or default.get(name) for name, value in given.items()}
+        keys = {name: None if value is None else unravel_key(value) for name, value in keys.items()}
+        return ResolvedKeys(recorded=recorded, **keys)  # type: ignore[arg-type]
+
+    def _name(self, name: str) -> str:
+        return f"{self._prefix}{name}"
 
 
-def sum_action_dims(log_prob: Tensor, batch_size: torch.Size) -> Tensor:
-    """Sums what stands beyond the batch: a `Normal` gives one log-prob per action dimension."""
-    extra = tuple(range(len(batch_size), log_prob.ndim))
-    return log_prob.sum(extra) if extra else log_prob
+@dataclass(frozen=True)
+class ResolvedKeys:
+    """The entries of one stack, all named but `done`, which is found in the data where it is None."""
+
+    recorded: LogProbKeys
+    ref_log_prob: NestedKey
+    kl: NestedKey
+    kl_estimate: NestedKey
+    episode_kl: NestedKey
+    reward: NestedKey
+    task_reward: NestedKey
+    kl_coeff: NestedKey
+    done: NestedKey | None
+    top_k: NestedKey
+
+    @property
+    def log_prob(self) -> NestedKey | list[NestedKey]:
+        """Where the policy records its log-prob: one key, or a list of those of the parts of its action."""
+        return self.recorded.key
 
 
 class LogProbKeys:
-    """Where the log-prob of an action stands: one entry, or one for each part of a composite action, to be added up.
+    """Where the log-prob of an action is: one entry, or one for each part of a composite action.
 
-    A composite action is drawn by one policy, whose KL is the sum over its parts: it belongs to the branch of the tree
-    that holds all of them.
+    A composite action is drawn by one policy, whose KL is the sum over the parts: it belongs to the
+    nested tensordict that holds all of them.
 
     Args:
         key: of the entry, or a list of those of the parts.
@@ -53,34 +150,39 @@ class LogProbKeys:
         while any(path[:depth] != first[:depth] for path in others):
             depth -= 1
         self.branch = first[:depth]
-        self._inside = self.beside("log_prob")
 
     @property
     def key(self) -> NestedKey | list[NestedKey]:
         """The one key, or the list of several."""
         return self.keys[0] if len(self.keys) == 1 else self.keys
 
-    def beside(self, name: str) -> NestedKey:
-        """The key called `name` in the branch that holds all of them."""
+    def sibling(self, name: str) -> NestedKey:
+        """The key called `name` in the nested tensordict that holds all of them."""
         return unravel_key((*self.branch, name))
 
     def batch_size(self, tensordict: TensorDictBase) -> torch.Size:
-        """Batch size of that branch: the shape of the log-prob."""
-        return holder_batch_size(tensordict, self._inside)
+        """Batch size of that nested tensordict: the shape of the log-prob."""
+        return holder_batch_size(tensordict, (*self.branch, "log_prob"))
 
     def missing(self, tensordict: TensorDictBase) -> list[NestedKey]:
-        """Those that are not there."""
+        """The keys that are not in the data."""
         return [key for key in self.keys if tensordict.get(key, None) is None]
 
     def read(self, tensordict: TensorDictBase) -> Tensor | None:
-        """The log-prob of the whole action, nats, shape `batch_size`; None if an entry is not there."""
+        """The log-prob of the whole action, nats, shape `batch_size`; None if an entry is missing."""
         values = [tensordict.get(key, None) for key in self.keys]
         if any(value is None for value in values):
             return None
         return _add_up(values, self.batch_size(tensordict))
 
+    def require(self, tensordict: TensorDictBase) -> Tensor:
+        """The log-prob of the whole action; KeyError if an entry is missing."""
+        for key in self.missing(tensordict):
+            get_required(tensordict, key, RECORD_LOG_PROB)
+        return cast(Tensor, self.read(tensordict))
+
     def add_up(self, log_probs: TensorDictBase, batch_size: torch.Size) -> Tensor:
-        """The sum over the parts and over what stands beyond the batch."""
+        """The sum over the parts and over the dimensions behind the batch."""
         return _add_up([log_probs.get(key) for key in self.keys], batch_size)
 
 
@@ -89,8 +191,21 @@ def _add_up(parts: list[Tensor], batch_size: torch.Size) -> Tensor:
     return sum(others, first)
 
 
+def holder_batch_size(tensordict: TensorDictBase, key: NestedKey) -> torch.Size:
+    """Batch size of the nested tensordict that holds `key`; of the root where there is no such entry."""
+    path = as_tuple(key)[:-1]
+    holder = tensordict.get(path, None) if path else None
+    return tensordict.batch_size if holder is None else holder.batch_size
+
+
+def sum_action_dims(value: Tensor, batch_size: torch.Size) -> Tensor:
+    """Sums the dimensions behind the batch: a `Normal` gives one log-prob per action dimension."""
+    extra = tuple(range(len(batch_size), value.ndim))
+    return value.sum(extra) if extra else value
+
+
 def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:
-    """Expands a value that has the first dimensions of `shape` (or the same with trailing ones) to all of it.
+    """Expands a value that has the first dimensions of `shape` (or the same with trailing 1s) to all of it.
 
     A root "done" (*B, 1) thus reaches a reward per agent (*B, n_agents, 1).
     """
@@ -101,15 +216,43 @@ def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:
     return value.reshape(*value.shape, *(1,) * (len(shape) - value.ndim)).expand(shape)
 
 
-def existing_keys(tensordict: TensorDictBase) -> str:
-    """The keys of a tensordict as a short, sorted text for an error message."""
+def existing_keys(tensordict: TensorDictBase | Composite) -> str:
+    """The keys of a tensordict or spec as a short, sorted text for an error message."""
     return ", ".join(sorted(str(key) for key in tensordict.keys(True, True)))
+
+
+def get_required(tensordict: TensorDictBase, key: NestedKey, fix: str) -> Tensor:
+    """The entry `key`; KeyError with the keys that are there and the fix otherwise."""
+    value = tensordict.get(key, None)
+    if value is None:
+        raise KeyError(f"{key!r} is not in the data, got {existing_keys(tensordict)}: {fix}")
+    return value
+
+
+def is_fake(tensordict: TensorDictBase) -> bool:
+    """Whether a batch is a stand-in of zeros, "next" included, as `Collector.fake_tensordict` makes it."""
+    values = (
+        value
+        for key, value in tensordict.items(True, True)
+        if isinstance(value, Tensor) and as_tuple(key)[-1] not in ("done", "truncated")
+    )
+    return not any(bool(value.any()) for value in values)
+
+
+def copy_batch(tensordict: TensorDictBase) -> TensorDictBase:
+    """A shallow copy of a batch and its nested tensordicts: collectors reuse the buffer of a batch for the next."""
+    if tensordict.get("next", None) is None:
+        raise KeyError(
+            f'the batch has no "next", got {existing_keys(tensordict)}: outside an env the transforms '
+            "work on the batches of a collector, a rollout or a replay buffer."
+        )
+    return tensordict.copy()
 
 
 def add_spec(
     spec: Composite, key: NestedKey, shape: Sequence[int], dtype: torch.dtype, holder: torch.Size
 ) -> None:
-    """Adds an unbounded leaf to an observation or state spec; missing branches get the batch size `holder`."""
+    """Adds an unbounded leaf to an observation or state spec; missing nested specs get the shape `holder`."""
     path = as_tuple(key)
     for depth in range(1, len(path)):
         if path[:depth] not in spec.keys(True):
@@ -120,12 +263,13 @@ def add_spec(
 def state_spec(input_spec: Composite) -> Composite:
     """The state spec of an env's input spec, made if there is none."""
     if input_spec["full_state_spec"] is None:
-        input_spec["full_state_spec"] = Composite(shape=input_spec.shape, device=input_spec.device)  # type: ignore[arg-type]
+        empty = Composite(shape=input_spec.shape, device=input_spec.device)  # type: ignore[arg-type]
+        input_spec["full_state_spec"] = empty
     return input_spec["full_state_spec"]
 
 
 def find_time_dim(tensordict: TensorDictBase, time_dim: int | None) -> int | None:
-    """The batch dimension of a batch that is time: the last one, if it is named "time" or given; else None.
+    """The batch dimension that is time: the last one, if it is named "time" or given; else None.
 
     Raises:
         ValueError: if the dimension given or named is not the last one.
@@ -139,16 +283,49 @@ def find_time_dim(tensordict: TensorDictBase, time_dim: int | None) -> int | Non
     if time_dim not in (last, -1) or last < 0:
         raise ValueError(
             f"`time_dim` must be the last batch dimension, got {time_dim} for a batch of shape "
-            f"{tuple(tensordict.batch_size)}: transpose the batch, as TorchRL's recurrent modules ask for too."
+            f"{tuple(tensordict.batch_size)}: transpose the batch, as TorchRL's recurrent modules require too."
         )
     return last
 
 
-def is_fake(tensordict: TensorDictBase) -> bool:
-    """Whether a batch is all zeros at its root: the stand-in that collectors and buffers allocate storage with."""
-    values = [
-        value
-        for key, value in tensordict.items(True, True)
-        if as_tuple(key)[0] != "next" and isinstance(value, Tensor)
-    ]
-    return bool(values) and not any(bool(value.any()) for value in values)
+def find_done(
+    tensordict: TensorDictBase, reward_key: NestedKey, done_key: NestedKey | None = None
+) -> NestedKey:
+    """The done flag of a reward: the one named, or else the one next to it, or else the one at the root of the step."""
+    near = done_key or sibling(reward_key, "done")
+    if tensordict.get(near, None) is not None:
+        return near
+    if done_key is None and tensordict.get("done", None) is not None:
+        return "done"
+    raise KeyError(
+        f"there is no {near!r} and no 'done' in the step, got {existing_keys(tensordict)}: trajectories end "
+        "at done; name it with `KLKeys(done=...)`."
+    )
+
+
+def require_order(
+    tensordict: TensorDictBase, keys: Iterable[NestedKey], may_differ: Tensor, consequence: str
+) -> None:
+    """ValueError if the steps of a batch (*R, T) do not follow one another: it was shuffled and kept the name "time".
+
+    Args:
+        tensordict: the batch.
+        keys: what is compared, where it is both in the data and in "next"; NaN equals NaN.
+        may_differ: True where step t + 1 need not continue step t, shape (*R, T - 1).
+        consequence: why the order matters and what to do, for the error.
+    """
+    after, before = tensordict[..., 1:], cast(TensorDictBase, tensordict.get("next"))[..., :-1]
+    for key in keys:
+        left, right = before.get(key, None), after.get(key, None)
+        if left is None or right is None or left.shape != right.shape:
+            continue
+        equal = left == right
+        if left.is_floating_point():
+            equal = equal | (left.isnan() & right.isnan())
+        equal = equal.reshape(*may_differ.shape, -1).all(-1)
+        if not bool((equal | may_differ).all()):
+            raise ValueError(
+                f"the steps of the batch do not follow one another: {key!r} is not what the step before "
+                f'has in "next", and no trajectory begins there. Is it a shuffled sample that kept the name '
+                f'"time"? {consequence}'
+            )

@@ -1,10 +1,10 @@
-"""True values of small autoregressive problems: every response is enumerated, nothing is sampled.
+"""True values of small autoregressive problems, computed by enumeration of all responses.
 
-Axes: P prompts, T0 tokens in a prompt, R tokens in a response, V words in the vocabulary, N texts.
+Axes: P prompts, T0 tokens in a prompt, R tokens in a response, V tokens in the vocabulary, N texts.
 
-A *model* (the policy, the reference) is any callable that takes contexts (N, T) of token ids and
-returns the logits or log-probabilities (N, V) of the next token; -inf marks an impossible token.
-They are normalised in float64. Call `eval()` on a network with dropout first.
+A *model* (the policy, the reference) is any callable that maps contexts (N, T) of token ids to the
+logits or log-probabilities (N, V) of the next token, -inf for an impossible token. They are
+normalized in float64. Call `eval()` on a network with dropout first.
 """
 
 from __future__ import annotations
@@ -12,32 +12,38 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from torchrl_kl.functional.numbers import solve_decreasing
+
 Model = Callable[[Tensor], Tensor]
 RewardFn = Callable[[Tensor], Tensor]
+_FEWER = "use fewer prompts (and average over parts), a shorter response or a larger `max_texts`"
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyValues:
-    """What a policy is worth, averaged over the prompts.
+    """Reward, KL and token probabilities of a policy, averaged over the prompts.
 
     Attributes:
-        coeff: the price of a nat of KL, in reward.
+        coeff: coefficient of the KL, in reward per nat.
         reward: E[reward] of a response.
-        kl_per_position: (R,), KL(policy || reference) split by the chain rule: nats at each
-            response position; inf where the policy can write a token that the reference cannot.
-        token_probs: (P, R, V), the probability of each token at each position of the response.
+        kl_per_position: (R,), KL(policy || reference) at each response position, in nats; inf where
+            the policy can write a token that the reference cannot.
+        token_probs: (P, R, V), the probability of each token at each response position.
 
     Example:
+        >>> import torch
+        >>> from torchrl_kl import Enumeration
         >>> coin = lambda tokens: torch.zeros(len(tokens), 2)
         >>> ones = lambda texts: texts[:, 1:].double().sum(1)
         >>> responses = Enumeration(coin, ones, torch.tensor([[0]]), response_length=2)
         >>> best = responses.optimum(coeff=1.0)
-        >>> f"{best.reward:.4f} for {best.kl:.4f} nats, objective {best.objective:.4f}"
-        '1.4621 for 0.2219 nats, objective 1.2402'
+        >>> f"reward {best.reward:.4f}, {best.kl:.4f} nats, objective {best.objective:.4f}"
+        'reward 1.4621, 0.2219 nats, objective 1.2402'
     """
 
     coeff: float
@@ -52,25 +58,26 @@ class PolicyValues:
 
     @property
     def objective(self) -> float:
-        """Reward - coeff * kl; -inf where the KL is inf, for coeff 0 too, as it is a limit."""
+        """Reward - coeff * kl; -inf where the KL is inf, also for coeff 0."""
         return self.reward - self.coeff * self.kl if self.kl < math.inf else -math.inf
 
 
 @dataclass(frozen=True, eq=False)
 class ExactValues(PolicyValues):
-    """What a policy is worth, and what the best policy for the same coefficient is worth.
+    """Values of a policy, together with those of the optimum for the same coefficient.
 
     Attributes:
-        optimum: the values of the policy that maximises the objective; J* is `optimum.objective`.
-        reference_reward: E[reward] of the reference, which is its objective too.
+        optimum: values of the policy that maximizes the objective; J* is `optimum.objective`.
+        reference_reward: E[reward] of the reference, which equals its objective J_ref.
 
     Example:
+        >>> import torch
+        >>> from torchrl_kl import Enumeration
         >>> coin = lambda tokens: torch.zeros(len(tokens), 2)
-        >>> ones = lambda texts: texts[:, 1:].double().sum(1)
+        >>> ones = lambda texts: texts.double().sum(1)
         >>> responses = Enumeration(coin, ones, torch.tensor([[0]]), response_length=2)
-        >>> values = responses.values(coin, coeff=1.0)  # the reference itself: nothing gained, nothing paid
-        >>> f"regret {values.regret:.4f}, {values.fraction_of_gain:.0%} of the gain"
-        'regret 0.2402, 0% of the gain'
+        >>> round(responses.values(coin, coeff=1.0).regret, 4)  # the policy is the reference
+        0.2402
     """
 
     optimum: PolicyValues
@@ -78,63 +85,60 @@ class ExactValues(PolicyValues):
 
     @property
     def regret(self) -> float:
-        """J* - objective: equals coeff * KL(policy || optimum), hence never negative."""
+        """J* - objective, which equals coeff * KL(policy || optimum) and is never negative."""
         return self.optimum.objective - self.objective
 
     @property
     def fraction_of_gain(self) -> float:
         """(objective - J_ref) / (J* - J_ref): 0 at the reference, 1 at the optimum.
 
-        NaN where J* - J_ref is lost in the rounding, as it is for a constant reward.
+        NaN where J* - J_ref is within rounding error of 0, as for a constant reward.
         """
         gain = self.optimum.objective - self.reference_reward
-        # J* carries the rounding of E[reward] and of coeff * kl: some 1e4 ulp of each is noise.
+        # J* has the rounding errors of E[reward] and of coeff * kl: allow about 1e4 ulp of each.
         if gain <= 1e-12 * (abs(self.reference_reward) + self.coeff):
             return math.nan
         return (self.objective - self.reference_reward) / gain
 
 
 class Enumeration:
-    r"""Every response to the prompts, with its reward and its probability under the reference.
+    r"""All responses to the prompts, with their rewards and their probabilities.
 
-    Built once, it gives the values of any policy and of the optimum for any coefficient. The
-    optimum of :math:`E_\pi[r] - \beta KL(\pi \| \pi_{ref})` over all policies is
+    It gives the exact values of any policy, and of the optimum for any coefficient. The optimum of
+    :math:`E_\pi[r] - \beta KL(\pi \| \pi_{ref})` over all policies is, for each prompt,
 
     .. math:: \pi^*(y) \propto \pi_{ref}(y) \exp(r(y) / \beta), \quad
         J^* = \beta \log E_{ref} \exp(r / \beta)
 
-    for each prompt, and the regret of a policy is exactly :math:`\beta KL(\pi \| \pi^*) \ge 0`.
-    Each prompt weighs 1/P.
+    and the regret of a policy is :math:`\beta KL(\pi \| \pi^*) \ge 0`. Prompts weigh 1/P each.
 
     Args:
-        reference: the model that the KL is measured against.
-        reward_fn: whole texts (N, T0 + R) to finite rewards (N,).
-        prompts: (P, T0) token ids, all that comes before the response (a separator too).
+        reference: the model in the second argument of the KL.
+        reward_fn: maps whole texts (N, T0 + R) to finite rewards (N,).
+        prompts: (P, T0) token ids: all that precedes the response, including a separator.
         response_length: R.
-        chunk_size: the most texts in one call of a model or of `reward_fn`.
-        max_texts: the most texts, P * V**R, to enumerate; each takes about 100 bytes.
+        chunk_size: maximum number of texts in one call of a model or of `reward_fn`.
+        max_texts: maximum number of texts, P * V**R; each needs about 100 bytes.
 
     Attributes:
-        vocab_size: V, as the reference has it.
-        log_probs: (P, V**R) log-probability of each response under the reference, in nats; the
-            responses stand in lexicographic order.
-        rewards: (P, V**R) reward of each response.
+        vocab_size: V, the vocabulary size of the reference.
+        log_probs: (P, V**R) log-probs of the responses under the reference, in nats.
+        rewards: (P, V**R) rewards of the responses, which are in lexicographic order.
         reference_reward: E[reward] of the reference.
 
     Raises:
-        ValueError: if there are too many texts, or if `prompts`, the output of `reference` or the
-            output of `reward_fn` has the wrong shape, dtype or values.
+        ValueError: too many texts, or wrong shapes, dtypes or values of prompts or outputs.
 
     Example:
-        >>> prompts = torch.tensor([[0]])
+        >>> import torch
+        >>> from torchrl_kl import Enumeration
         >>> coin = lambda tokens: torch.zeros(len(tokens), 2)
         >>> heads = lambda texts: texts[:, -1].float()
-        >>> responses = Enumeration(coin, heads, prompts, response_length=1)
-        >>> values = responses.values(coin, coeff=1.0)
-        >>> f"E[r] {values.reward:.4f}, J* {values.optimum.objective:.4f}"
-        'E[r] 0.5000, J* 0.6201'
-        >>> f"{responses.solve_coeff(target=0.1):.4f} buys 0.1 nats"
-        '1.0599 buys 0.1 nats'
+        >>> responses = Enumeration(coin, heads, torch.tensor([[0]]), response_length=1)
+        >>> round(responses.values(coin, coeff=1.0).optimum.objective, 4)  # J*
+        0.6201
+        >>> round(responses.solve_coeff(target=0.1), 4)  # its optimum has a KL of 0.1 nats
+        1.0599
     """
 
     @torch.no_grad()
@@ -149,34 +153,34 @@ class Enumeration:
         max_texts: int = 2**22,
     ):
         _check_sizes(prompts, response_length, chunk_size)
-        self.vocab_size = _next_log_probs(reference, prompts[:1], "reference").shape[-1]
+        self.vocab_size = _next_log_probs(reference, "reference", prompts[:1]).shape[-1]
         texts = len(prompts) * self.vocab_size**response_length
         if texts > max_texts:
             raise ValueError(
-                f"`prompts` and `response_length` ask for {len(prompts)} * {self.vocab_size}**"
-                f"{response_length} texts, `max_texts` allows {max_texts}: use fewer "
-                "prompts (the values of equal parts average), a shorter response, or raise "
-                "`max_texts` (each text takes about 100 bytes)."
+                f"`prompts` and `response_length` require {len(prompts)} * {self.vocab_size}**"
+                f"{response_length} texts, `max_texts` allows {max_texts}: {_FEWER}."
             )
         self._prompts = prompts
         self._response_length = response_length
         self._chunk_size = chunk_size
         self._reference = self._model_log_probs(reference, "reference")
         self.rewards = self._score(reward_fn)
-        self.log_probs = self._sum_over_positions(self._reference)
+        log_probs = self._reference[0].new_zeros(len(prompts))
+        for next_token in self._reference:  # (N,) of the contexts -> (N * V,) with one more token
+            log_probs = (log_probs.unsqueeze(1) + next_token).flatten()
+        self.log_probs = log_probs.view(len(prompts), -1)
         self.reference_reward = self._values(self._reference, 0.0, "reference").reward
 
     @torch.no_grad()
     def values(self, policy: Model, coeff: float) -> ExactValues:
-        """Values of a policy, and of the optimum, of E[reward] - coeff * KL(policy || reference).
+        """Values of `policy` and of the optimum for E[reward] - coeff * KL(policy || reference).
 
         Args:
-            policy: the model to judge.
-            coeff: reward per nat, >= 0.
+            policy: the model to evaluate.
+            coeff: coefficient of the KL, in reward per nat, >= 0.
 
         Raises:
-            ValueError: if `coeff` is negative or not finite, or if the output of `policy` has
-                another shape than the reference's or is no distribution.
+            ValueError: `coeff` or an output of `policy` has the wrong shape or values.
         """
         optimum = self.optimum(coeff)
         own = self._values(self._model_log_probs(policy, "policy"), coeff, "policy")
@@ -188,10 +192,10 @@ class Enumeration:
         For coeff 0 it is the limit: the reference restricted to its texts of maximal reward.
 
         Args:
-            coeff: reward per nat, >= 0.
+            coeff: coefficient of the KL, in reward per nat, >= 0.
 
         Raises:
-            ValueError: if `coeff` is negative or not finite.
+            ValueError: `coeff` is negative or not finite.
         """
         if not 0 <= coeff < math.inf:
             raise ValueError(f"`coeff` must be finite and at least 0, got {coeff}.")
@@ -204,29 +208,23 @@ class Enumeration:
             target: nats per response, above 0 and below the KL of the optimum for coeff 0.
 
         Raises:
-            ValueError: if no coefficient has this KL.
+            ValueError: no coefficient has this KL.
         """
         limit = self.optimum(0.0).kl
         if not 0 < target < limit:
             raise ValueError(
-                f"`target` must be above 0 and below {limit:.6g} nats per response, the KL that "
-                f"the optimum approaches as the coefficient goes to 0, got {target}: no "
-                "coefficient buys more divergence with this reward, and none buys exactly 0."
+                f"`target` must be above 0 and below {limit:.6g} nats per response, got {target}: "
+                "for this reward, the KL of the optimum lies between these for every coefficient."
             )
         # The tilted variance is at most spread^2 / 4, hence KL <= spread^2 / (8 coeff^2).
         gaps = self._gaps()
         spread = -gaps[gaps.isfinite()].min().item()
-        high = spread / math.sqrt(8 * target)
-        low = high / 2
-        while self.optimum(low).kl < target:
-            high, low = low, low / 2
-        while high / low > 1 + 1e-12:
-            middle = math.sqrt(high * low)
-            low, high = (middle, high) if self.optimum(middle).kl >= target else (low, middle)
-        return low
+        return solve_decreasing(
+            lambda coeff: self.optimum(coeff).kl, target, spread / math.sqrt(8 * target)
+        )
 
     def _values(self, log_probs: Sequence[Tensor], coeff: float, name: str) -> PolicyValues:
-        """Goes down the tree with the probability of each text under the policy."""
+        """Computes the probability of each text under the policy, from the first token on."""
         prompts = len(self._prompts)
         probs = self.rewards.new_full((prompts,), 1 / prompts)
         kls, token_probs = [], []
@@ -239,35 +237,26 @@ class Enumeration:
         return PolicyValues(coeff, reward, torch.stack(kls), torch.stack(token_probs, 1))
 
     def _optimal_log_probs(self, coeff: float) -> list[Tensor]:
-        """Goes up the tree with the soft value log E_ref[exp(gap / coeff) | context]."""
+        """Computes the soft value log E_ref[exp(gap / coeff) | context], from the last token on."""
         gaps = self._gaps()
         values = gaps / coeff if coeff > 0 else gaps.masked_fill(gaps < 0, -math.inf)
         optimal = []
         for reference in reversed(self._reference):
             joint = reference + values.view_as(reference)
             values = joint.logsumexp(-1, keepdim=True)
-            # Contexts that the optimum never reaches have value -inf and no distribution.
+            # A context that the optimum never reaches has value -inf and no distribution.
             optimal.append((joint - values).masked_fill(values.isinf(), -math.inf))
         return optimal[::-1]
 
     def _gaps(self) -> Tensor:
-        """How far each reward is below the prompt's best (<= 0); -inf for impossible texts."""
+        """Each reward minus the best reward of its prompt (<= 0); -inf for impossible texts."""
         rewards = self.rewards.masked_fill(self.log_probs.isinf(), -math.inf)
         return rewards - rewards.amax(1, keepdim=True)
 
     def _model_log_probs(self, model: Model, name: str) -> list[Tensor]:
-        """The model's log-probs (P * V**t, V) after each context of position t = 0 .. R - 1."""
-
-        def next_log_probs(contexts: Tensor) -> Tensor:
-            return _next_log_probs(model, contexts, name, self.vocab_size)
-
+        """The model's log-probs (P * V**t, V) at each response position t = 0 .. R - 1."""
+        next_log_probs = partial(_next_log_probs, model, name, size=self.vocab_size)
         return [self._map(next_log_probs, position) for position in range(self._response_length)]
-
-    def _sum_over_positions(self, log_probs: Sequence[Tensor]) -> Tensor:
-        total = log_probs[0].new_zeros(len(self._prompts))
-        for level in log_probs:
-            total = (total.unsqueeze(1) + level).flatten()
-        return total.view(len(self._prompts), -1)
 
     def _score(self, reward_fn: RewardFn) -> Tensor:
         def score(texts: Tensor) -> Tensor:
@@ -283,23 +272,21 @@ class Enumeration:
         if not rewards.isfinite().all():
             raise ValueError(
                 f"`reward_fn` must return finite rewards, got {int((~rewards.isfinite()).sum())} "
-                f"infinite or NaN ones on {len(rewards)} texts: an impossible text needs no "
-                "reward of -inf, the reference's probability of 0 excludes it."
+                f"infinite or NaN ones on {len(rewards)} texts: also impossible texts need one."
             )
         return rewards.view(len(self._prompts), -1)
 
     def _map(self, fn: Callable[[Tensor], Tensor], length: int) -> Tensor:
         """Calls `fn` on the prompts followed by each of the V**length continuations, in chunks."""
-        base = self.vocab_size
+        base, n_texts = self.vocab_size, self.vocab_size**length
         powers = base ** torch.arange(length - 1, -1, -1, device=self._prompts.device)
-        rows = torch.arange(len(self._prompts) * base**length, device=self._prompts.device)
-        # A row is its prompt followed by its tokens, read as digits of one number in base V.
-        return torch.cat(
-            [
-                fn(torch.cat([self._prompts[r // base**length], r[:, None] // powers % base], 1))
-                for r in rows.split(self._chunk_size)
-            ]
-        )
+        rows = torch.arange(len(self._prompts) * n_texts, device=self._prompts.device)
+        outputs = []
+        for r in rows.split(self._chunk_size):
+            # The tokens are the digits of r in base V, the digits above them select the prompt.
+            texts = torch.cat([self._prompts[r // n_texts], r[:, None] // powers % base], 1)
+            outputs.append(fn(texts))
+        return torch.cat(outputs)
 
 
 @torch.no_grad()
@@ -315,47 +302,44 @@ def exact_kl(
     """KL(policy || reference) at each response position, averaged over the prompts.
 
     sum_c policy(c) sum_v policy(v | c) (log policy(v | c) - log reference(v | c)), over the
-    contexts c that the policy can write, and no others: where its support is small, this walk is
-    small for vocabularies and prompt sets that :class:`Enumeration` refuses. The sum over
-    positions is the KL per response; with the true source as the policy, the mean over positions
-    is the excess of the reference's cross-entropy, in nats per token.
+    contexts c that the policy can write. Where these are few, V and P may be too large for
+    :class:`Enumeration`. The sum over positions is the KL per response.
 
     Args:
         policy: the model whose texts are enumerated.
-        reference: the model that they are compared with.
-        prompts: (P, T0) token ids, all that comes before the response (a separator too).
+        reference: the model in the second argument of the KL.
+        prompts: (P, T0) token ids: all that precedes the response, including a separator.
         response_length: R.
-        chunk_size: the most contexts in one call of a model.
-        max_texts: the most contexts of one length to hold.
+        chunk_size: maximum number of contexts in one call of a model.
+        max_texts: maximum number of contexts of one length.
 
     Returns:
         (R,) float64, nats; inf where the policy can write a token that the reference cannot.
 
     Raises:
-        ValueError: if there are too many contexts, or if `prompts` or the output of a model has the
-            wrong shape, dtype or values.
+        ValueError: see :class:`Enumeration`.
 
     Example:
+        >>> import torch
+        >>> from torchrl_kl import exact_kl
         >>> fair = lambda tokens: torch.zeros(len(tokens), 2)
         >>> sure = lambda tokens: torch.tensor([[0.0, -torch.inf]]).expand(len(tokens), 2)
         >>> exact_kl(sure, fair, torch.tensor([[0]]), response_length=2)
         tensor([0.6931, 0.6931], dtype=torch.float64)
     """
     _check_sizes(prompts, response_length, chunk_size)
-    contexts = prompts
+    contexts, kls = prompts, []
     probs = torch.full((len(prompts),), 1 / len(prompts), dtype=torch.float64).to(prompts.device)
-    kls = []
     for position in range(response_length):
         if len(contexts) > max_texts:
             raise ValueError(
                 f"`policy` can write {len(contexts)} contexts up to position {position} of "
-                f"{response_length}, `max_texts` allows {max_texts}: use fewer prompts (the values "
-                "of equal parts average), a shorter response, or raise `max_texts`."
+                f"{response_length}, `max_texts` allows {max_texts}: {_FEWER}."
             )
         chunks = contexts.split(chunk_size)
-        own = torch.cat([_next_log_probs(policy, c, "policy") for c in chunks])
+        own = torch.cat([_next_log_probs(policy, "policy", c) for c in chunks])
         size = own.shape[-1]
-        other = torch.cat([_next_log_probs(reference, c, "reference", size) for c in chunks])
+        other = torch.cat([_next_log_probs(reference, "reference", c, size) for c in chunks])
         joint, kl = _extend(probs, own, other, "policy")
         kls.append(kl)
         parents, tokens = joint.nonzero(as_tuple=True)
@@ -365,26 +349,22 @@ def exact_kl(
 
 
 def _extend(probs: Tensor, own: Tensor, other: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Probabilities (N, V) of the contexts (N,) with one more token, and the KL of that token."""
+    """Probabilities (N, V) of the contexts (N,) plus one token, and the KL of that token."""
     impossible = own.isinf().all(-1) & (probs > 0)
     if impossible.any():
         raise ValueError(
             f"`{name}` must allow some token after every text that it can write, got -inf for "
-            f"every token after {int(impossible.sum())} of them: a text ends by its length, give "
-            "it a padding token with probability 1."
+            f"every token after {int(impossible.sum())} of them: end short texts with padding."
         )
     joint = probs.unsqueeze(-1) * own.exp()
-    # A choice and not a product: 0 * (inf - inf) is NaN, where 0 log 0 is 0.
-    kl = torch.where(joint > 0, joint * (own - other), 0.0).sum()
-    return joint, kl
+    # 0 log 0 is 0, but the product 0 * (inf - inf) is NaN.
+    return joint, torch.where(joint > 0, joint * (own - other), 0.0).sum()
 
 
-def _next_log_probs(
-    model: Model, contexts: Tensor, name: str, vocab_size: int | None = None
-) -> Tensor:
+def _next_log_probs(model: Model, name: str, contexts: Tensor, size: int | None = None) -> Tensor:
     """The model's checked log-probs of the next token, (N, V) in float64."""
     logits = model(contexts)
-    expected = (len(contexts), vocab_size or logits.shape[-1])
+    expected = (len(contexts), size or logits.shape[-1])
     if logits.shape != expected:
         raise ValueError(
             f"`{name}` must map contexts {tuple(contexts.shape)} to logits {expected} of the next "
@@ -394,11 +374,10 @@ def _next_log_probs(
     if logits.isnan().any() or logits.isposinf().any():
         raise ValueError(
             f"`{name}` must return logits below inf (-inf for an impossible token), got NaN or inf "
-            f"after contexts of {contexts.shape[1]} tokens: probabilities need their log, and a "
-            "network may have diverged."
+            f"after contexts of {contexts.shape[1]} tokens: has the network diverged?"
         )
     log_probs = logits.double().log_softmax(-1)
-    # A row of -inf, after a context that the model never reaches, is no distribution.
+    # A row of -inf (a context that the model never reaches) normalizes to NaN.
     return log_probs.masked_fill(log_probs.isnan(), -math.inf)
 
 
@@ -408,7 +387,6 @@ def _check_sizes(prompts: Tensor, response_length: int, chunk_size: int) -> None
             "`prompts` must be token ids of shape (P, T0) and dtype torch.int64 with P >= 1, got "
             f"{tuple(prompts.shape)} of {prompts.dtype}: one prompt needs a leading dimension of 1."
         )
-    if response_length < 1:
-        raise ValueError(f"`response_length` must be at least 1, got {response_length}.")
-    if chunk_size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}.")
+    for name, size in {"response_length": response_length, "chunk_size": chunk_size}.items():
+        if size < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {size}.")

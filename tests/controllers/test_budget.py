@@ -31,7 +31,7 @@ def rewards_of(seed: int, n_prompts: int) -> torch.Tensor:
 
 
 def enumerate_all(reference, rewards: torch.Tensor) -> Enumeration:
-    """The problem whose prompts are 0 .. P - 1 and whose rewards stand in a table."""
+    """The problem whose prompts are 0 .. P - 1 and whose rewards are in a table."""
 
     def reward_fn(texts):
         return rewards[texts[:, 0], texts[:, 1] * V + texts[:, 2]]
@@ -55,7 +55,8 @@ def test_samples_that_are_the_whole_enumeration_give_its_coefficient(n_prompts, 
     rewards = rewards_of(0, n_prompts)
     exact = enumerate_all(uniform, rewards).solve_coeff(budget)
     coeff = coeff_for_budget(rewards, budget)
-    # Each is bisected to 1e-12; KL ~ 1 / coeff^2 is a difference of numbers of order 1, known to some 1e-16.
+    # Each is bisected to 1e-12; KL ~ 1 / coeff^2 is a difference of numbers of order 1, known to
+    # some 1e-16.
     assert coeff == pytest.approx(exact, rel=2e-12 + 1e-15 / budget)
     if n_prompts == 1:
         assert coeff_for_budget(rewards[0], budget) == coeff
@@ -76,7 +77,8 @@ def test_samples_of_the_reference_give_it_within_their_standard_error(budget):
     rewards = rewards_of(2, 2)
     responses = enumerate_all(reference, rewards)
     beta = responses.solve_coeff(budget)
-    # By the delta method: how a sample moves each prompt's KL(beta), and how KL moves with log(beta).
+    # By the delta method: how a sample moves each prompt's KL(beta), and how KL moves with
+    # log(beta).
     probs, factor = responses.log_probs.exp(), (rewards / beta).exp()
     mean_factor = (probs * factor).sum(1, keepdim=True)
     weights = probs * factor / mean_factor
@@ -125,7 +127,7 @@ def test_units_and_shifts():
     assert coeff_for_budget(rewards * 1e-300, 0.4) == pytest.approx(1e-300 * coeff, rel=1e-11)
 
 
-def test_more_budget_is_cheaper():
+def test_a_larger_budget_needs_a_smaller_coefficient():
     rewards = rewards_of(4, 3)
     coeffs = [coeff_for_budget(rewards, budget / 20) for budget in range(1, 40)]
     assert coeffs == sorted(coeffs, reverse=True)
@@ -138,8 +140,9 @@ def test_just_below_the_largest_budget_there_is_a_coefficient():
     coeff = coeff_for_budget(rewards, limit * (1 - 1e-12))
     assert 0.02 < coeff < 0.04  # 0.5 / b exp(-1 / b) / 2 + ... = 7e-13
     message = (
-        "`budget` must be below 0.693147 nats, all that these rewards can show (the log of the samples over those of "
-        "the highest reward, per prompt), got 0.693147: draw more samples, or spend less."
+        "`budget` must be below 0.693147 nats, all that these rewards can show (the log of the "
+        "samples over those of "
+        "the highest reward, per prompt), got 0.693147: draw more samples, or lower the budget."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         coeff_for_budget(rewards, limit)
@@ -162,7 +165,7 @@ def test_a_budget_out_of_range_is_refused(budget):
 
 
 @pytest.mark.parametrize("budget", ["0.1", None, True])
-def test_a_budget_that_is_no_number_is_refused(budget):
+def test_a_budget_that_is_not_a_number_is_refused(budget):
     with pytest.raises(TypeError, match=f"`budget` must be a number, got {type(budget).__name__}"):
         coeff_for_budget(torch.tensor([0.0, 1.0]), budget)
 
@@ -170,7 +173,8 @@ def test_a_budget_that_is_no_number_is_refused(budget):
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (0, 2), (2, 2, 1)])
 def test_rewards_of_another_shape_are_refused(shape):
     message = re.escape(
-        "`rewards` must be the rewards (N,) of samples, or (P, S) of S samples of each of P prompts, not empty, got "
+        "`rewards` must be the rewards (N,) of samples, or (P, S) of S samples of each of P "
+        "prompts, not empty, got "
         f"shape {shape}."
     )
     with pytest.raises(ValueError, match=f"^{message}$"):
@@ -192,9 +196,9 @@ def test_rewards_that_are_not_finite_are_refused(bad):
 def test_rewards_without_a_choice_are_refused(rewards):
     rewards = torch.tensor(rewards)
     message = re.escape(
-        "`rewards` must differ between the samples of a prompt, or there is nothing to gain from leaving the "
-        f"reference: got shape {tuple(rewards.shape)} with all rewards of a prompt equal. Samples of one prompt stand "
-        "in a row: squeeze a trailing dimension of 1."
+        "`rewards` must differ between the samples of a prompt, or no policy is better than the "
+        f"reference: got shape {tuple(rewards.shape)} with all rewards of a prompt equal. The "
+        "samples of a prompt are one row: squeeze a trailing dimension of 1."
     )
     with pytest.raises(ValueError, match=f"^{message}$"):
         coeff_for_budget(rewards, 0.1)
@@ -215,7 +219,7 @@ def test_its_input_is_left_alone():
     assert_close(rewards.detach(), before, rtol=0, atol=0)
 
 
-def test_rewards_that_are_no_tensor_are_refused():
+def test_rewards_that_are_not_a_tensor_are_refused():
     with pytest.raises(
         TypeError,
         match=r"^`rewards` must be a tensor, got list: pass `torch\.tensor\(rewards\)`\.$",

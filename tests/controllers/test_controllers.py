@@ -81,7 +81,8 @@ class TestAdaptive(ClosedLoopLaws):
     def test_an_update_that_could_reach_zero_is_refused_and_changes_nothing(self, kl, n_steps):
         controller = self.make()
         message = (
-            f"^`n_steps` must be less than horizon / clip = 50, got {n_steps}: one update could bring the coefficient "
+            f"^`n_steps` must be less than horizon / clip = 50, got {n_steps}: one update could "
+            f"bring the coefficient "
             r"to zero or below\. Raise `horizon`, lower `clip`, or update more often\.$"
         )
         with pytest.raises(ValueError, match=message):
@@ -111,11 +112,13 @@ class TestAdaptive(ClosedLoopLaws):
         def ours():
             return AdaptiveKLController(0.2, 6.0, 1000)
 
-        # Given the KL itself, theirs always falls: above the target, at it and below it, and always as far as it can.
+        # Given the KL itself, theirs always falls: above the target, at it and below it, and always
+        # as far as it can.
         for kl in (3.0, 6.0, 7.0, 60.0):
             assert float(theirs().update([kl] * 50)) == pytest.approx(0.2 * (1 - 0.2 * 50 / 1000))
         assert ours().update(7.0, 50) > 0.2 == ours().update(6.0, 50) > ours().update(3.0, 50)
-        # Given what it wants, the penalties -coeff * kl, it is the same rule (its numbers are in float32).
+        # Given what it wants, the penalties -coeff * kl, it is the same rule (its numbers are in
+        # float32).
         for kl in (3.0, 6.0, 6.5, 60.0):
             assert float(theirs().update([-0.2 * kl] * 50)) == pytest.approx(
                 ours().update(kl, 50), rel=1e-6
@@ -151,14 +154,18 @@ class TestExponential(BoundedLaws):
             self.make(gain=value)
 
     def test_its_settings_are_shown(self):
-        expected = "ExponentialKLController(coeff=0.1, per='trajectory', target=0.5, gain=0.1, bounds=[0.0001, 10])"
+        expected = (
+            "ExponentialKLController(coeff=0.1, per='trajectory', target=0.5, gain=0.1, "
+            "bounds=[0.0001, 10])"
+        )
         assert repr(self.make()) == expected
 
 
 def simulate(controller: KLController, *, lag: float = 10.0, updates: int = 120) -> list[float]:
-    """The KL of a policy that learns a reward of 0 or 1, which the reference gets with probability 0.3, step by step.
+    """The KL of a policy, step by step, that learns a reward of 0 or 1.
 
-    With each update the KL goes 1 / `lag` of its way to that of the optimum for the coefficient. It begins at 0.
+    The reference gets the reward with probability 0.3. With each update the KL goes 1 / `lag` of
+    its way to that of the optimum for the coefficient. It begins at 0.
     """
     kl, kls = 0.0, []
     for _ in range(updates):
@@ -201,7 +208,8 @@ class TestPID(BoundedLaws):
 
     @pytest.mark.parametrize("seed", range(3))
     def test_it_is_the_sum_of_three_parts(self, seed):
-        # The position form: gains times the sum of the errors, the average that forgets, and the average's last change.
+        # The position form: gains times the sum of the errors, the average that forgets, and the
+        # average's last change.
         rng = random.Random(seed)
         controller = self.make(max_coeff=1e6, min_coeff=1e-6)
         errors: list[float] = []
@@ -226,7 +234,8 @@ class TestPID(BoundedLaws):
             assert pid.update(kl, 1) == exponential.update(kl, 1)
 
     def test_known_steps(self):
-        # Errors of 1 (clipped), then 0.5, unfiltered, from 1: 1 + 2 * 1 + 4 * 1, then 0.5 - 2 * 0.5 + 4 * (-0.5 - 1).
+        # Errors of 1 (clipped), then 0.5, unfiltered, from 1: 1 + 2 * 1 + 4 * 1, then 0.5 - 2 * 0.5
+        # + 4 * (-0.5 - 1).
         controller = PIDKLController(1.0, 2.0, kp=2.0, ki=1.0, kd=4.0, smoothing=0.0, max_coeff=1e9)
         assert controller.update(7.0, 1) == pytest.approx(math.exp(7.0), rel=1e-14)
         assert controller.update(3.0, 1) == pytest.approx(math.exp(7.0 - 6.5), rel=1e-14)
@@ -300,7 +309,7 @@ class TestPID(BoundedLaws):
 
 
 class Switch(KLController):
-    """The smallest controller that a user could write: two prices."""
+    """The smallest controller that a user could write: two coefficients."""
 
     def _next_coeff(self, kl: float, n_steps: int) -> float:
         return 0.3 if kl > 1 else 0.1
@@ -372,6 +381,20 @@ class TestClosedLoopOfAUser(ClosedLoopLaws):
         )
 
 
+class TestSettingsByKeywordAndByPosition:
+    @pytest.mark.parametrize(
+        "kind", [Doubling, AdaptiveKLController, ExponentialKLController, PIDKLController]
+    )
+    def test_both_are_the_same(self, kind):
+        settings: dict[str, Any] = {"init_coeff": 0.2, "target": 6.0}
+        if kind is AdaptiveKLController:
+            settings["horizon"] = 500.0
+        named, placed = kind(**settings), kind(*settings.values())
+        assert repr(named) == repr(placed)
+        assert named.target == 6.0
+        assert named.update(9.0, 64) == placed.update(9.0, 64) != 0.2
+
+
 class TestAsController:
     @pytest.mark.parametrize("number", [0, 0.3])
     def test_a_number_is_a_constant_coefficient(self, number):
@@ -387,7 +410,8 @@ class TestAsController:
     @pytest.mark.parametrize("other", ["0.1", None, True, [0.1]])
     def test_anything_else_is_refused(self, other):
         message = (
-            rf"^`controller` must be a KLController or a number, got {type(other).__name__}: a number is a constant "
+            rf"^`controller` must be a KLController or a number, got {type(other).__name__}: a "
+            rf"number is a constant "
             r"coefficient\.$"
         )
         with pytest.raises(TypeError, match=message):

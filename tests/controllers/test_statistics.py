@@ -20,7 +20,8 @@ from torch.testing import assert_close
 from tests.laws.controller_laws import casts
 from torchrl_kl import KLStatistics
 
-# Multiples of 1 / 1024 below 2 ** 10: all sums of some dozens of them and of their squares are exact in float64.
+# Multiples of 1 / 1024 below 2 ** 10: all sums of some dozens of them and of their squares are
+# exact in float64.
 exact_values = st.lists(st.integers(-(2**20), 2**20).map(lambda i: i / 1024), max_size=40)
 
 
@@ -67,7 +68,10 @@ class TestKLStatistics:
 
     def test_merging_itself_is_refused(self):
         pool = KLStatistics().add(tensor([1.0, 2.0]))
-        message = "^`other` must be another KLStatistics, got this object: every value would count twice.$"
+        message = (
+            "^`other` must be another KLStatistics, got this object: every value would count "
+            "twice.$"
+        )
         with pytest.raises(ValueError, match=message):
             pool.merge(pool)
         assert state(pool) == (2, 3, 5)
@@ -94,7 +98,8 @@ class TestKLStatistics:
     def test_mean_and_variance_are_those_of_the_standard_library(self, values):
         pool = KLStatistics().add(tensor(values))
         assert pool.mean == pytest.approx(statistics.fmean(values), rel=1e-15, abs=1e-15)
-        # The sums are exact; squaring one, the quotient and the difference each round by at most half an epsilon.
+        # The sums are exact; squaring one, the quotient and the difference each round by at most
+        # half an epsilon.
         tolerance = 4 * 2.0**-53 * pool.sum_of_squares.item() / (len(values) - 1)
         assert pool.variance == pytest.approx(statistics.variance(values), rel=1e-14, abs=tolerance)
         assert pool.variance >= 0
@@ -116,7 +121,8 @@ class TestKLStatistics:
             pool = KLStatistics().add(0.5 + 2 * torch.randn(64, generator=generator))
             means.append(pool.mean)
             errors.append(pool.standard_error)
-        # The spread of 400 means is known to 1 / sqrt(800), each standard error to 1 / sqrt(128): 5 of the first.
+        # The spread of 400 means is known to 1 / sqrt(800), each standard error to 1 / sqrt(128): 5
+        # of the first.
         assert statistics.fmean(errors) == pytest.approx(
             0.25, rel=5 / math.sqrt(128 * 400) + 1 / 256
         )
@@ -128,7 +134,8 @@ class TestKLStatistics:
             1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
         )
         relative_error = KLStatistics().add(values).variance / values.var().item() - 1
-        # Pairwise sums of 1000 terms: some 10 roundings of the squares, of the sum (counted twice), and of the rest.
+        # Pairwise sums of 1000 terms: some 10 roundings of the squares, of the sum (counted twice),
+        # and of the rest.
         assert abs(relative_error) < 40 * 2.0**-53 * mean**2
 
     def test_large_values_do_not_overflow(self):
@@ -171,7 +178,8 @@ class TestKLStatistics:
     def test_a_value_that_is_not_finite_is_refused_and_adds_nothing(self, bad):
         pool = KLStatistics().add(tensor([1.0, 2.0]))
         message = (
-            rf"^`values` must be finite, got a sum of squares of (nan|inf) over {len(bad)} values: look for -inf "
+            rf"^`values` must be finite, got a sum of squares of (nan|inf) over {len(bad)} "
+            rf"values: look for -inf "
             r"log-probabilities\. The statistics are unchanged\.$"
         )
         with pytest.raises(ValueError, match=message):
@@ -247,7 +255,8 @@ class TestKLStatistics:
         assert repr(KLStatistics().add(tensor([1.0, 2.0]))) == "KLStatistics(count=2, mean=1.5)"
 
 
-# What one of two processes runs. A stand-in for the package keeps its front door shut, which would import TorchRL.
+# What one of two processes runs. A stub of the package keeps out its __init__, which imports
+# TorchRL.
 WORKER = """
 import sys, types
 import torch, torch.distributed as dist
@@ -295,7 +304,7 @@ class TestAllReduce:
         assert [worker.returncode for worker in workers] == [0, 0], outputs
         assert [out for out, _ in outputs] == ["3 7.0 21.0 torch.int64\n"] * 2
 
-    def test_the_group_is_heeded(self, tmp_path, monkeypatch):
+    def test_the_group_is_used(self, tmp_path, monkeypatch):
         seen = []
         dist.init_process_group(
             "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
@@ -317,7 +326,8 @@ class TestAllReduce:
     def test_without_a_group_it_says_what_to_do(self):
         pool = KLStatistics().add(tensor([1.0, 2.0]))
         message = (
-            "^`all_reduce` needs an initialised torch.distributed: call torch.distributed.init_process_group first, or "
+            "^`all_reduce` needs an initialized torch.distributed: call "
+            "torch.distributed.init_process_group first, or "
             "`merge` objects of one process.$"
         )
         with pytest.raises(RuntimeError, match=message):

@@ -1,4 +1,4 @@
-"""Every number of the language against enumeration or an obvious, slow rewriting of its rule."""
+"""The digit language against enumeration and a slow, direct implementation of its rule."""
 
 import itertools
 import math
@@ -41,9 +41,9 @@ class TestSizes:
     def test_wrong_sizes_are_refused(self, name):
         with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
             DigitLanguage(**{name: 0})
-        with pytest.raises(TypeError, match=f"`{name}` must be an integer, got float"):
+        with pytest.raises(TypeError, match=f"`{name}` must be an int, got float"):
             DigitLanguage(**{name: 4.0})  # pyright: ignore[reportArgumentType]
-        with pytest.raises(TypeError, match=f"`{name}` must be an integer, got bool"):
+        with pytest.raises(TypeError, match=f"`{name}` must be an int, got bool"):
             DigitLanguage(**{name: True})
 
     def test_large_sizes_work(self):
@@ -54,7 +54,7 @@ class TestSizes:
         )
         assert texts.shape == (4, 1025)
         log_prob = language.log_prob(texts)
-        # A token stands in the window 1 to 512 times.
+        # A token is in the window 1 to 512 times.
         assert (log_prob >= -math.log(512) - 1e-12).all()
         assert (log_prob <= 0).all()
         assert language.next_token_probs(texts).shape == (4, 1001)
@@ -88,7 +88,7 @@ class TestNextTokenProbs:
 
     def test_a_context_without_digits_is_refused(self):
         with pytest.raises(
-            ValueError, match=r"must hold a digit in each context, got shape \(2, 2\)"
+            ValueError, match=r"must have a digit in each context, got shape \(2, 2\)"
         ):
             DigitLanguage().next_token_probs(torch.tensor([[3, 10], [10, 10]]))
 
@@ -132,7 +132,7 @@ class TestEntropy:
 
 
 class TestLogProb:
-    def test_each_position_is_judged_by_what_stands_before_it(self):
+    def test_each_token_is_scored_given_the_tokens_before_it(self):
         # 6 and 6 have probability 1/4 and 1/2; the separator and 5 are impossible; the last 7 is
         # made from the two 6 among 5, 6, 6, 5, with the separator left out.
         language = DigitLanguage(response_length=5)

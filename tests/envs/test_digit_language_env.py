@@ -1,4 +1,4 @@
-"""The env writes what the actions say, rewards finished texts only, and draws from itself only."""
+"""The env of the digit language: episodes, rewards, prompts, seeds and errors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, assert_close
-from torchrl.collectors import Collector
 from torchrl.envs import SerialEnv, StepCounter, TransformedEnv, step_mdp
 
 from tests.laws.env_laws import EnvLaws
@@ -238,7 +237,7 @@ class TestPrompt:
         begin = env.reset(prompt=self.given())
         rollout = env.rollout(8, tensordict=begin, auto_reset=False, break_when_any_done=False)
         torch.testing.assert_close(rollout["tokens"][:, 3, :4], self.given())
-        # A given prompt draws nothing: what follows is what the seed gives first.
+        # A given prompt draws nothing, so the next prompts are the first ones of the seed.
         first_draw = DigitLanguageEnv(batch_size=(3,), seed=0).reset()["tokens"][:, :4]
         torch.testing.assert_close(rollout["tokens"][:, 4, :4], first_draw)
 
@@ -266,7 +265,7 @@ class TestPrompt:
         with pytest.raises(TypeError, match=r"takes `prompt` and no other .* got \['prompts'\]"):
             env.reset(prompts=PROMPT)
 
-    def test_reset_begins_anew_whatever_text_it_is_given(self):
+    def test_reset_starts_again_from_any_text(self):
         env = DigitLanguageEnv(batch_size=(3,))
         td = step(env, env.reset(), 1)
         assert env.reset(td)["position"].tolist() == [5, 5, 5]
@@ -288,7 +287,7 @@ class TestSeeds:
         env.set_seed(1)
         torch.testing.assert_close(env.reset()["tokens"], reset(seed=1), rtol=0, atol=0)
 
-    def test_the_global_seed_means_nothing(self, reset):
+    def test_the_global_seed_has_no_effect(self, reset):
         torch.manual_seed(0)
         first = reset()
         torch.manual_seed(0)
@@ -308,9 +307,14 @@ class TestSeeds:
 
 class TestErrors:
     @pytest.mark.parametrize("language", [DigitLanguage, 10, "digits"])
-    def test_a_language_that_is_none_is_refused(self, language):
+    def test_other_types_of_language_are_refused(self, language):
         with pytest.raises(TypeError, match="`language` must be a DigitLanguage or None, got"):
             DigitLanguageEnv(language)
+
+    @pytest.mark.parametrize("batch_size", [(0,), (2, 0), (-1,)])
+    def test_empty_batch_sizes_are_refused(self, batch_size):
+        with pytest.raises(ValueError, match=r"`batch_size` must have dimensions of at least 1, g"):
+            DigitLanguageEnv(batch_size=batch_size)
 
     @pytest.mark.parametrize("action", [-1, 11])
     def test_actions_outside_the_vocabulary_are_refused(self, action):
@@ -345,6 +349,9 @@ class TestErrors:
 
 class TestElsewhere:
     def test_collector_goes_from_text_to_text(self):
+        # Imported here: the workers of ParallelEnv import this module and need no collector.
+        from torchrl.collectors import Collector
+
         collector = Collector(
             DigitLanguageEnv(batch_size=(2,), seed=0),
             frames_per_batch=2 * 6,
@@ -407,6 +414,8 @@ class TestPromptSet:
         with pytest.raises(ValueError, match=r"`prompts` must have shape \(N, 4\) with N >= 1"):
             DigitLanguageEnv(prompts=prompts)
 
-    def test_refuses_what_are_no_digits(self):
-        with pytest.raises(ValueError, match="`prompts`"):
+    def test_refuses_ids_that_are_not_digits(self):
+        with pytest.raises(
+            ValueError, match="`prompts` must be between 0 and 9, got values between 10"
+        ):
             DigitLanguageEnv(prompts=torch.full((2, 4), 10))

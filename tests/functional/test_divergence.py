@@ -1,4 +1,4 @@
-"""The exact KL between distributions: torch's, TorchRL's, what the registered KL gets wrong, and what is refused."""
+"""The exact KL between distributions: torch's, TorchRL's, masks, and what is refused."""
 
 import math
 import re
@@ -182,7 +182,8 @@ class TestCategorical:
         kl = kl_exact(policy, MaskedCategorical(logits=logits[1], indices=indices.clone()))
         assert_close(kl, self.truth(logits[0][:, :2], logits[1][:, :2]), rtol=0, atol=1e-12)
         message = (
-            "^`policy` and `reference` must be over the same actions, got MaskedCategorical and {} with different "
+            "^`policy` and `reference` must be over the same actions, got MaskedCategorical and "
+            "{} with different "
             "`indices`: build both with the same `indices`, or with a boolean `mask`.$"
         )
         with pytest.raises(ValueError, match=message.format("MaskedCategorical")):
@@ -299,6 +300,28 @@ class TestMasks:
         assert (value[self.mask] > 0).all()
         assert value[~self.mask].tolist() == [0, 0]
 
+    def test_a_mask_reaches_all_parts_of_a_composite(self, hidden):
+        def make(loc, logits):
+            params = TensorDict(
+                steer=TensorDict(loc=loc, scale=torch.ones(4, 2).double()),
+                gear=TensorDict(logits=logits),
+                batch_size=[4],
+            )
+            kinds = {"steer": D.Normal, "gear": D.Categorical}
+            extra = {name: {"validate_args": False} for name in kinds}
+            return CompositeDistribution(params, kinds, extra_kwargs=extra)
+
+        clean = [randn(4, 2), randn(4, 3)]
+        rows = self.mask.unsqueeze(-1)
+        dirty = [torch.where(rows, x, hidden).requires_grad_() for x in clean]
+        reference = make(randn(4, 2), randn(4, 3))
+        value = kl_exact(make(*dirty), reference, mask=self.mask)
+        plain = kl_exact(make(*clean), reference)
+        assert_close(value, torch.where(self.mask, plain, 0.0), rtol=0, atol=1e-15)
+        gradient = torch.autograd.grad(value.sum(), dirty[0])[0]  # Categorical normalizes logits
+        assert (gradient[~self.mask] == 0).all()
+        assert (gradient[self.mask] != 0).all()
+
     def test_hidden_categoricals(self, hidden):
         logits = randn(2, 4, 3, 5)
         truth = [D.Independent(D.Categorical(logits=x), 1) for x in logits]
@@ -310,7 +333,7 @@ class TestMasks:
         assert_close(value, torch.where(self.mask, kl_exact(*truth), 0.0), rtol=0, atol=0)
 
     def test_hidden_probabilities(self, hidden):
-        # Probabilities that stand as they are given: Categorical has normalised them before.
+        # The probabilities are set unchanged: Categorical would have normalized them.
         dists = [D.Categorical(probs=torch.rand(4, 5)) for _ in range(2)]
         plain = kl_exact(*dists)
         params = [
@@ -324,6 +347,32 @@ class TestMasks:
         for gradient in torch.autograd.grad(value.sum(), params):
             assert (gradient[~self.mask] == 0).all()
             assert (gradient[self.mask] != 0).all()
+
+
+def test_a_mask_leaves_a_covariance_shared_by_all_steps_alone():
+    # Three steps of three dimensions: rows of the one matrix must not be taken for steps.
+    scale_tril = torch.eye(3).double() + torch.rand(3, 3).double().tril()
+    policy, reference = (D.MultivariateNormal(randn(3, 3), scale_tril=scale_tril) for _ in range(2))
+    mask = torch.tensor([True, False, True])
+    expected = torch.where(mask, kl_exact(policy, reference), 0.0)
+    # The condition of the matrix, below 100, times the roundings of a triangular solve of three.
+    assert_close(kl_exact(policy, reference, mask=mask), expected, rtol=1e-13, atol=0)
+    assert (expected[mask] > 0).all()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
+def test_invalid_scales_on_padding_reach_neither_value_nor_gradient(value):
+    clean, other = loc_and_scale(2, 3), loc_and_scale(2, 3)
+    rows = torch.tensor([[True], [False]])
+    loc, scale = clean[0].requires_grad_(), torch.where(rows, clean[1], value).requires_grad_()
+    normal = D.Normal(loc, scale, validate_args=False)
+    policy = D.Independent(normal, 1, validate_args=False)
+    kl = kl_exact(policy, IndependentNormal(*other), mask=rows.squeeze(-1))
+    truth = normal_kl(clean, other).sum(-1)
+    assert_close(kl, torch.where(rows.squeeze(-1), truth, 0.0), rtol=0, atol=1e-12)
+    for gradient in torch.autograd.grad(kl.sum(), [loc, scale]):
+        assert (gradient[0] != 0).all()
+        assert (gradient[1] == 0).all()
 
 
 class TestRefusals:
@@ -372,8 +421,10 @@ class TestRefusals:
     )
     def test_a_pair_without_a_kl_is_named(self, policy, reference, names):
         message = self.message(
-            "`policy` and `reference` must be a pair of distributions with a registered KL divergence, got "
-            f"{names[0]} and {names[1]}: register one with `torch.distributions.register_kl`, or estimate it from "
+            "`policy` and `reference` must be a pair of distributions with a registered KL "
+            "divergence, got "
+            f"{names[0]} and {names[1]}: register one with `torch.distributions.register_kl`, or "
+            f"estimate it from "
             "samples with `kl_k1`."
         )
         with pytest.raises(TypeError, match=message):
@@ -386,8 +437,10 @@ class TestRefusals:
     )
     def test_two_bijections(self, kwargs, ref_kwargs, normals):
         message = self.message(
-            "`policy` and `reference` must share one bijection, got TanhNormal(Independent(Normal)) and "
-            "TanhNormal(Independent(Normal)) with different transforms: give both the same transforms with the same "
+            "`policy` and `reference` must share one bijection, got "
+            "TanhNormal(Independent(Normal)) and "
+            "TanhNormal(Independent(Normal)) with different transforms: give both the same "
+            "transforms with the same "
             "parameters (bounds, scales)."
         )
         with pytest.raises(ValueError, match=message):
@@ -396,11 +449,13 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "transforms", [[D.AbsTransform()], [D.TanhTransform(), D.AbsTransform()]], ids=len
     )
-    def test_a_transform_that_is_no_bijection(self, transforms):
+    def test_a_transform_that_is_not_a_bijection(self, transforms):
         folded = [D.TransformedDistribution(D.Normal(loc, 1.0), transforms) for loc in (-1.0, 1.0)]
         message = self.message(
-            "`policy` and `reference` must share a bijection, got TransformedDistribution(Normal) with a transform "
-            "that maps several points to one: the divergence of the bases is then only an upper bound."
+            "`policy` and `reference` must share a bijection, got TransformedDistribution(Normal) "
+            "with a transform "
+            "that maps several points to one: the divergence of the bases is then only an upper "
+            "bound."
         )
         with pytest.raises(
             ValueError, match=message
@@ -409,17 +464,22 @@ class TestRefusals:
 
     def test_batch_shapes_event_shapes_and_numbers_of_actions_are_not_broadcast(self):
         text = "broadcasting them would pair distributions of different steps or actions."
-        message = "`policy` and `reference` must have the same batch_shape, got (4, 3) of Normal and (3,) of Normal: "
+        message = (
+            "`policy` and `reference` must have the same batch_shape, got (4, 3) of Normal and "
+            "(3,) of Normal: "
+        )
         with pytest.raises(ValueError, match=self.message(message + text)):
             kl_exact(D.Normal(*loc_and_scale(4, 3)), D.Normal(*loc_and_scale(3)))
         message = (
-            "`policy` and `reference` must have the same event_shape, got (2,) of MultivariateNormal and (1,) of "
+            "`policy` and `reference` must have the same event_shape, got (2,) of "
+            "MultivariateNormal and (1,) of "
             "MultivariateNormal: "
         )
         with pytest.raises(ValueError, match=self.message(message + text)):
             kl_exact(*(D.MultivariateNormal(torch.zeros(3, n), torch.eye(n)) for n in (2, 1)))
         message = (
-            "`policy` and `reference` must have the same number of actions, got 4 of Categorical and 2 of "
+            "`policy` and `reference` must have the same number of actions, got 4 of Categorical "
+            "and 2 of "
             "OneHotCategorical: "
         )
         with pytest.raises(ValueError, match=self.message(message + text)):
@@ -432,7 +492,8 @@ class TestRefusals:
     )
     def test_a_mask_that_does_not_fit(self, mask, normals):
         message = self.message(
-            f"`mask` must be boolean of the shape of the batch shape of `policy`, (4,), got {mask.dtype} of shape "
+            f"`mask` must be boolean of the shape of the batch shape of `policy`, (4,), got "
+            f"{mask.dtype} of shape "
             f"{tuple(mask.shape)}: True marks the steps that count."
         )
         with pytest.raises(ValueError, match=message):

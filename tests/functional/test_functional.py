@@ -1,4 +1,4 @@
-"""The estimators against enumeration: values, gradients, what a mask hides, and what infinity does."""
+"""The estimators against enumeration: values, gradients, masks, and infinity."""
 
 import math
 
@@ -87,7 +87,8 @@ class TestValues:
         x = log_ratio.double()
         series = x**2 / 2 - x**3 / 6 + x**4 / 24 - x**5 / 120
         value = kl_k3(log_ratio, torch.zeros_like(log_ratio))
-        # One rounding of expm1 and one of the sum, each of |x| * eps at most; exp(x) - 1 would lose eps, not |x| * eps.
+        # One rounding of expm1 and one of the sum, each of |x| * eps at most; exp(x) - 1 would lose
+        # eps, not |x| * eps.
         assert ((value.double() - series).abs() <= 2 * EPS32 * x.abs()).all()
 
     def test_equal_log_probs_give_zero(self):
@@ -105,7 +106,7 @@ class TestValues:
 
 
 class TestExpectedGradients:
-    """As a loss on actions drawn from the policy: k1 teaches nothing, k2 the KL, k3 the other KL."""
+    """As a loss on actions drawn from the policy: k1 gives 0, k2 the KL, k3 the other KL."""
 
     def gradient(self, loss, policy: torch.Tensor) -> torch.Tensor:
         policy = policy.clone().requires_grad_()
@@ -223,7 +224,10 @@ class TestShapesAndTypes:
     @pytest.mark.parametrize("shape", [(4, 7, 1), (7,), (1, 7), (4, 1), ()], ids=str)
     def test_shapes_are_not_broadcast(self, estimator, shape):
         got = str(tuple(shape)).replace("(", r"\(").replace(")", r"\)")
-        message = rf"`log_prob` and `ref_log_prob` must have the same shape, got \(4, 7\) and {got}: .* squeeze"
+        message = (
+            rf"`log_prob` and `ref_log_prob` must have the same shape, got \(4, 7\) and {got}: .* "
+            rf"squeeze"
+        )
         with pytest.raises(ValueError, match=message):
             estimator(torch.zeros(4, 7), torch.zeros(shape))
 

@@ -1,4 +1,4 @@
-"""kl_exact of logits and kl_top_k beyond the laws: extremes, precision, infinity, and what is refused."""
+"""kl_exact of logits and kl_top_k beyond the laws: precision, infinity, refusals."""
 
 import math
 import re
@@ -16,18 +16,20 @@ INF = math.inf
 logit = st.one_of(st.just(-INF), st.floats(-800, 800))
 
 
-def log_sum_exp(logits: list[float]) -> float:
-    top = max(logits)
-    return top + math.log(math.fsum(math.exp(x - top) for x in logits))
+def log_probs_of(logits: list[float]) -> list[float]:
+    """Subtracts the maximum first: rounding 500 + log(2) would change probabilities by 1e-13."""
+    shifted = [x - max(logits) for x in logits]
+    total = math.log(math.fsum(map(math.exp, shifted)))
+    return [x - total for x in shifted]
 
 
 def by_hand(policy: list[float], reference: list[float]) -> float:
     """KL(policy || reference) of one row of logits in Python's floats."""
     terms = []
-    for p, q in zip(policy, reference, strict=True):
-        log_prob, ref_log_prob = p - log_sum_exp(policy), q - log_sum_exp(reference)
-        if p > -INF:
-            terms.append(math.exp(log_prob) * (log_prob - ref_log_prob) if q > -INF else INF)
+    for log_prob, ref_log_prob in zip(log_probs_of(policy), log_probs_of(reference), strict=True):
+        if log_prob > -INF:
+            ratio = log_prob - ref_log_prob
+            terms.append(math.exp(log_prob) * ratio if ref_log_prob > -INF else INF)
     return math.fsum(terms)
 
 
@@ -36,7 +38,7 @@ class TestExactOfLogits:
     def test_any_logits(self, rows):
         policy, reference = ([pair[i] for pair in rows] for i in range(2))
         if max(policy) == -INF or max(reference) == -INF:
-            return  # no distribution
+            return  # not a distribution
         inputs = [
             torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (policy, reference)
         ]
@@ -61,7 +63,7 @@ class TestExactOfLogits:
         assert_close(kl_exact(policy, reference), torch.tensor(150 - math.log(2)))
         assert_close(kl_exact(reference, policy), torch.tensor(math.log(2)))
 
-    def test_rows_that_are_no_distribution_are_nan_and_the_others_are_not(self):
+    def test_rows_that_are_not_a_distribution_are_nan_and_the_others_are_not(self):
         policy = torch.tensor([[-INF, -INF], [0.0, math.nan], [0.0, 0.0]])
         value = kl_exact(policy, torch.zeros(3, 2))
         assert value.isnan().tolist() == [True, True, False]
@@ -79,12 +81,14 @@ class TestExactOfLogits:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_half_precision_is_rounded_once(self, dtype):
-        # 4096 actions: each probability and each term is below the smallest numbers that float16 can tell apart.
+        # 4096 actions: each probability and each term is below the smallest numbers that float16
+        # can tell apart.
         policy, reference = torch.randn(2, 3, 4096).to(dtype)
         value = kl_exact(policy, reference)
         truth = kl_exact(policy.double(), reference.double())
         assert value.dtype == dtype
-        # Half a unit for the rounding at the end, and float32's own error, which is a thousandth of that.
+        # Half a unit for the rounding at the end, and float32's own error, which is a thousandth of
+        # that.
         assert_close(value.double(), truth, rtol=0.51 * torch.finfo(dtype).eps, atol=0)
 
     def test_two_dtypes_give_the_wider(self):
@@ -223,7 +227,8 @@ class TestTopK:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_half_precision_is_rounded_once(self, dtype):
-        # A single term, so that roundings of the difference, of the exponential and of the product do not average out.
+        # A single term, so that roundings of the difference, of the exponential and of the product
+        # do not average out.
         policy, reference = (-torch.rand(2, 50, 1)).to(dtype)
         drawn, inside = torch.zeros(50, dtype=dtype), torch.ones(50, dtype=torch.bool)
         value = kl_top_k(policy, reference, drawn, drawn, inside)
@@ -265,8 +270,10 @@ class TestRefusals:
     @pytest.mark.parametrize("shape", [(4, 3, 1), (3,), (1, 3), (4, 1), ()], ids=str)
     def test_shapes_are_not_broadcast(self, shape):
         message = re.escape(
-            f"`policy` and `reference` must have the same shape, got (4, 3) and {shape}: broadcasting them would pair "
-            "log-probabilities of different actions; sum over action dimensions or squeeze a trailing dimension of one "
+            f"`policy` and `reference` must have the same shape, got (4, 3) and {shape}: "
+            f"broadcasting them would pair "
+            "log-probabilities of different actions; sum over action dimensions or squeeze a "
+            "trailing dimension of one "
             "of them."
         )
         with pytest.raises(ValueError, match=f"^{message}$"):
@@ -274,7 +281,8 @@ class TestRefusals:
 
     def test_logits_need_a_dimension_of_actions(self):
         message = re.escape(
-            "`policy` and `reference` must have their actions in the last dimension, got tensors without dimensions: "
+            "`policy` and `reference` must have their actions in the last dimension, got tensors "
+            "without dimensions: "
             "for the log-probability of one action use `kl_k1`."
         )
         with pytest.raises(ValueError, match=f"^{message}$"):
@@ -282,7 +290,10 @@ class TestRefusals:
 
     def test_logits_against_a_distribution(self):
         logits = torch.zeros(4, 3)
-        message = "^`policy` and `reference` must both be tensors of logits or both torch.distributions, got {} and {}.$"
+        message = (
+            "^`policy` and `reference` must both be tensors of logits or both "
+            "torch.distributions, got {} and {}.$"
+        )
         with pytest.raises(TypeError, match=message.format("Tensor", "Categorical")):
             kl_exact(logits, Categorical(logits=logits))
         with pytest.raises(TypeError, match=message.format("Categorical", "Tensor")):
@@ -310,7 +321,8 @@ class TestRefusals:
     )
     def test_a_mask_that_does_not_fit_logits(self, mask):
         message = re.escape(
-            f"`mask` must be boolean of the shape of `policy` without its last dimension, (4,), got {mask.dtype} of "
+            f"`mask` must be boolean of the shape of `policy` without its last dimension, (4,), "
+            f"got {mask.dtype} of "
             f"shape {tuple(mask.shape)}: True marks the steps that count."
         )
         with pytest.raises(ValueError, match=f"^{message}$"):
@@ -322,12 +334,14 @@ class TestRefusals:
             (
                 0,
                 (4, 3),
-                "`top_log_probs` and `top_ref_log_probs` must have the same shape, got (4, 3) and (4, 2): ",
+                "`top_log_probs` and `top_ref_log_probs` must have the same shape, got (4, 3) and "
+                "(4, 2): ",
             ),
             (
                 1,
                 (4, 1),
-                "`top_log_probs` and `top_ref_log_probs` must have the same shape, got (4, 2) and (4, 1): ",
+                "`top_log_probs` and `top_ref_log_probs` must have the same shape, got (4, 2) and "
+                "(4, 1): ",
             ),
             (
                 2,
@@ -342,7 +356,8 @@ class TestRefusals:
             (
                 4,
                 (4, 2),
-                "`in_top_k` must be boolean of the shape of `log_prob`, (4,), got torch.bool of shape (4, 2): ",
+                "`in_top_k` must be boolean of the shape of `log_prob`, (4,), got torch.bool of "
+                "shape (4, 2): ",
             ),
         ],
     )
@@ -363,7 +378,8 @@ class TestRefusals:
     )
     def test_the_k_stand_in_one_more_dimension(self, top, drawn):
         message = re.escape(
-            "`top_log_probs` must have the shape of `log_prob` and k actions in one more dimension, got "
+            "`top_log_probs` must have the shape of `log_prob` and k actions in one more "
+            "dimension, got "
             f"{top} and {drawn}: k = 0 is a last dimension of size 0."
         )
         arguments = torch.zeros(top), torch.zeros(top), torch.zeros(drawn), torch.zeros(drawn)
@@ -382,9 +398,15 @@ class TestRefusals:
             match="^`log_prob` and `ref_log_prob` must be floating point, got torch.float32 an",
         ):
             kl_top_k(top, top, drawn, drawn.long(), inside)
-        message = r"^`in_top_k` .* \(4,\), got torch.float32 of shape \(4,\): True marks the actions drawn from the top k.$"
+        message = (
+            r"^`in_top_k` .* \(4,\), got torch.float32 of shape \(4,\): True marks draws from the "
+            r"top k.$"
+        )
         with pytest.raises(ValueError, match=message):
             kl_top_k(top, top, drawn, drawn, drawn)
-        message = r"^`mask` .* `log_prob`, \(4,\), got torch.bool of shape \(4, 2\): True marks the steps that count.$"
+        message = (
+            r"^`mask` .* `log_prob`, \(4,\), got torch.bool of shape \(4, 2\): True marks the "
+            r"steps that count.$"
+        )
         with pytest.raises(ValueError, match=message):
             kl_top_k(top, top, drawn, drawn, inside, mask=top.bool())

@@ -1,4 +1,4 @@
-"""The laws of the estimators, for each of them; and which of them varies less, as far as that is true."""
+"""The laws that each estimator obeys, and what is true of their variances."""
 
 import math
 from itertools import pairwise
@@ -154,7 +154,8 @@ class TestWhichVariesLess:
             assert (smaller < larger - 1e-6).any()
 
     def test_top_k_may_vary_more_than_k1(self):
-        # The log-ratio is the same for all actions that the policy draws: k1 is then exact, and the tail is not.
+        # The log-ratio is the same for all actions that the policy draws: k1 is then exact, and the
+        # tail is not.
         policy = torch.tensor([[0.25, 0.25, 0.25, 0.25, 0.0]], dtype=torch.float64).log()
         reference = torch.tensor([[0.1, 0.1, 0.1, 0.1, 0.6]], dtype=torch.float64).log()
         k1 = self.spread(TestK1().every_action(policy, reference), policy)
@@ -162,4 +163,4 @@ class TestWhichVariesLess:
         assert k1.item() < 1e-12
         assert top.item() == pytest.approx(
             math.log(2.5) ** 2 / 4
-        )  # half of the draws stand in the tail
+        )  # half of the draws are in the tail

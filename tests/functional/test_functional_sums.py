@@ -1,4 +1,4 @@
-"""Sums and means over masks and trajectories: against loops in Python's floats, gradients, and what is refused."""
+"""Sums and means over masks and trajectories: against loops in Python's floats; refusals."""
 
 import math
 import re
@@ -70,8 +70,10 @@ class TestMaskedSumAndMean:
         assert masked_sum(self.values, nothing).item() == 0
         assert masked_sum(self.values[:0], None).item() == 0
         message = re.escape(
-            "`mask` must be True somewhere in each mean, got 1 of 1 means over `values` of shape (2, 3) with nothing "
-            "that counts: a mean of nothing is not defined; leave such rows out, or use `masked_sum`."
+            "`mask` must be True somewhere in each mean, got 1 of 1 means over `values` of shape "
+            "(2, 3) with nothing "
+            "that counts: a mean of nothing is not defined; leave such rows out, or use "
+            "`masked_sum`."
         )
         with pytest.raises(ValueError, match=f"^{message}$"):
             masked_mean(self.values, nothing)
@@ -97,7 +99,10 @@ class TestMaskedSumAndMean:
 
     def test_refusals(self):
         for function in (masked_sum, masked_mean):
-            message = r"^`mask` must be boolean of the shape of `values`, \(2, 3\), got torch.float32 of shape \(2, 3\): T"
+            message = (
+                r"^`mask` must be boolean of the shape of `values`, \(2, 3\), got torch.float32 "
+                r"of shape \(2, 3\): T"
+            )
             with pytest.raises(ValueError, match=message):
                 function(self.values, self.values)
             with pytest.raises(
@@ -105,7 +110,10 @@ class TestMaskedSumAndMean:
                 match=r"got torch.bool of shape \(3,\): True marks the steps that count.$",
             ):
                 function(self.values, self.mask[0])
-            message = r"^`values` must be floating point, got torch.int64: convert it, `values.float\(\)`.$"
+            message = (
+                r"^`values` must be floating point, got torch.int64: convert it, "
+                r"`values.float\(\)`.$"
+            )
             with pytest.raises(TypeError, match=message):
                 function(self.values.long(), self.mask)
 
@@ -137,7 +145,7 @@ class TestSumOverTrajectories:
             tuple(torch.cat(x) for x in zip(*one_by_one, strict=True)), expected, rtol=0, atol=1e-6
         )
 
-    def test_padding_after_the_end_is_no_trajectory(self):
+    def test_padding_after_the_end_is_not_a_trajectory(self):
         values = torch.tensor([[1.0, 2.0, math.nan, math.nan]])
         mask = torch.tensor([[True, True, False, False]])
         for padded_done in (False, True):
@@ -176,7 +184,8 @@ class TestSumOverTrajectories:
     def test_refusals(self):
         values, done = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
         message = (
-            r"^`done` must be boolean of the shape of `values`, \(2, 3\), got torch.bool of shape \(2, 3, 1\): "
+            r"^`done` must be boolean of the shape of `values`, \(2, 3\), got torch.bool of shape "
+            r"\(2, 3, 1\): "
             "True marks the last step of a trajectory.$"
         )
         with pytest.raises(ValueError, match=message):

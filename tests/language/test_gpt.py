@@ -1,15 +1,20 @@
-"""GPT against another library's transformer; its heads in both of TorchRL's modes."""
+"""GPT against PyTorch's transformer, and its files on disk."""
 
 import json
+import shutil
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing import assert_close
 
 from tests.gpt_helpers import blocks_of, make_texts, sharp
-from torchrl_kl.language.gpt import GPT
+from torchrl_kl.language import GPT
 
 
 class TestGPT:
@@ -130,8 +135,8 @@ class TestGPT:
     @pytest.mark.parametrize(
         ("tokens", "error", "text"),
         [
-            (torch.zeros(2, 9).long(), ValueError, r"`block_size` = 8 .* got shape \(2, 9\)"),
-            (torch.zeros(2, 0).long(), ValueError, r"must have 1 to .* got shape \(2, 0\)"),
+            (torch.zeros(2, 9).long(), ValueError, r"1 to `block_size` = 8, got shape \(2, 9\)"),
+            (torch.zeros(2, 0).long(), ValueError, r"of 1 to .* got shape \(2, 0\)"),
             (torch.tensor(3), ValueError, r"got shape \(\)"),
             (torch.zeros(2, 8), TypeError, r"`tokens` must be int64 or int32, got torch.float32"),
             (torch.tensor([3, 11]), ValueError, r"must lie in 0..10, got 3 to 11"),
@@ -143,6 +148,33 @@ class TestGPT:
         for call in (gpt, gpt.attention_maps):
             with pytest.raises(error, match=text):
                 call(tokens)
+
+
+@contextmanager
+def full_disk(limit):
+    """No file can grow beyond `limit` bytes, as on a disk that becomes full during a save."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def edit_config(folder: Path, **changes):
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def edit_weights(folder: Path, edit):
+    """Changes the weights file and the digest in the config, so that the two belong together."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    edit(weights)
+    save_file(weights, file)
+    edit_config(folder, weights_sha256=sha256(file.read_bytes()).hexdigest())
 
 
 class TestPretrained:
@@ -164,7 +196,9 @@ class TestPretrained:
     def test_missing_file(self, tmp_path, name):
         GPT(11, 8).save_pretrained(tmp_path)
         (tmp_path / name).unlink()
-        with pytest.raises(FileNotFoundError, match=f"`folder` must hold .*{name} is not there"):
+        with pytest.raises(
+            FileNotFoundError, match=f"`folder` must contain .*{name} does not exist"
+        ):
             GPT.from_pretrained(tmp_path)
 
     @pytest.mark.parametrize(
@@ -174,32 +208,27 @@ class TestPretrained:
             ({"n_header": 3}, "its keys must be class and .*'n_header'"),
             ({"n_head": 0}, "`n_head` must be at least 1, got 0"),
             ({"n_embd": "48"}, "`n_embd` must be an int, got str"),
-            ({"block_size": 9}, "holds no valid GPT.*size mismatch"),
-            ({"n_layer": 2}, "holds no valid GPT.*Unexpected key"),
+            ({"block_size": 9}, "does not contain a valid GPT.*size mismatch"),
+            ({"n_out": 12}, "does not contain a valid GPT.*size mismatch"),
+            ({"n_layer": 2}, "`n_layer` must be the 3 blocks of model.safetensors, got 2"),
+            ({"n_layer": "3"}, "`n_layer` must be the 3 blocks of model.safetensors, got '3'"),
+            ({"n_embd": 3 * 10**30}, "does not contain a valid GPT"),
+            ({"n_head": None}, "its keys must be class and .*'n_head'.*, got"),
+            ({"weights_sha256": None}, "its keys must be class and .*'weights_sha256'.*, got"),
         ],
     )
     def test_bad_config(self, tmp_path, change, text):
         GPT(11, 8).save_pretrained(tmp_path)
-        file = tmp_path / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        edit_config(tmp_path, **change)
         with pytest.raises(ValueError, match=f"(?s){text}"):
-            GPT.from_pretrained(tmp_path)
-
-    def test_missing_key_is_not_filled_by_a_default(self, tmp_path):
-        GPT(11, 8, n_head=6).save_pretrained(tmp_path)
-        file = tmp_path / "config.json"
-        config = json.loads(file.read_text())
-        del config["n_head"]
-        file.write_text(json.dumps(config))
-        with pytest.raises(ValueError, match="its keys must be"):
             GPT.from_pretrained(tmp_path)
 
     @pytest.mark.parametrize(
         ("name", "content", "text"),
         [
-            ("config.json", b"{", "holds no valid GPT: Expecting"),
+            ("config.json", b"{", "does not contain a valid GPT: Expecting"),
             ("config.json", b"[]", "`class` must be 'GPT', got None"),
-            ("model.safetensors", b"no tensors", "holds no valid GPT"),
+            ("model.safetensors", b"no tensors", "is not the file that config.json was saved with"),
         ],
     )
     def test_damaged_file(self, tmp_path, name, content, text):
@@ -216,3 +245,76 @@ class TestPretrained:
         with pytest.raises(ValueError, match="`class` must be 'GPT', got 'Bigger'"):
             GPT.from_pretrained(tmp_path)
         assert type(Bigger.from_pretrained(tmp_path)) is Bigger
+
+    def test_weights_file_that_is_not_in_the_format(self, tmp_path):
+        GPT(11, 8).save_pretrained(tmp_path)
+        (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+        edit_config(tmp_path, weights_sha256=sha256(b"no tensors").hexdigest())
+        with pytest.raises(ValueError, match="does not contain a valid GPT: .*[Hh]eader"):
+            GPT.from_pretrained(tmp_path)
+
+    @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+    def test_files_of_two_saves_are_not_one_model(self, tmp_path, name):
+        # The same sizes of the files and of the weights: only the digest tells the two apart.
+        for seed, folder in enumerate(("one", "other")):
+            sharp(GPT(11, 8), seed).save_pretrained(tmp_path / folder)
+        shutil.copy(tmp_path / "other" / name, tmp_path / "one" / name)
+        with pytest.raises(ValueError, match="is not the file that config.json was saved with"):
+            GPT.from_pretrained(tmp_path / "one")
+
+    @pytest.mark.parametrize("limit", [100, 2000])
+    def test_failed_save_leaves_the_old_model(self, tmp_path, limit):
+        """The config has about 200 bytes, so the disk is full before it or after it."""
+        old = sharp(GPT(11, 8, n_head=3))
+        old.save_pretrained(tmp_path)
+        with full_disk(limit), pytest.raises(OSError, match="File too large"):
+            GPT(11, 8, n_head=6).save_pretrained(tmp_path)
+        assert sorted(file.name for file in tmp_path.iterdir()) == [
+            "config.json",
+            "model.safetensors",
+        ]
+        loaded = GPT.from_pretrained(tmp_path)
+        assert loaded.config == old.config
+        assert_close(dict(loaded.state_dict()), dict(old.state_dict()), rtol=0.0, atol=0.0)
+
+    def test_saves_over_an_older_model(self, tmp_path):
+        new = sharp(GPT(11, 8, n_head=6, n_layer=1), seed=1)
+        for gpt in (GPT(11, 8), new):
+            gpt.save_pretrained(tmp_path)
+        loaded = GPT.from_pretrained(tmp_path)
+        assert loaded.config == new.config
+        assert_close(dict(loaded.state_dict()), dict(new.state_dict()), rtol=0.0, atol=0.0)
+
+    @pytest.mark.timeout(20)
+    def test_many_blocks_in_the_config_are_refused_before_they_are_built(self, tmp_path):
+        GPT(11, 8).save_pretrained(tmp_path)
+        edit_config(tmp_path, n_layer=20_000)
+        with pytest.raises(ValueError, match="must be the 3 blocks .* got 20000"):
+            GPT.from_pretrained(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("name", "dtype"),
+        [("head.weight", torch.bfloat16), ("blocks.0.mlp_norm.bias", torch.int64)],
+    )
+    def test_weights_of_several_dtypes(self, tmp_path, name, dtype):
+        gpt = GPT(11, 8)
+        gpt.save_pretrained(tmp_path)
+
+        def cast_one(weights):
+            weights[name] = weights[name].to(dtype)
+
+        edit_weights(tmp_path, cast_one)
+        found = ", ".join(sorted([f"'{dtype}'", "'torch.float32'"]))
+        text = rf"must share one floating-point dtype, got \[{found}\]"
+        with pytest.raises(ValueError, match=text):
+            GPT.from_pretrained(tmp_path)
+        gpt.head.double()
+        with pytest.raises(ValueError, match=r"got \['torch.float32', 'torch.float64'\]"):
+            gpt.save_pretrained(tmp_path / "new")
+        assert not list((tmp_path / "new").iterdir())
+
+    def test_integer_weights(self, tmp_path):
+        GPT(11, 8).save_pretrained(tmp_path)
+        edit_weights(tmp_path, lambda w: w.update({name: w[name].long() for name in w}))
+        with pytest.raises(ValueError, match=r"floating-point dtype, got \['torch.int64'\]"):
+            GPT.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The heads of the GPT: states in a rollout and in whole trajectories, and inside TorchRL."""
+"""The heads of the GPT on single states and whole trajectories, and within TorchRL."""
 
 import copy
 from typing import Any
@@ -26,7 +26,7 @@ from tests.gpt_helpers import (
     trajectories,
 )
 from torchrl_kl.envs import DigitLanguageEnv
-from torchrl_kl.language.gpt import GPT, GPTActor, GPTCritic, GPTRewardModel
+from torchrl_kl.language import GPT, GPTActor, GPTCritic, GPTRewardModel
 
 
 def ordered() -> Any:
@@ -169,9 +169,14 @@ class TestStates:
             ((2, 9), [[5], [6]], ValueError, r"one number per text.* got \(2, 1\) and \(2, 9\)"),
             ((), 1, ValueError, r"got \(\) and \(\)"),
             ((2, 9), [5.0, 6.0], TypeError, "`position` must be int64 or int32, got torch.float32"),
-            ((2, 9), [5, 10], ValueError, r"must lie in 0..9, .* got 5 to 10: it counts"),
-            ((2, 9), [-1, 5], ValueError, r"must lie in 0..9, .* got -1 to 5"),
-            ((2, 12), [5, 10], ValueError, r"at most `block_size` = 8, got 10: the text is longer"),
+            (
+                (2, 9),
+                [5, 10],
+                ValueError,
+                r"must lie in 0..8, got 5 to 10: .* have length 9 and .* `block_size` = 8",
+            ),
+            ((2, 9), [-1, 5], ValueError, r"must lie in 0..8, got -1 to 5"),
+            ((2, 12), [5, 10], ValueError, r"must lie in 0..8, got 5 to 10: .* have length 12 and"),
         ],
     )
     def test_bad_states(self, tokens, position, error, text):
@@ -181,7 +186,7 @@ class TestStates:
 
     def test_a_critic_values_no_text_that_it_cannot_read(self):
         critic = GPTCritic(GPT(11, 8, n_out=1))
-        with pytest.raises(ValueError, match="`position` must be at most `block_size` = 8, got 9"):
+        with pytest.raises(ValueError, match=r"`position` must lie in 0..8, got 5 to 9"):
             critic(states_of(make_texts(2)))
 
 
@@ -203,7 +208,8 @@ class TestHeads:
         actor, n = make_actor(), 20_000
         state = ordered()[0, 0]
         torch.manual_seed(0)
-        with set_exploration_type(ExplorationType.RANDOM):
+        # In recurrent mode all these equal states share one row of the GPT.
+        with set_exploration_type(ExplorationType.RANDOM), set_recurrent_mode(True):
             actions = actor(state.expand(n).clone())["action"]
         frequency = torch.bincount(actions, minlength=11) / n
         probs = logits_of(actor, state, False).softmax(-1)
@@ -296,7 +302,7 @@ class TestInTorchRL:
         order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
         layouts = [batch, batch.reshape(-1), batch.reshape(-1)[order]]
         fast = [losses(loss, layout) for layout in layouts]
-        monkeypatch.setattr("torchrl_kl.language.gpt.recurrent_mode", lambda: False)
+        monkeypatch.setattr("torchrl_kl.language.heads.recurrent_mode", lambda: False)
         for value, layout in zip(fast, layouts, strict=True):
             assert_same(value, losses(loss, layout))
             assert_same(value, fast[0])

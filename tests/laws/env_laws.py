@@ -1,4 +1,4 @@
-"""What every environment of the package must obey. A test class per env supplies the factory."""
+"""Laws that every environment of the package must obey; a test class per env supplies a factory."""
 
 import pickle
 from copy import deepcopy
@@ -22,7 +22,7 @@ with_rows = pytest.mark.parametrize("batch_size", [(3,), (2, 3)], ids=str)
 
 
 def random_rollout(env: EnvBase, steps: int = 12) -> TensorDictBase:
-    """Steps with random actions, the same in each call, through the ends of episodes."""
+    """Steps with random actions, the same ones in each call, beyond the ends of episodes."""
     torch.manual_seed(0)
     return env.rollout(steps, break_when_any_done=False)
 
@@ -34,9 +34,9 @@ def check_specs(env: EnvBase) -> None:
 
 
 class EnvLaws:
-    """Inherit, and define `make_env`: an env with random resets and episodes of at most 3 steps.
+    """Subclasses define `make_env`: an env with random resets and episodes of at most 3 steps.
 
-    The limit is that of `check_env_specs`, which looks at 3 steps: an end has to be among them.
+    `check_env_specs` takes 3 steps, and the end of an episode must be one of them.
     """
 
     @staticmethod
@@ -84,7 +84,7 @@ class EnvLaws:
 
     @any_batch
     @pytest.mark.parametrize("copy", [deepcopy, lambda env: pickle.loads(pickle.dumps(env))])
-    def test_a_copy_goes_on_as_the_original_does(self, batch_size, copy):
+    def test_a_copy_continues_as_the_original_does(self, batch_size, copy):
         env = self.make_env(batch_size)
         env.set_seed(3)
         env.reset()
@@ -139,7 +139,7 @@ class EnvLaws:
         assert_close(after[~mask], undisturbed[~mask], rtol=0, atol=0)
 
     @with_rows
-    def test_rows_left_out_of_a_step_keep_what_they_hold(self, batch_size):
+    def test_rows_excluded_from_a_step_keep_their_entries(self, batch_size):
         env = self.make_env(batch_size)
         td = env.rand_action(env.reset())
         mask = torch.arange(env.numel()).reshape(batch_size) % 2 == 0

@@ -1,10 +1,11 @@
-"""Probabilistic actors: what they read and leave behind, and the log-prob of an action."""
+"""Reading a probabilistic actor: its keys, its distribution, and its log-prob of an action."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import (
     CompositeDistribution,
@@ -13,33 +14,33 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 
-from torchrl_kl._tensordict import LogProbKeys, as_tuple, beside, sum_action_dims
+from torchrl_kl._tensordict import LogProbKeys, as_tuple, sibling, sum_action_dims
 
 
 def check_actor(actor: nn.Module) -> None:
-    """Refuses what has no distribution, and weights that are not there yet.
+    """Refuses a module without a distribution, or with uninitialised weights.
 
     Raises:
         TypeError: if it has no distribution.
         ValueError: if it has uninitialised weights.
     """
-    if not (
-        isinstance(actor, nn.Module) and hasattr(actor, "get_dist") and hasattr(actor, "log_prob")
-    ):
+    has_dist = hasattr(actor, "get_dist") and hasattr(actor, "log_prob")
+    if not (isinstance(actor, nn.Module) and has_dist):
         raise TypeError(
-            f"`actor` must be a probabilistic actor (with `get_dist` and `log_prob`), got {type(actor).__name__}: "
-            "wrap the network in torchrl.modules.ProbabilisticActor; a deterministic policy has no KL."
+            "`actor` must be a probabilistic actor (with `get_dist` and `log_prob`), got "
+            f"{type(actor).__name__}: wrap the network in torchrl.modules.ProbabilisticActor; a "
+            "deterministic policy has no KL."
         )
     lazy = [name for name, p in actor.named_parameters() if nn.parameter.is_lazy(p)]
     if lazy:
         raise ValueError(
-            f"`actor` has uninitialised weights ({lazy[0]}, ...): run it once on data first; a copy made now would be "
-            "initialised apart from the policy."
+            f"`actor` has uninitialised weights ({lazy[0]}, ...): run it once on data first; a copy made "
+            "now would be initialised apart from the policy."
         )
 
 
 def read_keys(actor: Any) -> list[NestedKey]:
-    """What an actor reads from others: TorchRL's `in_keys` also name a branch of parameters that it fills itself."""
+    """What an actor reads from others: its `in_keys` without parameters that its own modules write."""
     written = [
         as_tuple(key) for module in actor.modules() for key in getattr(module, "out_keys", [])
     ]
@@ -52,14 +53,11 @@ def read_keys(actor: Any) -> list[NestedKey]:
     return [key for key in actor.in_keys if not (key in params and fills(key))]
 
 
-def traces_of(actor: Any, recorded: LogProbKeys) -> list[NestedKey]:
-    """Entries that only its forward pass leaves behind: with them and no log-prob, the policy did run."""
+def trace_keys(actor: Any, recorded: LogProbKeys) -> list[NestedKey]:
+    """Entries that only its forward pass leaves: with them and without a log-prob, the policy did run."""
     known = {unravel_key(key) for key in (*actor.in_keys, *actor.dist_sample_keys, *recorded.keys)}
-    return [
-        key
-        for key in actor.out_keys
-        if as_tuple(key)[0] != "next" and unravel_key(key) not in known
-    ]
+    root_keys = [key for key in actor.out_keys if as_tuple(key)[0] != "next"]
+    return [key for key in root_keys if unravel_key(key) not in known]
 
 
 def find_log_prob_keys(actor: Any) -> list[NestedKey]:
@@ -71,8 +69,8 @@ def find_log_prob_keys(actor: Any) -> list[NestedKey]:
     keys = [unravel_key(key) for key in actor.log_prob_keys]
     if len(set(keys)) < len(keys):
         raise ValueError(
-            f"`actor` must record the log-prob of each part of its action under a key of its own, got {keys}: name "
-            "them with the `log_prob_key` of each ProbabilisticTensorDictModule."
+            f"`actor` must record the log-prob of each part of its action under another key, got {keys}: "
+            "name them with the `log_prob_key` of each ProbabilisticTensorDictModule."
         )
     return keys
 
@@ -84,8 +82,8 @@ def log_prob_of_actions(
 
     Args:
         actor: a probabilistic actor.
-        inputs: what it reads, and the action. What it writes on the way is left there, the parameters of its
-            distribution among it.
+        inputs: what it reads, and the action. What it writes on the way is left there, the
+            parameters of its distribution included.
         action_keys: its `dist_sample_keys`, which take long to find.
         recorded: where the policy records its log-prob; the result has the shape of the batch there.
     """
@@ -95,19 +93,19 @@ def log_prob_of_actions(
         if len(action_keys) > 1:
             _refuse_one_part(action_keys, recorded)
         return sum_action_dims(log_prob, batch_size)
-    if recorded.missing(log_prob):  # the policy's is one sum under a key of its own
+    if recorded.missing(log_prob):  # the policy's is one sum under another key
         recorded = LogProbKeys(list(log_prob.keys(True, True)))
     return recorded.add_up(log_prob, batch_size)
 
 
 def _refuse_one_part(action_keys: Sequence[NestedKey], recorded: LogProbKeys) -> None:
-    """ValueError if the policy's log-prob is of one part of the action, where the reference gives the whole's."""
-    parts = [beside(key, f"{as_tuple(key)[-1]}_log_prob") for key in action_keys]
+    """ValueError if the policy's log-prob is of one part of the action, and the reference's of the whole."""
+    parts = [sibling(key, f"{as_tuple(key)[-1]}_log_prob") for key in action_keys]
     if len(recorded.keys) == 1 and recorded.keys[0] in parts:
         raise ValueError(
-            f"`log_prob_key` must not be that of one part of the action, got {recorded.keys[0]!r}, while "
-            "`composite_lp_aggregate` is on: the reference then gives the log-prob of the whole action. Leave the key "
-            "out, or call set_composite_lp_aggregate(False)."
+            "`KLKeys.log_prob` must not be that of one part of the action, got "
+            f"{recorded.keys[0]!r}, while `composite_lp_aggregate` is on: the reference then gives the "
+            "log-prob of the whole action. Leave it out, or call set_composite_lp_aggregate(False)."
         )
 
 
@@ -117,9 +115,9 @@ def _log_prob(actor: Any, inputs: TensorDictBase, action_key: NestedKey) -> Tens
         dist = actor.get_dist(inputs)
         if isinstance(dist, CompositeDistribution):
             return actor.log_prob(inputs, dist=dist)
-        return dist.log_prob(inputs[action_key])  # what the actor's own does, with less ado
-    # Parts that are drawn one after another: each given those before it. (The actor's own `log_prob` draws the
-    # earlier parts anew and scores the later ones after those.)
+        return dist.log_prob(inputs.get(action_key))  # what `actor.log_prob` does, with less work
+    # Parts that are drawn one after another are scored each after those before it. (The actor's
+    # `log_prob` draws the earlier parts anew and scores the later ones after those.)
     log_probs = TensorDict(batch_size=inputs.batch_size)
     for module in (
         actor.module.values() if isinstance(actor.module, nn.ModuleDict) else actor.module
@@ -140,3 +138,46 @@ def _probabilistic_modules(actor: nn.Module) -> list[Any]:
     return [
         module for module in actor.modules() if isinstance(module, ProbabilisticTensorDictModule)
     ]
+
+
+def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:
+    """The one module of an actor that turns parameters into a distribution; it has no weights.
+
+    Raises:
+        ValueError: if there is none, or more than one.
+    """
+    found = _probabilistic_modules(actor)
+    if len(found) != 1:
+        raise ValueError(
+            f"`actor` must have one ProbabilisticTensorDictModule, got {len(found)} in "
+            f"{type(actor).__name__}: the KL of the whole action cannot be read from the parameters of "
+            "one of several distributions."
+        )
+    return found[0]
+
+
+def written_params(actor: nn.Module) -> list[NestedKey]:
+    """The keys of the distribution's parameters that the actor writes; others (an action mask) are the env's."""
+    read = read_keys(actor)
+    return [key for key in dist_module_of(actor).in_keys if key not in read]
+
+
+def categorical_log_probs(dist: torch.distributions.Distribution) -> Tensor:
+    """Log-probs of all actions, shape (*B, n_actions).
+
+    Raises:
+        TypeError: if the distribution is not a categorical one over all actions.
+    """
+    kinds = (torch.distributions.Categorical, torch.distributions.OneHotCategorical)
+    # With `indices` a MaskedCategorical has no column for each action.
+    if not isinstance(dist, kinds) or getattr(dist, "_sparse_mask", False):
+        raise TypeError(
+            "the top k need a Categorical, OneHotCategorical or MaskedCategorical distribution (with a "
+            f'mask, not with indices), got {type(dist).__name__}: use `estimator="exact"`.'
+        )
+    return dist.logits
+
+
+def action_index(action: Tensor, log_probs: Tensor) -> Tensor:
+    """The number of each action, (*B), from numbers (*B) or one-hot vectors (*B, n_actions)."""
+    return action if action.ndim < log_probs.ndim else action.long().argmax(-1)

@@ -1,4 +1,4 @@
-"""An actor that records the k most likely actions instead of its distribution over all of them."""
+"""An actor that records its k most likely actions instead of its distribution over all of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from torch import nn
 
-from torchrl_kl.actors.distributions import (
+from torchrl_kl._tensordict import as_tuple, sibling
+from torchrl_kl.actors.reading import (
     action_index,
     categorical_log_probs,
     dist_module_of,
     written_params,
 )
-from torchrl_kl._tensordict import as_tuple, beside
 
 __all__ = ["TopKActor"]
 
@@ -23,34 +23,37 @@ __all__ = ["TopKActor"]
 class TopKActor(ProbabilisticTensorDictSequential):
     """An actor as a collector's policy that records its k most likely actions and not its logits: O(k) per step.
 
-    It is the same policy with the same weights (shared, under the same names in `state_dict`): the same actions,
-    log-probs and `get_dist`. Collectors, losses and the transforms of this package take it as they take `actor`.
-    `estimator="top_k"` of KLDivergenceTransform reads what it records.
+    It is the same policy with the same weights (shared, under the same names in `state_dict`): the
+    same actions, log-probs and `get_dist`. Collectors, losses and the transforms of this package
+    take it as they take `actor`. `estimator="top_k"` reads what it records.
 
     Keys:
         reads what the actor reads.
-        writes what the actor writes, without the parameters of its distribution, and, beside its log-prob,
-        ("top_k", "log_probs"): nats, descending, shape (*B, k); ("top_k", "actions"): their numbers, int64, (*B, k);
-        ("top_k", "in_top_k"): whether the drawn action is one of them, (*B).
+        writes what the actor writes, without the parameters of its distribution, and, next to its
+        log-prob, ("top_k", "log_probs"): nats, descending, shape (*B, k); ("top_k", "actions"):
+        their numbers, int64, (*B, k); ("top_k", "in_top_k"): whether the drawn action is one of
+        them, (*B).
 
     Args:
-        actor: has one categorical distribution (Categorical, OneHotCategorical, MaskedCategorical) of one choice per
-            step (or per agent), and records its log-prob.
+        actor: has one categorical distribution (Categorical, OneHotCategorical, MaskedCategorical)
+            of one choice per step (or per agent), and records its log-prob.
         k: how many actions, from 1 to all of them.
-        top_k_key: the branch to write; by default "top_k" beside the log-prob.
+        top_k_key: the nested tensordict to write; by default "top_k" next to the log-prob.
 
     Raises:
-        TypeError: if `actor` is no probabilistic actor; in a call, if its distribution is not categorical.
-        ValueError: if `k` is less than 1, the log-prob is not recorded or there are several distributions; in a call,
-            if there are fewer than k actions.
+        TypeError: if `actor` is not a probabilistic actor; in a call, if its distribution is not
+            categorical.
+        ValueError: if `k` is less than 1, the log-prob is not recorded or there are several
+            distributions; in a call, if there are fewer than k actions.
 
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from tensordict.nn import TensorDictModule
         >>> from torchrl.modules import ProbabilisticActor
+        >>> from torchrl_kl import TopKActor
         >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(nn.Linear(3, 1000), ["observation"], ["logits"]),
+        ...     TensorDictModule(torch.nn.Linear(3, 1000), ["observation"], ["logits"]),
         ...     in_keys=["logits"],
         ...     distribution_class=torch.distributions.Categorical,
         ...     return_log_prob=True,
@@ -67,35 +70,22 @@ class TopKActor(ProbabilisticTensorDictSequential):
         *,
         top_k_key: NestedKey | None = None,
     ):
-        if not isinstance(actor, ProbabilisticTensorDictSequential):
-            raise TypeError(
-                f"`actor` must be a ProbabilisticTensorDictSequential, got {type(actor).__name__}."
-            )
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ValueError(f"`k` must be an int of at least 1, got {k!r}.")
-        dist_module = dist_module_of(actor)
-        log_prob_key = cast(list[NestedKey], dist_module.log_prob_keys)[0]
-        if log_prob_key not in actor.out_keys:
-            raise ValueError(
-                f"`actor` must record its log-prob, got the out_keys {actor.out_keys}: the tail beyond the top k is "
-                "estimated from it. Build it with ProbabilisticActor(..., return_log_prob=True)."
-            )
+        _check_arguments(actor, k)
+        log_prob_key = cast(list[NestedKey], dist_module_of(actor).log_prob_keys)[0]
         modules = actor.module
-        parts: list[Any] = (
-            [OrderedDict(modules.items())] if isinstance(modules, nn.ModuleDict) else list(modules)
-        )
+        named = isinstance(modules, nn.ModuleDict)
+        parts: list[Any] = [OrderedDict(modules.items())] if named else list(modules)
         options: dict[str, Any] = {
             "partial_tolerant": actor.partial_tolerant,
             "return_composite": actor.return_composite,
         }
         super().__init__(*parts, **options)
-        # The whole sequence without a choice of out_keys; unregistered, or its weights would be there twice.
+        # The whole sequence with all its out_keys; unregistered, or its weights would be there twice.
         self.__dict__["_whole"] = ProbabilisticTensorDictSequential(*parts, **options)
         self.k = k
-        self.top_k_key = unravel_key(top_k_key or beside(log_prob_key, "top_k"))
-        self._record_keys = [
-            (*as_tuple(self.top_k_key), name) for name in ("log_probs", "actions", "in_top_k")
-        ]
+        self.top_k_key = unravel_key(top_k_key or sibling(log_prob_key, "top_k"))
+        names = ("log_probs", "actions", "in_top_k")
+        self._record_keys = [(*as_tuple(self.top_k_key), name) for name in names]
         others = cast(list[NestedKey], actor.out_keys)
         dropped = (*written_params(actor), *self._record_keys)
         self.out_keys = [*(key for key in others if key not in dropped), *self._record_keys]
@@ -123,3 +113,18 @@ class TopKActor(ProbabilisticTensorDictSequential):
         values = top.values, top.indices, (top.indices == drawn.unsqueeze(-1)).any(-1)
         for key, value in zip(self._record_keys, values, strict=True):
             played.set(key, value)
+
+
+def _check_arguments(actor: Any, k: Any) -> None:
+    if not isinstance(actor, ProbabilisticTensorDictSequential):
+        raise TypeError(
+            f"`actor` must be a ProbabilisticTensorDictSequential, got {type(actor).__name__}."
+        )
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"`k` must be an int of at least 1, got {k!r}.")
+    log_prob_key = cast(list[NestedKey], dist_module_of(actor).log_prob_keys)[0]
+    if log_prob_key not in actor.out_keys:
+        raise ValueError(
+            f"`actor` must record its log-prob, got the out_keys {actor.out_keys}: the tail beyond the "
+            "top k is estimated from it. Build it with ProbabilisticActor(..., return_log_prob=True)."
+        )

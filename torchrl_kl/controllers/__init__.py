@@ -1,0 +1,25 @@
+"""Measured KL in, coefficient out: rules, the statistics they are fed, planning for a budget."""
+
+from torchrl_kl.controllers.base import KLController, Per, TargetKLController
+from torchrl_kl.controllers.budget import coeff_for_budget
+from torchrl_kl.controllers.rules import (
+    AdaptiveKLController,
+    ConstantKLController,
+    ExponentialKLController,
+    PIDKLController,
+    as_controller,
+)
+from torchrl_kl.controllers.statistics import KLStatistics
+
+__all__ = [
+    "AdaptiveKLController",
+    "ConstantKLController",
+    "ExponentialKLController",
+    "KLController",
+    "KLStatistics",
+    "PIDKLController",
+    "Per",
+    "TargetKLController",
+    "as_controller",
+    "coeff_for_budget",
+]

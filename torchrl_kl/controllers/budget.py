@@ -1,4 +1,4 @@
-"""Rewards of the reference's own samples in, the coefficient for a KL budget out: no training."""
+"""Rewards of the reference's samples in, the coefficient for a KL budget out: no training."""
 
 from __future__ import annotations
 
@@ -6,94 +6,95 @@ import math
 
 from torch import Tensor
 
-from torchrl_kl.functional.numbers import check_number
+from torchrl_kl.functional.numbers import check_number, solve_decreasing
 
 __all__ = ["coeff_for_budget"]
 
 
 def coeff_for_budget(rewards: Tensor, budget: float) -> float:
-    r"""The coefficient whose optimum is `budget` nats away from the reference: KL(optimum || reference) = budget.
+    r"""The coefficient with which KL(optimum || reference) = `budget` nats.
 
     The optimum of :math:`E_\pi[r] - \beta KL(\pi \| \pi_{ref})` is the reference reweighted by
-    :math:`\exp(r / \beta)`, so samples of the reference, weighted so, are samples of the optimum:
+    :math:`\exp(r / \beta)`. Samples of the reference with these weights are samples of the optimum:
 
     .. math:: KL(\beta) = E_w[r] / \beta - \log \operatorname{mean} \exp(r / \beta),
         \quad w \propto \exp(r / \beta)
 
-    It falls in :math:`\beta`, and :math:`KL(\beta)` = `budget` is solved by bisection. With S samples of each of P
-    prompts every prompt has an optimum and a KL of its own; their mean is to be the budget, at one coefficient for all.
-    (Pooled together, they would count a prompt that is easier than another as divergence.)
+    This falls in :math:`\beta`, and :math:`KL(\beta)` = `budget` is solved by bisection. With S
+    samples of each of P prompts the KL of each prompt is taken on its own samples, and their mean
+    at one coefficient is the budget. (Pooling all samples would count it as divergence that one
+    prompt is easier than another.)
 
-    You may rely on: a constant added to the rewards (of a prompt) changes nothing, and rewards k times as large give a
-    coefficient k times as large, both to rounding. You may not rely on a budget near the largest: S samples cannot show
-    more than log S nats, and close to it the weight rests on a few of them.
+    You may rely on: adding a constant to the rewards (of a prompt) changes nothing, and rewards k
+    times as large give a coefficient k times as large, both to rounding. You may not rely on a
+    budget near the largest: S samples cannot show more than log S nats, and close to it the weight
+    rests on a few of them.
 
     Args:
-        rewards: (N,), or (P, S) for S samples of each of P prompts: the reward of each response that the reference
-            wrote, real numbers of any dtype.
+        rewards: the reward of each response that the reference wrote, real numbers of any dtype,
+            shape (N,), or (P, S) for S samples of each of P prompts.
         budget: nats per response, the mean over the prompts, above 0.
 
     Returns:
         The coefficient, reward per nat, above 0.
 
     Raises:
-        TypeError: if `rewards` is no tensor, or `budget` not a number.
-        ValueError: if `rewards` have another shape, are empty, NaN, infinite or constant for every prompt, or if
-            `budget` is not above 0 and below the largest KL that the samples can show.
+        TypeError: if `rewards` is not a tensor, or `budget` not a number.
+        ValueError: if `rewards` have another shape, are empty, NaN, infinite or constant for every
+            prompt, or if `budget` is not above 0 and below the largest KL the samples can show.
 
     Reference:
-        D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019), section 2, for the optimum.
+        D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019), section 2,
+        for the optimum.
 
     Example:
         >>> import torch
-        >>> heads = torch.tensor([0.0, 1.0])  # both sides of a fair coin, as often as they come
-        >>> f"{coeff_for_budget(heads, 0.1):.4f} buys 0.1 nats"
-        '1.0599 buys 0.1 nats'
+        >>> from torchrl_kl import coeff_for_budget
+        >>> round(coeff_for_budget(torch.tensor([0.0, 1.0]), 0.1), 4)  # a fair coin
+        1.0599
     """
     gaps = _gaps(rewards)
     budget = check_number("budget", budget, above=0.0)
     limit = _kl(gaps.masked_fill(gaps < 0, -math.inf))
     if budget >= limit:
         raise ValueError(
-            f"`budget` must be below {limit:.6g} nats, all that these rewards can show (the log of the samples over "
-            f"those of the highest reward, per prompt), got {budget:g}: draw more samples, or spend less."
+            f"`budget` must be below {limit:.6g} nats, all that these rewards can show (the log of "
+            "the samples over those of the highest reward, per prompt), got "
+            f"{budget:g}: draw more samples, or lower the budget."
         )
     spread = -gaps.min().item()
     gaps = gaps / spread
     # The variance of the tilted gaps is at most 1 / 4, hence KL <= 1 / (8 beta^2).
     high = 1 / math.sqrt(8 * budget)
-    low = high / 2
-    while _kl(gaps / low) < budget:
-        high, low = low, low / 2
-    while high / low > 1 + 1e-12:
-        middle = math.sqrt(high) * math.sqrt(low)
-        low, high = (middle, high) if _kl(gaps / middle) >= budget else (low, middle)
-    return low * spread
+    return spread * solve_decreasing(lambda beta: _kl(gaps / beta), budget, high)
 
 
 def _gaps(rewards: Tensor) -> Tensor:
-    """How far each reward is below the prompt's best (<= 0), (P, S) in float64, after all checks of the rewards."""
+    """How far each reward is below the prompt's best (<= 0), (P, S) in float64; checks them all."""
     if not isinstance(rewards, Tensor):
         raise TypeError(
-            f"`rewards` must be a tensor, got {type(rewards).__name__}: pass `torch.tensor(rewards)`."
+            f"`rewards` must be a tensor, got {type(rewards).__name__}: pass "
+            "`torch.tensor(rewards)`."
         )
+    shape = tuple(rewards.shape)
     if rewards.ndim not in (1, 2) or rewards.numel() == 0:
         raise ValueError(
-            "`rewards` must be the rewards (N,) of samples, or (P, S) of S samples of each of P prompts, not empty, "
-            f"got shape {tuple(rewards.shape)}."
+            "`rewards` must be the rewards (N,) of samples, or (P, S) of S samples of each of P "
+            f"prompts, not empty, got shape {shape}."
         )
-    values = rewards.detach().double().reshape(-1, rewards.shape[-1])
+    values = rewards.detach().double().reshape(-1, shape[-1])
     gaps = values - values.amax(1, keepdim=True)
     if not gaps.isfinite().all():
         bad = int((~values.isfinite()).sum())
         raise ValueError(
-            f"`rewards` and their differences must be finite, got {bad} NaN or infinite ones of {values.numel()}."
+            f"`rewards` and their differences must be finite, got {bad} NaN or infinite ones of "
+            f"{values.numel()}."
         )
     if not (gaps < 0).any():
         raise ValueError(
-            "`rewards` must differ between the samples of a prompt, or there is nothing to gain from leaving the "
-            f"reference: got shape {tuple(rewards.shape)} with all rewards of a prompt equal. Samples of one prompt "
-            "stand in a row: squeeze a trailing dimension of 1."
+            "`rewards` must differ between the samples of a prompt, or no policy is better than "
+            f"the reference: got shape {shape} with all rewards of a prompt equal. The samples of "
+            "a prompt are one row: squeeze a trailing dimension of 1."
         )
     return gaps
 
@@ -102,7 +103,6 @@ def _kl(log_weights: Tensor) -> float:
     """Mean over the rows of KL(reweighted samples || samples), nats; -inf is a weight of 0."""
     log_total = log_weights.logsumexp(1, keepdim=True)
     weights = (log_weights - log_total).exp()
-    tilted = (weights * log_weights.masked_fill(weights == 0, 0.0)).sum(
-        1
-    )  # 0 * -inf is NaN, where 0 log 0 is 0
+    # 0 * -inf is NaN, where 0 log 0 is 0.
+    tilted = (weights * log_weights.masked_fill(weights == 0, 0.0)).sum(1)
     return (tilted - log_total.squeeze(1) + math.log(log_weights.shape[1])).mean().item()

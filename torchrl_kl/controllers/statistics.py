@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrl_kl.functional.numbers import Float64State
+from torchrl_kl.functional.numbers import Float64State, check_mask
 
 __all__ = ["KLStatistics"]
 
@@ -16,13 +16,15 @@ __all__ = ["KLStatistics"]
 class KLStatistics(Float64State):
     """Pooled KL values as (count, sum, sum of squares), never as running means.
 
-    You may rely on: merging the statistics of parts (micro-batches, workers) gives the statistics of the whole, however
-    the whole was split or ordered, to float64 rounding. You may not rely on the variance of values that hardly vary:
-    sums of squares lose about 1e-16 (mean / std)^2 of it, so half its digits are left at mean = 10,000 std.
+    You may rely on: merging the statistics of parts (micro-batches, workers) gives those of the
+    whole, in any split and order, to float64 rounding. You may not rely on the variance of values
+    that hardly vary: half its digits are left where the mean is 10,000 standard deviations.
 
-    State: `count` (int64), `sum` and `sum_of_squares` (float64), 0-dim buffers, changed in place only.
+    State: `count` (int64), `sum` and `sum_of_squares` (float64), 0-dim, changed in place only.
 
     Example:
+        >>> import torch
+        >>> from torchrl_kl import KLStatistics
         >>> first, second = KLStatistics(), KLStatistics()
         >>> _ = first.add(torch.tensor([0.5, 1.5])), second.add(torch.tensor([4.0]))
         >>> pooled = first.merge(second)
@@ -41,36 +43,30 @@ class KLStatistics(Float64State):
         self.register_buffer("sum_of_squares", torch.zeros((), dtype=torch.float64))
 
     def add(self, values: Tensor, *, mask: Tensor | None = None) -> KLStatistics:
-        """Pools values, each with the weight 1.
+        """Pools values, each with the weight 1, in float64; returns this object.
 
         Args:
             values: KL, nats per trajectory or per step, any shape.
             mask: True where a value counts, boolean, the shape of `values`.
 
-        Returns:
-            This object.
-
         Raises:
-            TypeError: if `values` is no tensor.
-            ValueError: if the mask does not fit, or a value that counts is NaN or infinite. Nothing is then added.
+            TypeError: if `values` is not a tensor.
+            ValueError: if the mask does not fit, or a value that counts is NaN or infinite. Nothing
+                is then added.
         """
         if not isinstance(values, Tensor):
             raise TypeError(
-                f"`values` must be a tensor, got {type(values).__name__}: pass `torch.tensor(values)`."
+                f"`values` must be a tensor, got {type(values).__name__}: pass "
+                "`torch.tensor(values)`."
             )
-        if mask is not None:
-            if mask.dtype != torch.bool or mask.shape != values.shape:
-                raise ValueError(
-                    f"`mask` must be boolean of the shape of `values`, {tuple(values.shape)}, got {mask.dtype} of "
-                    f"shape {tuple(mask.shape)}."
-                )
-            values = values[mask]
-        values = values.detach().to(self.sum)
+        check_mask(mask, values.shape, "`values`", means="the values that count")
+        values = (values if mask is None else values[mask]).detach().to(self.sum)
         total, squares = values.sum(), values.square().sum()
         if not (self.sum_of_squares + squares).isfinite():  # finite squares imply a finite sum
             raise ValueError(
-                f"`values` must be finite, got a sum of squares of {squares.item()} over {values.numel()} values: look "
-                "for -inf log-probabilities. The statistics are unchanged."
+                f"`values` must be finite, got a sum of squares of {squares.item()} over "
+                f"{values.numel()} values: look for -inf log-probabilities. The statistics are "
+                "unchanged."
             )
         self.count.add_(values.numel())
         self.sum.add_(total)
@@ -78,15 +74,12 @@ class KLStatistics(Float64State):
         return self
 
     def merge(self, other: KLStatistics) -> KLStatistics:
-        """Pools what another object holds (of another worker or micro-batch), on any device.
+        """Adds what another object holds (of a worker, on any device); returns this object.
 
-        `other` keeps what it holds: reset it before it pools anew, or its values are counted again with its next merge.
-
-        Returns:
-            This object.
+        Reset `other` before it pools again, or its values count twice with the next merge.
 
         Raises:
-            TypeError: if `other` is no KLStatistics.
+            TypeError: if `other` is not a KLStatistics.
             ValueError: if `other` is this object.
         """
         if not isinstance(other, KLStatistics):
@@ -95,35 +88,32 @@ class KLStatistics(Float64State):
             )
         if other is self:
             raise ValueError(
-                "`other` must be another KLStatistics, got this object: every value would count twice."
+                "`other` must be another KLStatistics, got this object: every value would count "
+                "twice."
             )
         for buffer, addend in zip(self.buffers(), other.buffers(), strict=True):
             buffer.add_(addend.to(buffer.device))
         return self
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> KLStatistics:
-        """Pools what the same object holds in every process of a group; all of them must call this.
+        """Pools over all processes of a group, in each of them; all of them must call this.
 
-        Afterwards each holds the pool of all: the mean that its controller is told is the mean over all values, not a
-        mean of means. Call it once per pool and reset before pooling anew: a second call counts every value again.
+        Afterwards `mean` is the mean over all values, not a mean of means. Call it once and reset
+        before pooling again: a second call counts every value again. Returns this object.
 
         Args:
-            group: the processes; by default all of them. Its backend must know the device of the buffers.
-
-        Returns:
-            This object.
+            group: the processes; by default all. Its backend must support the buffers' device.
 
         Raises:
-            RuntimeError: if `torch.distributed` is not initialised.
+            RuntimeError: if `torch.distributed` is not initialized.
         """
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
-                "`all_reduce` needs an initialised torch.distributed: call torch.distributed.init_process_group first, "
-                "or `merge` objects of one process."
+                "`all_reduce` needs an initialized torch.distributed: call "
+                "torch.distributed.init_process_group first, or `merge` objects of one process."
             )
-        totals = torch.stack(
-            [buffer.double() for buffer in self.buffers()]
-        )  # counts are exact up to 2 ** 53
+        # In float64 the counts are exact up to 2 ** 53.
+        totals = torch.stack([buffer.double() for buffer in self.buffers()])
         dist.all_reduce(totals, group=group)
         for buffer, total in zip(self.buffers(), totals, strict=True):
             buffer.copy_(total)
@@ -142,7 +132,7 @@ class KLStatistics(Float64State):
 
     @property
     def variance(self) -> float:
-        """Unbiased variance of the pooled values, nats squared; NaN when there are fewer than two."""
+        """Unbiased variance of the pooled values, nats squared; NaN with fewer than two."""
         count = self.count.item()
         if count < 2:
             return math.nan
@@ -151,9 +141,9 @@ class KLStatistics(Float64State):
 
     @property
     def standard_error(self) -> float:
-        """Standard error of the mean, sqrt(variance / count), nats; NaN when there are fewer than two values.
+        """Standard error of the mean, nats, of independent values; NaN with fewer than two.
 
-        It takes the values as independent. Steps of one trajectory are not: pooled per step, it is too small.
+        The steps of a trajectory are not independent: pooled per step, it is too small.
         """
         return (self.variance / self.count.double()).sqrt().item()
 

@@ -1,183 +1,219 @@
-"""Sums over trajectories that come in pieces: within a batch, across batches, on padded rows."""
+"""Sums over trajectories that come in pieces: within a batch, across batches, on padded rows.
+
+Axes: R rows of T steps, F values per step (1, or one for each agent).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_kl._tensordict import MASK_KEY, TRAJECTORY_KEY, as_tuple, beside, expand_right, is_fake
+from torchrl_kl.functional.sums import running_sum
 
-__all__ = ["OpenTrajectories", "TrajectorySums", "find_done", "sum_after", "sum_before"]
+__all__ = ["OpenTrajectories", "Segments", "TrajectorySums"]
+
+_MIN_OPEN = 256  # trajectories that may be open at once, at least
+_OPEN_PER_ROW = 64  # and for each row of a batch: that of so many asynchronous workers
+
+
+class Segments(NamedTuple):
+    """How the steps of a batch form trajectories.
+
+    Args:
+        done: True at the last step of a trajectory, (R, T, F).
+        terminated: the part of `done` that no collector writes by itself, (R, T, F).
+        left: True where an agent was done before the step, (R, T, F), or None.
+        mask: True where a step counts, (R, T), or None where all do.
+        ids: numbers of the trajectories, (R, T), or None.
+        is_init: True where a row begins with its trajectory, (R,), or None where that is not known.
+        first_states: for each of the given rows, a digest of the state in which the row begins.
+        last_states: for each of the given rows, a digest of the state after the given step of it.
+    """
+
+    done: Tensor
+    terminated: Tensor
+    left: Tensor | None
+    mask: Tensor | None
+    ids: Tensor | None
+    is_init: Tensor | None
+    first_states: Callable[[list[int]], list[bytes]]
+    last_states: Callable[[list[int], list[int]], list[bytes]]
 
 
 class TrajectorySums(NamedTuple):
-    """What `OpenTrajectories.add` gives.
+    """What `OpenTrajectories.add` gives, in float64.
 
-    `running`: sum of each trajectory up to and with each step, the shape of the values. `finished`: the totals of the
-    trajectories that are now known to have ended, float64, shape (N,).
+    `running`: sum of each trajectory up to and including each step, (R, T, F). `finished`: the
+    totals of the trajectories that are now known to have ended, (N,).
     """
 
     running: Tensor
     finished: Tensor
 
 
-class OpenTrajectories:
-    """Running sums of the trajectories that the last batch left unfinished, by `("collector", "traj_ids")`.
+class _Open(NamedTuple):
+    """A trajectory that a batch left unfinished.
 
-    A trajectory ends where the ids change, or at done where there are none. A collector may write an artificial
-    truncation into a batch's last step (`set_truncated=True`) while the id goes on, so a truncation there is judged at
-    the next call: it was an end unless the id comes back. A termination is an end at once.
+    `counted`: how many of its steps counted. `whole`: whether its beginning was seen. `ended`:
+    whether it is over unless the next batch goes on with it.
+    """
+
+    totals: list[float]
+    counted: float
+    whole: bool
+    ended: bool
+
+
+class OpenTrajectories:
+    """Running sums of the trajectories that earlier batches left unfinished.
+
+    A trajectory goes on where its id comes back *and* the row begins in the state in which the
+    trajectory was left: ids restart with every collector. It ends where the ids change, or at done
+    where there are none. A collector may write an artificial truncation into a batch's last step
+    (`set_truncated=True`) while the trajectory goes on, so a truncation there is judged at the next
+    call. A termination is an end at once. Trajectories that never go on are dropped, oldest first.
     """
 
     def __init__(self):
-        self._sums: dict[int, Tensor] = {}
-        self._ended_unless_back: set[int] = set()
+        self._open: dict[tuple[int, bytes], _Open] = {}
 
-    def add(
-        self, tensordict: TensorDictBase, values: Tensor, done_key: NestedKey
-    ) -> TrajectorySums:
-        """Adds a batch whose last dimension is time.
+    def add(self, values: Tensor, segments: Segments, *, judge: bool = True) -> TrajectorySums:
+        """Adds a batch.
 
         Args:
-            tensordict: the batch, shape (*B, T), with ("next", done_key).
-            values: what is summed, 0 on padding, shape (*B, T, *F).
-            done_key: the done flag that ends these trajectories; "terminated" is looked for beside it.
+            values: what is summed, (R, T, F); a step outside the mask counts as 0.
+            segments: how its steps form trajectories.
+            judge: whether trajectories that were truncated at the end of the last call, and do not
+                go on in this one, count as finished.
 
         Returns:
-            The running sums and the totals of the finished trajectories.
+            The running sums, and the totals of the trajectories that have finished.
         """
-        n_steps, feature_shape = tensordict.batch_size[-1], values.shape[tensordict.batch_dims :]
-        flat = values.detach().double().reshape(-1, n_steps, feature_shape.numel())
-        done, terminated = (
-            expand_right(flag, values.shape).reshape(flat.shape)
-            for flag in _done_flags(tensordict, done_key)
-        )
-        mask = tensordict.get(MASK_KEY, None)
-        mask = (
-            torch.ones(flat.shape[:2], dtype=torch.bool)
-            if mask is None
-            else mask.reshape(-1, n_steps)
-        )
-        mask = mask.to(flat.device)
-        ids = tensordict.get(TRAJECTORY_KEY, None)
-        ids = None if ids is None else ids.reshape(-1, n_steps)
-        cuts = done if ids is None else _changes(ids, mask).unsqueeze(-1).expand_as(done)
-        followed = None if is_fake(tensordict) else ids
-        carried, finished = flat.new_zeros(flat.shape[0], flat.shape[2]), []
-        if followed is not None:
-            finished = self._resume(followed, tensordict.get("is_init", None), carried)
-        running = _segment_cumsum(flat, cuts, carried)
-        counted = cuts & mask.unsqueeze(-1)
-        before = tensordict.get(done_key, None)
+        values = values.detach().double()
+        counts = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
+        if segments.mask is not None:
+            counts = segments.mask
+            values = torch.where(counts.unsqueeze(-1), values, 0.0)
+        if not values.numel():
+            return TrajectorySums(values, values.new_zeros(0))
+        ends, last = _ends(segments, counts)
+        carried, finished = self._resume(segments, values, judge)
+        running = _running(values, ends, carried.totals)
+        # Trajectories without a step that counts, or whose beginning is not known, are not told.
+        n_counted = _running(counts.double().unsqueeze(-1).expand_as(values), ends, carried.counted)
+        told = ends & (n_counted > 0)
+        if segments.left is not None:  # an agent that left while others go on was told when it left
+            told = told & ~segments.left
+        finished.append(running[told])
+        if segments.ids is not None:
+            finished.append(self._suspend(segments, last, running, n_counted))
+        return TrajectorySums(running, torch.cat(finished))
+
+    def _resume(
+        self, segments: Segments, values: Tensor, judge: bool
+    ) -> tuple[_Carried, list[Tensor]]:
+        """What each row goes on from; and the totals that are now known to have ended."""
+        n_rows, _, n_values = values.shape
+        carried = _Carried(values.new_zeros(n_rows, n_values), values.new_zeros(n_rows, n_values))
+        if segments.ids is None:
+            return carried, []
+        known = {key[0] for key in self._open}
+        first_ids = segments.ids[:, 0].tolist()
+        begins = [False] * n_rows if segments.is_init is None else segments.is_init.tolist()
+        rows = [row for row in range(n_rows) if first_ids[row] in known and not begins[row]]
+        found = {}
+        for row, state in zip(rows, segments.first_states(rows) if rows else [], strict=True):
+            left_open = self._open.pop((first_ids[row], state), None)
+            if left_open is not None:
+                found[row] = left_open
+                carried.totals[row] = values.new_tensor(left_open.totals)
+                carried.counted[row] = left_open.counted if left_open.whole else -torch.inf
         if (
-            ids is None and before is not None
-        ):  # an agent that has left while others go on was counted when it left
-            counted = counted & ~expand_right(before, values.shape).reshape(flat.shape)
-        finished.append(running[counted])
-        if followed is not None:
-            last = (
-                torch.arange(len(flat), device=flat.device),
-                mask.sum(-1) - 1,
-            )  # padding follows the valid steps
-            finished.append(
-                self._suspend(followed[last], running[last], done[last], terminated[last])
-            )
-        return TrajectorySums(running.reshape(values.shape).to(values.dtype), torch.cat(finished))
+            segments.is_init is not None
+        ):  # a row that neither begins nor goes on: its start is unknown
+            unknown = [row for row in range(n_rows) if not begins[row] and row not in found]
+            carried.counted[unknown] = -torch.inf
+        ended = [key for key, left_open in self._open.items() if left_open.ended] if judge else []
+        over = [self._open.pop(key) for key in ended]
+        totals = [t for one in over if one.whole and one.counted > 0 for t in one.totals]
+        return carried, [values.new_tensor(totals)]
 
-    def _resume(self, ids: Tensor, is_init: Tensor | None, carried: Tensor) -> list[Tensor]:
-        """Gives each row the sum that it goes on from; returns the totals that are now known to have ended."""
-        begins = (
-            torch.zeros_like(ids[:, 0]) if is_init is None else is_init.reshape(ids.shape)[:, 0]
-        )
-        for row, (trajectory, new) in enumerate(
-            zip(ids[:, 0].tolist(), begins.tolist(), strict=True)
-        ):
-            # An id that begins anew belongs to another collector: ids restart with each.
-            if trajectory in self._sums and not new:
-                carried[row] = self._sums.pop(trajectory).to(carried.device)
-        ended = [
-            self._sums.pop(trajectory)
-            for trajectory in self._ended_unless_back
-            if trajectory in self._sums
-        ]
-        self._ended_unless_back.clear()
-        return [total.to(carried.device) for total in ended]
-
-    def _suspend(self, ids: Tensor, totals: Tensor, done: Tensor, terminated: Tensor) -> Tensor:
-        """Keeps what the rows leave open; returns the totals that have ended. (R,), then (R, F) each.
+    def _suspend(
+        self, segments: Segments, last: Tensor, running: Tensor, n_counted: Tensor
+    ) -> Tensor:
+        """Keeps what the rows leave open; returns the totals that have ended, (N,).
 
         A collector begins a new id as soon as any agent is done: they all end with their id.
         """
-        ended, maybe = terminated.any(-1), done.any(-1)
-        for trajectory, total, ends, perhaps in zip(
-            ids.tolist(), totals, ended.tolist(), maybe.tolist(), strict=True
-        ):
-            if not ends:
-                self._sums[trajectory] = total
-                if perhaps:
-                    self._ended_unless_back.add(trajectory)
-        return totals[ended].flatten()
+        rows = torch.arange(len(last), device=last.device)
+        terminated = segments.terminated[rows, last].any(-1)
+        done = segments.done[rows, last].any(-1).tolist()
+        totals, counted = running[rows, last], n_counted[rows, last]
+        open_rows = (~terminated).nonzero().squeeze(-1).tolist()
+        if open_rows:
+            steps = last.tolist()
+            states = segments.last_states(open_rows, [steps[row] for row in open_rows])
+            ids = segments.ids[rows, last].tolist()  # type: ignore[index]
+            table, counts = totals.tolist(), counted[:, 0].tolist()
+            for row, state in zip(open_rows, states, strict=True):
+                key, whole = (ids[row], state), counts[row] >= 0
+                self._open.pop(key, None)  # a new entry is the youngest
+                self._open[key] = _Open(table[row], max(counts[row], 0.0), whole, done[row])
+            limit = max(_MIN_OPEN, _OPEN_PER_ROW * len(rows))
+            for key in list(self._open)[: max(len(self._open) - limit, 0)]:
+                del self._open[key]
+        return totals[terminated.unsqueeze(-1) & (counted > 0)]
+
+    def copy(self) -> OpenTrajectories:
+        """An independent copy."""
+        other = OpenTrajectories()
+        other._open = dict(self._open)
+        return other
 
 
-def _changes(ids: Tensor, mask: Tensor) -> Tensor:
-    """The last steps of the trajectories after which the row goes on with another one, (R, T)."""
-    changes = torch.zeros_like(mask)
-    changes[:, :-1] = (ids[:, 1:] != ids[:, :-1]) & mask[:, 1:]
-    return changes
+class _Carried(NamedTuple):
+    """What the rows go on from: totals, and how many steps counted (-inf: not known), (R, F) each."""
+
+    totals: Tensor
+    counted: Tensor
 
 
-def find_done(
-    tensordict: TensorDictBase, reward_key: NestedKey, done_key: NestedKey | None = None
-) -> NestedKey:
-    """The done flag of a reward: the one named, or else the one beside it, or else the one at the root of the step."""
-    near = done_key or beside(reward_key, "done")
-    if tensordict.get(near, None) is not None:
-        return near
-    if done_key is None and tensordict.get("done", None) is not None:
-        return "done"
-    raise KeyError(
-        f"there is no {near!r} and no 'done' in the step, got {sorted(map(str, tensordict.keys(True, True)))}: "
-        "trajectories end at done; name it with `done_key`."
-    )
+def _running(values: Tensor, ends: Tensor, initial: Tensor) -> Tensor:
+    """`running_sum` over time of (R, T, F)."""
+    sums = running_sum(values.transpose(1, 2), ends.transpose(1, 2), initial=initial)
+    return sums.transpose(1, 2)
 
 
-def _done_flags(tensordict: TensorDictBase, done_key: NestedKey) -> tuple[Tensor, Tensor]:
-    """done, and the part of it that no collector writes by itself."""
-    done = tensordict.get(("next", *as_tuple(done_key)))
-    terminated = tensordict.get(("next", *as_tuple(beside(done_key, "terminated"))), None)
-    return done, torch.zeros_like(done) if terminated is None else terminated
+def _ends(segments: Segments, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Where trajectories end inside the rows, (R, T, F); and the last step of each row that is not padding, (R,)."""
+    n_steps = counts.shape[1]
+    last = torch.full((len(counts),), n_steps - 1, device=counts.device)
+    if segments.ids is None:
+        return segments.done, last
+    if segments.mask is not None:
+        last = _last_steps(segments, counts)
+    changes = torch.zeros_like(counts)
+    changes[:, :-1] = segments.ids[:, 1:] != segments.ids[:, :-1]
+    changes = changes & (torch.arange(n_steps, device=counts.device) < last.unsqueeze(-1))
+    return changes.unsqueeze(-1).expand_as(segments.done), last
 
 
-def _segment_cumsum(values: Tensor, cuts: Tensor, carried: Tensor) -> Tensor:
-    """Cumulative sums along dimension 1 that restart after each cut; the first segment begins at `carried`.
+def _last_steps(segments: Segments, counts: Tensor) -> Tensor:
+    """The last step of each row that is not padding, (R,).
 
-    `values`, `cuts`: (R, T, F); `carried`: (R, F); all sums in the dtype of `values`. Step by step: the difference of
-    two sums over the row would let a large or infinite trajectory spoil the ones after it.
+    Behind the last step that counts there may be masked steps of the same trajectory (its id goes on,
+    and it has not ended), and padding behind those. A row without a step that counts is not padding.
     """
-    running, total = [], carried
-    for value, cut in zip(values.unbind(1), cuts.unbind(1), strict=True):
-        running.append(total + value)
-        total = torch.where(cut, 0.0, running[-1])
-    return torch.stack(running, 1)
-
-
-def sum_before(values: Tensor, ends: Tensor) -> Tensor:
-    """At each step the sum over the earlier steps of its trajectory; all (*R, T), `ends` True at last steps."""
-    sums, total = [], torch.zeros_like(values[..., 0])
-    for value, end in zip(values.unbind(-1), ends.unbind(-1), strict=True):
-        sums.append(total)
-        total = torch.where(end, 0.0, total + value)
-    return torch.stack(sums, -1)
-
-
-def sum_after(values: Tensor, ends: Tensor) -> Tensor:
-    """At each step the sum over the later steps of its trajectory; all (*R, T), `ends` True at last steps."""
-    sums, total = [], torch.zeros_like(values[..., 0])
-    for value, end in zip(values.flip(-1).unbind(-1), ends.flip(-1).unbind(-1), strict=True):
-        total = torch.where(end, 0.0, total)
-        sums.append(total)
-        total = total + value
-    return torch.stack(sums, -1).flip(-1)
+    steps = torch.arange(counts.shape[1], device=counts.device)
+    last_counted = torch.where(counts, steps, -1).amax(1)
+    at = last_counted.clamp_min(0).unsqueeze(-1)
+    same = segments.ids == segments.ids.gather(1, at)  # type: ignore[union-attr]
+    behind = steps >= at
+    done = segments.done.any(-1) & behind
+    done_before = done.long().cumsum(1) - done.long() > 0
+    goes_on = (same & ~done_before) | ~behind
+    n_going_on = goes_on.long().cumprod(1).sum(1)
+    return torch.where(last_counted < 0, counts.shape[1] - 1, n_going_on - 1)

@@ -1,7 +1,8 @@
-"""The exact KL(policy || reference) of a step: from log-probabilities, and between two distributions.
+"""The exact KL(policy || reference) of a step, from logits and between two distributions.
 
-`*B` is any leading shape, V the number of actions. A row of the mask (*B) that is False is replaced by a harmless one
-before anything is computed from it, so that it is 0 in value and in gradient, never NaN * 0.
+`*B` is any leading shape, V the number of actions. Where the mask (*B) is False, a row is padding.
+It is filled with valid numbers before anything is computed from it, so that it is 0 in value and in
+gradient, never NaN * 0.
 """
 
 from __future__ import annotations
@@ -21,53 +22,48 @@ from torch.distributions import (
     kl_divergence,
 )
 
-__all__ = ["kl_of_distributions", "kl_of_logits", "split_log_ratio", "working_dtype"]
+from torchrl_kl.functional.numbers import working_dtype
+
+__all__ = ["fill_padding", "kl_of_distributions", "kl_of_logits", "split_log_ratio"]
+
+_UNBROADCASTED = "_unbroadcasted_"
 
 
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype to compute in: at least float32, so that half precision is rounded once."""
-    return torch.promote_types(dtype, torch.float32)
+def fill_padding(values: Tensor, mask: Tensor | None) -> Tensor:
+    """`values` (*B, ...) with 1/2 where the mask (*B) is False: positive, and a probability."""
+    if mask is None:
+        return values
+    rows = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
+    return torch.where(rows, values, 0.5)
 
 
 def split_log_ratio(
     log_prob: Tensor, ref_log_prob: Tensor, counts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability and log-ratio where they are finite, 0 elsewhere; and where the log-ratio is +inf.
+    """Log-probability and log-ratio where finite, 0 elsewhere; and where the log-ratio is +inf.
 
-    Neither carries a gradient from where it is replaced: infinity has no slope. NaN is not replaced.
+    Where an entry is replaced, it carries no gradient: infinity has no slope. NaN is not replaced.
 
     Args:
-        log_prob: log pi, any shape.
+        log_prob: log pi, any shape. An entry of -inf, which the policy cannot draw, does not count.
         ref_log_prob: log pi_ref, same shape.
-        counts: where an entry counts, boolean, of a shape that broadcasts to theirs; None: everywhere. An entry that
-            the policy cannot draw does not count.
+        counts: where an entry counts, boolean, broadcast to the shape of both. None: everywhere.
     """
+    log_ratio = log_prob - ref_log_prob
     drawn = log_prob != -torch.inf
     if counts is not None:
         drawn = drawn & counts
-    infinite = drawn & (ref_log_prob == -torch.inf) & ~log_prob.isnan()
+    infinite = drawn & (log_ratio == torch.inf)
     finite = drawn & ~infinite
-    return (
-        torch.where(finite, log_prob, 0.0),
-        torch.where(finite, log_prob - ref_log_prob, 0.0),
-        infinite,
-    )
+    return torch.where(finite, log_prob, 0.0), torch.where(finite, log_ratio, 0.0), infinite
 
 
 def kl_of_logits(policy: Tensor, reference: Tensor, mask: Tensor | None) -> Tensor:
-    """KL(policy || reference) of logits (*B, V), normalised here; shapes have been checked.
-
-    Args:
-        policy: logits or log-probabilities, (*B, V).
-        reference: logits or log-probabilities, (*B, V).
-        mask: True where a row counts, (*B); elsewhere both rows become uniform.
-    """
+    """KL(policy || reference) of logits (*B, V), normalized here; shapes have been checked."""
     dtype = torch.promote_types(policy.dtype, reference.dtype)
-    if mask is not None:
-        rows = mask.unsqueeze(-1)
-        policy, reference = torch.where(rows, policy, 0.0), torch.where(rows, reference, 0.0)
     log_probs, ref_log_probs = (
-        x.log_softmax(-1, dtype=working_dtype(dtype)) for x in (policy, reference)
+        fill_padding(logits, mask).log_softmax(-1, dtype=working_dtype(dtype))
+        for logits in (policy, reference)
     )
     log_probs, log_ratio, infinite = split_log_ratio(log_probs, ref_log_probs, None)
     kl = (log_probs.exp() * log_ratio).sum(-1)
@@ -77,80 +73,83 @@ def kl_of_logits(policy: Tensor, reference: Tensor, mask: Tensor | None) -> Tens
 def kl_of_distributions(
     policy: Distribution, reference: Distribution, mask: Tensor | None
 ) -> Tensor:
-    """KL(policy || reference) of shape `batch_shape`; the shape of the mask has been checked.
-
-    Raises:
-        TypeError: if no KL is registered for the pair.
-        ValueError: if the shapes, the bijections or the actions differ.
-    """
+    """KL(policy || reference) of shape `batch_shape`; the shape of the mask has been checked."""
+    if mask is not None:
+        policy, reference = _fill(policy, mask), _fill(reference, mask)
     try:
-        return _kl(policy, reference, mask)
+        kl = _kl(policy, reference)
     except NotImplementedError:
         raise TypeError(
-            "`policy` and `reference` must be a pair of distributions with a registered KL divergence, got "
-            f"{_name(policy)} and {_name(reference)}: register one with `torch.distributions.register_kl`, or estimate "
-            "it from samples with `kl_k1`."
+            "`policy` and `reference` must be a pair of distributions with a registered KL "
+            f"divergence, got {_name(policy)} and {_name(reference)}: register one with "
+            "`torch.distributions.register_kl`, or estimate it from samples with `kl_k1`."
         ) from None
+    return kl if mask is None else torch.where(mask, kl, 0.0)
 
 
-def _kl(policy: Distribution, reference: Distribution, mask: Tensor | None) -> Tensor:
-    _check_equal(
-        "batch_shape", policy, reference, tuple(policy.batch_shape), tuple(reference.batch_shape)
-    )
-    if isinstance(policy, Mapping) and isinstance(reference, Mapping):
-        return _kl_of_composites(policy, reference, mask)
-    if isinstance(policy, Categorical | OneHotCategorical) and isinstance(
-        reference, Categorical | OneHotCategorical
+def _fill(value: Any, mask: Tensor) -> Any:
+    """A copy of a distribution, with `fill_padding` of all its parameters and parts."""
+    if isinstance(value, Distribution):
+        filled = copy.copy(value)
+        for name, part in vars(value).items():
+            if name.startswith(_UNBROADCASTED):
+                # Without batch dimensions, a (3, 3) matrix would pass for three rows of 3 numbers.
+                part = getattr(value, name.removeprefix(_UNBROADCASTED))
+            vars(filled)[name] = _fill(part, mask)
+        return filled
+    if isinstance(value, dict):  # the parts of a CompositeDistribution
+        return {name: _fill(part, mask) for name, part in value.items()}
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return fill_padding(value, mask) if value.shape[: mask.ndim] == mask.shape else value
+    return value
+
+
+def _kl(policy: Distribution, reference: Distribution) -> Tensor:
+    shape, ref_shape = tuple(policy.batch_shape), tuple(reference.batch_shape)
+    _check_equal("batch_shape", policy, reference, shape, ref_shape)
+    for kinds, kl in (
+        (Mapping, _kl_of_composites),
+        ((Categorical, OneHotCategorical), _kl_of_categoricals),
+        (Independent, _kl_of_independent),
+        (TransformedDistribution, _kl_of_transformed),
     ):
-        return _kl_of_categoricals(policy, reference, mask)
-    if isinstance(policy, Independent) and isinstance(reference, Independent):
-        return _kl_of_independent(policy, reference, mask)
-    if isinstance(policy, TransformedDistribution) and isinstance(
-        reference, TransformedDistribution
-    ):
-        return _kl_of_transformed(policy, reference, mask)
-    return _registered_kl(policy, reference, mask)
+        if isinstance(policy, kinds) and isinstance(reference, kinds):
+            return kl(cast(Any, policy), cast(Any, reference))
+    return _registered_kl(policy, reference)
 
 
 def _kl_of_categoricals(
-    policy: Categorical | OneHotCategorical,
-    reference: Categorical | OneHotCategorical,
-    mask: Tensor | None,
+    policy: Categorical | OneHotCategorical, reference: Categorical | OneHotCategorical
 ) -> Tensor:
-    # Not the registered KL: its gradient is NaN where the policy has a logit of -inf, as masked actions have, and it is
-    # inf where the reference's probability is below the smallest number of the dtype.
+    # The gradient of the registered KL is NaN where the policy has a logit of -inf, as masked
+    # actions have, and its value is inf where the reference's probability underflows.
     columns, ref_columns = _columns(policy), _columns(reference)
-    alike = (
-        columns is ref_columns
-        if columns is None or ref_columns is None
-        else torch.equal(columns, ref_columns)
-    )
+    alike = columns is ref_columns
+    if columns is not None and ref_columns is not None:
+        alike = torch.equal(columns, ref_columns)
     if not alike:
         raise ValueError(
             "`policy` and `reference` must be over the same actions, got "
-            f"{_name(policy)} and {_name(reference)} with different `indices`: build both with the same `indices`, or "
-            "with a boolean `mask`."
+            f"{_name(policy)} and {_name(reference)} with different `indices`: build both with the "
+            "same `indices`, or with a boolean `mask`."
         )
-    log_probs, ref_log_probs = _log_probs(policy, mask), _log_probs(reference, mask)
-    _check_equal(
-        "number of actions", policy, reference, log_probs.shape[-1], ref_log_probs.shape[-1]
-    )
+    log_probs, ref_log_probs = _log_probs(policy), _log_probs(reference)
+    size, ref_size = log_probs.shape[-1], ref_log_probs.shape[-1]
+    _check_equal("number of actions", policy, reference, size, ref_size)
     return kl_of_logits(log_probs, ref_log_probs, None)
 
 
 def _columns(dist: Distribution) -> Tensor | None:
-    """Actions that the columns stand for in a MaskedCategorical given by `indices`; None: all, in order."""
+    """The action of each column, in a MaskedCategorical given by `indices`; None: all, in order."""
     return getattr(dist, "_mask", None) if getattr(dist, "_sparse_mask", False) else None
 
 
-def _log_probs(dist: Categorical | OneHotCategorical, mask: Tensor | None) -> Tensor:
+def _log_probs(dist: Categorical | OneHotCategorical) -> Tensor:
     """Log-probabilities (*B, V) from what the distribution was built with.
 
-    Built from probabilities, its `logits` are clamped: a probability of 0 would pass for one of 1e-7.
+    Built from probabilities, its `logits` are clamped: 0 would become a probability of 1e-7.
     """
     param = cast(Tensor, dist._param)
-    if mask is not None:
-        param = torch.where(mask.unsqueeze(-1), param, 0.0)
     # Probabilities add up to 1, so that one is positive; log-probabilities never are.
     are_probs = (param > 0).any(-1, keepdim=True)
     drawn = are_probs & (param != 0)
@@ -158,81 +157,54 @@ def _log_probs(dist: Categorical | OneHotCategorical, mask: Tensor | None) -> Te
     return torch.where(are_probs, log_probs, param)
 
 
-def _kl_of_composites(policy: Any, reference: Any, mask: Tensor | None) -> Tensor:
+def _kl_of_composites(policy: Any, reference: Any) -> Tensor:
     """Of tensordict's CompositeDistribution, a mapping of independent parts: the sum over them."""
     _check_equal("parts", policy, reference, sorted(map(str, policy)), sorted(map(str, reference)))
     n = len(policy.batch_shape)
 
-    def of_part(part: Distribution, ref_part: Distribution) -> Tensor:
-        counts = mask
-        if counts is not None:
-            counts = counts.reshape(counts.shape + (1,) * (len(part.batch_shape) - n)).expand(
-                part.batch_shape
-            )
-        kl = _kl(part, ref_part, counts)
+    def of_part(name: Any) -> Tensor:
+        kl = _kl(policy[name], reference[name])
         return kl.flatten(n).sum(-1) if kl.ndim > n else kl
 
-    first, *others = (of_part(part, reference[name]) for name, part in policy.items())
+    first, *others = map(of_part, policy)
     return sum(others, first)
 
 
-def _kl_of_independent(policy: Independent, reference: Independent, mask: Tensor | None) -> Tensor:
+def _kl_of_independent(policy: Independent, reference: Independent) -> Tensor:
     n = policy.reinterpreted_batch_ndims
     if n != reference.reinterpreted_batch_ndims:
         raise NotImplementedError
-    if n == 0:
-        return _kl(policy.base_dist, reference.base_dist, mask)
-    if mask is not None:
-        mask = mask.reshape(mask.shape + (1,) * n).expand(policy.base_dist.batch_shape)
-    return _kl(policy.base_dist, reference.base_dist, mask).flatten(-n).sum(-1)
+    kl = _kl(policy.base_dist, reference.base_dist)
+    return kl.flatten(-n).sum(-1) if n > 0 else kl
 
 
 def _kl_of_transformed(
-    policy: TransformedDistribution, reference: TransformedDistribution, mask: Tensor | None
+    policy: TransformedDistribution, reference: TransformedDistribution
 ) -> Tensor:
-    """Through the bases: a bijection that both share changes no divergence. Its parameters are taken as constants."""
+    """Of the bases: a bijection that both share, its parameters constant, changes no divergence."""
     if policy.transforms != reference.transforms:
-        try:  # a pair of its own, such as Gumbel and Gumbel
-            return _registered_kl(policy, reference, mask)
+        try:  # a pair with a formula for its class, such as Gumbel and Gumbel
+            return _registered_kl(policy, reference)
         except NotImplementedError:
             raise ValueError(
-                f"`policy` and `reference` must share one bijection, got {_name(policy)} and {_name(reference)} with "
-                "different transforms: give both the same transforms with the same parameters (bounds, scales)."
+                f"`policy` and `reference` must share one bijection, got {_name(policy)} and "
+                f"{_name(reference)} with different transforms: give both the same transforms with "
+                "the same parameters (bounds, scales)."
             ) from None
     if not all(transform.bijective for transform in policy.transforms):
         raise ValueError(
-            f"`policy` and `reference` must share a bijection, got {_name(policy)} with a transform that maps several "
-            "points to one: the divergence of the bases is then only an upper bound."
+            f"`policy` and `reference` must share a bijection, got {_name(policy)} with a "
+            "transform that maps several points to one: the divergence of the bases is then only "
+            "an upper bound."
         )
-    return _kl(policy.base_dist, reference.base_dist, mask)
+    return _kl(policy.base_dist, reference.base_dist)
 
 
-def _registered_kl(policy: Distribution, reference: Distribution, mask: Tensor | None) -> Tensor:
-    # A CompositeDistribution, here beside another kind, has no event shape at all.
-    event_shape, ref_event_shape = (
-        tuple(getattr(dist, "_event_shape", ())) for dist in (policy, reference)
-    )
-    _check_equal("event_shape", policy, reference, event_shape, ref_event_shape)
-    if mask is None:
-        return kl_divergence(policy, reference)
-    kl = kl_divergence(_cover(policy, mask), _cover(reference, mask))
-    return torch.where(mask, kl, 0.0)
-
-
-def _cover(dist: Distribution, mask: Tensor) -> Distribution:
-    """Copy whose parameters are 1/2 where the mask is False: a real, positive number and a probability."""
-    covered = copy.copy(dist)
-    for name, value in vars(dist).items():
-        if isinstance(value, Distribution):
-            vars(covered)[name] = _cover(value, mask)
-        elif (
-            isinstance(value, Tensor)
-            and value.is_floating_point()
-            and value.shape[: mask.ndim] == mask.shape
-        ):
-            rows = mask.reshape(mask.shape + (1,) * (value.ndim - mask.ndim))
-            vars(covered)[name] = torch.where(rows, value, 0.5)
-    return covered
+def _registered_kl(policy: Distribution, reference: Distribution) -> Tensor:
+    # A CompositeDistribution, paired here with another kind, has no event shape at all.
+    shape, ref_shape = (tuple(getattr(d, "_event_shape", ())) for d in (policy, reference))
+    _check_equal("event_shape", policy, reference, shape, ref_shape)
+    return kl_divergence(policy, reference)
 
 
 def _check_equal(
@@ -240,12 +212,13 @@ def _check_equal(
 ) -> None:
     if got != ref_got:
         raise ValueError(
-            f"`policy` and `reference` must have the same {what}, got {got} of {_name(policy)} and {ref_got} of "
-            f"{_name(reference)}: broadcasting them would pair distributions of different steps or actions."
+            f"`policy` and `reference` must have the same {what}, got {got} of {_name(policy)} and "
+            f"{ref_got} of {_name(reference)}: broadcasting them would pair distributions of "
+            "different steps or actions."
         )
 
 
 def _name(dist: Distribution) -> str:
-    """Name of the class, with that of the base in parentheses: TanhNormal(Independent(Normal))."""
+    """Class name, with that of the base in parentheses: TanhNormal(Independent(Normal))."""
     base = getattr(dist, "base_dist", None)
     return type(dist).__name__ if base is None else f"{type(dist).__name__}({_name(base)})"

@@ -1,7 +1,7 @@
 """Log-probabilities in, KL numbers out: the estimators of KL(policy || reference).
 
-One letter per axis: `*B` is any leading shape. Everything is in nats, policy first, on actions that were drawn from the
-policy: `log_prob = log pi(a|s)`, `ref_log_prob = log pi_ref(a|s)`, `lr = log_prob - ref_log_prob`.
+`*B` is any leading shape. Everything is in nats, policy first, on actions drawn from the policy:
+`log_prob = log pi(a|s)`, `ref_log_prob = log pi_ref(a|s)`, `lr = log_prob - ref_log_prob`.
 """
 
 from __future__ import annotations
@@ -16,37 +16,31 @@ from torchrl_kl.functional.distributions import (
     kl_of_distributions,
     kl_of_logits,
     split_log_ratio,
-    working_dtype,
 )
+from torchrl_kl.functional.numbers import check_mask, working_dtype
 
-__all__ = [
-    "ESTIMATORS",
-    "kl_exact",
-    "kl_k1",
-    "kl_k2",
-    "kl_k3",
-    "kl_top_k",
-    "masked_mean",
-    "masked_sum",
-    "sum_over_trajectories",
-]
+# Until torchrl_kl/__init__.py imports them from torchrl_kl.functional.
+from torchrl_kl.functional.sums import masked_mean, masked_sum, sum_over_trajectories  # noqa: F401
+
+__all__ = ["ESTIMATORS", "kl_exact", "kl_k1", "kl_k2", "kl_k3", "kl_top_k"]
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """Log-ratio estimate of KL(policy || reference): `log_prob - ref_log_prob`.
 
-    You may rely on: its mean over the policy's actions is the KL, exactly, and it is the one estimate that can be
-    charged to a reward. You may not rely on its sign (near the reference about half of the values are negative), nor on
-    its gradient: as a loss its expected gradient is zero.
+    You may rely on: its mean over the policy's actions is the KL, exactly, and it is the only
+    estimate that may be subtracted from a reward. You may not rely on its sign (near the reference
+    about half of the values are negative), nor on its gradient: its expectation is zero.
 
     Args:
         log_prob: log pi(a|s), nats, shape (*B).
         ref_log_prob: log pi_ref(a|s) of the same actions, nats, shape (*B).
-        mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0, whatever stands there.
+        mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0, even
+            where a log-probability is NaN or infinite.
 
     Returns:
-        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action, with gradient 0. A
-        `log_prob` of -inf (an action that the policy cannot draw) contributes 0.
+        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action,
+        with gradient 0. A `log_prob` of -inf (the policy cannot draw the action) contributes 0.
 
     Raises:
         TypeError: if the log-probabilities are not floating point.
@@ -56,68 +50,58 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
         J. Schulman, "Approximating KL divergence" (2020).
 
     Example:
+        >>> import torch
+        >>> from torchrl_kl import kl_k1
         >>> kl_k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
         tensor([ 0.5000, -1.0000])
     """
-    return _log_ratio(log_prob, ref_log_prob, mask)
+    _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
+    check_mask(mask, log_prob.shape, "`log_prob`")
+    _, log_ratio, infinite = split_log_ratio(log_prob, ref_log_prob, mask)
+    return torch.where(infinite, torch.inf, log_ratio)
 
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None) -> Tensor:
-    """Half the squared log-ratio: `lr ** 2 / 2`, a biased measurement of KL(policy || reference).
+    """Half the squared log-ratio: `lr ** 2 / 2`, a biased estimate of KL(policy || reference).
 
-    You may rely on: it is never negative, and its gradient as a loss is the gradient of the KL (on-policy, one step).
-    You may not rely on its mean: it equals the KL only to second order around the reference.
+    You may rely on: it is never negative, and as a loss its expected gradient is that of the KL
+    (on-policy, one step). You may not rely on its mean, which is the KL only to second order.
 
-    Args:
-        log_prob: log pi(a|s), nats, shape (*B).
-        ref_log_prob: log pi_ref(a|s) of the same actions, nats, shape (*B).
-        mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0, whatever stands there.
+    The arguments, the infinite values, the errors and the reference are those of `kl_k1`.
 
     Returns:
-        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action, with gradient 0.
-
-    Raises:
-        TypeError: if the log-probabilities are not floating point.
-        ValueError: if the shapes differ or the mask is not boolean.
-
-    Reference:
-        J. Schulman, "Approximating KL divergence" (2020).
+        One estimate per step, nats, shape (*B).
 
     Example:
+        >>> import torch
+        >>> from torchrl_kl import kl_k2
         >>> kl_k2(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
         tensor([0.1250, 0.5000])
     """
-    return _log_ratio(log_prob, ref_log_prob, mask).square() / 2
+    return kl_k1(log_prob, ref_log_prob, mask=mask).square() / 2
 
 
 def kl_k3(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """Never-negative estimate of KL(policy || reference): `exp(-lr) - 1 + lr`.
 
-    You may rely on: no value is negative, and its mean is the KL wherever the policy's support covers the reference's.
-    You may not rely on it where the reference has mass that the policy has not (the mean is then too small by that
-    mass), nor as a loss: its expected gradient is that of the other divergence, KL(reference || policy).
+    You may rely on: no value is negative, and its mean is the KL wherever the policy's support
+    covers the reference's. You may not rely on it where the reference has mass that the policy does
+    not have (the mean is then too small by that mass), nor use it as a loss: its expected gradient
+    is that of the other divergence, KL(reference || policy).
 
-    Args:
-        log_prob: log pi(a|s), nats, shape (*B).
-        ref_log_prob: log pi_ref(a|s) of the same actions, nats, shape (*B).
-        mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0, whatever stands there.
+    The arguments, the infinite values, the errors and the reference are those of `kl_k1`.
 
     Returns:
-        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action, with gradient 0.
-
-    Raises:
-        TypeError: if the log-probabilities are not floating point.
-        ValueError: if the shapes differ or the mask is not boolean.
-
-    Reference:
-        J. Schulman, "Approximating KL divergence" (2020).
+        One estimate per step, nats, shape (*B).
 
     Example:
+        >>> import torch
+        >>> from torchrl_kl import kl_k3
         >>> kl_k3(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
         tensor([0.1065, 0.7183])
     """
-    log_ratio = _log_ratio(log_prob, ref_log_prob, mask)
-    # expm1 keeps the digits that exp(x) - 1 loses near the reference, where the estimate is of the order of x ** 2.
+    log_ratio = kl_k1(log_prob, ref_log_prob, mask=mask)
+    # expm1 keeps the digits that exp(x) - 1 loses near the reference, where k3 is about x ** 2 / 2.
     return torch.expm1(-log_ratio) + log_ratio
 
 
@@ -127,58 +111,60 @@ ESTIMATORS: dict[str, Callable[..., Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": 
 def kl_exact(
     policy: Tensor | Distribution, reference: Tensor | Distribution, *, mask: Tensor | None = None
 ) -> Tensor:
-    """Exact KL(policy || reference) of each step, over all actions: `sum_a pi(a) (log pi(a) - log pi_ref(a))`.
+    """Exact KL(policy || reference) of each step: `sum_a pi(a) (log pi(a) - log pi_ref(a))`.
 
-    You may rely on: no sample enters, so that it has the value and the gradient of the KL of the step, and given the
-    state no variance. You may not rely on its gradient for what an action does to later states, nor charge it to a
-    reward: it is the same for every action of the step. Rounding may leave it a few units below 0.
+    You may rely on: no sample enters, so it has the value and the gradient of the step's KL. You
+    may not rely on its gradient for what an action does to later states, nor subtract it from a
+    reward: it is the same for every action of the step. Rounding may leave it slightly below 0.
 
-    Actions that the policy cannot take add nothing. Where the reference cannot take an action that the policy can, the
-    step is +inf and its gradient 0. Half precision is computed in float32.
+    Actions that the policy cannot take add nothing. Where the reference cannot take an action that
+    the policy can, the step is +inf and its gradient 0. Half precision is computed in float32.
 
     Args:
-        policy: logits or log-probabilities of all V actions, shape (*B, V), normalised here; or a distribution of batch
-            shape (*B). Between distributions: categorical ones by their log-probabilities (one-hot and masked
-            ones too), independent and transformed ones (TanhNormal) through their bases, the latter if both share the
-            bijection, whose parameters are taken as constants; tensordict's CompositeDistribution as the sum over its
-            parts; all others as registered with torch.
+        policy: logits or log-probabilities of all V actions, shape (*B, V), normalized here; or a
+            distribution of batch shape (*B). Supported are categorical distributions (one-hot and
+            masked ones too), independent and transformed ones (TanhNormal; both must share the
+            bijection, whose parameters count as constants), tensordict's CompositeDistribution,
+            and all pairs registered with torch.
         reference: the same for the reference: same kind, same shape.
-        mask: True where a step counts, boolean, shape (*B). Elsewhere the KL is 0, whatever stands there; but
-            the gradient of what a distribution computed when it was built (Categorical normalises) is its own.
+        mask: True where a step counts, boolean, shape (*B). Elsewhere the KL is 0, even where a
+            parameter is invalid (NaN, or a scale of 0 with `validate_args=False`). What a
+            distribution computed when it was built (Categorical normalizes) keeps its gradient.
 
     Returns:
-        The KL of each step, nats, shape (*B). NaN where a row is no distribution (every logit -inf, or one NaN).
+        The KL of each step, nats, shape (*B). NaN where a row is not a distribution.
 
     Raises:
-        TypeError: if one is a tensor and the other a distribution, if tensors are not floating point, or if no KL is
-            registered for the pair of distributions.
-        ValueError: if shapes, actions or bijections differ, or the mask is not boolean of shape (*B).
+        TypeError: if one is a tensor and the other a distribution, if tensors are not floating
+            point, or if no KL is registered for the pair of distributions.
+        ValueError: if shapes, actions or bijections differ, or the mask does not fit.
 
     Reference:
-        A. Amini, T. Vieira, R. Cotterell, "Better Estimation of the KL Divergence Between Language Models" (2025).
+        A. Amini, T. Vieira, R. Cotterell, "Better Estimation of the KL Divergence Between Language
+        Models" (2025).
 
     Example:
-        >>> kl_exact(torch.tensor([[0.5, 0.5], [1.0, 0.0]]).log(), torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log())
-        tensor([0.1438, 0.6931])
-        >>> from torch.distributions import Normal
-        >>> kl_exact(Normal(torch.ones(2), torch.ones(2)), Normal(torch.zeros(2), torch.ones(2)))
-        tensor([0.5000, 0.5000])
+        >>> import torch
+        >>> from torchrl_kl import kl_exact
+        >>> probs, ref_probs = torch.tensor([[0.5, 0.5], [1, 0]]), torch.tensor([[0.25, 0.75]] * 2)
+        >>> kl_exact(probs.log(), ref_probs.log())
+        tensor([0.1438, 1.3863])
     """
     if isinstance(policy, Distribution) and isinstance(reference, Distribution):
-        _check_mask(mask, policy.batch_shape, "the batch shape of `policy`")
+        check_mask(mask, policy.batch_shape, "the batch shape of `policy`")
         return kl_of_distributions(policy, reference, mask)
     if not isinstance(policy, Tensor) or not isinstance(reference, Tensor):
         raise TypeError(
-            "`policy` and `reference` must both be tensors of logits or both torch.distributions, got "
-            f"{type(policy).__name__} and {type(reference).__name__}."
+            "`policy` and `reference` must both be tensors of logits or both torch.distributions, "
+            f"got {type(policy).__name__} and {type(reference).__name__}."
         )
     _check_pair(policy, reference, "policy", "reference")
     if policy.ndim == 0:
         raise ValueError(
-            "`policy` and `reference` must have their actions in the last dimension, got tensors without dimensions: "
-            "for the log-probability of one action use `kl_k1`."
+            "`policy` and `reference` must have their actions in the last dimension, got tensors "
+            "without dimensions: for the log-probability of one action use `kl_k1`."
         )
-    _check_mask(mask, policy.shape[:-1], "`policy` without its last dimension")
+    check_mask(mask, policy.shape[:-1], "`policy` without its last dimension")
     return kl_of_logits(policy, reference, mask)
 
 
@@ -191,236 +177,70 @@ def kl_top_k(
     *,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """KL(policy || reference), exact on k actions and sampled on the rest: `sum_top pi lr + [a not in top] w lr(a)`.
+    """KL(policy || reference), exact on k actions: `sum_top pi lr + [a not in top] w lr(a)`.
 
-    `w = exp(log_prob - log_prob.detach())` is 1 in value: a surrogate that carries the score of the sampled action, so
-    that autograd finds the whole gradient, `(lr + 1) grad log pi(a)` in the tail and not only `grad log pi(a)`.
+    `w = exp(log_prob - log_prob.detach())` is 1 in value and carries the score of the sampled tail.
 
-    You may rely on: over actions drawn from the policy, its mean is the KL and its gradient has the mean of the KL's
-    gradient, for any k and any choice of the k actions. k = 0 is k1 with its score, k = V is `kl_exact`. The mean
-    square of the sampled term only falls as actions are added to the k; a step takes 2 k + 2 numbers and one bit. You
-    may not rely on its sign where the tail is drawn, nor that it varies less than k1 (where lr is nearly the same for
-    all actions it varies more), nor charge it to a reward.
+    You may rely on: its mean over the policy's actions is the KL, and so for the gradients, for any
+    choice of the k actions. k = 0 is k1 with its score, k = V is `kl_exact`. You may not rely on
+    its sign, nor that it varies less than k1, nor subtract it from a reward.
 
     Args:
-        top_log_probs: log pi of k actions, as a rule the policy's most likely ones, nats, shape (*B, k); normalised
-            over all actions, not over the k.
+        top_log_probs: log pi of k actions, nats, shape (*B, k); normalized over all actions.
         top_ref_log_probs: log pi_ref of the same actions, nats, shape (*B, k).
         log_prob: log pi(a|s) of the action drawn, nats, shape (*B).
         ref_log_prob: log pi_ref(a|s) of the action drawn, nats, shape (*B).
         in_top_k: True where the action drawn is one of the k, boolean, shape (*B).
-        mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0, whatever stands there.
+        mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0.
 
     Returns:
-        One estimate per step, nats, shape (*B). Where the reference cannot take one of the k actions (which the policy
-        can) or the action drawn from the tail, it is +inf and its gradient 0. Half precision is computed in float32.
+        One estimate per step, nats, shape (*B), computed in at least float32; +inf with gradient 0
+        where the reference lacks an action that counts.
 
     Raises:
         TypeError: if the log-probabilities are not floating point.
         ValueError: if the shapes do not fit, or `in_top_k` or the mask is not boolean.
 
     Example:
-        >>> probs, ref_probs = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.25, 0.25, 0.5])
-        >>> estimates = [  # k = 1, after each of the three actions
-        ...     kl_top_k(probs[:1].log(), ref_probs[:1].log(), probs[a].log(), ref_probs[a].log(), torch.tensor(a == 0))
-        ...     for a in range(3)
-        ... ]
-        >>> (probs * torch.stack(estimates)).sum(), kl_exact(probs.log(), ref_probs.log())
-        (tensor(0.2180), tensor(0.2180))
+        >>> import torch
+        >>> from torchrl_kl import kl_top_k
+        >>> top, ref_top = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
+        >>> kl_top_k(top, ref_top, top[:, 0], ref_top[:, 0], torch.tensor([True]))
+        tensor([0.3466])
     """
     _check_pair(top_log_probs, top_ref_log_probs, "top_log_probs", "top_ref_log_probs")
     _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
-    if top_log_probs.shape[:-1] != log_prob.shape or top_log_probs.ndim == 0:
+    if top_log_probs.ndim == 0 or top_log_probs.shape[:-1] != log_prob.shape:
         raise ValueError(
-            "`top_log_probs` must have the shape of `log_prob` and k actions in one more dimension, got "
-            f"{tuple(top_log_probs.shape)} and {tuple(log_prob.shape)}: k = 0 is a last dimension of size 0."
+            "`top_log_probs` must have the shape of `log_prob` and k actions in one more "
+            f"dimension, got {tuple(top_log_probs.shape)} and {tuple(log_prob.shape)}: k = 0 is a "
+            "last dimension of size 0."
         )
-    _check_mask(
-        in_top_k,
-        log_prob.shape,
-        "`log_prob`",
-        name="in_top_k",
-        means="the actions drawn from the top k",
+    check_mask(
+        in_top_k, log_prob.shape, "`log_prob`", name="in_top_k", means="draws from the top k"
     )
-    _check_mask(mask, log_prob.shape, "`log_prob`")
-
+    check_mask(mask, log_prob.shape, "`log_prob`")
     dtype = torch.promote_types(log_prob.dtype, ref_log_prob.dtype)
-    work = working_dtype(dtype)
+    log_probs = (top_log_probs, top_ref_log_probs, log_prob, ref_log_prob)
+    top, ref_top, drawn, ref_drawn = (x.to(working_dtype(dtype)) for x in log_probs)
     rows, tail = (None, ~in_top_k) if mask is None else (mask.unsqueeze(-1), mask & ~in_top_k)
-    top, top_ratio, top_infinite = split_log_ratio(
-        top_log_probs.to(work), top_ref_log_probs.to(work), rows
-    )
-    drawn, ratio, infinite = split_log_ratio(log_prob.to(work), ref_log_prob.to(work), tail)
-    # The score's weight stands on the tail alone: the exact part depends on no sample.
+    top, top_ratio, top_infinite = split_log_ratio(top, ref_top, rows)
+    drawn, ratio, infinite = split_log_ratio(drawn, ref_drawn, tail)
+    # Only the tail carries the score's weight: the exact part depends on no sample.
     estimate = (top.exp() * top_ratio).sum(-1) + (drawn - drawn.detach()).exp() * ratio
     return torch.where(infinite | top_infinite.any(-1), torch.inf, estimate).to(dtype)
-
-
-def masked_sum(
-    values: Tensor, mask: Tensor | None, *, dim: int | tuple[int, ...] | None = None
-) -> Tensor:
-    """Sum of the values that count: of a tensor, or along `dim`.
-
-    You may rely on: what stands where the mask is False, NaN or infinity too, changes neither the sum nor its gradient.
-
-    Args:
-        values: one number per step, floating point, shape (*B).
-        mask: True where a step counts, boolean, shape (*B). None: everywhere.
-        dim: the dimension or dimensions to sum over. None: all of them.
-
-    Returns:
-        The sum, 0 where nothing counts; without the dimensions summed over. Half precision is added up in float32.
-
-    Raises:
-        TypeError: if the values are not floating point.
-        ValueError: if the mask is not boolean of the shape of the values.
-
-    Example:
-        >>> values, mask = torch.tensor([[1.0, 2.0], [3.0, torch.nan]]), torch.tensor([[True, True], [True, False]])
-        >>> masked_sum(values, mask), masked_sum(values, mask, dim=-1)
-        (tensor(6.), tensor([3., 3.]))
-    """
-    return _sum_counted(values, mask, dim).to(values.dtype)
-
-
-def masked_mean(
-    values: Tensor, mask: Tensor | None, *, dim: int | tuple[int, ...] | None = None
-) -> Tensor:
-    """Mean of the values that count: of a tensor, or along `dim`.
-
-    You may rely on: every value that counts has the same weight, whatever the rows they stand in; what stands where the
-    mask is False, NaN or infinity too, changes neither the mean nor its gradient.
-
-    Args:
-        values: one number per step, floating point, shape (*B).
-        mask: True where a step counts, boolean, shape (*B). None: everywhere.
-        dim: the dimension or dimensions to average over. None: all of them.
-
-    Returns:
-        The mean, without the dimensions averaged over. Half precision is added up in float32.
-
-    Raises:
-        TypeError: if the values are not floating point.
-        ValueError: if nothing counts, in all or in one of the means; if the mask is not boolean of the shape of the
-            values.
-
-    Example:
-        >>> values, mask = torch.tensor([[1.0, 2.0], [6.0, torch.nan]]), torch.tensor([[True, True], [True, False]])
-        >>> masked_mean(values, mask), masked_mean(values, mask, dim=-1)
-        (tensor(3.), tensor([1.5000, 6.0000]))
-    """
-    total = _sum_counted(values, mask, dim)
-    counts = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-    number = counts.sum(dim)
-    empty = int((number == 0).sum())
-    if empty > 0:
-        raise ValueError(
-            f"`mask` must be True somewhere in each mean, got {empty} of {number.numel()} means over "
-            f"`values` of shape {tuple(values.shape)} with nothing that counts: a mean of nothing is not defined; "
-            "leave such rows out, or use `masked_sum`."
-        )
-    return (total / number).to(values.dtype)
-
-
-def sum_over_trajectories(
-    values: Tensor, done: Tensor, *, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Total of the values of each trajectory, where trajectories end at `done` and stand one after another in a row.
-
-    You may rely on: the totals add up to the sum of all values that count, and each carries the gradient of its steps.
-    You may not rely on a row's first total being that of a whole trajectory: it may have begun before the row.
-
-    Args:
-        values: one number per step, floating point, shape (*B, T), time last.
-        done: True at the last step of a trajectory, boolean, shape (*B, T). It ends there even where the mask is False.
-            At the end of a row the trajectory is cut.
-        mask: True where a step counts, boolean, shape (*B, T). Elsewhere the value is 0, whatever stands there.
-
-    Returns:
-        The totals (N,), row by row and in the order of time within a row, and `complete` (N,), False where the row
-        ended before the trajectory did. A trajectory without a step that counts, such as padding, is left out. Half
-        precision is added up in float32.
-
-    Raises:
-        TypeError: if the values are not floating point.
-        ValueError: if the values have no dimension, or if `done` or the mask is not boolean of their shape.
-
-    Example:
-        >>> values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-        >>> done = torch.tensor([[False, True, False], [True, False, True]])
-        >>> sum_over_trajectories(values, done)
-        (tensor([ 3.,  3.,  4., 11.]), tensor([ True, False,  True,  True]))
-    """
-    _check_values(values, mask)
-    if values.ndim == 0:
-        raise ValueError(
-            "`values` must have time as its last dimension, got a tensor without dimensions."
-        )
-    _check_mask(done, values.shape, "`values`", name="done", means="the last step of a trajectory")
-    ends = done.clone()
-    ends[..., -1:] = True
-    ends = ends.flatten()
-    index = ends.cumsum(0) - ends.long()  # how many trajectories ended before this step
-    counts = torch.ones_like(ends) if mask is None else mask.flatten()
-    number = index.new_zeros(int(ends.sum())).index_add(0, index, counts.long())
-    addends = torch.where(counts, values.flatten(), 0.0).to(working_dtype(values.dtype))
-    totals = addends.new_zeros(len(number)).index_add(0, index, addends).to(values.dtype)
-    complete = done.flatten()[ends]
-    return totals[number > 0], complete[number > 0]
-
-
-def _sum_counted(values: Tensor, mask: Tensor | None, dim: int | tuple[int, ...] | None) -> Tensor:
-    _check_values(values, mask)
-    if mask is not None:
-        values = torch.where(mask, values, 0.0)
-    return values.sum(dim, dtype=working_dtype(values.dtype))
-
-
-def _check_values(values: Tensor, mask: Tensor | None) -> None:
-    if not values.is_floating_point():
-        raise TypeError(
-            f"`values` must be floating point, got {values.dtype}: convert it, `values.float()`."
-        )
-    _check_mask(mask, values.shape, "`values`")
-
-
-def _log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor | None) -> Tensor:
-    _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
-    _check_mask(mask, log_prob.shape, "`log_prob`")
-    counts = log_prob != -torch.inf
-    if mask is not None:
-        counts = counts & mask
-    # `where` stands before all that bends: an excluded step is 0 in value and gradient, never NaN * 0.
-    log_ratio = torch.where(counts, log_prob - ref_log_prob, 0.0)
-    return torch.where(
-        log_ratio == torch.inf, torch.inf, log_ratio
-    )  # as a constant: infinity has no slope
 
 
 def _check_pair(log_prob: Tensor, ref_log_prob: Tensor, name: str, ref_name: str) -> None:
     if log_prob.shape != ref_log_prob.shape:
         raise ValueError(
-            f"`{name}` and `{ref_name}` must have the same shape, got "
-            f"{tuple(log_prob.shape)} and {tuple(ref_log_prob.shape)}: broadcasting them would pair log-probabilities "
-            "of different actions; sum over action dimensions or squeeze a trailing dimension of one of them."
+            f"`{name}` and `{ref_name}` must have the same shape, got {tuple(log_prob.shape)} and "
+            f"{tuple(ref_log_prob.shape)}: broadcasting them would pair log-probabilities of "
+            "different actions; sum over action dimensions or squeeze a trailing dimension of one "
+            "of them."
         )
     if not (log_prob.is_floating_point() and ref_log_prob.is_floating_point()):
         raise TypeError(
-            f"`{name}` and `{ref_name}` must be floating point, got {log_prob.dtype} and {ref_log_prob.dtype}: "
-            "log-probabilities, not actions."
-        )
-
-
-def _check_mask(
-    mask: Tensor | None,
-    shape: torch.Size,
-    of: str,
-    *,
-    name: str = "mask",
-    means: str = "the steps that count",
-) -> None:
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != shape):
-        raise ValueError(
-            f"`{name}` must be boolean of the shape of {of}, {tuple(shape)}, got {mask.dtype} of shape "
-            f"{tuple(mask.shape)}: True marks {means}."
+            f"`{name}` and `{ref_name}` must be floating point, got {log_prob.dtype} and "
+            f"{ref_log_prob.dtype}: log-probabilities, not actions."
         )

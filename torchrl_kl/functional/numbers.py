@@ -1,15 +1,19 @@
-"""Numbers that must stay exact: float64 state that a cast of the module leaves alone, and checks of arguments."""
+"""Numbers that must stay exact: float64 state, dtypes to compute in, checks, a solved equation."""
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Float64State", "check_mask", "check_number", "solve_decreasing", "working_dtype"]
 
 
 class Float64State(nn.Module):
-    """A module whose buffers move between devices and keep their dtype: `module.half()` must not round a price."""
+    """A module whose buffers move between devices but keep their dtype, even in `module.half()`."""
 
     def _apply(self, fn, recurse=True):
         before = dict(self._buffers)
@@ -21,6 +25,11 @@ class Float64State(nn.Module):
         return self
 
 
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype to compute in: at least float32, so that half precision is rounded once."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def check_number(
     name: str,
     value: float,
@@ -30,19 +39,50 @@ def check_number(
     below: float | None = None,
     at_most: float | None = None,
 ) -> float:
-    """`value` as a float; TypeError unless it is a number, ValueError unless finite and within the bounds given."""
+    """`value` as a float; TypeError for other types, ValueError if infinite or out of bounds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{name}` must be a number, got {type(value).__name__}.")
-    bounds = {
-        "above": (above, operator.gt),
-        "at least": (at_least, operator.ge),
-        "below": (below, operator.lt),
-        "at most": (at_most, operator.le),
-    }
-    given = {words: (bound, holds) for words, (bound, holds) in bounds.items() if bound is not None}
-    if not (math.isfinite(value) and all(holds(value, bound) for bound, holds in given.values())):
-        wanted = " and ".join(
-            ["finite", *(f"{words} {bound:g}" for words, (bound, _) in given.items())]
-        )
+    bounds = [
+        ("above", above, operator.gt),
+        ("at least", at_least, operator.ge),
+        ("below", below, operator.lt),
+        ("at most", at_most, operator.le),
+    ]
+    given = [(words, bound, holds) for words, bound, holds in bounds if bound is not None]
+    if not (math.isfinite(value) and all(holds(value, bound) for _, bound, holds in given)):
+        wanted = " and ".join(["finite", *(f"{words} {bound:g}" for words, bound, _ in given)])
         raise ValueError(f"`{name}` must be {wanted}, got {value}.")
     return float(value)
+
+
+def check_mask(
+    mask: Tensor | None,
+    shape: torch.Size,
+    of: str,
+    *,
+    name: str = "mask",
+    means: str = "the steps that count",
+) -> None:
+    """ValueError unless the mask is None, or boolean of the shape of what `of` names."""
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != shape):
+        raise ValueError(
+            f"`{name}` must be boolean of the shape of {of}, {tuple(shape)}, got {mask.dtype} of "
+            f"shape {tuple(mask.shape)}: True marks {means}."
+        )
+
+
+def solve_decreasing(function: Callable[[float], float], value: float, high: float) -> float:
+    """The x > 0 where a decreasing function has that value, to a relative error of 1e-12.
+
+    Args:
+        function: decreasing for x > 0, and above `value` somewhere.
+        value: what it is to be.
+        high: a positive number where the function is at most `value`.
+    """
+    low = high / 2
+    while function(low) < value:
+        high, low = low, low / 2
+    while high / low > 1 + 1e-12:
+        middle = math.sqrt(high) * math.sqrt(low)  # high * low could overflow
+        low, high = (middle, high) if function(middle) >= value else (low, middle)
+    return low

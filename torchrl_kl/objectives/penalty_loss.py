@@ -19,21 +19,23 @@ from torch.distributions import Distribution
 from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import LossModule
 
+from torchrl_kl._feeding import ControllerFeed
 from torchrl_kl._tensordict import (
     MASK_KEY,
+    RECORD_LOG_PROB,
     TRAJECTORY_KEY,
     as_tuple,
     expand_right,
     find_time_dim,
+    get_required,
     holder_batch_size,
+    require_order,
     sum_action_dims,
 )
-from torchrl_kl.actors.switched import Switch, as_reference
-from torchrl_kl.transforms.base import RECORD_LOG_PROB, get_required
-from torchrl_kl.controllers.rules import KLController, TargetKLController, as_controller
-from torchrl_kl.functional.estimators import kl_exact, kl_k1, kl_k2, kl_k3
-from torchrl_kl.controllers.statistics import KLStatistics
-from torchrl_kl.controllers.trajectories import OpenTrajectories, sum_after, sum_before
+from torchrl_kl.actors.references import Switch, as_reference
+from torchrl_kl.controllers import KLController, KLStatistics, as_controller
+from torchrl_kl.functional import kl_exact, kl_k1, kl_k2, kl_k3, sum_after, sum_before
+from torchrl_kl.functional.numbers import working_dtype
 
 __all__ = ["KLPenaltyLoss"]
 

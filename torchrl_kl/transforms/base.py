@@ -1,31 +1,36 @@
-"""What all transforms of this package share: copies of batches, zeros at reset, where they are attached."""
+"""What all transforms of this package share: zeros at reset, placement, and the specs of what they write."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor
-from torchrl.data import Composite, ReplayBuffer
+from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
-from torchrl_kl._tensordict import as_tuple, beside, existing_keys, expand_right
-from torchrl_kl.transforms.placement import later_transforms, refuse_parallel_worker, refuse_spoiler
-
-RECORD_LOG_PROB = (
-    "build the policy with ProbabilisticActor(..., return_log_prob=True), or name the key it records "
-    "with `log_prob_key`."
+from torchrl_kl._tensordict import (
+    ResolvedKeys,
+    add_spec,
+    existing_keys,
+    expand_right,
+    sibling,
 )
+from torchrl_kl._torchrl import container_of
+from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.transforms.placement import refuse_wrong_order
+
+__all__ = ["KLTransform", "episode_dtype", "require_spec"]
 
 
 class KLTransform(Transform):
     """Base of the transforms: in an env they work in `_step`, on a batch in `forward`, never on their input."""
 
-    action_keys: Sequence[NestedKey] = ()  # the actions that must reach it as the policy wrote them
+    keys: ResolvedKeys
+    action_keys: Sequence[NestedKey] = ()  # actions that must reach it as the policy wrote them
+    needs_ends = False  # whether it has to see where trajectories end
 
     @property
     def parent_env(self) -> EnvBase:
@@ -35,10 +40,10 @@ class KLTransform(Transform):
     @property
     def in_env(self) -> bool:
         """Whether the transform is attached to an env."""
-        try:
-            return self.container is not None
-        except ValueError:  # TorchRL's answer inside a Compose that is in no env
-            return False
+        container = container_of(self)
+        while container is not None and not isinstance(container, EnvBase):
+            container = container_of(cast(Transform, container))
+        return container is not None
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
@@ -55,11 +60,11 @@ class KLTransform(Transform):
     def _reset_on_native_autoreset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        """Writes zeros in the rows that an env has reset by itself; here TorchRL masks nothing."""
+        """Writes zeros in the rows that an env has reset by itself; TorchRL masks nothing there."""
         for key in self.out_keys:
             value = tensordict_reset.get(key, None)
             if value is not None:
-                reset = tensordict.get(beside(key, "_reset"), tensordict.get("_reset", None))
+                reset = tensordict.get(sibling(key, "_reset"), tensordict.get("_reset", None))
                 tensordict_reset.set(key, torch.where(expand_right(reset, value.shape), 0.0, value))
         return tensordict_reset
 
@@ -70,57 +75,64 @@ class KLTransform(Transform):
 
     def refuse_wrong_order(self) -> None:
         """RuntimeError if a transform after this one undoes its work."""
-        for later in later_transforms(self):
-            if not isinstance(later, KLTransform):
-                refuse_spoiler(self, later, self.out_keys, self.action_keys)
+        refuse_wrong_order(
+            self, KLTransform, self.out_keys, self.action_keys, needs_ends=self.needs_ends
+        )
 
-    def _check_batched_worker_compat(self) -> None:
-        refuse_parallel_worker(type(self).__name__)
-
-    def claim(self, observation_spec: Composite, keys: Iterable[NestedKey]) -> None:
+    def claim(self, spec: Composite, keys: Iterable[NestedKey]) -> None:
         """RuntimeError if the env has one of the keys that this transform is going to declare."""
-        taken = [key for key in keys if key in observation_spec.keys(True, True)]
+        taken = [key for key in keys if key in spec.keys(True, True)]
         if taken:
             raise RuntimeError(
-                f"{type(self).__name__} would overwrite {taken}, which the env has already (of another stack, or of "
-                "its own): give this transform keys of its own, such as `kl_key=`."
+                f"{type(self).__name__} would overwrite {taken}, which the env has already (from another "
+                "stack, or its own): give this transform other keys, such as "
+                '`keys=KLKeys.named("second")`.'
             )
 
+    @property
+    def reward_spec(self) -> TensorSpec:
+        """The spec of the reward in the env before this transform."""
+        return self.parent_env.full_reward_spec[self.keys.reward]
 
-def sampled_from_replay() -> bool:
-    """Whether the call comes from a replay buffer's `sample`, which must not move a controller.
+    def declare_like_reward(self, spec: Composite, *keys: NestedKey) -> None:
+        """Adds unbounded leaves of the reward's shape and dtype."""
+        reward = self.reward_spec
+        for key in keys:
+            add_spec(spec, key, reward.shape, reward.dtype, reward.shape[:-1])
 
-    A transform in a replay buffer has the same surroundings as one in a lone Compose (a `postproc`, say); only the
-    callers tell them apart.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in ("sample", "_sample", "__getitem__") and isinstance(
-            frame.f_locals.get("self"), ReplayBuffer
-        ):
-            return True
-        frame = frame.f_back
-    return False
+    def declare_states(self, spec: Composite, reference: FrozenActor) -> None:
+        """Adds the recurrent state of a reference to an observation or state spec."""
+        batch_size = self.parent_env.batch_size
+        for key, leaf in reference.state_specs().items():
+            add_spec(spec, key, (*batch_size, *leaf.shape), leaf.dtype, batch_size)
+
+    def declare_reference(self, spec: Composite, reference: FrozenActor) -> None:
+        """Adds the recurrent state of a reference to the observation spec, if no other reference has."""
+        taken = [key for key in reference.own_state_keys if key in spec.keys(True, True)]
+        if taken:
+            raise RuntimeError(
+                f"the env has {taken}, the state of another recurrent reference: two references in one "
+                "env would overwrite each other's memory. Score one of them on the collector's batches."
+            )
+        self.declare_states(spec, reference)
+
+    def log_prob_shape(self) -> torch.Size:
+        """The shape of a log-prob in the env: the batch shape of the tensordict that holds the action."""
+        path, spec = self.keys.recorded.branch, self.parent_env.full_action_spec
+        return spec[path].shape if path and path in spec.keys(True) else self.parent_env.batch_size
+
+    def kl_shape(self, sum_agents: bool) -> torch.Size:
+        """The shape of a KL in the env, without its trailing 1."""
+        return self.parent_env.batch_size if sum_agents else self.log_prob_shape()
 
 
-def counted_key(key: NestedKey) -> NestedKey:
-    """Scratch entry of one env step, beside `key`: True where the step was drawn by the policy and may be counted."""
-    return beside(key, f"_{as_tuple(key)[-1]}_counted")
+def require_spec(spec: Composite, key: NestedKey, fix: str) -> TensorSpec:
+    """The spec of `key`; KeyError with the keys that are there and the fix otherwise."""
+    if key not in spec.keys(True, True):
+        raise KeyError(f"{key!r} is not in the observation spec, got {existing_keys(spec)}: {fix}")
+    return spec[key]
 
 
-def copy_batch(tensordict: TensorDictBase) -> TensorDictBase:
-    """A shallow copy of a batch and its branches: collectors hand the same buffer out again for the next batch."""
-    if tensordict.get("next", None) is None:
-        raise KeyError(
-            f'the batch has no "next", got {existing_keys(tensordict)}: outside an env the transforms work on the '
-            "batches of a collector, a rollout or a replay buffer."
-        )
-    return tensordict.copy()
-
-
-def get_required(tensordict: TensorDictBase, key: NestedKey, fix: str) -> Tensor:
-    """The entry `key`; KeyError with the keys that are there and the fix otherwise."""
-    value = tensordict.get(key, None)
-    if value is None:
-        raise KeyError(f"{key!r} is not in the data, got {existing_keys(tensordict)}: {fix}")
-    return value
+def episode_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of a running sum of values of `dtype`: at least float32."""
+    return torch.promote_types(dtype, torch.float32)

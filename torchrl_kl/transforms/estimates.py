@@ -1,43 +1,37 @@
-"""What may be measured beside k1, and what of the reference each estimate needs besides its log-prob.
-
-An estimate works in two places. ReferenceModelLogProbTransform asks it what to keep of the reference's one pass,
-KLDivergenceTransform calls it with that. In between, the answer stands in "next".
-"""
+"""Estimators of the KL other than k1, and which outputs of the reference's pass each one needs."""
 
 from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from typing import Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_kl.actors.distributions import categorical_log_probs, dist_module_of, written_params
 from torchrl_kl._tensordict import (
-    LogProbKeys,
+    ResolvedKeys,
     as_tuple,
     expand_right,
+    get_required,
     holder_batch_size,
     sum_action_dims,
 )
-from torchrl_kl.transforms.base import get_required
-from torchrl_kl.functional.estimators import ESTIMATORS, kl_exact, kl_top_k
+from torchrl_kl.actors.reading import categorical_log_probs, dist_module_of, written_params
+from torchrl_kl.functional import ESTIMATORS, kl_exact, kl_top_k
+
+if TYPE_CHECKING:
+    from torchrl_kl.transforms.steps import KLStep
 
 Estimator = Literal["k1", "k2", "k3", "exact", "top_k"]
-
-
-def reference_dist_key(ref_log_prob_key: NestedKey) -> NestedKey:
-    """Scratch entry in "next": what the reference has where the policy recorded its distribution, or its top k."""
-    return f"_{'_'.join(as_tuple(ref_log_prob_key))}_dist"
 
 
 class Estimate(nn.Module):
     """An estimate of KL(policy || reference) for each step.
 
     Args:
-        policy_keys: what it reads of the policy's distribution, which nobody needs afterwards.
+        policy_keys: what it reads of the policy's distribution; nobody needs that afterwards.
     """
 
     def __init__(self, policy_keys: list[NestedKey]):
@@ -47,25 +41,18 @@ class Estimate(nn.Module):
     def of_reference(
         self, tensordict: TensorDictBase, outputs: TensorDictBase, reference: nn.Module
     ) -> TensorDictBase | None:
-        """What it needs of the reference besides its log-prob; nothing by default.
+        """What it needs of the reference in addition to its log-prob, shape (*B); by default nothing.
 
         Args:
-            tensordict: what the policy recorded, batch shape (*B).
-            outputs: what the reference read and wrote in its one pass, batch shape (*B).
+            tensordict: what the policy recorded, shape (*B).
+            outputs: what the reference read and wrote in its one pass, shape (*B).
             reference: the actor that made the pass.
         """
         return None
 
     @abstractmethod
-    def forward(
-        self,
-        tensordict: TensorDictBase,
-        of_reference: TensorDictBase | None,
-        log_prob: Tensor,
-        ref_log_prob: Tensor,
-        mask: Tensor | None,
-    ) -> Tensor:
-        """The estimate, nats, shape of the log-probs, 0 where the mask is False."""
+    def forward(self, tensordict: TensorDictBase, step: KLStep) -> Tensor:
+        """The estimate, nats, shape of the log-probs, 0 where `step.mask` (of that shape) is False."""
 
 
 class SampledEstimate(Estimate):
@@ -75,51 +62,37 @@ class SampledEstimate(Estimate):
         super().__init__([])
         self.estimator = estimator
 
-    def forward(self, tensordict, of_reference, log_prob, ref_log_prob, mask):
-        return ESTIMATORS[self.estimator](log_prob, ref_log_prob, mask=mask)
+    def forward(self, tensordict, step):
+        return ESTIMATORS[self.estimator](step.log_prob, step.ref_log_prob, mask=step.mask)
 
 
 class ExactEstimate(Estimate):
-    """The KL of the two distributions, from the parameters that the policy recorded and those of the reference."""
+    """The KL of the two distributions, from the parameters that the policy recorded and the reference's."""
 
-    def __init__(self, actor: nn.Module, recorded: LogProbKeys):
+    def __init__(self, actor: nn.Module, keys: ResolvedKeys):
         super().__init__(written_params(actor))
         self.dist_module = copy.deepcopy(dist_module_of(actor))
-        self.recorded = recorded
+        self.recorded = keys.recorded
 
     def of_reference(self, tensordict, outputs, reference):
         return outputs.select(*dist_module_of(reference).in_keys).detach()
 
-    def forward(self, tensordict, of_reference, log_prob, ref_log_prob, mask):
+    def forward(self, tensordict, step):
         for key in self.policy_keys:
             get_required(tensordict, key, _RECORD_PARAMS)
-        params = tensordict.select(*self.dist_module.in_keys).detach()
-        self._check_shapes(params, of_reference)
+        params, mask = tensordict.select(*self.dist_module.in_keys).detach(), step.mask
+        _check_shapes(params, step.of_reference)
         if mask is not None:
-            # Padding holds no parameters (a scale of 0 is none): the reference's in their place, and a KL of 0.
-            counts = mask
+            # Padding holds no valid parameters (a scale of 0, say): the reference's take their place.
             params = params.apply(
-                lambda p, ref: torch.where(expand_right(counts, p.shape), p, ref), of_reference
+                lambda p, ref: torch.where(expand_right(mask, p.shape), p, ref),
+                step.of_reference,
             )
-        policy, reference = (
-            self.dist_module.get_dist(cast(TensorDictBase, td)) for td in (params, of_reference)
-        )
+        policy, reference = (self.dist_module.get_dist(td) for td in (params, step.of_reference))
         if mask is not None:
             mask = expand_right(mask, policy.batch_shape)
         kl = kl_exact(policy, reference, mask=mask)
         return sum_action_dims(kl, self.recorded.batch_size(tensordict))
-
-    @staticmethod
-    def _check_shapes(params: TensorDictBase, of_reference: TensorDictBase) -> None:
-        for key, param in params.items(True, True):
-            ref_param = get_required(
-                of_reference, key, "policy and reference must name their parameters alike."
-            )
-            if param.shape != ref_param.shape:
-                raise ValueError(
-                    f"{key!r} of policy and reference must have the same shape, got {tuple(param.shape)} and "
-                    f"{tuple(ref_param.shape)}: they do not choose among the same actions."
-                )
 
 
 class TopKEstimate(Estimate):
@@ -136,21 +109,20 @@ class TopKEstimate(Estimate):
         if not actions.shape[:-1] == log_probs.shape[:-1] == one_per_step:
             raise ValueError(
                 "the top k measure one choice per step, got choices of shape "
-                f"{tuple(actions.shape[:-1])} of the policy and {tuple(log_probs.shape[:-1])} of the reference in a "
-                f'batch of shape {tuple(one_per_step)}: use `estimator="exact"`, which adds up action dimensions.'
+                f"{tuple(actions.shape[:-1])} of the policy and {tuple(log_probs.shape[:-1])} of the "
+                f'reference in a batch of shape {tuple(one_per_step)}: use `estimator="exact"`, which '
+                "adds up action dimensions."
             )
-        return TensorDict(
-            {"log_probs": log_probs.gather(-1, actions)}, batch_size=outputs.batch_size
-        )
+        return TensorDict(log_probs=log_probs.gather(-1, actions), batch_size=outputs.batch_size)
 
-    def forward(self, tensordict, of_reference, log_prob, ref_log_prob, mask):
+    def forward(self, tensordict, step):
         return kl_top_k(
             self._recorded(tensordict, "log_probs").detach(),
-            cast(TensorDictBase, of_reference).get("log_probs"),
-            log_prob,
-            ref_log_prob,
+            step.of_reference.get("log_probs"),
+            step.log_prob,
+            step.ref_log_prob,
             self._recorded(tensordict, "in_top_k"),
-            mask=mask,
+            mask=step.mask,
         )
 
     def _recorded(self, tensordict: TensorDictBase, name: str) -> Tensor:
@@ -158,10 +130,7 @@ class TopKEstimate(Estimate):
 
 
 def make_estimate(
-    estimator: Estimator,
-    actor: nn.Module | None,
-    recorded: LogProbKeys,
-    top_k_key: NestedKey | None,
+    estimator: Estimator, actor: nn.Module | None, keys: ResolvedKeys
 ) -> Estimate | None:
     """The estimate of that name; None for k1, which is always there.
 
@@ -175,17 +144,33 @@ def make_estimate(
     if estimator == "exact":
         if actor is None:
             raise ValueError(
-                '`estimator="exact"` needs `actor`, whose distribution class turns parameters into distributions: pass '
-                "the policy (its weights are not kept)."
+                '`estimator="exact"` needs `actor`, whose distribution class turns parameters into '
+                "distributions: pass the policy (its weights are not kept)."
             )
-        return ExactEstimate(actor, recorded)
+        return ExactEstimate(actor, keys)
     if estimator == "top_k":
-        return TopKEstimate(unravel_key(top_k_key or recorded.beside("top_k")))
+        return TopKEstimate(keys.top_k)
     return None if estimator == "k1" else SampledEstimate(estimator)
 
 
+def _check_shapes(params: TensorDictBase, of_reference: TensorDictBase) -> None:
+    for key, param in params.items(True, True):
+        ref_param = get_required(
+            of_reference, key, "policy and reference must name their parameters alike."
+        )
+        if param.shape != ref_param.shape:
+            raise ValueError(
+                f"{key!r} of policy and reference must have the same shape, got {tuple(param.shape)} and "
+                f"{tuple(ref_param.shape)}: they do not choose among the same actions."
+            )
+
+
 _RECORD_PARAMS = (
-    "the exact KL is that of the policy's recorded distribution. Let the policy record its parameters, as "
-    'ProbabilisticActor does unless `select_out_keys` hides them, or use TopKActor with `estimator="top_k"`.'
+    "the exact KL is that of the policy's recorded distribution. Let the policy record its parameters, "
+    "as ProbabilisticActor does unless `select_out_keys` hides them, or use TopKActor with "
+    '`estimator="top_k"`.'
 )
-_RECORD_TOP_K = "let the policy record it: collect with TopKActor(actor, k), or name its branch with `top_k_key`."
+_RECORD_TOP_K = (
+    "let the policy record it: collect with TopKActor(actor, k), or name its nested tensordict with "
+    "`KLKeys(top_k=...)`."
+)

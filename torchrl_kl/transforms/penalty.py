@@ -1,82 +1,295 @@
-"""How a reward is charged, and what a reward that was charged before is known by."""
+"""What subtracts the KL from the reward, and feeds the controller that moves the coefficient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
-from torchrl.data import Composite, TensorSpec
+from torchrl.data import Composite
+from torchrl.envs import EnvBase
+from torchrl.envs.transforms import Transform
+from typing_extensions import Self
 
-from torchrl_kl._tensordict import add_spec, beside
-from torchrl_kl.transforms.base import get_required
+from torchrl_kl._feeding import ControllerFeed
+from torchrl_kl._tensordict import (
+    MASK_KEY,
+    ResolvedKeys,
+    add_spec,
+    expand_right,
+    find_done,
+    get_required,
+    sibling,
+    state_spec,
+)
+from torchrl_kl.controllers import KLController, KLStatistics, as_controller
+from torchrl_kl.controllers.trajectories import OpenTrajectories
+from torchrl_kl.transforms.base import KLTransform, episode_dtype
+from torchrl_kl.transforms.steps import KLStep, check_reward_shape, get_reward, penalize
 
 
-@dataclass(frozen=True)
-class Charge:
-    """Charges one reward; `kl_coeff_key` beside it is the sign that it was done.
+class PenaltyTransform(KLTransform):
+    """Base of the transforms that subtract the penalty from the reward; see RewardAdjustmentTransform.
 
     Args:
-        reward_key: the reward before.
-        out_key: the reward after; the same key, or another.
-        kl_coeff_key: the coefficient that each entry was charged with.
+        controller: a KLController, or a float for a constant coefficient.
+        keys: of all entries.
+        in_keys, out_keys: further entries that are read and written, for TorchRL's bookkeeping.
+        update_every: how many values an update of the controller waits for.
+        out_key: where the penalized reward goes.
+        record: whether the task reward and the running sum are written.
+        time_dim: the batch dimension that is time, for batches that do not name it "time".
     """
 
-    reward_key: NestedKey
-    out_key: NestedKey
-    kl_coeff_key: NestedKey
+    observed: Sequence[NestedKey] | None = None  # tell whether steps follow one another
 
-    def __call__(self, next_tensordict: TensorDictBase, kl: Tensor, coeff: Tensor) -> None:
-        """Writes `reward - coeff * kl` and the coefficient; a coefficient of 0 charges nothing, not even infinity."""
-        reward = get_required(
-            next_tensordict, self.reward_key, "name the key of the reward to charge."
+    def __init__(
+        self,
+        controller: KLController | float,
+        keys: ResolvedKeys,
+        *,
+        in_keys: Sequence[NestedKey],
+        out_keys: Sequence[NestedKey],
+        update_every: int | None = None,
+        out_key: NestedKey | None = None,
+        record: bool = True,
+        time_dim: int | None = None,
+    ):
+        self.keys, self.time_dim, self.record = keys, time_dim, record
+        self.out_key = out_key or keys.reward
+        recorded = [keys.task_reward, keys.episode_kl] if record else []
+        super().__init__(
+            in_keys=[keys.reward, *in_keys],
+            out_keys=[self.out_key, keys.kl_coeff, *recorded, *out_keys],
         )
-        self.check_shape(kl.shape, reward.shape)
-        if not reward.is_floating_point():
-            raise TypeError(
-                f"{self.reward_key!r} must be floating point, got {reward.dtype}: the coefficient would be rounded to "
-                "an integer. Cast the reward before the charge."
-            )
-        charged_with = torch.empty_like(reward).copy_(coeff)
-        charged = torch.addcmul(reward, charged_with, kl.to(reward.dtype), value=-1)
-        next_tensordict.set(self.out_key, torch.where(charged_with == 0, reward, charged))
-        next_tensordict.set(self.kl_coeff_key, charged_with)
+        self.feed = ControllerFeed(as_controller(controller), update_every)
+        self.frozen = False
+        # Rows whose trajectory has a step that was not drawn by the policy; None where no row has.
+        self._excluded: Tensor | None = None
 
-    def check_shape(self, kl: torch.Size, reward: torch.Size) -> None:
-        """ValueError unless KL and reward have the same shape."""
-        if kl != reward:
-            raise ValueError(
-                f"the KL and {self.reward_key!r} must have the same shape, got {tuple(kl)} and {tuple(reward)}: "
-                "broadcasting would charge the same KL several times. The KL has the batch shape of the tensordict "
-                "that holds the action, plus 1; sum it over agents for a shared reward (with `reduce`), and reduce "
-                "a reward of several trailing dimensions to one."
-            )
+    @property
+    def controller(self) -> KLController:
+        """What moves the coefficient."""
+        return self.feed.controller
 
-    def refuse_charged(self, keys: Iterable[NestedKey], where: str) -> None:
-        """RuntimeError if the coefficient is among the keys: the reward was charged before."""
-        signs = {self.kl_coeff_key}
+    @property
+    def statistics(self) -> KLStatistics:
+        """The pool since the controller's last update."""
+        return self.feed.statistics
+
+    @property
+    def needs_ends(self) -> bool:  # type: ignore[override]
+        """Whether it has to see where trajectories end."""
+        return self.controller.per == "trajectory" and self.feed.adaptive
+
+    def freeze(self) -> Self:
+        """Stops the controller; rewards are still penalized, with the coefficient as it is."""
+        self.frozen = True
+        return self
+
+    def unfreeze(self) -> Self:
+        """Lets the controller move again."""
+        self.frozen = False
+        return self
+
+    def _penalize(self, next_tensordict: TensorDictBase, kl: Tensor) -> None:
+        """Writes the penalized reward and its record."""
+        reward = get_reward(next_tensordict, self.keys.reward)
+        penalized, applied = penalize(kl, reward, self.controller.coeff, self.keys.reward)
+        next_tensordict.set(self.out_key, penalized)
+        next_tensordict.set(self.keys.kl_coeff, applied)
+        if self.record:
+            next_tensordict.set(self.keys.task_reward, reward)
+
+    def adjust_env_step(
+        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
+    ) -> None:
+        """Penalizes the reward of an env step, adds up the trajectory, and feeds the controller."""
+        self._penalize(next_tensordict, step.kl)  # type: ignore[arg-type]
+        if not self.record:
+            return
+        measured = step.measured.detach()
+        if measured.dtype != episode_dtype(measured.dtype):
+            measured = measured.float()
+        episode_kl = tensordict.get(self.keys.episode_kl, 0.0) + measured
+        next_tensordict.set(self.keys.episode_kl, episode_kl)
+        if not step.counted:
+            self._excluded = torch.ones_like(episode_kl, dtype=torch.bool)
+        if self.frozen:
+            return
+        if self.controller.per == "step":
+            values = measured if step.counted else measured[:0].flatten()
+            if step.counted and step.mask is not None:
+                values = measured[expand_right(step.mask, measured.shape)]
+        else:
+            values = self._finished(tensordict, next_tensordict, step, episode_kl)
+        self.feed.pool(values, in_env=True)
+
+    def _finished(
+        self,
+        tensordict: TensorDictBase,
+        next_tensordict: TensorDictBase,
+        step: KLStep,
+        episode_kl: Tensor,
+    ) -> Tensor | None:
+        """The sums of the trajectories that end with this step; None where none does."""
+        done_key = find_done(next_tensordict, self.keys.reward, self.keys.done)
+        done = next_tensordict.get(done_key)
+        if not done.any():
+            return None
+        ended = expand_right(done, episode_kl.shape)
+        before = tensordict.get(done_key, None)
+        if before is not None:  # an agent that left while others go on was counted when it left
+            ended = ended & ~expand_right(before, episode_kl.shape)
+        if step.mask is not None:
+            ended = ended & expand_right(step.mask, episode_kl.shape)
+        if self._excluded is not None and self._excluded.shape == ended.shape:
+            ended = ended & ~self._excluded
+        return episode_kl[ended]
+
+    def adjust_batch(
+        self,
+        tensordict: TensorDictBase,
+        step: KLStep,
+        stream: OpenTrajectories | None = None,
+        *,
+        trace: bool = True,
+    ) -> None:
+        """Penalizes the rewards of a batch (a copy), adds up its trajectories, and feeds the controller."""
+        next_tensordict = tensordict.get("next")
+        self._penalize(next_tensordict, step.kl)  # type: ignore[arg-type]
+        if self.record:
+            measured = step.measured.detach()
+            running = self._feed_batch(tensordict, measured, step.mask, stream, trace)
+            if running is not None:
+                next_tensordict.set(self.keys.episode_kl, running)
+
+    def observe(self, tensordict: TensorDictBase, stream: OpenTrajectories | None = None) -> None:
+        """Moves the controller by a batch (*B) that was penalized elsewhere, by a collector's workers.
+
+        Args:
+            tensordict: the batch; nothing is written to it.
+            stream: the open trajectories of its collector, from `new_stream`.
+
+        Raises:
+            KeyError: if what the controller is fed is not there.
+            RuntimeError: if the controller cannot be fed.
+        """
+        measured = self._measured(tensordict.get("next")).detach()
+        self._feed_batch(tensordict, measured, tensordict.get(MASK_KEY, None), stream)
+
+    @staticmethod
+    def new_stream() -> OpenTrajectories:
+        """The open trajectories of one more collector: trajectory ids restart with each."""
+        return OpenTrajectories()
+
+    def _measured(self, next_tensordict: TensorDictBase) -> Tensor:
+        """What the controller is fed: the estimate where there is one, else k1."""
+        estimate = next_tensordict.get(self.keys.kl_estimate, None)
+        return get_required(next_tensordict, self.keys.kl, NO_KL) if estimate is None else estimate
+
+    def _feed_batch(
+        self,
+        tensordict: TensorDictBase,
+        measured: Tensor,
+        mask: Tensor | None,
+        stream: OpenTrajectories | None,
+        trace: bool = True,
+    ) -> Tensor | None:
+        return self.feed.add_batch(
+            tensordict,
+            measured,
+            mask,
+            reward_key=self.keys.reward,
+            done_key=self.keys.done,
+            time_dim=self.time_dim,
+            observed=self.observed,
+            stream=stream,
+            move=not self.frozen,
+            trace=trace and self.training,
+        )
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        self._include_again(tensordict)
+        return super()._reset(tensordict, tensordict_reset)
+
+    def _reset_on_native_autoreset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        self._include_again(tensordict)
+        return super()._reset_on_native_autoreset(tensordict, tensordict_reset)
+
+    def _include_again(self, tensordict: TensorDictBase) -> None:
+        """Rows that are reset begin a trajectory that may count."""
+        if self._excluded is None:
+            return
+        reset = tensordict.get(sibling(self.keys.episode_kl, "_reset"), None)
+        reset = tensordict.get("_reset", None) if reset is None else reset
+        if reset is not None:
+            self._excluded = self._excluded & ~expand_right(reset, self._excluded.shape)
+        if reset is None or not self._excluded.any():
+            self._excluded = None
+
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Refuses an env whose reward is penalized already, as soon as one is known."""
+        super().set_container(container)
+        if self.parent is not None:
+            keys = self.parent_env.full_observation_spec.keys(True, True)
+            self.refuse_penalized(keys, "the env")
+
+    def refuse_penalized(self, keys: Iterable[NestedKey], where: str) -> None:
+        """RuntimeError if the coefficient is among the keys: the reward was penalized before."""
+        signs = {self.keys.kl_coeff}
         if (
-            self.out_key != self.reward_key
-        ):  # what the result starts from must not have been charged either
-            signs.add(beside(self.reward_key, "kl_coeff"))
+            self.out_key != self.keys.reward
+        ):  # what the result starts from must not be penalized either
+            signs.add(sibling(self.keys.reward, "kl_coeff"))
         found = signs & {unravel_key(key) for key in keys}
         if found:
             raise RuntimeError(
-                f"{where} has {min(map(str, found))!r}: {self.reward_key!r} was charged for its KL before, and a "
-                "second charge would count it twice. Use one stack, in the env or on the batch; for another reward, "
-                "give this transform a `kl_coeff_key` of its own."
+                f"{where} has {min(map(str, found))!r}: {self.keys.reward!r} was penalized for its KL "
+                "before, and a second penalty would count it twice. Use one stack, in the env or on the "
+                'batch; for another reward, give this transform other keys: `KLKeys.named("second", '
+                "reward=...)`."
             )
 
-    def unbounded_reward_spec(self, reward_spec: Composite) -> Composite:
-        """The reward spec with the bounds of a reward that is charged in place taken away."""
-        if self.out_key == self.reward_key:
-            leaf = reward_spec[self.reward_key]
-            add_spec(reward_spec, self.reward_key, leaf.shape, leaf.dtype, reward_spec.shape)
+    def refuse_penalized_batch(self, tensordict: TensorDictBase) -> None:
+        """RuntimeError if the batch was penalized before."""
+        next_tensordict = tensordict.get("next", None)
+        if next_tensordict is not None:
+            self.refuse_penalized(next_tensordict.keys(True, True), "the batch")
+
+    def declare_penalty(self, spec: Composite, kl_shape: torch.Size, dtype: torch.dtype) -> None:
+        """Adds what the penalty records to the observation spec.
+
+        Raises:
+            RuntimeError: if the reward was penalized by a transform before this one.
+            ValueError: if the KL does not have the reward's shape.
+        """
+        check_reward_shape(kl_shape, self.reward_spec.shape, self.keys.reward)
+        new = {self.keys.kl_coeff, self.out_key} - {self.keys.reward}
+        new |= {self.keys.task_reward} if self.record else set()
+        self.claim(spec, [*new, *([self.keys.episode_kl] if self.record else [])])
+        self.declare_like_reward(spec, *sorted(new, key=str))
+        if self.record:
+            add_spec(spec, self.keys.episode_kl, kl_shape, episode_dtype(dtype), kl_shape[:-1])
+
+    def declare_episode_kl(self, input_spec: Composite, dtype: torch.dtype) -> None:
+        """Adds the running sum to the state spec, so that batched envs carry it."""
+        if self.record:
+            shape = self.reward_spec.shape
+            spec = state_spec(input_spec)
+            add_spec(spec, self.keys.episode_kl, shape, episode_dtype(dtype), shape[:-1])
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """The penalized reward has no bounds."""
+        if self.out_key == self.keys.reward:
+            leaf = reward_spec[self.out_key]
+            add_spec(reward_spec, self.out_key, leaf.shape, leaf.dtype, reward_spec.shape)
         return reward_spec
 
 
-def add_reward_like(spec: Composite, key: NestedKey, reward: TensorSpec) -> None:
-    """Adds an unbounded leaf of the reward's shape and dtype."""
-    add_spec(spec, key, reward.shape, reward.dtype, reward.shape[:-1])
+NO_KL = "put KLDivergenceTransform before this transform, or name its entry with `KLKeys(kl=...)`."

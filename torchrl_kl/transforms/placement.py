@@ -1,63 +1,63 @@
-"""Where a transform of this package must not stand: inside ParallelEnv's workers, before what undoes its work."""
+"""Rejects transform orders that would make the KL, or the record of it, wrong."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 
 from tensordict import NestedKey
-from torchrl.envs import ParallelEnv
 from torchrl.envs.transforms import (
     CatTensors,
     Compose,
     DTypeCastTransform,
+    FrameSkipTransform,
+    MultiAction,
     RandomTruncationTransform,
     StepCounter,
     TerminateTransform,
     Transform,
 )
 
+from torchrl_kl._torchrl import container_of, declared_keys
 
-def refuse_parallel_worker(name: str) -> None:
-    """RuntimeError while ParallelEnv looks at the env of a worker, or runs it, that will see no log-probs.
 
-    With buffers (the default) ParallelEnv hands its workers only actions and states. TorchRL asks a transform whether
-    it may stand in a batched env, not in which: only the callers tell ParallelEnv from SerialEnv.
+def refuse_wrong_order(
+    transform: Transform,
+    own_class: type[Transform],
+    written: Iterable[NestedKey],
+    actions: Iterable[NestedKey],
+    *,
+    needs_ends: bool,
+) -> None:
+    """RuntimeError if a transform after `transform`, in its Compose or those around it, undoes its work.
+
+    Args:
+        transform: of this package.
+        own_class: transforms that are known not to interfere.
+        written: the keys that `transform` writes, which must stay as they are.
+        actions: the keys that must reach `transform` as the policy wrote them.
+        needs_ends: whether it has to see where trajectories end.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        function = frame.f_code.co_name
-        if function == "_run_worker_pipe_shared_mem" or (
-            function == "_get_metadata" and _has_buffers(frame.f_locals)
-        ):
+    for later in _later_transforms(transform):
+        reason = None
+        if not isinstance(later, (own_class, DTypeCastTransform)):  # a cast keeps the values
+            reason = _interference(later, set(written), set(actions))
+        if reason is None and needs_ends and _ends_trajectories(later):
+            reason = "ends trajectories that the controller would never be told of"
+        if reason is not None:
             raise RuntimeError(
-                f"{name} stands inside the workers of a ParallelEnv, where the policy's log-prob does not arrive: its "
-                "KL would be 0. Put it around the workers, TransformedEnv(ParallelEnv(...), stack), or pass "
-                "`use_buffers=False` to ParallelEnv."
+                f"{type(later).__name__} comes after {type(transform).__name__} and {reason}. Put it "
+                "before the KL transforms."
             )
-        frame = frame.f_back
 
 
-def _has_buffers(variables: dict[str, object]) -> bool:
-    env = variables.get("self")
-    return isinstance(env, ParallelEnv) and env._use_buffers is not False
-
-
-def later_transforms(transform: Transform) -> Iterator[Transform]:
-    """What stands after a transform in its Compose and in those around it, with Composes opened."""
-    container = _container(transform)
+def _later_transforms(transform: Transform) -> Iterator[Transform]:
+    """What comes after a transform in its Compose and in those around it, with Composes opened."""
+    container = container_of(transform)
     while isinstance(container, Compose):
         siblings = list(container.transforms)
-        here = next(
-            (index for index, sibling in enumerate(siblings) if sibling is transform), len(siblings)
-        )
+        here = next((i for i, one in enumerate(siblings) if one is transform), len(siblings))
         yield from _flat(siblings[here + 1 :])
-        transform, container = container, _container(container)
-
-
-def _container(transform: Transform) -> object:
-    reference = vars(transform).get("_container")
-    return None if reference is None else reference()
+        transform, container = container, container_of(container)
 
 
 def _flat(transforms: Iterable[object]) -> Iterator[Transform]:
@@ -68,57 +68,29 @@ def _flat(transforms: Iterable[object]) -> Iterator[Transform]:
             yield transform
 
 
-def refuse_spoiler(
-    transform: Transform,
-    later: Transform,
-    written: Iterable[NestedKey],
-    actions: Iterable[NestedKey],
-) -> None:
-    """RuntimeError if `later`, which stands after `transform`, undoes its work.
-
-    Args:
-        transform: for the error text.
-        later: the transform to look at.
-        written: the keys that `transform` writes, which must stay as they are.
-        actions: the keys that must reach `transform` as the policy wrote them.
-    """
-    if isinstance(later, DTypeCastTransform):  # the same values
-        return
-    # As declared: the properties of some transforms ask for specs, which are only being made.
-    out_keys, in_keys_inv, out_keys_inv = (
-        set(vars(later).get(name) or ()) for name in ("_out_keys", "_in_keys_inv", "_out_keys_inv")
-    )
-    who = f"{type(later).__name__} stands after {type(transform).__name__}"
-    spoiled, changed = (
-        out_keys.intersection(written),
-        (in_keys_inv & out_keys_inv).intersection(actions),
-    )
-    if spoiled:
-        raise RuntimeError(
-            f"{who} and rewrites {_listed(spoiled)}: the record would no longer say what was charged, and a rescaled "
-            "penalty is another coefficient. Put it before the stack, or let it write to other keys."
+def _interference(later: Transform, written: set[NestedKey], actions: set[NestedKey]) -> str | None:
+    """How a later transform undoes the work of one of this package; None if it does not."""
+    out_keys, in_keys_inv, out_keys_inv = declared_keys(later)
+    if spoiled := out_keys & written:
+        return (
+            f"rewrites {_listed(spoiled)}: the record would no longer say what was subtracted, and a "
+            "rescaled penalty has another coefficient (or let it write to other keys)"
         )
-    if changed:
-        raise RuntimeError(
-            f"{who} and turns {_listed(changed)} into the env's action before the reference sees it: its log-prob "
-            "would be that of another action. Put it before the stack."
+    if changed := in_keys_inv & out_keys_inv & actions:
+        return (
+            f"turns {_listed(changed)} into the env's action before the reference sees it: its log-prob "
+            "would be that of another action"
         )
     if isinstance(later, CatTensors) and not later.in_keys:
-        raise RuntimeError(
-            f"{who} without `in_keys`, and would make {_listed(written)} part of the observation. Put it before the "
-            "stack, or name its `in_keys`."
-        )
+        return f"would make {_listed(written)} part of the observation (or name its `in_keys`)"
+    if isinstance(later, (FrameSkipTransform, MultiAction)):
+        return "steps the env several times for one action: the penalty would be subtracted several times"
+    return None
 
 
-def refuse_later_ends(transform: Transform) -> None:
-    """RuntimeError if trajectories are cut after `transform`, which TorchRL shows only the ends before it."""
-    for later in later_transforms(transform):
-        counts = isinstance(later, StepCounter) and later.max_steps is not None
-        if counts or isinstance(later, (TerminateTransform, RandomTruncationTransform)):
-            raise RuntimeError(
-                f"{type(later).__name__} stands after {type(transform).__name__} and ends trajectories that the "
-                "controller would never be told of. Put it before the stack."
-            )
+def _ends_trajectories(later: Transform) -> bool:
+    counts = isinstance(later, StepCounter) and later.max_steps is not None
+    return counts or isinstance(later, (TerminateTransform, RandomTruncationTransform))
 
 
 def _listed(keys: Iterable[NestedKey]) -> str:

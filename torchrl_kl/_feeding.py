@@ -1,0 +1,308 @@
+"""What moves a controller: the measured KL of steps or whole trajectories, read from batches and pooled."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor, nn
+
+from torchrl_kl._tensordict import (
+    TRAJECTORY_KEY,
+    as_tuple,
+    expand_right,
+    find_done,
+    find_time_dim,
+    require_order,
+    sibling,
+)
+from torchrl_kl.controllers import (
+    ConstantKLController,
+    KLController,
+    KLStatistics,
+    TargetKLController,
+)
+from torchrl_kl.controllers.trajectories import OpenTrajectories, Segments, TrajectorySums
+
+__all__ = ["ControllerFeed", "check_update_every", "sum_trajectories"]
+
+_ENV_TRAJECTORIES, _ENV_STEPS = 16, 256  # an update in an env waits for so many by default
+_PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before the user is warned
+_FLAGS = {"done", "terminated", "truncated", "is_init"}  # a collector's truncation changes them
+
+
+class ControllerFeed(nn.Module):
+    """Pools measured KL and updates a controller once with the mean and the count of the pool.
+
+    One trajectory at a time, the clip of a controller would make it steer the median, not the mean.
+
+    State: the controller's and `statistics`, the pool since its last update. The sums of
+    trajectories that are still open are not saved: a restarted collector begins new ones.
+
+    Args:
+        controller: what is updated.
+        update_every: how many values (finished trajectories, or steps with `per="step"`) an update
+            waits for. None: a batch updates once with what it finished, however few; in an env an
+            update waits for 16 trajectories or 256 steps.
+    """
+
+    def __init__(self, controller: KLController, update_every: int | None = None):
+        super().__init__()
+        check_update_every(controller, update_every)
+        self.controller = controller
+        self.statistics = KLStatistics()
+        self.update_every = update_every
+        self.stream = (
+            OpenTrajectories()
+        )  # of the batches that come without a stream of their collector
+        self._idle = dict.fromkeys(_PATIENCE, 0)  # since the last update
+        self._warned = False
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the controller ever moves."""
+        return not isinstance(self.controller, ConstantKLController)
+
+    def add_batch(
+        self,
+        tensordict: TensorDictBase,
+        values: Tensor,
+        mask: Tensor | None,
+        *,
+        reward_key: NestedKey,
+        done_key: NestedKey | None,
+        time_dim: int | None,
+        observed: Iterable[NestedKey] | None = None,
+        stream: OpenTrajectories | None = None,
+        move: bool = True,
+        trace: bool = True,
+    ) -> Tensor | None:
+        """Pools what a batch measured.
+
+        Args:
+            tensordict: the batch, shape (*B), with "next".
+            values: the measured KL of each step, nats, shape (*B, *F).
+            mask: True where a step counts, shape (*B), or None where all do.
+            reward_key, done_key: what ends a trajectory, under "next"; see `find_done`.
+            time_dim: the batch dimension that is time, if it is not named "time".
+            observed: what tells whether steps follow one another; by default all that the batch and
+                its "next" share.
+            stream: the open trajectories of the collector that the batch comes from.
+            move: whether the controller may move.
+            trace: whether the batch may leave any trace: not one that was drawn from a replay buffer,
+                whose order may be another, and not fake data.
+
+        Returns:
+            The running sum of each trajectory, the shape and dtype of `values`; None where the
+            batch has no time dimension, or is out of order and leaves no trace.
+
+        Raises:
+            RuntimeError: if trajectories are needed and the batch has no time dimension.
+            ValueError: if the steps do not follow one another, or a value is NaN or infinite;
+                nothing has changed then.
+        """
+        running, finished = None, values.new_zeros(0)
+        stream = stream or self.stream
+        before = dict(stream._open)
+        if find_time_dim(tensordict, time_dim) is not None:
+            done = find_done(cast(TensorDictBase, tensordict.get("next")), reward_key, done_key)
+            sums = stream if trace else OpenTrajectories()
+            try:
+                running, finished = sum_trajectories(
+                    tensordict, values, mask, done, sums, observed=observed, judge=move
+                )
+            except ValueError:
+                if trace:
+                    raise
+        if not (move and trace):
+            return running
+        if self.controller.per == "step":
+            counted = None if mask is None else expand_right(mask, values.shape)
+            finished = values if counted is None else values[counted]
+        elif running is None and self.adaptive:
+            raise RuntimeError(
+                "the controller is fed nats per trajectory, and in a batch of shape "
+                f"{tuple(tensordict.batch_size)} without a time dimension trajectories cannot be told "
+                'apart: name the last dimension "time" or pass `time_dim`, call freeze() first, or use '
+                "a controller with per='step'."
+            )
+        try:
+            self.pool(finished)
+        except ValueError:
+            stream._open = before  # the same batch, mended, may be given again
+            raise
+        return running
+
+    def pool(self, values: Tensor | None, *, in_env: bool = False) -> None:
+        """Adds values, nats per trajectory or per step as the controller counts; may update it.
+
+        Raises:
+            ValueError: if a value is NaN or infinite and the coefficient is not 0.
+        """
+        if values is not None and values.numel():
+            if self.controller.coeff.item() == 0:  # only measures: must not stop the training
+                values = values[values.isfinite()]
+            self.statistics.add(values)
+            if int(self.statistics.count) >= self._needed(in_env):
+                self._update()
+        if self.adaptive and not self._warned:
+            self._count_idle("env steps" if in_env else "batches")
+
+    def _needed(self, in_env: bool) -> int:
+        if self.update_every is not None:
+            return self.update_every
+        if in_env:
+            return _ENV_STEPS if self.controller.per == "step" else _ENV_TRAJECTORIES
+        return 2 if _has_deadband(self.controller) else 1  # a single value has no standard error
+
+    def _update(self) -> None:
+        pool = self.statistics
+        mean, count, standard_error = pool.mean, int(pool.count), pool.standard_error
+        pool.reset()  # first: a measurement that the controller refuses is not to be refused for ever
+        self.controller.update(mean, count, standard_error=standard_error)
+        self._idle = dict.fromkeys(_PATIENCE, 0)
+
+    def _count_idle(self, what: str) -> None:
+        """Warns once when a controller that should move has not been updated for long."""
+        self._idle[what] += 1
+        if self._idle[what] < _PATIENCE[what]:
+            return
+        self._warned = True
+        unit = "steps" if self.controller.per == "step" else "finished trajectories"
+        count, needed = int(self.statistics.count), self._needed(what == "env steps")
+        warnings.warn(
+            f"the KL controller has not been updated for {_PATIENCE[what]:,} {what}: an update waits for "
+            f"{needed} {unit}, {count} came, {needed - count} are missing. Lower `update_every`, collect "
+            'longer batches, or use a controller with per="step".',
+            stacklevel=2,
+        )
+
+
+def check_update_every(controller: KLController, update_every: int | None) -> None:
+    """ValueError unless `update_every` is None or a number of values that the controller can be told."""
+    if update_every is None:
+        return
+    if isinstance(update_every, bool) or not isinstance(update_every, int) or update_every < 1:
+        raise ValueError(
+            f"`update_every` must be None or an int of at least 1, got {update_every!r}."
+        )
+    if update_every == 1 and _has_deadband(controller):
+        raise ValueError(
+            "`update_every` must be at least 2 for a controller with a deadband, got 1: a single value "
+            "has no standard error."
+        )
+
+
+def _has_deadband(controller: KLController) -> bool:
+    return isinstance(controller, TargetKLController) and controller.deadband > 0
+
+
+def sum_trajectories(
+    tensordict: TensorDictBase,
+    values: Tensor,
+    mask: Tensor | None,
+    done_key: NestedKey,
+    stream: OpenTrajectories,
+    *,
+    observed: Iterable[NestedKey] | None = None,
+    judge: bool = True,
+) -> TrajectorySums:
+    """Sums values over the trajectories of a batch (*B) whose last dimension is time; see `ControllerFeed.add_batch`.
+
+    Returns:
+        Running sums, the shape and dtype of `values` (half precision in float32), and the totals of
+        the trajectories that have finished, float64, (N,).
+    """
+    step = cast(TensorDictBase, tensordict.get("next"))
+    n_steps, n_values = tensordict.batch_size[-1], values.shape[tensordict.batch_dims :].numel()
+    n_rows = tensordict.batch_size[:-1].numel()
+
+    def per_value(flag: Tensor) -> Tensor:
+        return expand_right(flag, values.shape).reshape(n_rows, n_steps, n_values)
+
+    def per_step(entry: Tensor) -> Tensor:
+        return entry.reshape(n_rows, n_steps)
+
+    done, left = step.get(done_key), tensordict.get(done_key, None)
+    terminated = step.get(sibling(done_key, "terminated"), None)
+    ids, is_init = tensordict.get(TRAJECTORY_KEY, None), tensordict.get("is_init", None)
+    states = _States(tensordict, _observed_keys(tensordict) if observed is None else observed)
+    segments = Segments(
+        done=per_value(done),
+        terminated=per_value(torch.zeros_like(done) if terminated is None else terminated),
+        left=None if left is None or ids is not None else per_value(left),
+        mask=None if mask is None else per_step(mask),
+        ids=None if ids is None else per_step(ids).to(values.device),
+        is_init=None if is_init is None or not is_init.numel() else per_step(is_init)[:, 0],
+        first_states=states.first,
+        last_states=states.last,
+    )
+    _require_order(tensordict, segments, states.keys, is_init)
+    flat = values.reshape(n_rows, n_steps, n_values)
+    running, finished = stream.add(flat, segments, judge=judge)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return TrajectorySums(running.reshape(values.shape).to(dtype), finished)
+
+
+def _require_order(
+    tensordict: TensorDictBase,
+    segments: Segments,
+    keys: Sequence[NestedKey],
+    is_init: Tensor | None,
+) -> None:
+    may_differ = segments.done.any(-1)[:, :-1]
+    if segments.ids is not None:
+        may_differ = may_differ | (segments.ids[:, 1:] != segments.ids[:, :-1])
+    if segments.mask is not None:
+        may_differ = may_differ | ~segments.mask[:, 1:]
+    if is_init is not None:
+        may_differ = may_differ | is_init.reshape(segments.done.shape[:2])[:, 1:]
+    shape = (*tensordict.batch_size[:-1], may_differ.shape[-1])
+    consequence = (
+        "The controller adds up the KL along trajectories: shuffle after the stack, or whole rows."
+    )
+    require_order(tensordict, keys, may_differ.reshape(shape), consequence)
+
+
+def _observed_keys(tensordict: TensorDictBase) -> list[NestedKey]:
+    """What a step shows and the next one begins with: what the data and "next" share, but flags."""
+    step = cast(TensorDictBase, tensordict.get("next"))
+    shared = [key for key in step.keys(True, True) if tensordict.get(key, None) is not None]
+    return sorted((key for key in shared if isinstance(step.get(key), Tensor)), key=str)
+
+
+class _States:
+    """Digests of the states that rows begin and end with: do they continue one another?"""
+
+    def __init__(self, tensordict: TensorDictBase, keys: Iterable[NestedKey]):
+        self.tensordict = tensordict
+        step = tensordict.get("next")
+        self.keys = [
+            key
+            for key in keys
+            if as_tuple(key)[-1] not in _FLAGS
+            and not (tensordict.get(key, None) is None or step.get(key, None) is None)
+        ]
+
+    def first(self, rows: list[int]) -> list[bytes]:
+        """Of the states in which the rows begin."""
+        return self._digests(self.tensordict, rows, [0] * len(rows))
+
+    def last(self, rows: list[int], steps: list[int]) -> list[bytes]:
+        """Of the states after the given step of each row."""
+        return self._digests(cast(TensorDictBase, self.tensordict.get("next")), rows, steps)
+
+    def _digests(
+        self, tensordict: TensorDictBase, rows: list[int], steps: list[int]
+    ) -> list[bytes]:
+        digests = [hashlib.blake2b(digest_size=8) for _ in rows]
+        index = (*torch.unravel_index(torch.tensor(rows), self.tensordict.batch_size[:-1]), steps)
+        for key in self.keys:
+            states = tensordict.get(key)[index].detach().cpu().contiguous()
+            for digest, state in zip(digests, states, strict=True):
+                digest.update(state.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return [digest.digest() for digest in digests]

@@ -1,0 +1,102 @@
+"""The policy in training: used where it is, never owned, and asked for what it did not record."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pickle import PicklingError
+from typing import Any, Generic, TypeVar
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor, nn
+from torchrl.modules import set_recurrent_mode
+
+from torchrl_kl._tensordict import LogProbKeys
+from torchrl_kl.actors.reading import check_actor, log_prob_of_actions, read_keys, trace_keys
+
+Held = TypeVar("Held")
+
+_NOT_PICKLED = (
+    "a transform with `recompute_log_prob` cannot be sent to another process, where the policy would be "
+    "a copy that does not learn: let the policy record its log-prob (`return_log_prob=True`) instead, or "
+    "keep the transform in the learner's process, as the collector's `postproc`."
+)
+
+
+class Borrowed(Generic[Held]):
+    """Holds a module that somebody else owns: it is not a submodule, and deep copies share it.
+
+    The policy as a submodule of a transform would be moved and put into eval mode with the env that
+    the transform is attached to, would be in `state_dict` a second time, and a deep copy of the
+    transform would no longer see it learn.
+
+    Args:
+        held: the policy, or what leads to it.
+        refusal: why it must not be pickled: in another process it would be a copy that learns
+            nothing. None where such a copy does as well.
+    """
+
+    def __init__(self, held: Held, *, refusal: str | None = None):
+        self.held, self.refusal = held, refusal
+
+    def __deepcopy__(self, memo: dict) -> Borrowed[Held]:
+        return self
+
+    def __getstate__(self) -> dict:
+        if self.refusal is not None:
+            raise PicklingError(self.refusal)
+        return self.__dict__
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Eval mode for the time of a pass; afterwards each part of the module has its former mode."""
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False  # not by `eval()`: some modules then merge their adapters
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+class ActingPolicy:
+    """The acting policy, whose present log-probs replace those that it did not record.
+
+    Args:
+        policy: a probabilistic actor.
+        recorded: where it would record its log-prob.
+    """
+
+    def __init__(self, policy: nn.Module, recorded: LogProbKeys):
+        check_actor(policy)
+        self._borrowed: Borrowed[Any] = Borrowed(policy, refusal=_NOT_PICKLED)
+        self.recorded = recorded
+
+    def ran(self, tensordict: TensorDictBase, action_keys: Collection[NestedKey]) -> bool:
+        """Whether it drew the action of an env step: it left other entries than the env's actions.
+
+        Raises:
+            ValueError: if it leaves none, so that one cannot tell.
+        """
+        policy = self._borrowed.held
+        traces = [key for key in trace_keys(policy, self.recorded) if key not in action_keys]
+        if not traces:
+            raise ValueError(
+                f"`actor` writes only {policy.out_keys}: with `recompute_log_prob` its actions in an env "
+                "could not be told from random ones (a warm-up, a check of the specs), whose log-prob is "
+                "not the policy's. Let it keep another of its out_keys, such as the parameters of its "
+                "distribution."
+            )
+        return any(tensordict.get(key, None) is not None for key in traces)
+
+    @torch.no_grad()
+    def log_prob(self, tensordict: TensorDictBase, *, timed: bool) -> Tensor:
+        """Its present log-prob of the actions of a batch (*B), nats; `timed`: the last dimension is time."""
+        policy = self._borrowed.held
+        keys = (*read_keys(policy), *policy.dist_sample_keys)
+        inputs = tensordict.select(*keys, strict=False)
+        with set_recurrent_mode(timed):
+            return log_prob_of_actions(policy, inputs, policy.dist_sample_keys, self.recorded)

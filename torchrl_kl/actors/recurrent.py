@@ -1,0 +1,116 @@
+"""The recurrent state of a reference: where it comes from at the first step of each row of a batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.data import TensorSpec
+
+from torchrl_kl._tensordict import MASK_KEY, TRAJECTORY_KEY, get_required, require_order
+
+
+class _Left(NamedTuple):
+    """Where a batch left a trajectory: the reference's states there, and what was observed next."""
+
+    states: list[Tensor]
+    observed: TensorDictBase
+
+
+class RecurrentMemory:
+    """The states in which the last batch left its trajectories, by `("collector", "traj_ids")`.
+
+    Args:
+        in_keys: what the reference reads of the env.
+        init_key: the one of them that says that a trajectory begins, if there is one.
+    """
+
+    def __init__(self, in_keys: list[NestedKey], init_key: NestedKey | None):
+        self.in_keys, self.init_key = in_keys, init_key
+        self._left: dict[int, _Left] = {}
+
+    def first_states(
+        self, tensordict: TensorDictBase, specs: list[TensorSpec], zero_states: bool
+    ) -> list[Tensor]:
+        """States (*R, T, ...) that are set at the first step of each row; later trajectories begin from 0.
+
+        Raises:
+            RuntimeError: if a row begins inside a trajectory whose state is not known.
+            ValueError: if the steps do not follow one another.
+        """
+        self._check_order(tensordict)
+        shape = tensordict.batch_size
+        begins = torch.zeros(shape[:-1], dtype=torch.bool, device=tensordict.device)
+        if self.init_key is not None:
+            begins = tensordict.get(self.init_key).reshape(shape)[..., 0]
+        ids = tensordict.get(TRAJECTORY_KEY, None)
+        first_ids = [None] * begins.numel() if ids is None else ids[..., 0].reshape(-1).tolist()
+        observed = tensordict.select(*self.in_keys, strict=False)[..., 0].reshape(-1)
+        zeros = [spec.zero() for spec in specs]
+        rows = []
+        for row, (begin, trajectory) in enumerate(
+            zip(begins.reshape(-1).tolist(), first_ids, strict=True)
+        ):
+            state = zeros if begin else self._state_before(trajectory, observed[row])
+            if state is None and not zero_states:
+                raise RuntimeError(
+                    "a row of the batch begins inside a trajectory and the state that the recurrent "
+                    "reference had there is unknown: put ReferenceModelLogProbTransform into the env, "
+                    "which records it, or accept the error of a zero state with `zero_states=True`."
+                )
+            rows.append(state or zeros)
+        states = []
+        for index, zero in enumerate(zeros):
+            value = torch.zeros(*shape, *zero.shape, dtype=zero.dtype, device=begins.device)
+            begin = torch.stack([row[index].to(value.device) for row in rows])
+            value[(..., 0, *(slice(None),) * zero.ndim)] = begin.reshape(*shape[:-1], *zero.shape)
+            states.append(value)
+        return states
+
+    def remember(self, tensordict: TensorDictBase, states: list[Tensor]) -> None:
+        """Keeps the state after the last valid step of each row, for the next call."""
+        self._left = {}
+        ids = tensordict.get(TRAJECTORY_KEY, None)
+        if ids is None:
+            return
+        n_steps, n_batch = tensordict.batch_size[-1], tensordict.batch_dims
+        ids = ids.reshape(-1, n_steps)
+        mask = tensordict.get(MASK_KEY, None)
+        last = ids.new_full((len(ids),), n_steps - 1)
+        if mask is not None:
+            last = mask.reshape(-1, n_steps).sum(-1) - 1
+        rows = torch.arange(len(ids), device=ids.device)
+        ends = [state.reshape(-1, n_steps, *state.shape[n_batch:])[rows, last] for state in states]
+        step = tensordict.get("next").select(*self.in_keys, strict=False)
+        observed = step.reshape(-1, n_steps)[rows, last].clone()
+        for row, trajectory in enumerate(ids[rows, last].tolist()):
+            states_of_row = [end[row].detach().clone() for end in ends]
+            self._left[trajectory] = _Left(states_of_row, observed[row])
+
+    def _state_before(self, trajectory: int | None, first: TensorDictBase) -> list[Tensor] | None:
+        """The state that the last call left in a trajectory, if that call ended where this row begins."""
+        left = self._left.get(trajectory) if trajectory is not None else None
+        if left is None:
+            return None
+        keys = left.observed.keys(True, True)
+        follows = all(torch.equal(first.get(key), left.observed.get(key)) for key in keys)
+        return left.states if follows else None
+
+    def _check_order(self, tensordict: TensorDictBase) -> None:
+        """Refuses a shuffled batch: memory would run through it in that order."""
+        for key in self.in_keys:
+            get_required(tensordict, key, "the recurrent reference reads it.")
+        after = cast(TensorDictBase, tensordict[..., 1:])
+        may_differ = torch.zeros(after.batch_size, dtype=torch.bool, device=tensordict.device)
+        if self.init_key is not None:
+            may_differ = may_differ | after.get(self.init_key).reshape(after.batch_size)
+        if after.get(MASK_KEY, None) is not None:
+            may_differ = may_differ | ~after.get(MASK_KEY)
+        keys = [key for key in self.in_keys if key != self.init_key]
+        consequence = (
+            "The reference is recurrent: put ReferenceModelLogProbTransform into the env, which records "
+            "the state of each step."
+        )
+        require_order(tensordict, keys, may_differ, consequence)

@@ -1,0 +1,184 @@
+"""What all controllers share: the coefficient, its unit, the target, the deadband against noise.
+
+The coefficient is what one nat of KL(policy || reference) subtracts from the reward. `kl` is always
+in the unit of `target`, and a controller declares it: nats per trajectory or nats per step.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchrl_kl.functional.numbers import Float64State, check_number
+
+__all__ = ["KLController", "Per", "TargetKLController"]
+
+Per = Literal["trajectory", "step"]
+
+
+class KLController(Float64State, ABC):
+    """Steers the coefficient of a KL penalty; the base of all controllers.
+
+    State: `coeff`, a 0-dim float64 buffer, in `state_dict` and changed in place only.
+
+    KLMonitor reads `target` (NaN where there is none), `min_coeff` and `max_coeff`. A subclass sets
+    those that it has.
+
+    Args:
+        init_coeff: the first coefficient, reward per nat, at least 0 and finite.
+        per: the unit of the KL that `update` is given: nats per "trajectory" or per "step".
+
+    Raises:
+        ValueError: if `init_coeff` is not finite or negative, or `per` is neither unit.
+
+    Example:
+        A subclass says what the next coefficient is:
+
+        >>> from torchrl_kl import KLController
+        >>> class Doubling(KLController):
+        ...     def _next_coeff(self, kl, n_steps):
+        ...         return self.coeff.item() * (2 if kl > 1 else 1)
+        >>> Doubling(0.1).update(kl=3.0, n_steps=64)
+        0.2
+    """
+
+    coeff: Tensor
+    target: float = math.nan
+    min_coeff: float = 0.0
+    max_coeff: float = math.inf
+
+    def __init__(self, init_coeff: float, *, per: Per = "trajectory"):
+        super().__init__()
+        if per not in ("trajectory", "step"):
+            raise ValueError(
+                f'`per` must be "trajectory" or "step", got {per!r}: it is the unit of the KL and '
+                "of its target."
+            )
+        self.per: Per = per
+        coeff = check_number("init_coeff", init_coeff, at_least=0.0)
+        self.register_buffer("coeff", torch.tensor(coeff, dtype=torch.float64))
+
+    def update(
+        self, kl: float | Tensor, n_steps: int, *, standard_error: float | Tensor | None = None
+    ) -> float:
+        """Moves the coefficient after a measurement; an error leaves the controller unchanged.
+
+        Args:
+            kl: mean KL(policy || reference), nats per trajectory or per step, as `per` says. It may
+                be negative, as a sample mean of k1 sometimes is.
+            n_steps: how many trajectories (steps with `per="step"`) are in the mean, at least 1.
+            standard_error: of that mean, in its unit; only a controller with a deadband needs it.
+                NaN means that it is not known, as for the mean of a single value.
+
+        Returns:
+            The new coefficient.
+
+        Raises:
+            ValueError: if `kl` is NaN or infinite, `n_steps` is less than 1, or `standard_error` is
+                negative, infinite, or not known to a controller with a deadband.
+            TypeError: if `n_steps` is not an integer.
+        """
+        kl = _as_float(kl)
+        if not math.isfinite(kl):
+            raise ValueError(
+                f"`kl` must be finite, got {kl}: the coefficient stays at {self.coeff.item():.6g}. "
+                "Look for -inf log-probabilities (masked actions, a reference that cannot produce "
+                "the policy's action)."
+            )
+        if isinstance(n_steps, bool) or not isinstance(n_steps, int):
+            raise TypeError(f"`n_steps` must be an int, got {type(n_steps).__name__}.")
+        if n_steps < 1:
+            raise ValueError(
+                f"`n_steps` must be at least 1, got {n_steps}: it counts what is in the mean `kl`."
+            )
+        standard_error = None if standard_error is None else _as_float(standard_error)
+        if standard_error is not None and (standard_error < 0 or math.isinf(standard_error)):
+            raise ValueError(
+                f"`standard_error` must be finite and at least 0, or NaN, got {standard_error}."
+            )
+        value = self._next_coeff(self._ignore_noise(kl, standard_error), n_steps)
+        self.coeff.fill_(value)
+        return value
+
+    @abstractmethod
+    def _next_coeff(self, kl: float, n_steps: int) -> float:
+        """The coefficient after a valid measurement; may raise, and then changes nothing.
+
+        A subclass with more state than `coeff` updates it here, in place; the caller sets `coeff`.
+        """
+
+    def _ignore_noise(self, kl: float, standard_error: float | None) -> float:
+        """The KL that the rule sees for a valid measurement; may raise, changes nothing."""
+        return kl
+
+    def extra_repr(self) -> str:
+        """The coefficient and the unit, for `repr`."""
+        return f"coeff={self.coeff.item():.6g}, per={self.per!r}"
+
+
+class TargetKLController(KLController):
+    """Holds the KL at a target; the base of the closed loops, with a deadband against noise.
+
+    A measurement within `deadband` standard errors of the target counts as the target: a rule that
+    uses only the current error then leaves the coefficient unchanged. The KL may settle anywhere in
+    that band: 2 standard errors of a tenth of the target are a band of 20 %.
+
+    Args:
+        init_coeff: the first coefficient, reward per nat, above 0.
+        target: the KL to hold, nats per trajectory or per step, as `per` says; above 0.
+        deadband: how many standard errors from the target count as noise, at least 0. With 0 every
+            measurement counts. Otherwise `update` needs the `standard_error`; 2 is usual.
+        per: the unit of `target` and of the KL, "trajectory" or "step".
+
+    Raises:
+        ValueError: if a number is out of its range; in `update`, if there is a deadband and the
+            `standard_error` is not known.
+
+    Example:
+        A subclass says what the next coefficient is; the deadband is already there:
+
+        >>> from torchrl_kl import TargetKLController
+        >>> class Steps(TargetKLController):
+        ...     def _next_coeff(self, kl, n_steps):
+        ...         return self.coeff.item() * 1.1 ** ((kl > self.target) - (kl < self.target))
+        >>> controller = Steps(1.0, target=0.5, deadband=2.0)
+        >>> [controller.update(kl, n_steps=64, standard_error=0.05) for kl in (0.58, 0.62)]
+        [1.0, 1.1]
+    """
+
+    def __init__(
+        self, init_coeff: float, target: float, *, deadband: float = 0.0, per: Per = "trajectory"
+    ):
+        check_number("init_coeff", init_coeff, above=0.0)
+        super().__init__(init_coeff, per=per)
+        self.target = check_number("target", target, above=0.0)
+        self.deadband = check_number("deadband", deadband, at_least=0.0)
+
+    def _ignore_noise(self, kl: float, standard_error: float | None) -> float:
+        if self.deadband == 0:
+            return kl
+        if standard_error is None or math.isnan(standard_error):
+            raise ValueError(
+                f"`standard_error` must be known to a controller with a deadband of "
+                f"{self.deadband:g} standard errors, got {standard_error}: pass that of the "
+                "KLStatistics that pooled `kl`, which needs at least two values (`update_every`), "
+                "or use deadband=0."
+            )
+        return self.target if abs(kl - self.target) <= self.deadband * standard_error else kl
+
+    def _relative_error(self, kl: float, clip: float = 1.0) -> float:
+        """`kl / target - 1` in [-clip, clip]; not a logarithm: a sample mean may be negative."""
+        return min(max(kl / self.target - 1, -clip), clip)
+
+    def extra_repr(self) -> str:
+        """The coefficient, the unit, the target and a deadband if there is one, for `repr`."""
+        deadband = f", deadband={self.deadband:g}" if self.deadband > 0 else ""
+        return f"{super().extra_repr()}, target={self.target:g}{deadband}"
+
+
+def _as_float(value: float | Tensor) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)

@@ -1,0 +1,216 @@
+"""Sums and means over the steps that count, and over trajectories that follow one another in a row.
+
+`*B` is any leading shape and T is time, the last dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_kl.functional.numbers import check_mask, working_dtype
+
+__all__ = [
+    "masked_mean",
+    "masked_sum",
+    "running_sum",
+    "sum_after",
+    "sum_before",
+    "sum_over_trajectories",
+]
+
+
+def masked_sum(
+    values: Tensor, mask: Tensor | None, *, dim: int | tuple[int, ...] | None = None
+) -> Tensor:
+    """Sum of the values that count: of a tensor, or along `dim`.
+
+    You may rely on: where the mask is False, no value reaches the sum or its gradient, even NaN.
+
+    Args:
+        values: one number per step, floating point, shape (*B).
+        mask: True where a step counts, boolean, shape (*B). None: everywhere.
+        dim: the dimension or dimensions to sum over. None: all of them.
+
+    Returns:
+        The sum, 0 where nothing counts, without the dimensions summed over, in the dtype of
+        `values`. Half precision is added up in float32.
+
+    Raises:
+        TypeError: if the values are not floating point.
+        ValueError: if the mask is not boolean of the shape of the values.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_kl import masked_sum
+        >>> values = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
+        >>> masked_sum(values, ~values.isnan(), dim=-1)
+        tensor([3., 3.])
+    """
+    return _sum_counted(values, mask, dim).to(values.dtype)
+
+
+def masked_mean(
+    values: Tensor, mask: Tensor | None, *, dim: int | tuple[int, ...] | None = None
+) -> Tensor:
+    """Mean of the values that count: of a tensor, or along `dim`.
+
+    You may rely on: every value that counts has the same weight, whatever its row. Where the mask
+    is False, no value reaches the mean or its gradient, even NaN.
+
+    The arguments, the dtype and the errors are those of `masked_sum`.
+
+    Returns:
+        The mean, without the dimensions averaged over.
+
+    Raises:
+        ValueError: if nothing counts, in all or in one of the means.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_kl import masked_mean
+        >>> values = torch.tensor([[1.0, 2.0], [6.0, torch.nan]])
+        >>> masked_mean(values, ~values.isnan())
+        tensor(3.)
+    """
+    total = _sum_counted(values, mask, dim)
+    counts = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    number = counts.sum(dim)
+    empty = int((number == 0).sum())
+    if empty > 0:
+        raise ValueError(
+            f"`mask` must be True somewhere in each mean, got {empty} of {number.numel()} means "
+            f"over `values` of shape {tuple(values.shape)} with nothing that counts: a mean of "
+            "nothing is not defined; leave such rows out, or use `masked_sum`."
+        )
+    return (total / number).to(values.dtype)
+
+
+def sum_over_trajectories(
+    values: Tensor, done: Tensor, *, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Total of the values of each trajectory; they end at `done` and follow one another in a row.
+
+    You may rely on: the totals add up to the sum of all values that count, and each carries the
+    gradient of its steps. You may not rely on the first total of a row being that of a whole
+    trajectory: it may have begun before the row.
+
+    Args:
+        values: one number per step, floating point, shape (*B, T), time last.
+        done: True at the last step of a trajectory, boolean, shape (*B, T), even where the mask is
+            False. At the end of a row the trajectory is cut.
+        mask: True where a step counts, boolean, shape (*B, T). Elsewhere a value is 0, even NaN.
+
+    Returns:
+        The totals (N,), row by row and in the order of time within a row, and `complete` (N,),
+        False where the row ended before the trajectory did. A trajectory without a step that
+        counts, such as padding, is left out. Half precision is added up in float32.
+
+    Raises:
+        TypeError: if the values are not floating point.
+        ValueError: if the values have no dimension, or `done` or the mask does not fit them.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_kl import sum_over_trajectories
+        >>> done = torch.tensor([[False, True, False], [True, False, True]])
+        >>> sum_over_trajectories(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), done)
+        (tensor([ 3.,  3.,  4., 11.]), tensor([ True, False,  True,  True]))
+    """
+    _check_rows(values, "done", done)
+    check_mask(mask, values.shape, "`values`")
+    ends = done.clone()
+    ends[..., -1:] = True
+    ends = ends.flatten()
+    index = ends.cumsum(0) - ends.long()  # how many trajectories ended before this step
+    counts = torch.ones_like(ends) if mask is None else mask.flatten()
+    number = index.new_zeros(int(ends.sum())).index_add(0, index, counts.long())
+    addends = torch.where(counts, values.flatten(), 0.0).to(working_dtype(values.dtype))
+    totals = addends.new_zeros(len(number)).index_add(0, index, addends).to(values.dtype)
+    complete = done.flatten()[ends]
+    return totals[number > 0], complete[number > 0]
+
+
+def running_sum(values: Tensor, ends: Tensor, *, initial: Tensor | None = None) -> Tensor:
+    """At each step, the sum over its trajectory up to and including that step.
+
+    You may rely on: the steps of a trajectory are added in order, and those of others not at all:
+    an infinite or huge trajectory leaves the next one exact. On the CPU the result is, bit for bit,
+    that of a loop over the steps that adds up in float64 and rounds each sum to the dtype, because
+    `torch.cumsum` adds in order there, and in float64 for float32 too.
+
+    Args:
+        values: one number per step, floating point, shape (*B, T), time last.
+        ends: True at the last step of a trajectory, boolean, shape (*B, T).
+        initial: what the first trajectory of each row begins with, shape (*B). None: 0.
+
+    Returns:
+        The sums, shape and dtype of `values`. Half precision is added up in float32.
+
+    Raises:
+        TypeError: if the values are not floating point.
+        ValueError: if the values have no dimension, or `ends` is not boolean of their shape.
+    """
+    _check_rows(values, "ends", ends)
+    addends = values.to(working_dtype(values.dtype))
+    if initial is not None:
+        first = addends[..., :1] + initial.to(addends).unsqueeze(-1)
+        addends = torch.cat([first, addends[..., 1:]], -1)
+    begins = _begins(ends).flatten().nonzero().squeeze(-1)  # (N,)
+    lengths = begins.diff(append=begins.new_tensor([values.numel()]))  # (N,)
+    flat = addends.flatten()
+    places, sums = [begins[:0]], [flat[:0]]
+    # A table per power of two holds the trajectories that fill more than half of its width.
+    width = 1
+    while width < 2 * values.shape[-1]:
+        chosen = (lengths > width // 2) & (lengths <= width)
+        steps = torch.arange(width, device=values.device)
+        index = begins[chosen, None] + steps  # (n, width)
+        inside = steps < lengths[chosen, None]
+        places.append(index[inside])
+        sums.append(flat[index.clamp_max(len(flat) - 1)].cumsum(-1)[inside])
+        width *= 2
+    running = torch.empty_like(flat).scatter(0, torch.cat(places), torch.cat(sums))
+    return running.reshape(values.shape).to(values.dtype)
+
+
+def sum_before(values: Tensor, ends: Tensor) -> Tensor:
+    """At each step, the sum over the earlier steps of its trajectory; else as `running_sum`."""
+    running = running_sum(values, ends)
+    shifted = torch.cat([torch.zeros_like(running[..., :1]), running[..., :-1]], -1)
+    return torch.where(_begins(ends), 0.0, shifted)
+
+
+def sum_after(values: Tensor, ends: Tensor) -> Tensor:
+    """At each step, the sum over the later steps of its trajectory; else as `running_sum`."""
+    _check_rows(values, "ends", ends)
+    return sum_before(values.flip(-1), _begins(ends).flip(-1)).flip(-1)
+
+
+def _begins(ends: Tensor) -> Tensor:
+    """True at the first step of each trajectory, (*B, T): after an end or at a row's start."""
+    return torch.cat([torch.ones_like(ends[..., :1]), ends[..., :-1]], -1)
+
+
+def _sum_counted(values: Tensor, mask: Tensor | None, dim: int | tuple[int, ...] | None) -> Tensor:
+    _check_values(values)
+    check_mask(mask, values.shape, "`values`")
+    if mask is not None:
+        values = torch.where(mask, values, 0.0)
+    return values.sum(dim, dtype=working_dtype(values.dtype))
+
+
+def _check_rows(values: Tensor, name: str, ends: Tensor) -> None:
+    _check_values(values)
+    if values.ndim == 0:
+        raise ValueError(
+            "`values` must have time as its last dimension, got a tensor without dimensions."
+        )
+    check_mask(ends, values.shape, "`values`", name=name, means="the last step of a trajectory")
+
+
+def _check_values(values: Tensor) -> None:
+    if not values.is_floating_point():
+        raise TypeError(
+            f"`values` must be floating point, got {values.dtype}: convert it, `values.float()`."
+        )

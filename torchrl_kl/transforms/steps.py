@@ -1,0 +1,226 @@
+"""One path from log-prob to reward: score, measure, penalize. Each function passes on a `KLStep`.
+
+Axes: *B is the batch of steps (one env step, or a whole batch), *A the agents, if the actions are
+nested deeper than the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from multiprocessing import parent_process
+from typing import NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_kl._tensordict import (
+    MASK_KEY,
+    RECORD_LOG_PROB,
+    existing_keys,
+    expand_right,
+    find_time_dim,
+    get_required,
+    sum_action_dims,
+)
+from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.functional import kl_k1
+from torchrl_kl.transforms.estimates import Estimate
+
+
+class KLStep(NamedTuple):
+    """What is known of a step, or of a batch of steps; nats.
+
+    Args:
+        log_prob: of the action under the policy, (*B, *A); None where no policy ran.
+        ref_log_prob: of the same action under the reference, (*B, *A).
+        mask: True where a step counts, (*B); None where all do.
+        counted: whether the step may move a controller: the policy ran and drew its action.
+        of_reference: what the estimator needs of the reference's pass.
+        states: the next recurrent states of the reference.
+        kl: k1, (*B, *A, 1), or (*B, 1) where agents are summed.
+        estimate: the estimator's measurement of the same KL, or None.
+    """
+
+    log_prob: Tensor | None
+    ref_log_prob: Tensor
+    mask: Tensor | None = None
+    counted: bool = True
+    of_reference: TensorDictBase | None = None
+    states: Sequence[Tensor] = ()
+    kl: Tensor | None = None
+    estimate: Tensor | None = None
+
+    @property
+    def measured(self) -> Tensor:
+        """What the controller is fed: the estimate, or else k1."""
+        return self.kl if self.estimate is None else self.estimate  # type: ignore[return-value]
+
+
+def score_env_step(
+    reference: FrozenActor,
+    tensordict: TensorDictBase,
+    estimate: Estimate | None,
+    env_actions: list[NestedKey],
+) -> KLStep:
+    """Scores the action of an env step, on the policy's side of all action transforms.
+
+    Args:
+        reference: the frozen actor.
+        tensordict: what the policy read and wrote, shape (*B).
+        estimate: the estimator, which keeps what it needs of the reference's pass.
+        env_actions: what a random policy writes.
+
+    Raises:
+        KeyError: if the policy ran but recorded no log-prob.
+    """
+    mask = tensordict.get("_step", None)
+    log_prob = reference.policy_log_prob(tensordict, env_actions=env_actions)
+    inputs = reference.inputs(tensordict)
+    if log_prob is None:
+        _refuse_unrecorded(reference, tensordict, env_actions)
+        _refuse_parallel_worker(tensordict, env_actions)
+        shape = reference.recorded.batch_size(tensordict)
+        zeros = torch.zeros(shape, dtype=reference.dtype, device=tensordict.device)
+        states = [inputs.get(key) for key in reference.own_state_keys]
+        return KLStep(None, zeros, mask, counted=False, states=states)
+    score = reference.step(inputs)
+    kept = None
+    if estimate is not None:
+        kept = estimate.of_reference(tensordict, score.outputs, reference.actor)
+    return KLStep(
+        log_prob, score.log_prob, mask, reference.samples(), of_reference=kept, states=score.states
+    )
+
+
+def score_batch(
+    reference: FrozenActor,
+    tensordict: TensorDictBase,
+    estimate: Estimate | None,
+    time_dim: int | None,
+) -> KLStep:
+    """Scores a batch (*B): in one pass along time, or step by step where no dimension is time.
+
+    Raises:
+        KeyError: if the policy's log-prob is not there.
+        RuntimeError: if the reference is recurrent and its state is not known.
+    """
+    timed = find_time_dim(tensordict, time_dim) is not None
+    log_prob = reference.policy_log_prob(tensordict, timed=timed)
+    if log_prob is None:
+        log_prob = reference.recorded.require(tensordict)
+    if timed:
+        score = reference.trajectories(tensordict)
+    else:
+        score = reference.step(reference.inputs(tensordict))
+    kept = None
+    if estimate is not None:
+        kept = estimate.of_reference(tensordict, score.outputs, reference.actor)
+    mask = tensordict.get(MASK_KEY, None)
+    return KLStep(log_prob, score.log_prob, mask, of_reference=kept, states=score.states)
+
+
+def measure(
+    step: KLStep, tensordict: TensorDictBase, estimate: Estimate | None, *, sum_agents: bool = False
+) -> KLStep:
+    """Adds k1 and the estimator's measurement; both are 0 outside the mask and where no policy ran.
+
+    Args:
+        step: scored.
+        tensordict: what the policy recorded, shape (*B).
+        estimate: the estimator other than k1, or None.
+        sum_agents: whether the KL of all agents is added up.
+    """
+    if step.log_prob is None:
+        kl = torch.zeros_like(step.ref_log_prob)
+        values = [kl, None if estimate is None else kl]
+    else:
+        log_prob, mask = step.log_prob.detach(), step.mask
+        if mask is not None:
+            mask = expand_right(mask, log_prob.shape)
+        values = [kl_k1(log_prob, step.ref_log_prob, mask=mask), None]
+        if estimate is not None:
+            values[1] = estimate(tensordict, step._replace(log_prob=log_prob, mask=mask))
+    if sum_agents:
+        batch_size = tensordict.batch_size
+        values = [None if v is None else sum_action_dims(v, batch_size) for v in values]
+    kl, estimated = (None if value is None else value.unsqueeze(-1) for value in values)
+    return step._replace(kl=kl, estimate=estimated)
+
+
+def penalize(
+    kl: Tensor, reward: Tensor, coeff: Tensor, reward_key: NestedKey
+) -> tuple[Tensor, Tensor]:
+    """The penalized reward `reward - coeff * kl`, and the coefficient of each entry.
+
+    Args:
+        kl: k1, the shape of the reward.
+        reward: floating point.
+        coeff: the coefficient, reward per nat, 0-dim. 0 subtracts nothing, not even infinity.
+        reward_key: for error texts.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if the reward is not floating point.
+    """
+    check_reward_shape(kl.shape, reward.shape, reward_key)
+    if not reward.is_floating_point():
+        raise TypeError(
+            f"{reward_key!r} must be floating point, got {reward.dtype}: the coefficient would be rounded "
+            "to an integer. Cast the reward before the penalty."
+        )
+    applied = torch.empty_like(reward).copy_(coeff)
+    penalized = torch.addcmul(reward, applied, kl.to(reward.dtype), value=-1)
+    return torch.where(applied == 0, reward, penalized), applied
+
+
+def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey) -> None:
+    """ValueError unless KL and reward have the same shape."""
+    if kl != reward:
+        raise ValueError(
+            f"the KL and {reward_key!r} must have the same shape, got {tuple(kl)} and {tuple(reward)}: "
+            "broadcasting would subtract the same KL several times. The KL has the batch shape of the "
+            "tensordict that holds the action, plus 1; sum it over agents for a shared reward "
+            "(`sum_agents=True`), and reduce a reward of several trailing dimensions to one."
+        )
+
+
+def get_reward(next_tensordict: TensorDictBase, reward_key: NestedKey) -> Tensor:
+    """The reward before the penalty; KeyError if it is missing."""
+    return get_required(
+        next_tensordict, reward_key, "name the reward to penalize: `KLKeys(reward=...)`."
+    )
+
+
+def _refuse_unrecorded(
+    reference: FrozenActor, tensordict: TensorDictBase, env_actions: list[NestedKey]
+) -> None:
+    """A policy that ran without recording its log-prob must not pass for a random one."""
+    keys, recorded = tensordict.keys(True, True), reference.recorded
+    traces = [
+        key
+        for key in (*reference.trace_keys, *recorded.keys)
+        if key in keys and key not in env_actions
+    ]
+    if traces:
+        raise KeyError(
+            f"the policy ran (its {traces} are there) but left no {recorded.missing(tensordict)[0]!r}, "
+            f"got {existing_keys(tensordict)}: {RECORD_LOG_PROB}"
+        )
+
+
+def _refuse_parallel_worker(tensordict: TensorDictBase, env_actions: list[NestedKey]) -> None:
+    """RuntimeError in a worker of a ParallelEnv, which is sent actions and states but no log-probs.
+
+    There, and only there, an action lies in memory that the worker shares with another process.
+    """
+    actions = [tensordict.get(key, None) for key in env_actions]
+    if parent_process() is not None and any(
+        isinstance(action, Tensor) and action.device.type == "cpu" and action.is_shared()
+        for action in actions
+    ):
+        raise RuntimeError(
+            "the KL transforms are inside the workers of a ParallelEnv, where the policy's log-prob does "
+            "not arrive: the KL would be 0. Put them around the workers, "
+            "TransformedEnv(ParallelEnv(...), stack), or pass `use_buffers=False` to ParallelEnv."
+        )
