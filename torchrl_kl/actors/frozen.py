@@ -17,7 +17,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
-from torchrl_kl._tensordict import LogProbKeys, as_tuple, existing_keys, sibling
+from torchrl_kl._tensordict import LogProbKeys, as_tuple, existing_keys, is_fake, sibling
 from torchrl_kl.actors.moving import MasterWeights
 from torchrl_kl.actors.policy import ActingPolicy
 from torchrl_kl.actors.reading import (
@@ -266,9 +266,11 @@ class FrozenActor(nn.Module):
             inputs
         ):  # exact, also for a shuffled batch that kept the name "time"
             return self.step(inputs)
-        self._set_first_states(tensordict, inputs, self.zero_states)
+        fake = is_fake(tensordict)
+        self._set_first_states(tensordict, inputs, self.zero_states or fake)
         score = self._score(inputs, recurrent=True)
-        self._memory.remember(tensordict, score.states)
+        if not fake:
+            self._memory.remember(tensordict, score.states)
         return score
 
     def get_dist(self, tensordict: TensorDictBase, *, timed: bool) -> Distribution:
