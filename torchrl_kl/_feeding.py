@@ -73,9 +73,9 @@ class ControllerFeed(nn.Module):
         values: Tensor,
         mask: Tensor | None,
         *,
-        reward_key: NestedKey,
-        done_key: NestedKey | None,
-        time_dim: int | None,
+        done_key: NestedKey,
+        done_named: bool = True,
+        time_dim: int | None = None,
         observed: Iterable[NestedKey] | None = None,
         stream: OpenTrajectories | None = None,
         move: bool = True,
@@ -87,7 +87,8 @@ class ControllerFeed(nn.Module):
             tensordict: the batch, shape (*B), with "next".
             values: the measured KL of each step, nats, shape (*B, *F).
             mask: True where a step counts, shape (*B), or None where all do.
-            reward_key, done_key: what ends a trajectory, under "next"; see `find_done`.
+            done_key: what ends a trajectory, under "next".
+            done_named: False where "done" at the root of "next" may take its place.
             time_dim: the batch dimension that is time, if it is not named "time".
             observed: what tells whether steps follow one another; by default all that the batch and
                 its "next" share.
@@ -109,7 +110,9 @@ class ControllerFeed(nn.Module):
         stream = stream or self.stream
         before = dict(stream._open)
         if find_time_dim(tensordict, time_dim) is not None:
-            done = find_done(cast(TensorDictBase, tensordict.get("next")), reward_key, done_key)
+            done = find_done(
+                cast(TensorDictBase, tensordict.get("next")), done_key, named=done_named
+            )
             sums = stream if trace else OpenTrajectories()
             try:
                 running, finished = sum_trajectories(

@@ -8,7 +8,6 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Composite
-from torchrl.envs import EnvBase
 
 from torchrl_kl._tensordict import (
     MASK_KEY,
@@ -124,9 +123,9 @@ class ReferenceModelLogProbTransform(KLTransform):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         # Action transforms before this one have not yet turned the policy's action into the env's.
-        if self.in_env:
-            actions = cast(EnvBase, self.container).action_keys
-            self._scored = score_env_step(self.reference, tensordict, self.estimate, actions)
+        env = self.env
+        if env is not None:
+            self._scored = score_env_step(self.reference, tensordict, self.estimate, env)
         return tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:

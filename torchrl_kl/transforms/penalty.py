@@ -134,7 +134,7 @@ class PenaltyTransform(KLTransform):
         episode_kl: Tensor,
     ) -> Tensor | None:
         """The sums of the trajectories that end with this step; None where none does."""
-        done_key = find_done(next_tensordict, self.keys.reward, self.keys.done)
+        done_key = find_done(next_tensordict, self.keys.done, named=self.keys.done_named)
         done = next_tensordict.get(done_key)
         if not done.any():
             return None
@@ -201,8 +201,8 @@ class PenaltyTransform(KLTransform):
             tensordict,
             measured,
             mask,
-            reward_key=self.keys.reward,
             done_key=self.keys.done,
+            done_named=self.keys.done_named,
             time_dim=self.time_dim,
             observed=self.observed,
             stream=stream,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
+from torchrl.envs import EnvBase
 
 from torchrl_kl._tensordict import (
     MASK_KEY,
@@ -61,7 +62,7 @@ def score_env_step(
     reference: FrozenActor,
     tensordict: TensorDictBase,
     estimate: Estimate | None,
-    env_actions: list[NestedKey],
+    env: EnvBase,
 ) -> KLStep:
     """Scores the action of an env step, on the policy's side of all action transforms.
 
@@ -69,17 +70,20 @@ def score_env_step(
         reference: the frozen actor.
         tensordict: what the policy read and wrote, shape (*B).
         estimate: the estimator, which keeps what it needs of the reference's pass.
-        env_actions: what a random policy writes.
+        env: the env, whose actions are all that a random policy writes.
 
     Raises:
         KeyError: if the policy ran but recorded no log-prob.
+        RuntimeError: in a worker of a ParallelEnv, where no log-prob arrives.
     """
     mask = tensordict.get("_step", None)
-    log_prob = reference.policy_log_prob(tensordict, env_actions=env_actions)
+    log_prob = reference.recorded.read(tensordict)
+    if log_prob is None:
+        log_prob = reference.present_log_prob(tensordict, env_actions=env.action_keys)
     inputs = reference.inputs(tensordict)
     if log_prob is None:
-        _refuse_unrecorded(reference, tensordict, env_actions)
-        _refuse_parallel_worker(tensordict, env_actions)
+        _refuse_unrecorded(reference, tensordict, env.action_keys)
+        _refuse_parallel_worker(tensordict, env.action_keys)
         shape = reference.recorded.batch_size(tensordict)
         zeros = torch.zeros(shape, dtype=reference.dtype, device=tensordict.device)
         states = [inputs.get(key) for key in reference.own_state_keys]
@@ -106,7 +110,9 @@ def score_batch(
         RuntimeError: if the reference is recurrent and its state is not known.
     """
     timed = find_time_dim(tensordict, time_dim) is not None
-    log_prob = reference.policy_log_prob(tensordict, timed=timed)
+    log_prob = reference.recorded.read(tensordict)
+    if log_prob is None:
+        log_prob = reference.present_log_prob(tensordict, timed=timed)
     if log_prob is None:
         log_prob = reference.recorded.require(tensordict)
     if timed:
