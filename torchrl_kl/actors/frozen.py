@@ -365,7 +365,7 @@ class FrozenActor(nn.Module):
             mode = False
         if grad == torch.is_grad_enabled() and mode == recurrent:
             return nullcontext()  # as in the steps of most rollouts: entering contexts takes time
-        return _scoring(grad, recurrent)
+        return scoring_mode(grad, recurrent)
 
     def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> Score:
         self._prepare(inputs)
@@ -378,6 +378,7 @@ class FrozenActor(nn.Module):
 
 
 @contextmanager
-def _scoring(grad: bool, recurrent: bool) -> Iterator[None]:
+def scoring_mode(grad: bool, recurrent: bool) -> Iterator[None]:
+    """With or without gradients, in or out of TorchRL's recurrent mode."""
     with torch.set_grad_enabled(grad), set_recurrent_mode(recurrent):
         yield
