@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_kl.actors.moving import entries_of
-from torchrl_kl.actors.switched import SwitchedActor
+from torchrl_kl.actors.references import SwitchedActor
 from torchrl_kl.collectors.workers import PenalizedEnvFactory, SharedFiles
 from torchrl_kl.transforms.stack import KLConstrainedTransform
 

@@ -15,7 +15,7 @@ from torchrl.envs import Compose, EnvBase, TransformedEnv
 
 from torchrl_kl._tensordict import TRAJECTORY_KEY
 from torchrl_kl.actors.moving import entries_of
-from torchrl_kl.actors.switched import SwitchedActor
+from torchrl_kl.actors.references import SwitchedActor
 from torchrl_kl.controllers.rules import ConstantKLController
 from torchrl_kl.transforms.stack import KLConstrainedTransform
 

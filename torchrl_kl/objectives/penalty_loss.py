@@ -282,7 +282,6 @@ class KLPenaltyLoss(LossModule):
                 tensordict,
                 terms.kl,
                 terms.mask,
-                reward_key="reward",
                 done_key=self.tensor_keys.done,
                 time_dim=self.time_dim,
                 observed=self.actor_network.in_keys,
