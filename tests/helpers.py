@@ -47,7 +47,7 @@ class WalkEnv(EnvBase):
 
     Args:
         batch_size: batch size of the env.
-        n_agents: with agents, everything but done stands under "agents".
+        n_agents: with agents, everything but done is under "agents".
         discrete: 4 actions by number, else 2 real ones.
         longest: the length of the longest episode.
         truncates: whether episodes end by truncation; by termination if not.

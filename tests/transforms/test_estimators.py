@@ -35,7 +35,7 @@ from tests.helpers import (
     with_transforms,
     without_kl,
 )
-from tests.laws.transform_laws import TransformLaws
+from tests.laws.transform_laws import TransformLaws, WorkerLaws
 from torchrl_kl import (
     KLConstrainedTransform,
     KLDivergenceTransform,
@@ -55,7 +55,7 @@ class DistributionLaws(TransformLaws):
         return [ReferenceModelLogProbTransform(self.reference(), estimator=self.estimator)]
 
 
-class TestExactLaws(DistributionLaws):
+class TestExactLaws(DistributionLaws, WorkerLaws):
     estimator, writes, drops = (
         "exact",
         frozenset({"kl", "kl_estimate"}),
@@ -84,14 +84,14 @@ class StackLaws(TransformLaws):
     writes = frozenset(
         {"ref_log_prob", "kl", "kl_estimate", "task_reward", "kl_coeff", "episode_kl"}
     )
-    charges = True
+    penalizes = True
     estimator: Any
 
     def make(self, seed=0):
         return KLConstrainedTransform(self.reference(seed), 0.1 + seed, estimator=self.estimator)
 
 
-class TestExactStackLaws(StackLaws):
+class TestExactStackLaws(StackLaws, WorkerLaws):
     estimator, drops = "exact", frozenset({"logits"})
 
 

@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 from torchrl_kl._tensordict import (
     MASK_KEY,
     RECORD_LOG_PROB,
+    as_tuple,
     existing_keys,
     expand_right,
     find_time_dim,
@@ -188,10 +189,12 @@ def _refuse_unrecorded(
 def _refuse_parallel_worker(tensordict: TensorDictBase, env_actions: list[NestedKey]) -> None:
     """RuntimeError in a worker of a ParallelEnv, which is sent actions and states but no log-probs.
 
-    There, and only there, an action lies in memory that the worker shares with another process.
+    There, and only there, an action lies in memory that is shared with another process, together
+    with the mask "_reset"; what a worker without buffers is sent is shared, too, but has no mask.
     """
     actions = [tensordict.get(key, None) for key in env_actions]
-    if parent_process() is not None and any(
+    has_mask = any(as_tuple(key)[-1] == "_reset" for key in tensordict.keys(True, True))
+    if (parent_process() is not None and has_mask) and any(
         isinstance(action, Tensor) and action.device.type == "cpu" and action.is_shared()
         for action in actions
     ):
