@@ -386,7 +386,7 @@ class TestSettingsByKeywordAndByPosition:
         "kind", [Doubling, AdaptiveKLController, ExponentialKLController, PIDKLController]
     )
     def test_both_are_the_same(self, kind):
-        settings = {"init_coeff": 0.2, "target": 6.0}
+        settings: dict[str, Any] = {"init_coeff": 0.2, "target": 6.0}
         if kind is AdaptiveKLController:
             settings["horizon"] = 500.0
         named, placed = kind(**settings), kind(*settings.values())

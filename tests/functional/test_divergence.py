@@ -449,7 +449,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "transforms", [[D.AbsTransform()], [D.TanhTransform(), D.AbsTransform()]], ids=len
     )
-    def test_a_transform_that_is_no_bijection(self, transforms):
+    def test_a_transform_that_is_not_a_bijection(self, transforms):
         folded = [D.TransformedDistribution(D.Normal(loc, 1.0), transforms) for loc in (-1.0, 1.0)]
         message = self.message(
             "`policy` and `reference` must share a bijection, got TransformedDistribution(Normal) "

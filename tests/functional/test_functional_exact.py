@@ -38,7 +38,7 @@ class TestExactOfLogits:
     def test_any_logits(self, rows):
         policy, reference = ([pair[i] for pair in rows] for i in range(2))
         if max(policy) == -INF or max(reference) == -INF:
-            return  # no distribution
+            return  # not a distribution
         inputs = [
             torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (policy, reference)
         ]
@@ -63,7 +63,7 @@ class TestExactOfLogits:
         assert_close(kl_exact(policy, reference), torch.tensor(150 - math.log(2)))
         assert_close(kl_exact(reference, policy), torch.tensor(math.log(2)))
 
-    def test_rows_that_are_no_distribution_are_nan_and_the_others_are_not(self):
+    def test_rows_that_are_not_a_distribution_are_nan_and_the_others_are_not(self):
         policy = torch.tensor([[-INF, -INF], [0.0, math.nan], [0.0, 0.0]])
         value = kl_exact(policy, torch.zeros(3, 2))
         assert value.isnan().tolist() == [True, True, False]
@@ -399,8 +399,8 @@ class TestRefusals:
         ):
             kl_top_k(top, top, drawn, drawn.long(), inside)
         message = (
-            r"^`in_top_k` .* \(4,\), got torch.float32 of shape \(4,\): True marks the actions "
-            r"drawn from the top k.$"
+            r"^`in_top_k` .* \(4,\), got torch.float32 of shape \(4,\): True marks draws from the "
+            r"top k.$"
         )
         with pytest.raises(ValueError, match=message):
             kl_top_k(top, top, drawn, drawn, drawn)

@@ -145,7 +145,7 @@ class TestSumOverTrajectories:
             tuple(torch.cat(x) for x in zip(*one_by_one, strict=True)), expected, rtol=0, atol=1e-6
         )
 
-    def test_padding_after_the_end_is_no_trajectory(self):
+    def test_padding_after_the_end_is_not_a_trajectory(self):
         values = torch.tensor([[1.0, 2.0, math.nan, math.nan]])
         mask = torch.tensor([[True, True, False, False]])
         for padded_done in (False, True):

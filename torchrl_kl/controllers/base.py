@@ -95,12 +95,11 @@ class KLController(Float64State, ABC):
             raise ValueError(
                 f"`n_steps` must be at least 1, got {n_steps}: it counts what is in the mean `kl`."
             )
-        if standard_error is not None:
-            standard_error = _as_float(standard_error)
-            if standard_error < 0 or math.isinf(standard_error):
-                raise ValueError(
-                    f"`standard_error` must be finite and at least 0, or NaN, got {standard_error}."
-                )
+        standard_error = None if standard_error is None else _as_float(standard_error)
+        if standard_error is not None and (standard_error < 0 or math.isinf(standard_error)):
+            raise ValueError(
+                f"`standard_error` must be finite and at least 0, or NaN, got {standard_error}."
+            )
         value = self._next_coeff(self._ignore_noise(kl, standard_error), n_steps)
         self.coeff.fill_(value)
         return value
@@ -147,10 +146,8 @@ class TargetKLController(KLController):
         ...     def _next_coeff(self, kl, n_steps):
         ...         return self.coeff.item() * 1.1 ** ((kl > self.target) - (kl < self.target))
         >>> controller = Steps(1.0, target=0.5, deadband=2.0)
-        >>> controller.update(kl=0.58, n_steps=64, standard_error=0.05)
-        1.0
-        >>> controller.update(kl=0.62, n_steps=64, standard_error=0.05)
-        1.1
+        >>> [controller.update(kl, n_steps=64, standard_error=0.05) for kl in (0.58, 0.62)]
+        [1.0, 1.1]
     """
 
     def __init__(

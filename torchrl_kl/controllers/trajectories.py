@@ -170,8 +170,12 @@ class OpenTrajectories:
     def copy(self) -> OpenTrajectories:
         """An independent copy."""
         other = OpenTrajectories()
-        other._open = dict(self._open)
+        other.restore(self)
         return other
+
+    def restore(self, other: OpenTrajectories) -> None:
+        """Goes back to the trajectories of a copy."""
+        self._open = dict(other._open)
 
 
 class _Carried(NamedTuple):

@@ -73,12 +73,7 @@ def kl_of_logits(policy: Tensor, reference: Tensor, mask: Tensor | None) -> Tens
 def kl_of_distributions(
     policy: Distribution, reference: Distribution, mask: Tensor | None
 ) -> Tensor:
-    """KL(policy || reference) of shape `batch_shape`; the shape of the mask has been checked.
-
-    Raises:
-        TypeError: if no KL is registered for the pair.
-        ValueError: if the shapes, the bijections or the actions differ.
-    """
+    """KL(policy || reference) of shape `batch_shape`; the shape of the mask has been checked."""
     if mask is not None:
         policy, reference = _fill(policy, mask), _fill(reference, mask)
     try:
@@ -129,9 +124,8 @@ def _kl_of_categoricals(
     # The gradient of the registered KL is NaN where the policy has a logit of -inf, as masked
     # actions have, and its value is inf where the reference's probability underflows.
     columns, ref_columns = _columns(policy), _columns(reference)
-    if columns is None or ref_columns is None:
-        alike = columns is ref_columns
-    else:
+    alike = columns is ref_columns
+    if columns is not None and ref_columns is not None:
         alike = torch.equal(columns, ref_columns)
     if not alike:
         raise ValueError(

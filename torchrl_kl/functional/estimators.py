@@ -19,9 +19,6 @@ from torchrl_kl.functional.distributions import (
 )
 from torchrl_kl.functional.numbers import check_mask, working_dtype
 
-# Until torchrl_kl/__init__.py imports them from torchrl_kl.functional.
-from torchrl_kl.functional.sums import masked_mean, masked_sum, sum_over_trajectories  # noqa: F401
-
 __all__ = ["ESTIMATORS", "kl_exact", "kl_k1", "kl_k2", "kl_k3", "kl_top_k"]
 
 
@@ -57,8 +54,11 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
     """
     _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
     check_mask(mask, log_prob.shape, "`log_prob`")
-    _, log_ratio, infinite = split_log_ratio(log_prob, ref_log_prob, mask)
-    return torch.where(infinite, torch.inf, log_ratio)
+    ignored = log_prob == -torch.inf
+    if mask is not None:
+        ignored = ignored | ~mask
+    log_ratio = (log_prob - ref_log_prob).masked_fill(ignored, 0.0)
+    return log_ratio.masked_fill(log_ratio == torch.inf, torch.inf)  # infinity has no slope
 
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -179,8 +179,7 @@ def kl_top_k(
 ) -> Tensor:
     """KL(policy || reference), exact on k actions: `sum_top pi lr + [a not in top] w lr(a)`.
 
-    `w = exp(log_prob - log_prob.detach())` is 1 in value and carries the score of the sampled tail:
-    its gradient is then `(lr + 1) grad log pi(a)`, and not only `grad log pi(a)`.
+    `w = exp(log_prob - log_prob.detach())` is 1 in value and carries the score of the sampled tail.
 
     You may rely on: its mean over the policy's actions is the KL, and so for the gradients, for any
     choice of the k actions. k = 0 is k1 with its score, k = V is `kl_exact`. You may not rely on
@@ -195,8 +194,8 @@ def kl_top_k(
         mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0.
 
     Returns:
-        One estimate per step, nats, shape (*B); +inf with gradient 0 where the reference lacks an
-        action that counts. Half precision is computed in float32.
+        One estimate per step, nats, shape (*B), computed in at least float32; +inf with gradient 0
+        where the reference lacks an action that counts.
 
     Raises:
         TypeError: if the log-probabilities are not floating point.
@@ -209,39 +208,27 @@ def kl_top_k(
         >>> kl_top_k(top, ref_top, top[:, 0], ref_top[:, 0], torch.tensor([True]))
         tensor([0.3466])
     """
-    _check_top_k(top_log_probs, top_ref_log_probs, log_prob, ref_log_prob, in_top_k, mask)
-    dtype = torch.promote_types(log_prob.dtype, ref_log_prob.dtype)
-    top, ref_top, drawn, ref_drawn = (
-        x.to(working_dtype(dtype))
-        for x in (top_log_probs, top_ref_log_probs, log_prob, ref_log_prob)
+    _check_pair(top_log_probs, top_ref_log_probs, "top_log_probs", "top_ref_log_probs")
+    _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
+    if top_log_probs.ndim == 0 or top_log_probs.shape[:-1] != log_prob.shape:
+        raise ValueError(
+            "`top_log_probs` must have the shape of `log_prob` and k actions in one more "
+            f"dimension, got {tuple(top_log_probs.shape)} and {tuple(log_prob.shape)}: k = 0 is a "
+            "last dimension of size 0."
+        )
+    check_mask(
+        in_top_k, log_prob.shape, "`log_prob`", name="in_top_k", means="draws from the top k"
     )
+    check_mask(mask, log_prob.shape, "`log_prob`")
+    dtype = torch.promote_types(log_prob.dtype, ref_log_prob.dtype)
+    log_probs = (top_log_probs, top_ref_log_probs, log_prob, ref_log_prob)
+    top, ref_top, drawn, ref_drawn = (x.to(working_dtype(dtype)) for x in log_probs)
     rows, tail = (None, ~in_top_k) if mask is None else (mask.unsqueeze(-1), mask & ~in_top_k)
     top, top_ratio, top_infinite = split_log_ratio(top, ref_top, rows)
     drawn, ratio, infinite = split_log_ratio(drawn, ref_drawn, tail)
     # Only the tail carries the score's weight: the exact part depends on no sample.
     estimate = (top.exp() * top_ratio).sum(-1) + (drawn - drawn.detach()).exp() * ratio
     return torch.where(infinite | top_infinite.any(-1), torch.inf, estimate).to(dtype)
-
-
-def _check_top_k(
-    top_log_probs: Tensor,
-    top_ref_log_probs: Tensor,
-    log_prob: Tensor,
-    ref_log_prob: Tensor,
-    in_top_k: Tensor,
-    mask: Tensor | None,
-) -> None:
-    _check_pair(top_log_probs, top_ref_log_probs, "top_log_probs", "top_ref_log_probs")
-    _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
-    if top_log_probs.shape[:-1] != log_prob.shape or top_log_probs.ndim == 0:
-        raise ValueError(
-            "`top_log_probs` must have the shape of `log_prob` and k actions in one more "
-            f"dimension, got {tuple(top_log_probs.shape)} and {tuple(log_prob.shape)}: k = 0 is a "
-            "last dimension of size 0."
-        )
-    drawn = "the actions drawn from the top k"
-    check_mask(in_top_k, log_prob.shape, "`log_prob`", name="in_top_k", means=drawn)
-    check_mask(mask, log_prob.shape, "`log_prob`")
 
 
 def _check_pair(log_prob: Tensor, ref_log_prob: Tensor, name: str, ref_name: str) -> None:

@@ -8,7 +8,6 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Composite
-from torchrl.envs import EnvBase
 
 from torchrl_kl._tensordict import (
     MASK_KEY,
@@ -25,8 +24,9 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController
 from torchrl_kl.transforms.base import KLTransform, require_spec
 from torchrl_kl.transforms.estimates import Estimator, make_estimate
+from torchrl_kl.transforms.kl_step import KLStep
 from torchrl_kl.transforms.penalty import NO_KL, PenaltyTransform
-from torchrl_kl.transforms.steps import KLStep, measure, score_batch, score_env_step
+from torchrl_kl.transforms.steps import measure, score_batch, score_env_step
 
 __all__ = [
     "KLDivergenceTransform",
@@ -124,9 +124,9 @@ class ReferenceModelLogProbTransform(KLTransform):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         # Action transforms before this one have not yet turned the policy's action into the env's.
-        if self.in_env:
-            actions = cast(EnvBase, self.container).action_keys
-            self._scored = score_env_step(self.reference, tensordict, self.estimate, actions)
+        env = self.env
+        if env is not None:
+            self._scored = score_env_step(self.reference, tensordict, self.estimate, env)
         return tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:

@@ -26,7 +26,8 @@ from torchrl_kl._tensordict import (
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.transforms.base import KLTransform, episode_dtype
-from torchrl_kl.transforms.steps import KLStep, check_reward_shape, get_reward, penalize
+from torchrl_kl.transforms.kl_step import KLStep
+from torchrl_kl.transforms.steps import check_reward_shape, get_reward, penalize
 
 
 class PenaltyTransform(KLTransform):
@@ -134,7 +135,7 @@ class PenaltyTransform(KLTransform):
         episode_kl: Tensor,
     ) -> Tensor | None:
         """The sums of the trajectories that end with this step; None where none does."""
-        done_key = find_done(next_tensordict, self.keys.reward, self.keys.done)
+        done_key = find_done(next_tensordict, self.keys.done, named=self.keys.done_named)
         done = next_tensordict.get(done_key)
         if not done.any():
             return None
@@ -201,8 +202,8 @@ class PenaltyTransform(KLTransform):
             tensordict,
             measured,
             mask,
-            reward_key=self.keys.reward,
             done_key=self.keys.done,
+            done_named=self.keys.done_named,
             time_dim=self.time_dim,
             observed=self.observed,
             stream=stream,
