@@ -29,8 +29,6 @@ from torchrl_kl.actors.reading import (
 )
 from torchrl_kl.actors.recurrent import RecurrentMemory
 
-__all__ = ["FrozenActor", "Score"]
-
 
 class Score(NamedTuple):
     """What one pass of a reference gives.

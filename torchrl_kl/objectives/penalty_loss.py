@@ -40,8 +40,6 @@ from torchrl_kl.objectives.terms import (
     step_terms,
 )
 
-__all__ = ["KLPenaltyLoss"]
-
 
 class _Terms(NamedTuple):
     """Per step, (*B), 0 where the mask is False: what is minimised, and the measured KL, detached."""
