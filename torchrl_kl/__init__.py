@@ -2,7 +2,7 @@
 
 from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.actors import FrozenActor, TopKActor
-from torchrl_kl.collectors.kl_collector import kl_collector
+from torchrl_kl.collectors import kl_collector
 from torchrl_kl.controllers import (
     AdaptiveKLController,
     ConstantKLController,
@@ -25,8 +25,8 @@ from torchrl_kl.functional import (
     sum_over_trajectories,
 )
 from torchrl_kl.language import GPT, GPTActor, GPTCritic, GPTRewardModel
-from torchrl_kl.monitor.monitor import KLMonitor
-from torchrl_kl.objectives.penalty_loss import KLPenaltyLoss
+from torchrl_kl.monitor import KLMonitor
+from torchrl_kl.objectives import KLPenaltyLoss
 from torchrl_kl.trainers import KLControlHook
 from torchrl_kl.transforms import (
     KLConstrainedTransform,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -28,6 +28,11 @@ def as_tuple(key: NestedKey) -> tuple[str, ...]:
 def sibling(key: NestedKey, name: str) -> NestedKey:
     """The key called `name` in the same nested tensordict as `key`."""
     return unravel_key((*as_tuple(key)[:-1], name))
+
+
+def hidden_key(key: NestedKey, name: str) -> NestedKey:
+    """A scratch entry, by which one part of the stack tells the next what is not recorded."""
+    return f"_{'_'.join(as_tuple(key))}_{name}"
 
 
 @dataclass(frozen=True)
@@ -92,21 +97,19 @@ class KLKeys:
         """
         recorded = LogProbKeys(self.log_prob or log_prob)
         kl = self.kl or (self._name("kl") if sum_agents else recorded.sibling(self._name("kl")))
-        given = {
-            f.name: getattr(self, f.name) for f in fields(ResolvedKeys) if f.name != "recorded"
-        }
         default = {
             "ref_log_prob": recorded.sibling(self._name("ref_log_prob")),
             "kl": kl,
             "kl_estimate": sibling(kl, self._name("kl_estimate")),
             "episode_kl": sibling(kl, self._name("episode_kl")),
+            "reward": self.reward,
             "task_reward": sibling(self.reward, self._name("task_reward")),
             "kl_coeff": sibling(self.reward, self._name("kl_coeff")),
+            "done": sibling(self.reward, "done"),
             "top_k": recorded.sibling("top_k"),
         }
-        keys = {name: value or default.get(name) for name, value in given.items()}
-        keys = {name: None if value is None else unravel_key(value) for name, value in keys.items()}
-        return ResolvedKeys(recorded=recorded, **keys)  # type: ignore[arg-type]
+        keys = {name: unravel_key(getattr(self, name) or key) for name, key in default.items()}
+        return ResolvedKeys(recorded=recorded, done_named=self.done is not None, **keys)
 
     def _name(self, name: str) -> str:
         return f"{self._prefix}{name}"
@@ -114,7 +117,7 @@ class KLKeys:
 
 @dataclass(frozen=True)
 class ResolvedKeys:
-    """The entries of one stack, all named but `done`, which is found in the data where it is None."""
+    """The entries of one stack, all named; `done_named`: whether the user did name `done`."""
 
     recorded: LogProbKeys
     ref_log_prob: NestedKey
@@ -124,8 +127,9 @@ class ResolvedKeys:
     reward: NestedKey
     task_reward: NestedKey
     kl_coeff: NestedKey
-    done: NestedKey | None
+    done: NestedKey
     top_k: NestedKey
+    done_named: bool
 
     @property
     def log_prob(self) -> NestedKey | list[NestedKey]:
@@ -288,18 +292,15 @@ def find_time_dim(tensordict: TensorDictBase, time_dim: int | None) -> int | Non
     return last
 
 
-def find_done(
-    tensordict: TensorDictBase, reward_key: NestedKey, done_key: NestedKey | None = None
-) -> NestedKey:
-    """The done flag of a reward: the one named, or else the one next to it, or else the one at the root of the step."""
-    near = done_key or sibling(reward_key, "done")
-    if tensordict.get(near, None) is not None:
-        return near
-    if done_key is None and tensordict.get("done", None) is not None:
+def find_done(tensordict: TensorDictBase, done_key: NestedKey, *, named: bool = True) -> NestedKey:
+    """The done flag: `done_key`, or "done" at the root of the step where that is missing and not `named`."""
+    if tensordict.get(done_key, None) is not None:
+        return done_key
+    if not named and tensordict.get("done", None) is not None:
         return "done"
     raise KeyError(
-        f"there is no {near!r} and no 'done' in the step, got {existing_keys(tensordict)}: trajectories end "
-        "at done; name it with `KLKeys(done=...)`."
+        f"there is no {done_key!r} and no 'done' in the step, got {existing_keys(tensordict)}: "
+        "trajectories end at done; name it with `KLKeys(done=...)`."
     )
 
 

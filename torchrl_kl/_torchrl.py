@@ -1,4 +1,4 @@
-"""Every private name of TorchRL that this package relies on; tests/test_torchrl_private.py checks each of them."""
+"""The private names of TorchRL that this package uses, all tested by test_torchrl_private.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torchrl.envs.transforms import Transform
 def container_of(transform: Transform) -> object:
     """The Compose or env that holds a transform; None if nothing does.
 
-    `Transform.container` is no substitute: it raises for a transform in a Compose that is in no env.
+    `Transform.container` is no substitute: it raises for a transform in a Compose that is in no
+    env.
     """
     reference = vars(transform)["_container"]
     return None if reference is None else reference()
@@ -30,12 +31,12 @@ def declared_keys(transform: Transform) -> tuple[set[NestedKey], set[NestedKey],
 
 
 def watch_store(collector: Any, check: Callable[[], None]) -> None:
-    """Makes a DistributedCollector call `check`, which may raise, while it waits for a worker's status."""
+    """Makes a DistributedCollector call `check`, which may raise, while it waits for a worker."""
     collector._store = _WatchedStore(collector._store, check)
 
 
 class _WatchedStore:
-    """A torch.distributed store whose `get` calls `check` while it waits, and waits as long as a worker needs."""
+    """A torch.distributed store whose `get` has no time limit and calls `check` while it waits."""
 
     def __init__(self, store: Any, check: Callable[[], None]):
         self._unwatched, self._check = store, check

@@ -207,7 +207,7 @@ def test_draws_that_share_a_key_are_refused():
         actor = of_chain()
         with pytest.raises(
             ValueError,
-            match=r"under a key of its own, got \['sample_log_prob', 'sample_log_prob'\]",
+            match=r"under another key, got \['sample_log_prob', 'sample_log_prob'\]",
         ):
             ReferenceModelLogProbTransform(actor)
 
@@ -229,7 +229,7 @@ def test_a_reference_in_another_dtype_reads_the_policys_data(kind):
     assert_same(batch["next", "kl"].float(), expected["next", "kl"])
 
 
-def test_a_random_policy_is_no_trace_of_an_actor_that_makes_its_action_of_its_draws():
+def test_a_random_policy_leaves_no_trace_of_an_actor_that_makes_its_action_from_its_draws():
     actor = of_chain()
     batch = play(with_transforms(WalkEnv((2,)), ReferenceModelLogProbTransform(actor)))
     assert (batch["next", "ref_log_prob"] == 0).all()

@@ -34,6 +34,7 @@ from torchrl_kl import (
     FrozenActor,
     GPTActor,
     KLConstrainedTransform,
+    KLKeys,
     KLRewardTransform,
     ReferenceModelLogProbTransform,
 )
@@ -386,7 +387,7 @@ def test_two_recurrent_references_do_not_share_a_state():
     one, two = make_actor("lstm"), make_actor("lstm", seed=5)
     transforms = [
         ReferenceModelLogProbTransform(one),
-        ReferenceModelLogProbTransform(two, ref_log_prob_key="other"),
+        ReferenceModelLogProbTransform(two, keys=KLKeys(ref_log_prob="other")),
     ]
     with pytest.raises(
         RuntimeError, match=r"\['ref_h', 'ref_c'\], the state of another recurrent reference"

@@ -38,12 +38,13 @@ from tests.laws.transform_laws import TransformLaws
 from torchrl_kl import (
     FrozenActor,
     KLConstrainedTransform,
+    KLKeys,
     KLMonitor,
     KLPenaltyLoss,
     KLRewardTransform,
     ReferenceModelLogProbTransform,
 )
-from torchrl_kl.actors.borrowed import Live, evaluating
+from torchrl_kl.actors.policy import Borrowed, evaluating
 
 RESULTS = ("ref_log_prob", "kl", "reward", "episode_kl", "kl_coeff")
 any_kind = pytest.mark.parametrize("kind", ["categorical", "lstm"])
@@ -309,14 +310,17 @@ def test_ten_ppo_updates_of_the_adapter_leave_the_reference_where_it_was(place):
 def test_its_step_compiles_without_a_graph_break():
     actor, switched, _ = two_stacks()
     env = with_transforms(WalkEnv((2,)), switched.freeze())
+
+    def step(given: Any, following: Any) -> Any:
+        return switched._step(switched._inv_call(given), following)
+
     with torch.no_grad():
         td = actor(env.reset())
-        inner, following = env.transform.inv(td), WalkEnv((2,))._step(td)
+        following = WalkEnv((2,))._step(td)
         actor.train()
-        actual = torch.compile(switched._step, fullgraph=True, backend="eager")(
-            inner.clone(), following.clone()
-        )
-        expected = switched._step(inner.clone(), following.clone())
+        compiled = torch.compile(step, fullgraph=True, backend="eager")
+        actual = compiled(td.clone(), following.clone())
+        expected = step(td.clone(), following.clone())
     for name in RESULTS:
         assert_same(actual[name], expected[name])
     assert actor.training
@@ -328,7 +332,7 @@ def test_its_step_compiles_without_a_graph_break():
 def test_deep_copies_score_with_the_same_policy():
     actor, switched, _ = two_stacks()
     in_env: Any = copy.deepcopy(with_transforms(WalkEnv(), switched)).transform
-    copies = [copy.deepcopy(switched), switched.clone(), in_env[0]]
+    copies = [copy.deepcopy(switched), switched.clone(), in_env[-1]]
     assert all(stack.reference.actor is actor for stack in copies)
     batch = play(WalkEnv((2,)), actor)
     with torch.no_grad():
@@ -352,11 +356,11 @@ def test_a_pickled_one_has_a_policy_of_its_own_and_switches_that():
 
 
 def test_what_must_not_be_pickled_says_why():
-    live = Live(nn.Linear(2, 2), refusal="the policy learns here only.")
-    assert copy.deepcopy(live) is live
+    borrowed = Borrowed(nn.Linear(2, 2), refusal="the policy learns here only.")
+    assert copy.deepcopy(borrowed) is borrowed
     with pytest.raises(pickle.PicklingError, match="learns here only"):
-        pickle.dumps(live)
-    assert pickle.loads(pickle.dumps(Live(3))).held == 3
+        pickle.dumps(borrowed)
+    assert pickle.loads(pickle.dumps(Borrowed(3))).held == 3
 
 
 def test_eval_mode_by_flag_alone():
@@ -414,14 +418,14 @@ def test_whether_it_samples_is_asked_of_the_policy():
 def test_a_frozen_actor_is_used_as_it_is():
     actor = make_actor()
     first = KLConstrainedTransform(actor, 0.1)
-    second = KLConstrainedTransform(actor, 0.1, reference=first.reference, reward_key="bonus")
+    second = KLConstrainedTransform(actor, 0.1, reference=first.reference, keys=KLKeys(reward="bonus"))
     assert second.reference is first.reference
     assert KLRewardTransform(actor, reference=first.reference).reference is first.reference
     with pytest.raises(
         ValueError,
-        match="`log_prob_key` must be that of the FrozenActor, 'action_log_prob', got 'logp'",
+        match="`KLKeys.log_prob` must be that of the FrozenActor, 'action_log_prob', got 'logp'",
     ):
-        KLConstrainedTransform(actor, 0.1, reference=first.reference, log_prob_key="logp")
+        KLConstrainedTransform(actor, 0.1, reference=first.reference, keys=KLKeys(log_prob="logp"))
 
 
 # What cannot be.
@@ -432,7 +436,7 @@ def test_neither_an_actor_nor_a_callable(make):
     actor, layer = adapted_actor()
     with pytest.raises(
         TypeError,
-        match=r"got _GeneratorContextManager: pass `model.disable_adapter`, not .*once only",
+        match=r"got _GeneratorContextManager: pass `model.disable_adapter`, not .*only once",
     ):
         make(actor, reference=layer.disable_adapter())
     with pytest.raises(TypeError, match="`reference` must be an actor or a callable .*, got str"):
@@ -467,7 +471,7 @@ def test_it_cannot_be_moved():
     actor, switched, _ = two_stacks()
     with pytest.raises(
         RuntimeError,
-        match="this one is the policy itself with a switch thrown: leave `reference` out",
+        match="this one is the policy itself within a context: leave `reference` out",
     ):
         switched.update_reference(actor)
 

@@ -53,7 +53,8 @@ def asking(
     policy, reference, coeff: Any = 0.5, *, make: Any = KLConstrainedTransform, **kwargs
 ) -> Any:
     """A transform that asks the policy for what it did not record."""
-    return make(policy, coeff, reference=reference, recompute_log_prob=True, **kwargs)
+    frozen = FrozenActor(reference, policy=policy, recompute_log_prob=True)
+    return make(policy, coeff, reference=frozen, **kwargs)
 
 
 def env_of(kind: str, actor, *transforms) -> Any:
@@ -114,7 +115,8 @@ def test_it_is_the_log_prob_of_today():
 def test_without_another_reference_the_policy_is_held_to_what_it_was():
     _, loud, quiet = pair()
     before = copy.deepcopy(quiet)
-    stack = KLConstrainedTransform(quiet, 0.5, recompute_log_prob=True)
+    frozen = FrozenActor(quiet, recompute_log_prob=True)
+    stack = KLConstrainedTransform(quiet, 0.5, reference=frozen)
     batch = play(WalkEnv((2,)), quiet)
     assert stack(batch)["next", "kl"].abs().max() <= 1e-6
     quiet.load_state_dict(moved(loud, seed=7).state_dict())
@@ -155,7 +157,7 @@ def test_random_actions_are_told_from_the_policys():
     hidden.select_out_keys("action")
     env = with_transforms(WalkEnv((2,)), asking(hidden, reference))
     with pytest.raises(
-        ValueError, match=r"`actor` writes \['action'\] only: .* could not be told from random ones"
+        ValueError, match=r"`actor` writes only \['action'\]: .* could not be told from random ones"
     ):
         play(env, hidden)
 
@@ -201,7 +203,7 @@ def test_agents_that_share_a_reward():
         moved(make_actor(agents=True, return_log_prob=False)),
     )
     env = WalkEnv((2,), n_agents=3, shared_reward=True)
-    stack = asking(quiet, reference, 0.5, reduce="sum")
+    stack = asking(quiet, reference, 0.5, sum_agents=True)
     batch = play(with_transforms(env, stack), quiet)
     with torch.no_grad():
         logits = [
@@ -217,6 +219,14 @@ def test_actor_must_have_a_distribution_with_a_reference_too():
     with pytest.raises(
         TypeError, match=r"`actor` must be a probabilistic actor .*ProbabilisticActor"
     ):
+        FrozenActor(make_actor(), policy=Actor(nn.Linear(N_OBS, 2)), recompute_log_prob=True)
+
+
+@pytest.mark.parametrize("option", ["recompute_log_prob", "zero_states"])
+def test_options_of_a_frozen_actor_are_given_to_it(option):
+    with pytest.raises(
+        ValueError, match=rf"`{option}` must be given to the FrozenActor.*FrozenActor\(actor, {option}"
+    ):
         ReferenceModelLogProbTransform(
-            Actor(nn.Linear(N_OBS, 2)), reference=FrozenActor(make_actor()), recompute_log_prob=True
+            make_actor(), reference=FrozenActor(make_actor()), **{option: True}
         )

@@ -4,8 +4,6 @@ import copy
 import faulthandler
 import functools
 import gc
-import logging
-import sys
 import tempfile
 from typing import Any
 
@@ -18,11 +16,11 @@ from torchrl.collectors.distributed import DistributedCollector, RayCollector
 from tests.adapters import adapted_actor, base_of
 from tests.helpers import WalkEnv, assert_same, make_actor, moved, play
 from torchrl_kl import KLConstrainedTransform, kl_collector
-from torchrl_kl.collectors.workers import MakeChargedEnv, ReferenceFile
+from torchrl_kl.collectors.workers import PenalizedEnvFactory, SharedFiles
 
 WHERE = pytest.mark.parametrize("where", ["learner", "workers"])
 FRAMES = 24
-SECONDS = 240  # for one collector, from start to end
+SECONDS = 600  # for one collector, only against hangs
 
 
 def collector_of(kind: Any, policy: Any, stack: Any, where: Any, **kwargs) -> Any:
@@ -36,20 +34,6 @@ def collector_of(kind: Any, policy: Any, stack: Any, where: Any, **kwargs) -> An
 def score(actor: Any, batch: Any) -> torch.Tensor:
     with torch.no_grad():
         return actor.log_prob(batch.select("observation", "action"))
-
-
-@pytest.fixture
-def ray_runtime():
-    import ray
-    from ray import cloudpickle
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    for name in ("tests.helpers", "tests.adapters"):  # actors of Ray do not find the tests
-        cloudpickle.register_pickle_by_value(sys.modules[name])
-    yield
-    for name in ("tests.helpers", "tests.adapters"):
-        cloudpickle.unregister_pickle_by_value(sys.modules[name])
-    ray.shutdown()
 
 
 # A reference that moves, in one process; test_collectors.py has the others.
@@ -83,9 +67,36 @@ def test_a_state_that_is_loaded_reaches_the_workers_too(where):
             stack.load_state_dict(other.state_dict())
 
 
+def by_assignment(actor: Any, other: Any) -> None:
+    actor.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
+
+
+def by_data(actor: Any, other: Any) -> None:
+    for mine, new in zip(actor.parameters(), other.parameters(), strict=True):
+        mine.data.copy_(new)
+
+
+def by_order(actor: Any, _: Any) -> None:
+    for mine in actor.parameters():
+        mine.data.copy_(mine.data.flip(0))
+
+
+@pytest.mark.parametrize("move", [by_assignment, by_data, by_order])
+def test_a_move_that_raises_no_version_counter_reaches_the_workers_too(move):
+    actor, other = make_actor(), make_actor(seed=8)
+    stack: Any = KLConstrainedTransform(actor, 0.1)
+    scores = []
+    for batch in collector_of(Collector, moved(actor), stack, "workers"):
+        assert_same(batch["next", "ref_log_prob"], score(stack.reference.actor, batch))
+        scores.append((batch["next", "ref_log_prob"] - score(actor, batch)).abs().max())
+        move(stack.reference.actor, other)
+    assert scores[0] <= 1e-5
+    assert scores[1] > 0.1
+
+
 def test_nothing_is_written_while_nothing_moves(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(ReferenceFile, "write", lambda *_: pytest.fail("nothing moved"))
+    monkeypatch.setattr(SharedFiles, "write", lambda *_: pytest.fail("nothing moved"))
     stack: Any = KLConstrainedTransform(make_actor(), 0.1)
     for _ in collector_of(Collector, make_actor(), stack, "workers"):
         assert list(tmp_path.iterdir())
@@ -113,12 +124,13 @@ def test_the_folder_lasts_as_long_as_the_collector(monkeypatch, tmp_path):
 
 
 def test_a_version_replaces_the_one_before(tmp_path):
-    file = ReferenceFile(tmp_path)
+    files = SharedFiles(tmp_path, torch.zeros((), dtype=torch.float64))
     for value in (1.0, 2.0):
-        file.write({"a.b": torch.full((2,), value)})
-        assert file.count.item() == value
-        assert_close(file.read(), {"a.b": torch.full((2,), value)})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["reference", "reference_count"]
+        files.write({"a.b": torch.full((2,), value)})
+        assert files.count.item() == value
+        assert_close(files.read(), {"a.b": torch.full((2,), value)})
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["coeff", "reference", "reference_count"]
 
 
 # The policy itself, its adapters off.
@@ -178,9 +190,9 @@ def test_with_real_workers(kind, where, kwargs, request):
 
 def test_a_switch_that_is_a_closure_acts_on_the_copy():
     actor, layer = adapted_actor()
-    base, source = base_of(actor, layer), torch.tensor(0.1, dtype=torch.float64)
+    base = base_of(actor, layer)
     stack = KLConstrainedTransform(actor, 0.1, reference=lambda: layer.disable_adapter())
-    env = MakeChargedEnv(functools.partial(WalkEnv, (3,)), stack, source, in_process=False)()
+    env = PenalizedEnvFactory(functools.partial(WalkEnv, (3,)), stack, in_process=False)()
     batch = play(env, actor)
     assert_same(batch["next", "ref_log_prob"], score(base, batch))
     assert batch["next", "kl"].abs().max() > 0.1

@@ -1,6 +1,8 @@
 """What `kl_collector` promises, as far as one process shows it; the rest is in test_collectors.py."""
 
 import pickle
+from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,13 +32,14 @@ from torchrl_kl import (
     TopKActor,
     kl_collector,
 )
+from torchrl_kl.actors.moving import entries_of
+from torchrl_kl.collectors.watched import WatchedCollector
 from torchrl_kl.collectors.workers import (
-    FollowingKLController,
-    MakeChargedEnv,
+    PenalizedEnvFactory,
+    SharedFiles,
     UniqueTrajectories,
     restore_trajectories,
 )
-from torchrl_kl.collectors.kl_collector import _LearnerLink
 
 WHERE = pytest.mark.parametrize("where", ["learner", "workers"])
 
@@ -113,6 +116,50 @@ class TestOneProcess:
         batches = collect(stack.freeze(), where, exploration_type=ExplorationType.DETERMINISTIC)
         assert controller.calls == []
         assert torch.cat([batch["next", "kl_coeff"] for batch in batches]).unique().numel() == 1
+
+    @WHERE
+    def test_a_constant_coefficient_has_nothing_that_deterministic_actions_could_bias(self, where):
+        stack = KLConstrainedTransform(make_actor(), 0.1)
+        batches = collect(stack, where, exploration_type=ExplorationType.DETERMINISTIC)
+        assert torch.equal(batches[0]["action"], batches[0]["logits"].argmax(-1))
+
+    @WHERE
+    def test_a_second_collector_begins_new_sums(self, where):
+        stack, controller = spied()
+        torch.manual_seed(0)
+        # The first one ends after one step, inside of trajectories with the ids that the next one
+        # gives.
+        arguments: Any = {"where": where, "frames_per_batch": 3, "total_frames": 3}
+        (first,) = kl_collector(Collector, walk, policy(), stack, **arguments)
+        assert not first["next", "done"].any()
+        second, _ = collect(stack, where, batches=2)
+        assert_close(second["next", "episode_kl"][:, 0], second["next", "kl"][:, 0])
+        alone, told = spied()
+        collect(alone, where, batches=2)
+        assert controller.calls == told.calls
+
+    @WHERE
+    def test_a_stack_may_serve_two_collectors_in_turn(self, where):
+        stack, _ = spied()
+        arguments: Any = {"where": where, "frames_per_batch": 15, "total_frames": 60}
+        collectors = [kl_collector(Collector, walk, policy(), stack, **arguments) for _ in range(2)]
+        for batches in zip(*collectors, strict=True):
+            for collector, batch in zip(collectors, batches, strict=True):
+                sums = vars(collector).setdefault("sums", defaultdict(float))
+                for step in batch.reshape(-1):
+                    trajectory = int(step["collector", "traj_ids"])
+                    sums[trajectory] += step["next", "kl"].item()
+                    running = step["next", "episode_kl"].item()
+                    assert running == pytest.approx(sums[trajectory], abs=1e-5)
+
+    def test_the_learner_needs_no_next_observations(self):
+        one, other = (
+            collect(KLConstrainedTransform(make_actor(), 0.3), "learner", compact_obs=compact)
+            for compact in (False, True)
+        )
+        assert ("next", "observation") not in other[0].keys(True)
+        for batch, compact in zip(one, other, strict=True):
+            assert_close(compact["next", "reward"], batch["next", "reward"])
 
     @WHERE
     def test_the_env_itself_will_do(self, where):
@@ -205,10 +252,21 @@ class TestRefusals:
                 "`replay_buffer` must be left out",
             ),
             (Collector, {"init_random_frames": 100}, "`init_random_frames` must be left out"),
+            (Collector, {"track_traj_ids": False}, "`track_traj_ids` must be left True"),
+            (
+                DistributedCollector,
+                {"collector_kwargs": {"track_traj_ids": False}},
+                "`track_traj_ids` must be left True",
+            ),
+            (
+                Collector,
+                {"where": "workers", "compact_obs": True},
+                "`compact_obs` must be left out.*it would drop the KL",
+            ),
             (
                 Collector,
                 {"exploration_type": ExplorationType.MODE},
-                "must be RANDOM while the controller moves.*Freeze",
+                "must be RANDOM while the controller adapts.*Freeze",
             ),
             (MultiAsyncCollector, {"set_truncated": True}, "`set_truncated` must be left out"),
             (
@@ -240,51 +298,58 @@ class TestRefusals:
             kl_collector(MultiSyncCollector, [walk] * 2, policy(), stack, **arguments)
 
     def test_rows_joined_along_time(self):
-        link = _LearnerLink(KLConstrainedTransform(make_actor(), 0.1), 0, False, False)
+        collector: Any = SimpleNamespace(_cat_results=0)
         batch = TensorDict(
             observation=torch.ones(4, 3), next=TensorDict(batch_size=4), batch_size=4
         )
         with pytest.raises(
             RuntimeError, match="`cat_results` = 0 joined the rows of several workers along time"
         ):
-            link.receive(batch, None)  # type: ignore[arg-type]
+            WatchedCollector._receive(collector, batch)
 
 
 class TestWorkers:
-    def test_a_follower_shares_the_memory_whatever_is_done_to_it(self):
-        source = torch.tensor(0.5, dtype=torch.float64)
-        controller = FollowingKLController(source, per="step").half().to("meta")
-        source.fill_(3.0)
-        assert controller.coeff == 3.0
-        assert controller.per == "step"
-
-    def test_a_follower_is_not_updated(self):
-        controller = FollowingKLController(torch.tensor(0.5, dtype=torch.float64), per="trajectory")
-        with pytest.raises(RuntimeError, match="this controller follows the learner's"):
-            controller.update(1.0, 1)
-
-    def test_the_env_is_charged_at_the_source_and_moves_nothing(self):
-        source = torch.tensor(0.5, dtype=torch.float64)
+    def test_the_env_follows_the_files_and_moves_nothing(self, tmp_path):
+        files = SharedFiles(tmp_path, torch.tensor(0.5, dtype=torch.float64))
         stack, controller = spied(step=1.0)
-        make_env: Any = MakeChargedEnv(walk, stack, source)
-        env, other = make_env(), make_env()
+        make_env: Any = pickle.loads(pickle.dumps(PenalizedEnvFactory(walk, stack, files)))
+        envs = make_env(), make_env()
         for coeff in (0.5, 2.0):
-            source.fill_(coeff)
-            assert (
-                env.rollout(6, policy(), break_when_any_done=False)["next", "kl_coeff"] == coeff
-            ).all()
-        env.follow_coeff(3.0)
-        assert (other.rollout(2, policy())["next", "kl_coeff"] == 3.0).all()
+            files.coeff.fill_(coeff)
+            for env in envs:
+                batch = env.rollout(6, policy(), break_when_any_done=False)
+                assert (batch["next", "kl_coeff"] == coeff).all()
         assert controller.calls == []
-        assert not stack.adjustment.in_env
-        assert not stack.adjustment.frozen
+        assert all(env.transform[0].statistics.count == 0 for env in envs)
+        assert not stack.in_env
+        assert not stack.frozen
+
+    def test_the_env_follows_on_another_dtype(self, tmp_path):
+        files = SharedFiles(tmp_path, torch.tensor(0.5, dtype=torch.float64))
+        env: Any = PenalizedEnvFactory(walk, spied()[0], files)()
+        env.transform.half()
+        files.coeff.fill_(0.3)  # which float16 does not have
+        batch = env.rollout(2, policy())
+        assert (batch["next", "kl_coeff"] == torch.tensor(0.3)).all()
+
+    def test_the_env_follows_messages(self):
+        stack, _ = spied()
+        env: Any = PenalizedEnvFactory(walk, stack)()
+        assert (env.rollout(2, policy())["next", "kl_coeff"] == torch.tensor(0.1)).all()
+        env.follow_coeff(3.0)
+        assert (env.rollout(2, policy())["next", "kl_coeff"] == 3.0).all()
+        env.follow_reference(entries_of(policy()))
+        assert env.rollout(2, policy())["next", "kl"].abs().max() <= 1e-6
+        assert stack.controller.coeff == 0.1
+        for mine, given in zip(
+            stack.reference.parameters(), make_actor().parameters(), strict=True
+        ):
+            assert torch.equal(mine, given)  # the learner's is untouched
 
     def test_the_learners_controller_stays_at_home(self):
         stack, controller = spied()
         object.__setattr__(controller, "cannot_travel", lambda: None)  # a lambda cannot be pickled
-        make_env = pickle.loads(
-            pickle.dumps(MakeChargedEnv(walk, stack, torch.tensor(0.5, dtype=torch.float64)))
-        )
+        make_env = pickle.loads(pickle.dumps(PenalizedEnvFactory(walk, stack)))
         assert isinstance(make_env.stack.controller, ConstantKLController)
 
     def test_ids_of_two_workers_never_meet(self):
@@ -306,4 +371,4 @@ class TestWorkers:
         assert got[1]["x"].tolist() == [2] * 4
         assert set(got[0].keys(True, True)) == set(batches[0].keys(True, True))
         assert batches[0]["collector", "traj_ids"].tolist() == ids.tolist()
-        assert restore_trajectories(batches[0]) is batches[0]
+        assert restore_trajectories(batches[0])["collector", "traj_ids"].tolist() == ids.tolist()

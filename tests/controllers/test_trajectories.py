@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torchrl.collectors.utils import split_trajectories
 
 from torchrl_kl._feeding import ControllerFeed, sum_trajectories
-from torchrl_kl._tensordict import find_done
+from torchrl_kl._tensordict import find_done, find_ends
 from torchrl_kl.controllers import AdaptiveKLController
 from torchrl_kl.controllers.trajectories import OpenTrajectories, TrajectorySums
 
@@ -317,7 +317,7 @@ class TestWithIds:
     def test_batches_of_replay_and_fake_ones_leave_no_trace(self, seed):
         rng = random.Random(seed)
         streams = make_streams(rng, 2, 30, 1, shared_done=True)
-        keys = {"reward_key": "reward", "done_key": "done", "time_dim": -1}
+        keys = {"done_key": "done", "time_dim": -1}
         controller = AdaptiveKLController(0.1, target=0.5, horizon=100)
         clean, disturbed = (ControllerFeed(controller, update_every=10**9) for _ in range(2))
         for rows in cut(streams, rng):
@@ -671,19 +671,35 @@ class TestNumbers:
 
 
 class TestFindDone:
-    def test_it_is_the_one_next_to_the_reward(self):
-        step = TensorDict(
-            {"done": torch.zeros(1), "agents": {"done": torch.zeros(1), "reward": torch.zeros(1)}}
-        )
-        assert find_done(step, ("agents", "reward")) == ("agents", "done")
-        assert find_done(step, "reward") == "done"
+    def test_it_is_the_one_that_is_named_or_next_to_the_reward(self):
+        step = TensorDict({"done": torch.zeros(1), "agents": {"done": torch.zeros(1)}})
+        for named in (False, True):
+            assert find_done(step, ("agents", "done"), named=named) == ("agents", "done")
+            assert find_done(step, "done", named=named) == "done"
 
-    def test_or_else_the_one_at_the_root(self):
+    def test_or_else_the_one_at_the_root_if_none_is_named(self):
         step = TensorDict({"done": torch.zeros(1), "agents": {"reward": torch.zeros(1)}})
-        assert find_done(step, ("agents", "reward")) == "done"
+        assert find_done(step, ("agents", "done"), named=False) == "done"
+        with pytest.raises(KeyError, match="there is no .*agents.*done"):
+            find_done(step, ("agents", "done"))
 
     def test_neither_is_an_error_that_says_what_is_there(self):
         step = TensorDict({"agents": {"reward": torch.zeros(1)}})
         message = r"no .*'agents.*'done.* and no .*'done.* in the step, got .*agents.*reward.*`KLKeys\(done=\.\.\.\)`"
         with pytest.raises(KeyError, match=message):
-            find_done(step, ("agents", "reward"))
+            find_done(step, ("agents", "done"), named=False)
+
+
+class TestFindEnds:
+    def test_an_agent_ends_at_its_flag_and_at_that_of_the_root(self):
+        flags = TensorDict(done=torch.tensor([[True], [False]]), batch_size=2)
+        step = TensorDict(agents=flags, done=torch.tensor([False]))
+        shape = (2, 1)
+        assert find_ends(step, ("agents", "done"), shape).flatten().tolist() == [True, False]
+        step["done"] = torch.tensor([True])
+        assert find_ends(step, ("agents", "done"), shape).flatten().tolist() == [True, True]
+        assert find_ends(step, ("agents", "done"), shape, "terminated") is None
+
+    def test_a_flag_that_is_named_at_the_root_is_the_only_one(self):
+        step = TensorDict(done=torch.tensor([True]), my_end=torch.tensor([False]))
+        assert find_ends(step, "my_end", (1,)).tolist() == [False]

@@ -11,6 +11,7 @@ from tensordict.nn import CompositeDistribution, TensorDictModule
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.modules import MaskedCategorical, OneHotCategorical, ValueOperator, set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss, KLPENPPOLoss
 
@@ -27,6 +28,7 @@ from tests.helpers import (
     play,
     probabilistic_actor,
     sequence,
+    total,
     with_transforms,
 )
 from torchrl_kl import (
@@ -101,7 +103,7 @@ class TestOutputs:
             actor[0].module.weight.add_(1.0 * torch.randn(N_ACTIONS, N_OBS))
         assert loss(batch)["loss_kl"] > 0.01
 
-    def test_coefficient_0_charges_nothing_not_even_infinity(self):
+    def test_coefficient_0_adds_nothing_not_even_infinity(self):
         loss, batch = make_loss(controller=0.0), rollout()
         with torch.no_grad():
             loss.reference.actor[0].module.bias[0] = -torch.inf
@@ -275,7 +277,7 @@ class TestGradients:
     def test_k1_is_refused_with_the_reason(self):
         with pytest.raises(
             ValueError,
-            match=r'must not be "k1".*expected gradient is zero.*Charge k1 to the reward',
+            match=r'must not be "k1".*expected gradient is zero.*Subtract k1 from the reward',
         ):
             make_loss(gradient="k1")
 
@@ -396,6 +398,78 @@ class TestController:
         assert len(controllers[1].calls) > 1
         assert whole == (pieces[0], pytest.approx(pieces[1], rel=1e-5))
 
+    def test_a_second_collector_does_not_continue_the_sums_of_the_first(self):
+        # Both count their trajectories from 0, and the first one ends inside some.
+        def run(seed: int) -> list[Any]:
+            env = with_transforms(WalkEnv((2,)))
+            return collect(env, moved(make_actor()), frames=14, batches=2, seed=seed)
+
+        runs = [run(seed) for seed in (0, 1)]
+        first_end, second_start = runs[0][-1][:, -1], runs[1][0][:, 0]
+        ids = ("collector", "traj_ids")
+        assert not first_end["next", "done"].all()
+        told = {}
+        for order in ((0,), (1,), (0, 1)):
+            controller = SpyController()
+            loss = make_loss(controller=controller)
+            for index in order:
+                for batch in runs[index]:
+                    shifted = batch.clone()
+                    if index == 1:  # the same numbers as those that were left open
+                        shifted[ids] += first_end[ids].min() - second_start[ids].min()
+                    loss.update_controller(shifted)
+            told[order] = total(controller)
+        count, kl = (sum(told[(index,)][i] for index in (0, 1)) for i in (0, 1))
+        assert told[0, 1] == (count, pytest.approx(kl, rel=1e-5))
+
+    def test_trajectories_of_two_collectors_that_alternate_are_kept_apart(self):
+        runs = [
+            collect(
+                with_transforms(WalkEnv((2,))), moved(make_actor()), frames=14, batches=4, seed=s
+            )
+            for s in (0, 1)
+        ]
+        told = []
+        for data in (
+            runs[0],
+            runs[1],
+            [batch for pair in zip(*runs, strict=True) for batch in pair],
+        ):
+            controller = SpyController()
+            loss = make_loss(controller=controller)
+            for batch in data:
+                loss.update_controller(batch)
+            told.append(total(controller))
+        count, kl = (told[0][i] + told[1][i] for i in (0, 1))
+        assert told[2] == (count, pytest.approx(kl, rel=1e-5))
+
+    def test_per_step_neither_time_nor_order_nor_ends_are_needed(self):
+        controllers = [SpyController(per="step") for _ in range(2)]
+        batch = rollout()
+        make_loss(controller=controllers[0]).update_controller(batch)
+        shuffled = batch[:, torch.randperm(12)].exclude(("next", "done"))
+        make_loss(controller=controllers[1]).update_controller(shuffled)
+        assert controllers[0].calls == [(pytest.approx(controllers[1].calls[0][0]), 24)]
+
+    def test_per_trajectory_the_steps_must_follow_one_another(self):
+        controller = SpyController()
+        loss, batch = make_loss(controller=controller), rollout()
+        with pytest.raises(ValueError, match="the steps of the batch do not follow one another"):
+            loss.update_controller(batch[:, torch.randperm(12)])
+        assert controller.calls == []
+
+    def test_an_infinite_kl_moves_nothing(self):
+        controller = SpyController(step=1.0)
+        loss, batch = make_loss(controller=controller), rollout()
+        healthy = copy.deepcopy(loss)
+        with torch.no_grad():
+            loss.reference.actor[0].module.bias[0] = -torch.inf
+        with pytest.raises(ValueError, match="must be finite"):
+            loss.update_controller(batch)
+        assert controller.calls == []
+        assert loss.statistics.count == 0
+        assert healthy.update_controller(batch) == pytest.approx(1.1)
+
     def test_the_mask_that_was_named_says_which_trajectories_count(self):
         batch = rollout()
         first = batch["next", "done"][0].flatten().nonzero()[0].item() + 1
@@ -465,37 +539,37 @@ class TestController:
             make_loss(controller="adaptive")
 
 
-class TestChargedTwice:
+class TestPenalizedTwice:
     @staticmethod
-    def charged(coeff: float) -> Any:
+    def penalized(coeff: float) -> Any:
         return KLConstrainedTransform(make_actor(), coeff)(rollout())
 
-    def test_a_charged_reward_is_an_error(self):
+    def test_a_penalized_reward_is_an_error(self):
         with pytest.raises(
-            RuntimeError, match=r"'kl_coeff'\) other than 0.*again.*`allow_charged_reward=True`"
+            RuntimeError, match=r"'kl_coeff'\) other than 0.*again.*`allow_penalized_reward=True`"
         ):
-            make_loss()(self.charged(0.1))
+            make_loss()(self.penalized(0.1))
 
     def test_unless_asked_for(self):
-        batch = self.charged(0.1)
-        assert make_loss(allow_charged_reward=True)(batch)["loss_kl"] > 0
+        batch = self.penalized(0.1)
+        assert make_loss(allow_penalized_reward=True)(batch)["loss_kl"] > 0
 
     def test_a_measured_one_is_fine(self):
-        assert make_loss()(self.charged(0.0))["loss_kl"] > 0
+        assert make_loss()(self.penalized(0.0))["loss_kl"] > 0
 
     def test_a_loss_that_only_measures_is_fine(self):
-        assert make_loss(controller=ConstantKLController(0.0))(self.charged(0.1))["kl"] > 0
+        assert make_loss(controller=ConstantKLController(0.0))(self.penalized(0.1))["kl"] > 0
 
-    def test_it_is_seen_in_a_branch_and_under_another_name(self):
+    def test_it_is_seen_in_a_nested_tensordict_and_under_another_name(self):
         batch = rollout()
         batch["next", "agents", "kl_coeff"] = torch.full((2, 12, 3, 1), 0.1)
         with pytest.raises(RuntimeError, match=r"\('next', 'agents', 'kl_coeff'\)"):
             make_loss()(batch)
         loss = make_loss()
-        loss.set_keys(kl_coeff="price")
+        loss.set_keys(kl_coeff="weight")
         loss(batch)
-        batch["next", "price"] = torch.full((2, 12, 1), 0.1)
-        with pytest.raises(RuntimeError, match=r"\('next', 'price'\)"):
+        batch["next", "weight"] = torch.full((2, 12, 1), 0.1)
+        with pytest.raises(RuntimeError, match=r"\('next', 'weight'\)"):
             loss(batch)
 
 
@@ -541,11 +615,102 @@ class TestAroundALoss:
             id(parameter) for parameter in parameters
         }
 
-    def test_a_loss_with_a_kl_of_its_own_is_not_overwritten(self):
+    def test_a_loss_that_writes_a_kl_is_not_overwritten(self):
         actor = moved(make_actor())
         loss = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=self.ppo(actor, KLPENPPOLoss))
         with pytest.raises(ValueError, match=r"`loss` writes \['kl'\] too.*one after the other"):
             loss(self.batch())
+
+
+class TestHalfPrecision:
+    """Sums over many steps are made, and returned, in float32."""
+
+    N_STEPS = 140_000  # times a KL of one half: beyond the largest number of float16, 65504
+
+    def batch(self, dtype: torch.dtype) -> Any:
+        done = torch.zeros(1, self.N_STEPS, 1, dtype=torch.bool)
+        done[:, 999::1000] = True
+        batch = TensorDict(
+            observation=torch.ones(1, self.N_STEPS, 1, dtype=dtype),
+            action=torch.zeros(1, self.N_STEPS, dtype=torch.long),
+            action_log_prob=torch.zeros(1, self.N_STEPS, dtype=dtype),
+            next=TensorDict(done=done, batch_size=(1, self.N_STEPS)),
+            batch_size=(1, self.N_STEPS),
+        )
+        batch.names = [None, "time"]
+        return batch
+
+    @staticmethod
+    def actor(dtype: torch.dtype, bias: float) -> Any:
+        """Two actions; the logits are 0 and `bias`."""
+        net = nn.Linear(1, 2, dtype=dtype)
+        nn.init.zeros_(net.weight)
+        net.bias.data = torch.tensor([0.0, bias], dtype=dtype)
+        return probabilistic_actor(
+            TensorDictModule(net, ["observation"], ["logits"]),
+            in_keys=["logits"],
+            distribution_class=Categorical,
+            return_log_prob=True,
+        )
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("gradient", ["step", "sequence", "k2"])
+    def test_sums_and_means(self, dtype, gradient):
+        batch = self.batch(dtype)
+        policy, reference = self.actor(dtype, 0.0), self.actor(dtype, 2.0)
+        log_probs, ref_log_probs = (
+            torch.tensor([0.0, bias]).log_softmax(-1) for bias in (0.0, 2.0)
+        )
+        batch["action_log_prob"][:] = log_probs[0].to(dtype)
+        ratio = log_probs[0] - ref_log_probs[0]
+        exact = (log_probs.exp() * (log_probs - ref_log_probs)).sum()
+        value, kl = (ratio**2 / 2, ratio) if gradient == "k2" else (exact, exact)
+        # The log-probs of both are rounded to the dtype, at most 2.2; a ratio of about 1.4 is squared for k2.
+        relative = 8 * torch.finfo(dtype).eps
+        for reduction, n_steps in (("mean", 1), ("sum", self.N_STEPS)):
+            loss = KLPenaltyLoss(
+                policy, 1.0, reference=reference, gradient=gradient, weights="step",
+                reduction=reduction,
+            )  # fmt: skip
+            out = loss(batch)
+            assert all(entry.dtype == torch.float32 for entry in out.values())
+            assert_close(out["loss_kl"].detach(), n_steps * value, rtol=relative, atol=0)
+            assert_close(out["kl"], kl, rtol=relative, atol=0)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_trajectories_of_a_controller(self, dtype):
+        controller = SpyController()
+        policy, reference = self.actor(dtype, 0.0), self.actor(dtype, 2.0)
+        loss = KLPenaltyLoss(policy, controller, reference=reference)
+        loss.update_controller(self.batch(dtype))
+        per_step = KLPenaltyLoss(policy, 1.0, reference=reference)(self.batch(dtype))["kl"].item()
+        assert controller.calls == [(pytest.approx(1000 * per_step, rel=1e-5), 140)]
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the calls of tensor operations."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("weights", ["step", "trajectory"])
+def test_no_loop_runs_over_the_steps(weights):
+    counts = []
+    for n_steps in (64, 1024):
+        batch = play(with_transforms(WalkEnv((2,))), moved(make_actor()), 64).detach()
+        batch: Any = torch.cat([batch] * (n_steps // 64), 1).exclude(("next", "observation"))
+        batch.names = [None, "time"]
+        loss = make_loss(controller=SpyController(), gradient="sequence", weights=weights)
+        loss.update_controller(batch[:, :2])
+        with CountOps() as mode:
+            loss(batch)
+            loss.update_controller(batch)
+        counts.append(mode.n)
+    assert counts[1] < 1.5 * counts[0]  # log2 of 1024 over log2 of 64 is 5/3
 
 
 class TestPolicies:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, cast
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torchrl.data import TensorSpec
 from torchrl.envs.utils import ExplorationType, exploration_type
-from torchrl.modules import set_recurrent_mode
+from torchrl.modules import recurrent_mode, set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
-from torchrl_kl._tensordict import LogProbKeys, as_tuple, existing_keys, sibling
+from torchrl_kl._tensordict import LogProbKeys, as_tuple, existing_keys, is_fake, sibling
 from torchrl_kl.actors.moving import MasterWeights
 from torchrl_kl.actors.policy import ActingPolicy
 from torchrl_kl.actors.reading import (
@@ -28,8 +28,6 @@ from torchrl_kl.actors.reading import (
     trace_keys,
 )
 from torchrl_kl.actors.recurrent import RecurrentMemory
-
-__all__ = ["FrozenActor", "Score"]
 
 
 class Score(NamedTuple):
@@ -210,28 +208,24 @@ class FrozenActor(nn.Module):
         """Whether the policy draws its actions now: k1 of an argmax is biased and must not move a controller."""
         return (exploration_type() or self._interaction_type) == ExplorationType.RANDOM
 
-    def policy_log_prob(
+    def present_log_prob(
         self,
         tensordict: TensorDictBase,
         *,
         timed: bool = False,
         env_actions: Collection[NestedKey] | None = None,
     ) -> Tensor | None:
-        """The policy's log-prob of the actions, nats: what it recorded, or its present one if it may be asked.
+        """The policy's present log-prob of the actions, nats; None if it may not be asked or did not run.
 
         Args:
             tensordict: what the policy read and wrote, shape (*B).
             timed: whether the last dimension is time.
             env_actions: in an env: what a random policy writes, to tell whether the policy ran.
-
-        Returns:
-            The log-prob, shape of the batch that holds the action, or None.
         """
-        log_prob = self.recorded.read(tensordict)
-        if log_prob is None and self._policy is not None:
-            if env_actions is None or self._policy.ran(tensordict, env_actions):
-                log_prob = self._policy.log_prob(tensordict, timed=timed)
-        return log_prob
+        policy = self._policy
+        if policy is None or not (env_actions is None or policy.ran(tensordict, env_actions)):
+            return None
+        return policy.log_prob(tensordict, timed=timed)
 
     def inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
         """What the reference reads of a step (shallow copy, missing entries left out)."""
@@ -266,9 +260,11 @@ class FrozenActor(nn.Module):
             inputs
         ):  # exact, also for a shuffled batch that kept the name "time"
             return self.step(inputs)
-        self._set_first_states(tensordict, inputs, self.zero_states)
+        fake = is_fake(tensordict)
+        self._set_first_states(tensordict, inputs, self.zero_states or fake)
         score = self._score(inputs, recurrent=True)
-        self._memory.remember(tensordict, score.states)
+        if not fake:
+            self._memory.remember(tensordict, score.states)
         return score
 
     def get_dist(self, tensordict: TensorDictBase, *, timed: bool) -> Distribution:
@@ -360,12 +356,14 @@ class FrozenActor(nn.Module):
             if floating and value.dtype != self._own_dtype:
                 inputs.set(key, value.to(self._own_dtype))
 
-    @contextmanager
-    def scoring(self, recurrent: bool) -> Iterator[None]:
+    def scoring(self, recurrent: bool) -> AbstractContextManager[None]:
         """The context of every pass of `actor`; `recurrent`: whether the last dimension is time."""
-        grad = self.requires_grad and torch.is_grad_enabled()
-        with torch.set_grad_enabled(grad), set_recurrent_mode(recurrent):
-            yield
+        grad, mode = self.requires_grad and torch.is_grad_enabled(), recurrent_mode()
+        if mode is None and not self.state_keys:
+            mode = False
+        if grad == torch.is_grad_enabled() and mode == recurrent:
+            return nullcontext()  # as in the steps of most rollouts: entering contexts takes time
+        return scoring_mode(grad, recurrent)
 
     def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> Score:
         self._prepare(inputs)
@@ -375,3 +373,10 @@ class FrozenActor(nn.Module):
             log_prob = log_prob.float()
         states = [cast(Tensor, inputs.get(("next", *as_tuple(key)))) for key in self.state_keys]
         return Score(log_prob, states, inputs)
+
+
+@contextmanager
+def scoring_mode(grad: bool, recurrent: bool) -> Iterator[None]:
+    """With or without gradients, in or out of TorchRL's recurrent mode."""
+    with torch.set_grad_enabled(grad), set_recurrent_mode(recurrent):
+        yield

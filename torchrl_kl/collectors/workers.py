@@ -1,4 +1,4 @@
-"""What runs in a collector's workers: envs charged as the learner says, and trajectory ids that are unique."""
+"""What runs in a collector's workers: envs that follow the learner's stack, and unique ids."""
 
 from __future__ import annotations
 
@@ -15,139 +15,117 @@ from torchrl.envs import Compose, EnvBase, TransformedEnv
 
 from torchrl_kl._tensordict import TRAJECTORY_KEY
 from torchrl_kl.actors.moving import entries_of
-from torchrl_kl.actors.switched import SwitchedActor
-from torchrl_kl.controllers.rules import ConstantKLController, KLController, Per
+from torchrl_kl.actors.references import SwitchedActor
+from torchrl_kl.controllers.rules import ConstantKLController
 from torchrl_kl.transforms.stack import KLConstrainedTransform
 
 UNIQUE_TRAJECTORY_KEY = ("collector", "unique_traj_ids")
 
 
-class FollowingKLController(KLController):
-    """Charges at a coefficient that another process moves, and never moves it.
+class SharedFiles:
+    """The learner's coefficient and moved reference, for all processes of a machine.
+
+    Each version of the reference replaces the file as a whole: no worker reads half of an update.
 
     Args:
-        source: where the coefficient stands, 0-dim float64: memory that the learner writes to, or a tensor of this
-            process that is told of every change.
-        per: the unit of the learner's controller.
+        folder: where the files go; it must last as long as the workers.
+        coeff: the coefficient at the start, 0-dim.
     """
 
-    def __init__(self, source: Tensor, *, per: Per):
-        super().__init__(source.item(), per=per)
-        self._buffers["coeff"] = source
-
-    def _apply(self, fn, recurse=True):
-        return self  # a copy on another device or of another dtype would no longer follow
-
-    def _next_coeff(self, kl: float, n_steps: int) -> float:
-        raise RuntimeError(
-            "this controller follows the learner's: only the learner may update the coefficient, "
-            "with the controller of the stack that `kl_collector` was given."
-        )
-
-
-class ReferenceFile:
-    """The weights of the learner's reference, once they have moved, and the count of their versions.
-
-    A version replaces the one before in one piece: no worker ever reads half of each.
-
-    Args:
-        folder: where the file goes; it must last as long as the workers.
-    """
-
-    def __init__(self, folder: Path):
-        self.path = folder / "reference"
+    def __init__(self, folder: Path, coeff: Tensor):
+        self.coeff = MemoryMappedTensor.from_tensor(coeff.cpu(), filename=folder / "coeff")
         count = torch.zeros((), dtype=torch.int64)
         self.count = MemoryMappedTensor.from_tensor(count, filename=folder / "reference_count")
+        self.path = folder / "reference"
 
     def write(self, weights: dict[str, Tensor]) -> None:
-        """Publishes a version."""
+        """Publishes a version of the reference."""
         new = self.path.with_suffix(".new")
         torch.save(weights, new)
         new.replace(self.path)
         self.count.add_(1)
 
     def read(self) -> dict[str, Tensor]:
-        """The latest version."""
+        """The latest version of the reference."""
         return torch.load(self.path, map_location="cpu", weights_only=True)
 
 
-class FollowingEnv(TransformedEnv):
-    """An env with the stack as its last transform, charged at the learner's coefficient, by the learner's reference."""
+class PenalizedEnv(TransformedEnv):
+    """An env with the stack as its last transform, which follows the learner's.
 
-    reference_file: ReferenceFile | None = None
+    It reads `files` at each step where they are given; over Ray, messages call the other methods.
+    """
+
+    files: SharedFiles | None = None
     _reference_count = 0
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if self.reference_file is not None:
-            count = (
-                self.reference_file.count.item()
-            )  # read first: what is published meanwhile is read once more
+        if self.files is not None:
+            self.follow_coeff(self.files.coeff.item())
+            count = self.files.count.item()  # before the file: a newer one is read again
             if count != self._reference_count:
                 self._reference_count = count
-                self.follow_reference(self.reference_file.read())
+                self.follow_reference(self.files.read())
         return super()._step(tensordict)
 
     def follow_coeff(self, coeff: float) -> None:
-        """Sets the coefficient of the next step on."""
+        """Sets the coefficient from the next step on."""
         self._stack.controller.coeff.fill_(coeff)
 
     @torch.no_grad()
     def follow_reference(self, weights: dict[str, Tensor]) -> None:
-        """Sets the weights of the reference of the next step on."""
+        """Sets the weights of the reference from the next step on."""
         own = entries_of(self._stack.reference.actor)
         for name, value in weights.items():
             own[name].copy_(value)
 
     @property
     def _stack(self) -> KLConstrainedTransform:
-        return next(
-            t for t in cast(Compose, self.transform) if isinstance(t, KLConstrainedTransform)
-        )
+        transforms = cast(Compose, self.transform)
+        return next(t for t in transforms if isinstance(t, KLConstrainedTransform))
 
 
-class MakeChargedEnv:
-    """Makes the env of a worker: the user's, with a frozen copy of the learner's stack last.
+class PenalizedEnvFactory:
+    """Makes a worker's env: the user's, with a frozen copy of the stack as its last transform.
 
     Args:
         create_env_fn: makes the user's env; or the env.
-        stack: the learner's stack. Its reference travels to the workers, its controller does not.
-        source: where the coefficient stands, see `FollowingKLController`.
-        reference_file: where the reference stands once it has moved; None if the env is told of it.
-        in_process: whether the env is made in the learner's process. Elsewhere a reference that is the policy itself
-            becomes a copy of it, taken now: TorchRL takes the weights out of a policy while it travels.
+        stack: the learner's stack. Its reference is sent to the workers, its controller is not.
+        files: what the env follows; None if messages tell it.
+        in_process: whether the env is made in the learner's process. In another process, a
+            reference that is the policy itself becomes a copy of the policy as it is now, since
+            TorchRL sends policies without their weights.
     """
 
     def __init__(
         self,
         create_env_fn: Callable[..., EnvBase] | EnvBase,
         stack: KLConstrainedTransform,
-        source: Tensor,
-        reference_file: ReferenceFile | None = None,
+        files: SharedFiles | None = None,
         *,
         in_process: bool = True,
     ):
-        self.create_env_fn, self.source, self.reference_file = create_env_fn, source, reference_file
-        self.per: Per = stack.controller.per
+        self.create_env_fn, self.files = create_env_fn, files
         self.stack = copy.deepcopy(stack).freeze()
-        self.stack.adjustment.controller = ConstantKLController(0.0)
+        self.stack.controller = ConstantKLController(stack.controller.coeff.item())
         if not in_process and isinstance(stack.reference, SwitchedActor):
-            # By pickle and not by deepcopy: a switch that is a closure must come to act on the copy.
+            # By pickle and not by deepcopy: a switch that is a closure must act on the copy.
             self.stack = cloudpickle.loads(cloudpickle.dumps(self.stack))
 
     def __call__(self, **kwargs: Any) -> EnvBase:
+        """The env."""
         env = self.create_env_fn
         env = env if isinstance(env, EnvBase) else env(**kwargs)
-        stack = copy.deepcopy(self.stack)
-        stack.adjustment.controller = FollowingKLController(self.source, per=self.per)
-        env = FollowingEnv(env, Compose(stack))  # type: ignore[arg-type]
-        env.reference_file = self.reference_file
+        env = PenalizedEnv(env, Compose(copy.deepcopy(self.stack)))  # type: ignore[arg-type]
+        env.files = self.files
         return env
 
 
 class UniqueTrajectories:
-    """A worker's `postproc`: ids that no other worker gives, under a key that the collector leaves alone.
+    """A worker's `postproc` that writes trajectory ids which no other worker uses.
 
-    The workers of Ray and of torch.distributed number their trajectories by themselves, each from 0.
+    The workers of Ray and of torch.distributed number their trajectories separately, each from 0.
+    The ids go to another key, because the collector renumbers those under its own.
     """
 
     def __init__(
@@ -159,13 +137,15 @@ class UniqueTrajectories:
         self.worker, self.num_workers, self.postproc = worker, num_workers, postproc
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """A shallow copy of the batch with the ids."""
         batch = batch if self.postproc is None else self.postproc(batch)
-        return batch.copy().set(
-            UNIQUE_TRAJECTORY_KEY, batch.get(TRAJECTORY_KEY) * self.num_workers + self.worker
-        )
+        ids = batch.get(TRAJECTORY_KEY) * self.num_workers + self.worker
+        return batch.copy().set(UNIQUE_TRAJECTORY_KEY, ids)
 
 
 def restore_trajectories(batch: TensorDictBase) -> TensorDictBase:
-    """The batch with the unique ids as its ids, where workers wrote them; a shallow copy then."""
+    """A shallow copy of the batch, with the unique ids under TorchRL's key if there are any."""
     ids = batch.get(UNIQUE_TRAJECTORY_KEY, None)
-    return batch if ids is None else batch.exclude(UNIQUE_TRAJECTORY_KEY).set(TRAJECTORY_KEY, ids)
+    if ids is None:
+        return batch.copy()
+    return batch.exclude(UNIQUE_TRAJECTORY_KEY).set(TRAJECTORY_KEY, ids)

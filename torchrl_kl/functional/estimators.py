@@ -19,11 +19,6 @@ from torchrl_kl.functional.distributions import (
 )
 from torchrl_kl.functional.numbers import check_mask, working_dtype
 
-# Until torchrl_kl/__init__.py imports them from torchrl_kl.functional.
-from torchrl_kl.functional.sums import masked_mean, masked_sum, sum_over_trajectories  # noqa: F401
-
-__all__ = ["ESTIMATORS", "kl_exact", "kl_k1", "kl_k2", "kl_k3", "kl_top_k"]
-
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """Log-ratio estimate of KL(policy || reference): `log_prob - ref_log_prob`.
@@ -57,8 +52,11 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
     """
     _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
     check_mask(mask, log_prob.shape, "`log_prob`")
-    _, log_ratio, infinite = split_log_ratio(log_prob, ref_log_prob, mask)
-    return torch.where(infinite, torch.inf, log_ratio)
+    ignored = log_prob == -torch.inf
+    if mask is not None:
+        ignored = ignored | ~mask
+    log_ratio = (log_prob - ref_log_prob).masked_fill(ignored, 0.0)
+    return log_ratio.masked_fill(log_ratio == torch.inf, torch.inf)  # infinity has no slope
 
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None) -> Tensor:

@@ -22,8 +22,6 @@ from torchrl_kl._torchrl import container_of
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.transforms.placement import refuse_wrong_order
 
-__all__ = ["KLTransform", "episode_dtype", "require_spec"]
-
 
 class KLTransform(Transform):
     """Base of the transforms: in an env they work in `_step`, on a batch in `forward`, never on their input."""
@@ -38,18 +36,23 @@ class KLTransform(Transform):
         return cast(EnvBase, self.parent)
 
     @property
-    def in_env(self) -> bool:
-        """Whether the transform is attached to an env."""
+    def env(self) -> EnvBase | None:
+        """The env that the transform is attached to; None if it is attached to none."""
         container = container_of(self)
         while container is not None and not isinstance(container, EnvBase):
             container = container_of(cast(Transform, container))
-        return container is not None
+        return container
+
+    @property
+    def in_env(self) -> bool:
+        """Whether the transform is attached to an env."""
+        return self.env is not None
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
         """Writes zeros for the declared entries; partial resets mask them as they do observations."""
-        env = cast(EnvBase, self.container)
+        env = cast(EnvBase, self.env)
         leading = tensordict_reset.batch_size[: tensordict_reset.batch_dims - len(env.batch_size)]
         spec = env.full_observation_spec
         for key in self.out_keys:

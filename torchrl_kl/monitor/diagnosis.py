@@ -1,0 +1,215 @@
+"""Which distribution were these actions drawn from, if not from the actor's?
+
+N steps, V actions: `log_probs` (N, V) are the actor's, normalised, in float64; `action` (N,) was
+drawn; `recorded` (N,) is the log-prob that the sampler wrote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+TEMPERATURES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+TOP_KS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
+N_ALTERNATIVES = len(TEMPERATURES) + len(TOP_KS)
+_LEAST = -1e5  # replaces -inf where it is multiplied: 0 * -inf is NaN
+_MIN_STEPS = 20  # differences of one sign before the sign counts: 2 ** -19 by chance
+_MOST_WEALTH = 30.0  # nats; evidence beyond this would have to decay after a fault is repaired
+
+
+def take(log_probs: Tensor, action: Tensor) -> Tensor:
+    """The log-prob of each action, (N,)."""
+    return log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+
+def find_cause(
+    log_probs: Tensor,
+    action: Tensor,
+    recorded: Tensor,
+    masks: Mapping[str, Tensor],
+    tolerance: float,
+) -> str:
+    """The first cause that explains why the recorded log-probs differ from the actor's.
+
+    Args:
+        log_probs: (N, V).
+        action: (N,).
+        recorded: (N,); some differ from the actor's by more than `tolerance`.
+        masks: boolean entries (N, V) of the data that may have masked the sampler's actions.
+        tolerance: nats.
+    """
+    scored = take(log_probs, action)
+    impossible = (scored <= _LEAST).double().mean().item()
+    if impossible:
+        return (
+            f"the actor gives probability 0 to {impossible:.0%} of the recorded actions: it masks "
+            "actions that the sampler may draw. Give both the same mask."
+        )
+    gap = recorded - scored
+    # A true cause leaves next to nothing unexplained, whatever the tolerance allows.
+    limit = min(tolerance, 0.05 * gap.abs().max().item())
+    return (
+        _temperature(log_probs, action, recorded, limit)
+        or _mask(log_probs, action, recorded, masks, limit)
+        or _truncation(log_probs, scored, gap, limit)
+        or (_UNRECORDED if not recorded.any() else _subset(gap, limit))
+        or _UNKNOWN
+    )
+
+
+_UNRECORDED = (
+    "every recorded log-prob is 0, which a collector writes for the random actions of "
+    "`init_random_frames`. Call the monitor only after these frames."
+)
+_UNKNOWN = (
+    "it cannot be told from the numbers. Were the actor's weights updated after the batch was "
+    "drawn (call the monitor before the update)? Does the actor use dropout, another precision or "
+    "other inputs? Temperature, top-k and masks in combination also look like this."
+)
+
+
+def _temperature(log_probs: Tensor, action: Tensor, recorded: Tensor, limit: float) -> str | None:
+    """Fits `recorded = log_softmax(log_probs / T)[action]`: Gauss-Newton in 1 / T from a grid."""
+    if take(log_probs, action).round(decimals=4).unique().numel() < 3:
+        return None  # one parameter can fit one or two numbers, whatever their cause
+    logits = log_probs.clamp_min(_LEAST)
+
+    def residual(inverse: float) -> tuple[Tensor, Tensor]:
+        scaled = (inverse * logits).log_softmax(-1)
+        slope = take(logits, action) - (scaled.exp() * logits).sum(-1)
+        return take(scaled, action) - recorded, slope
+
+    def loss(inverse: float) -> float:
+        return residual(inverse)[0].square().sum().item()
+
+    inverse = min((1 / t for t in TEMPERATURES), key=loss)
+    for _ in range(20):
+        error, slope = residual(inverse)
+        inverse -= ((error * slope).sum() / slope.square().sum().clamp_min(1e-30)).item()
+        if not 1e-3 < inverse < 1e3:
+            return None
+    if residual(inverse)[0].abs().max() > limit:
+        return None
+    return (
+        f"the recorded log-probs are the actor's at temperature {1 / inverse:.3g}. Divide the "
+        "actor's logits by the same temperature, or sample at temperature 1."
+    )
+
+
+def _mask(
+    log_probs: Tensor, action: Tensor, recorded: Tensor, masks: Mapping[str, Tensor], limit: float
+) -> str | None:
+    for name, mask in masks.items():
+        masked = torch.where(mask, log_probs, -torch.inf).log_softmax(-1)
+        if (take(masked, action) - recorded).abs().max() <= limit:  # False for -inf and NaN
+            return (
+                f"the recorded log-probs are the actor's over the actions that {name} allows. Let "
+                "the actor read that mask too (MaskedCategorical)."
+            )
+    return None
+
+
+def _truncation(log_probs: Tensor, scored: Tensor, gap: Tensor, limit: float) -> str | None:
+    """Top-k and top-p renormalise: the gap is minus the log of the mass of the kept actions."""
+    ranked = log_probs.sort(-1, descending=True).values
+    kept = ranked.logcumsumexp(-1).clamp_max(0.0)  # (N, V): log-mass of the k most likely
+    fits = ((gap.unsqueeze(-1) + kept).abs() <= limit) & (scored.unsqueeze(-1) >= ranked)
+    if bool(fits.all(0).any()):
+        k = int(fits.all(0).int().argmax()) + 1
+        return (
+            f"the recorded log-probs are the actor's over its {k} most likely actions: top-k "
+            f"sampling with k = {k}. Sample without top-k, or truncate the actor in the same way."
+        )
+    if not bool(fits.any(1).all()):
+        return None
+    mass = torch.cat([torch.zeros_like(kept[:, :1]), kept.exp()], -1)
+    n_kept = fits.int().argmax(-1, keepdim=True)
+    low, high = mass.gather(-1, n_kept).max().item(), mass.gather(-1, n_kept + 1).min().item()
+    if low >= high:
+        return None
+    return (
+        "the recorded log-probs are the actor's over the most likely actions that hold a mass of "
+        f"p, p between {low:.3g} and {high:.3g}: top-p sampling. Sample without top-p, or truncate "
+        "the actor in the same way."
+    )
+
+
+def _subset(gap: Tensor, limit: float) -> str | None:
+    """A distribution that is renormalised over some of the actions is larger on each of them."""
+    if int((gap.abs() > limit).sum()) < _MIN_STEPS:
+        return None
+    if gap.min() >= -limit:
+        mass = (-gap).exp().mean().item()
+        return (
+            "no recorded log-prob is smaller than the actor's: the sampler seems to mask actions "
+            f"and to keep {mass:.0%} of the actor's probability on average. Give both the same "
+            "mask, top-k or top-p."
+        )
+    if gap.max() <= limit:
+        return (
+            "no recorded log-prob is larger than the actor's: the actor seems to mask actions "
+            "that the sampler may draw. Give both the same mask, top-k or top-p."
+        )
+    return None
+
+
+def log_ratios(log_probs: Tensor, action: Tensor) -> Tensor:
+    """Log-likelihood of the actions under each alternative, minus that under the actor.
+
+    If the actions were drawn from `log_probs`, the mean of the exponential is 1 for each
+    alternative, for any batch and however one step leads to the next.
+
+    Returns:
+        Nats, (N_ALTERNATIVES,): first the temperatures, then the top-k samplers.
+    """
+    scored = take(log_probs, action)
+    logits = log_probs.clamp_min(_LEAST)
+    ratios = [(take((logits / t).log_softmax(-1), action) - scored).sum() for t in TEMPERATURES]
+    ranked = log_probs.topk(min(max(TOP_KS), log_probs.shape[-1]), -1).values
+    for k in TOP_KS:
+        least = ranked[:, min(k, ranked.shape[-1]) - 1]
+        # Ties with the k-th action are kept: a uniform policy must not look like one with k = 1.
+        kept = log_probs.where(log_probs >= least.unsqueeze(-1), -torch.inf).logsumexp(-1)
+        ratios.append(torch.where(scored >= least, -kept, -torch.inf).sum())
+    return torch.stack(ratios)
+
+
+def describe_sampler(evidence: Tensor) -> str:
+    """The alternative with the most evidence, (N_ALTERNATIVES,), in words."""
+    best = int(evidence.argmax())
+    if best >= len(TEMPERATURES):
+        k = TOP_KS[best - len(TEMPERATURES)]
+        return "the most likely action each time" if k == 1 else f"top-k sampling with k near {k}"
+    t = TEMPERATURES[best]
+    if t > 1:
+        return f"a higher temperature (near {t:g})"
+    return f"a lower temperature (near {t:g}), top-k or top-p sampling"
+
+
+@dataclass
+class PooledEvidence:
+    """Evidence against the actor, pooled over batches between which the actor may change.
+
+    It is a bet that starts with a wealth of 1. Before the n-th batch 1 / (n (n + 1)) of that is
+    spread over the alternatives; the likelihood ratios of this batch and of all later ones multiply
+    it. On the actor's own actions the expected wealth never grows, so the wealth ever exceeds
+    exp(x) with a probability of at most exp(-x), over any number of batches (Ville's inequality).
+    What is bet late finds faults that begin late. Whether a batch is added must not depend on what
+    is in it.
+    """
+
+    n_batches: int = 0
+    log_wealth: list[float] = field(default_factory=lambda: [-math.inf] * N_ALTERNATIVES)
+
+    def add(self, ratios: Tensor) -> Tensor:
+        """Adds the log-ratios of a batch; returns the evidence for each alternative, nats."""
+        self.n_batches += 1
+        stake = -math.log(self.n_batches * (self.n_batches + 1) * N_ALTERNATIVES)
+        wealth = torch.tensor([self.log_wealth, [stake] * N_ALTERNATIVES], dtype=torch.float64)
+        evidence = (wealth.logsumexp(0) + ratios.cpu()).clamp_max(_MOST_WEALTH)
+        self.log_wealth = evidence.tolist()
+        return evidence

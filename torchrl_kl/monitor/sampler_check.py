@@ -1,0 +1,213 @@
+"""Recomputes the log-probs that a policy recorded, and checks the samples against the policy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, cast
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torchrl.modules import set_recurrent_mode
+
+from torchrl_kl import _tensordict as td
+from torchrl_kl.actors import reading
+from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.functional.estimators import kl_exact
+from torchrl_kl.monitor import diagnosis, messages
+from torchrl_kl.monitor.messages import KLMessage
+
+_BEYOND_CHANCE = math.log(2e6)  # nats: half of 1e-6 for the batch, half for the pooled evidence
+_TABLE_SIZE = 2**23  # numbers in a table of log-probs, 64 MiB: many actions, fewer steps
+
+
+class _Table(NamedTuple):
+    """Log-probs of all actions (N, V) and the drawn ones (N,), at N steps by flat `index` (N,)."""
+
+    log_probs: Tensor
+    action: Tensor
+    index: Tensor
+
+
+def counted_steps(batch: TensorDictBase, values: Tensor) -> Tensor:
+    """True where a step is not padding, the shape of `values`."""
+    mask = batch.get(td.MASK_KEY, None)
+    if mask is None:
+        return torch.ones_like(values, dtype=torch.bool)
+    return td.expand_right(mask, values.shape)
+
+
+class SamplerCheck:
+    """Compares the recorded log-probs with the actor's, and the actions with what it draws."""
+
+    def __init__(
+        self,
+        actor: nn.Module,
+        reference: FrozenActor | None,
+        log_prob_key: NestedKey | list[NestedKey] | None,
+        *,
+        tolerance: float,
+        time_dim: int | None,
+    ):
+        reading.check_actor(actor)
+        self.actor: Any = actor
+        self.reference, self.tolerance, self.time_dim = reference, tolerance, time_dim
+        self.recorded = td.LogProbKeys(log_prob_key or reading.find_log_prob_keys(actor))
+        self.action_keys = self.actor.dist_sample_keys
+        self._reads = [*reading.read_keys(actor), *self.action_keys]
+        try:
+            self._dist_module = reading.dist_module_of(actor)
+        except ValueError:  # several distributions: they have no table of actions
+            self._dist_module = None
+
+    @torch.no_grad()
+    def report(
+        self,
+        batch: TensorDictBase,
+        pooled: diagnosis.PooledEvidence,
+        *,
+        due: bool,
+        negative: bool,
+    ) -> tuple[KLMessage | None, float | None]:
+        """What speaks against the samples of a batch, and the exact KL where it is computed.
+
+        Args:
+            batch: shape (*B).
+            pooled: the evidence of earlier batches; this one is added.
+            due: whether the actor is evaluated because it is this batch's turn.
+            negative: whether it is evaluated because the mean k1 is negative.
+        """
+        for key in self.action_keys:
+            td.get_required(batch, key, "`actor` must be the policy that drew this batch.")
+        recorded = self.recorded.require(batch).double()
+        counted = counted_steps(batch, recorded)
+        recorded_dist = self._dist(batch)
+        if not (due or negative):
+            table = self._table(recorded_dist, batch, recorded, counted)
+            return self._unlike_actor(table, pooled), None
+        inputs = batch.select(*self._reads, strict=False)
+        timed = td.find_time_dim(batch, self.time_dim) is not None
+        with set_recurrent_mode(timed):
+            scored = reading.log_prob_of_actions(
+                self.actor, inputs, self.action_keys, self.recorded
+            ).double()
+        dist = self._dist(inputs)
+        table = self._table(dist, batch, scored, counted)
+        fault = self._unlike_recorded(batch, recorded, scored, counted, table)
+        # A batch that is checked only for its negative mean is not pooled: its content chose it.
+        pools = due or recorded_dist is not None
+        fault = fault or self._unlike_actor(table, pooled if pools else None)
+        if fault is not None or not negative or self.reference is None:
+            return fault, None
+        ref_dist = self.reference.get_dist(batch, timed=timed)
+        return None, _mean_kl(dist, ref_dist, counted)
+
+    def _dist(self, params: TensorDictBase) -> Distribution | None:
+        """The distribution from parameters that the actor wrote; None where they are missing."""
+        module = self._dist_module
+        if module is None or any(params.get(key, None) is None for key in module.in_keys):
+            return None
+        try:
+            return module.get_dist(params)
+        except ValueError:  # validated, and what is recorded in padding is not valid
+            return None
+
+    def _table(
+        self, dist: Distribution | None, batch: TensorDictBase, log_prob: Tensor, counted: Tensor
+    ) -> _Table | None:
+        """What the policy could have drawn, and drew; None unless one categorical action a step."""
+        log_probs = _all_log_probs(dist, counted.shape)
+        if log_probs is None:
+            return None
+        action = reading.action_index(batch.get(self.action_keys[0]), log_probs)
+        index = counted.flatten().nonzero().squeeze(-1)
+        # Evenly spaced: which steps are used must not depend on their actions.
+        index = index[:: max(1, math.ceil(len(index) * log_probs.shape[-1] / _TABLE_SIZE))]
+        action = action.flatten()[index].long()
+        log_probs = log_probs.reshape(-1, log_probs.shape[-1])[index].double().log_softmax(-1)
+        error = (diagnosis.take(log_probs, action) - log_prob.flatten()[index]).nan_to_num()
+        if bool((error.abs() > max(self.tolerance, 1e-3)).any()):
+            return None
+        return _Table(log_probs, action, index)
+
+    def _unlike_recorded(
+        self,
+        batch: TensorDictBase,
+        recorded: Tensor,
+        scored: Tensor,
+        counted: Tensor,
+        table: _Table | None,
+    ) -> KLMessage | None:
+        gap = (recorded - scored)[counted]
+        differs = ~(gap.abs() <= self.tolerance)  # NaN differs
+        if not bool(differs.any()):
+            return None
+        share = differs.double().mean().item()
+        largest = gap.abs().nan_to_num(math.inf, math.inf).max().item()
+        cause = messages.NO_TABLE
+        if table is not None:
+            log_probs, action, index = table
+            masks = {
+                repr(key): value.flatten(0, -2)[index]
+                for key, value in batch.items(True, True)
+                if td.as_tuple(key)[0] != "next"
+                and (value.shape, value.dtype)
+                == ((*counted.shape, log_probs.shape[-1]), torch.bool)
+            }
+            values = recorded.flatten()[index]
+            found = diagnosis.find_cause(log_probs, action, values, masks, self.tolerance)
+            cause = f"Cause: {found}"
+        text = (
+            "The sampler and the actor disagree: recorded log-probs differ from those that the "
+            f"actor gives the same actions by up to {largest:.3g} nats, on {share:.1%} of "
+            f"{gap.numel()} steps. {cause} Until this is repaired, the KL is that of another "
+            "policy than the one that is trained."
+        )
+        return KLMessage("sampler_disagrees", text, {"share": share, "largest_difference": largest})
+
+    def _unlike_actor(
+        self, table: _Table | None, pooled: diagnosis.PooledEvidence | None
+    ) -> KLMessage | None:
+        """Actions that the actor did not draw, by this batch alone or by all that were pooled."""
+        if table is None:
+            return None
+        ratios = diagnosis.log_ratios(table.log_probs, table.action)
+        evidence, where = ratios - math.log(len(ratios)), "this batch"
+        if pooled is not None:
+            together = pooled.add(ratios)
+            if together.logsumexp(-1) > evidence.logsumexp(-1):
+                evidence, where = together, f"{pooled.n_batches} batches"
+        nats = evidence.logsumexp(-1).item()
+        if nats < _BEYOND_CHANCE:
+            return None
+        text = (
+            "The sampler and the actor disagree: the recorded log-probs are the actor's, but the "
+            "actions were not drawn from it. They look like "
+            f"{diagnosis.describe_sampler(evidence)}: by chance {where} would show this with a "
+            f"probability of at most 1e-{nats / math.log(10):.0f}. Sample from the distribution "
+            "whose log-probs are recorded (temperature 1, no top-k, ExplorationType.RANDOM), or "
+            "record those of the one that is sampled: the mean of k1 is the KL only on the "
+            "policy's own actions."
+        )
+        return KLMessage("sampler_disagrees", text, {"evidence": nats})
+
+
+def _mean_kl(dist: Distribution | None, ref_dist: Distribution, counted: Tensor) -> float | None:
+    """The exact KL, nats per step; None where no closed form is known."""
+    if dist is None:
+        return None
+    try:
+        kl = td.sum_action_dims(kl_exact(dist, ref_dist), counted.shape)
+    except (TypeError, ValueError):  # no KL is known for the pair, or the bijections differ
+        return None
+    return kl.double()[counted].mean().item()
+
+
+def _all_log_probs(dist: Distribution | None, shape: torch.Size) -> Tensor | None:
+    """Log-probs of all actions (*shape, V); None unless there is one categorical action a step."""
+    try:
+        log_probs = reading.categorical_log_probs(cast(Distribution, dist))
+    except TypeError:
+        return None
+    return log_probs if log_probs.shape[:-1] == shape else None
