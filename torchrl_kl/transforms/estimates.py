@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -20,9 +20,7 @@ from torchrl_kl._tensordict import (
 )
 from torchrl_kl.actors.reading import categorical_log_probs, dist_module_of, written_params
 from torchrl_kl.functional import ESTIMATORS, kl_exact, kl_top_k
-
-if TYPE_CHECKING:
-    from torchrl_kl.transforms.steps import KLStep
+from torchrl_kl.transforms.kl_step import KLStep
 
 Estimator = Literal["k1", "k2", "k3", "exact", "top_k"]
 

@@ -24,8 +24,9 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController
 from torchrl_kl.transforms.base import KLTransform, require_spec
 from torchrl_kl.transforms.estimates import Estimator, make_estimate
+from torchrl_kl.transforms.kl_step import KLStep
 from torchrl_kl.transforms.penalty import NO_KL, PenaltyTransform
-from torchrl_kl.transforms.steps import KLStep, measure, score_batch, score_env_step
+from torchrl_kl.transforms.steps import measure, score_batch, score_env_step
 
 __all__ = [
     "KLDivergenceTransform",

@@ -26,7 +26,8 @@ from torchrl_kl._tensordict import (
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.transforms.base import KLTransform, episode_dtype
-from torchrl_kl.transforms.steps import KLStep, check_reward_shape, get_reward, penalize
+from torchrl_kl.transforms.kl_step import KLStep
+from torchrl_kl.transforms.steps import check_reward_shape, get_reward, penalize
 
 
 class PenaltyTransform(KLTransform):

@@ -23,8 +23,9 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.transforms.estimates import Estimator, make_estimate
+from torchrl_kl.transforms.kl_step import KLStep
 from torchrl_kl.transforms.penalty import PenaltyTransform
-from torchrl_kl.transforms.steps import KLStep, measure, score_batch, score_env_step
+from torchrl_kl.transforms.steps import measure, score_batch, score_env_step
 
 __all__ = ["KLConstrainedTransform", "KLRewardTransform"]
 
