@@ -52,15 +52,13 @@ def kl_collector(
 ) -> Any:
     """A collector of TorchRL whose batches are penalized for the KL to the stack's reference.
 
-    With `where="learner"` each batch goes through the stack when it arrives; with "workers" each
-    worker has a copy of the reference in its env. `torchrl_kl.collectors` compares the two and says
-    what you may rely on.
+    The docstring of `torchrl_kl.collectors` compares the two values of `where`, and says what you
+    may rely on.
 
     Args:
         collector_class: Collector, MultiSyncCollector, MultiAsyncCollector, DistributedCollector or
             RayCollector.
-        create_env_fn: makes an env; or a list with one for each worker; or, for a Collector, the
-            env.
+        create_env_fn: makes an env; or a list, one for each worker; or, for a Collector, the env.
         policy: the actor, which records its log-prob.
         stack: the stack, which is in no env. Freeze it to stop its controller.
         where: where the reference is evaluated.
