@@ -39,11 +39,13 @@ def test_the_declared_keys_of_a_transform():
 
 
 def test_a_masked_categorical_of_indices():
-    logits, indices = torch.zeros(2), torch.tensor([0, 1])
-    assert _torchrl.has_indices(MaskedCategorical(logits=logits, indices=indices)), CHANGED
-    mask = torch.tensor([True, False])
-    assert not _torchrl.has_indices(MaskedCategorical(logits=logits, mask=mask)), CHANGED
-    assert not _torchrl.has_indices(torch.distributions.Categorical(logits=logits))
+    logits, indices = torch.zeros(4), torch.tensor([3, 1])
+    found = _torchrl.indices_of(MaskedCategorical(logits=logits, indices=indices))
+    assert found is not None, CHANGED
+    assert found.tolist() == [3, 1], CHANGED
+    mask = torch.tensor([True, False, True, True])
+    assert _torchrl.indices_of(MaskedCategorical(logits=logits, mask=mask)) is None, CHANGED
+    assert _torchrl.indices_of(torch.distributions.Categorical(logits=logits)) is None
 
 
 def test_the_store_of_a_distributed_collector():
@@ -90,7 +92,7 @@ def test_what_the_check_raises_ends_the_wait():
         collector._store.get("key")
 
 
-NAMES = ("_container", "_out_keys", "_in_keys_inv", "_out_keys_inv", "_store")
+NAMES = ("_container", "_out_keys", "_in_keys_inv", "_out_keys_inv", "_sparse_mask", "_store")
 
 
 @pytest.mark.parametrize("name", [*NAMES, "_getframe"])

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tensordict import NestedKey
+from torch import Tensor
 from torch.distributions import Distribution
 from torchrl.envs.transforms import Transform
+
+from torchrl_kl.functional.distributions import COLUMN_READERS
 
 
 def container_of(transform: Transform) -> object:
@@ -31,9 +34,14 @@ def declared_keys(transform: Transform) -> tuple[set[NestedKey], set[NestedKey],
     return found
 
 
-def has_indices(distribution: Distribution) -> bool:
-    """Whether a distribution is a MaskedCategorical of indices, without a column per action."""
-    return bool(getattr(distribution, "_sparse_mask", False))
+def indices_of(distribution: Distribution) -> Tensor | None:
+    """The action of each column of a MaskedCategorical given by `indices`; None: all, in order."""
+    if getattr(distribution, "_sparse_mask", False):
+        return getattr(distribution, "_mask", None)
+    return None
+
+
+COLUMN_READERS.append(indices_of)
 
 
 def watch_store(collector: Any, check: Callable[[], None]) -> None:
