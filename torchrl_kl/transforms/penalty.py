@@ -115,13 +115,16 @@ class PenaltyTransform(KLTransform):
             measured = measured.float()
         episode_kl = tensordict.get(self.keys.episode_kl, 0.0) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
-        if not step.counted:
-            self._excluded = torch.ones_like(episode_kl, dtype=torch.bool)
+        if step.counted is not True:
+            not_drawn = ~torch.as_tensor(step.counted).expand(episode_kl.shape)
+            known = self._excluded is not None and self._excluded.shape == not_drawn.shape
+            self._excluded = not_drawn | self._excluded if known else not_drawn
         if self.frozen:
             return
         if self.controller.per == "step":
-            values = measured if step.counted else measured[:0].flatten()
-            if step.counted and step.mask is not None:
+            counts = bool(torch.as_tensor(step.counted).all())
+            values = measured if counts else measured[:0].flatten()
+            if counts and step.mask is not None:
                 values = measured[expand_right(step.mask, measured.shape)]
         else:
             values = self._finished(tensordict, next_tensordict, step, episode_kl)
