@@ -28,8 +28,6 @@ from torchrl_kl.controllers import (
 )
 from torchrl_kl.controllers.trajectories import OpenTrajectories, Segments, TrajectorySums
 
-__all__ = ["ControllerFeed", "check_update_every", "sum_trajectories"]
-
 _ENV_TRAJECTORIES, _ENV_STEPS = 16, 256  # an update in an env waits for so many by default
 _PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before the user is warned
 _FLAGS = {"done", "terminated", "truncated", "is_init"}  # a collector's truncation changes them

@@ -30,6 +30,11 @@ def sibling(key: NestedKey, name: str) -> NestedKey:
     return unravel_key((*as_tuple(key)[:-1], name))
 
 
+def hidden_key(key: NestedKey, name: str) -> NestedKey:
+    """A scratch entry, by which one part of the stack tells the next what is not recorded."""
+    return f"_{'_'.join(as_tuple(key))}_{name}"
+
+
 @dataclass(frozen=True)
 class KLKeys:
     """Names of all entries that a KL stack reads and writes.

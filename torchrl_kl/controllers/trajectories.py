@@ -13,8 +13,6 @@ from torch import Tensor
 
 from torchrl_kl.functional.sums import running_sum
 
-__all__ = ["OpenTrajectories", "Segments", "TrajectorySums"]
-
 _MIN_OPEN = 256  # trajectories that may be open at once, at least
 _OPEN_PER_ROW = 64  # and for each row of a batch: that of so many asynchronous workers
 

@@ -10,15 +10,6 @@ from torch import Tensor
 
 from torchrl_kl.functional.numbers import check_mask, working_dtype
 
-__all__ = [
-    "masked_mean",
-    "masked_sum",
-    "running_sum",
-    "sum_after",
-    "sum_before",
-    "sum_over_trajectories",
-]
-
 
 def masked_sum(
     values: Tensor, mask: Tensor | None, *, dim: int | tuple[int, ...] | None = None

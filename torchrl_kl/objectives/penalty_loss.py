@@ -33,8 +33,6 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.objectives.terms import Gradient, Reduction, Steps, Weights, check_options
 
-__all__ = ["KLPenaltyLoss"]
-
 
 class KLPenaltyLoss(LossModule):
     r"""Minimises KL(policy || reference): next to an actor loss, around one (`loss=`), or alone.
