@@ -315,6 +315,8 @@ def require_order(
         may_differ: True where step t + 1 need not continue step t, shape (*R, T - 1).
         consequence: why the order matters and what to do, for the error.
     """
+    if not may_differ.numel():  # fewer than two steps
+        return
     step, dim = cast(TensorDictBase, tensordict.get("next")), tensordict.batch_dims - 1
     for key in keys:
         left, right = step.get(key, None), tensordict.get(key, None)

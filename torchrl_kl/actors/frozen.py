@@ -254,7 +254,8 @@ class FrozenActor(nn.Module):
         """The distribution over the actions of each step of a batch (*B), in one pass along time if `timed`.
 
         A recurrent reference reads its own state where the data carry it; else the rows of a timed
-        batch must begin with their trajectories (or where the last call of `trajectories` ended).
+        batch must begin with their trajectories: the last call of `trajectories` may have left this
+        batch at its end already.
 
         Raises:
             RuntimeError: if the actor is recurrent and its own state is not known.
@@ -263,7 +264,7 @@ class FrozenActor(nn.Module):
         carried = self._carries_states(inputs)
         if self.state_keys:
             if timed and not carried:
-                self._set_first_states(tensordict, inputs, zero_states=False)
+                self._set_first_states(tensordict, inputs, zero_states=False, carry=False)
             self._require_states(inputs)
             if carried:
                 self._trust_states(inputs)
@@ -316,10 +317,15 @@ class FrozenActor(nn.Module):
             inputs.set(self._init_key, torch.zeros_like(inputs.get(self._init_key)))
 
     def _set_first_states(
-        self, tensordict: TensorDictBase, inputs: TensorDictBase, zero_states: bool
+        self,
+        tensordict: TensorDictBase,
+        inputs: TensorDictBase,
+        zero_states: bool,
+        *,
+        carry: bool = True,
     ) -> None:
         specs = list(self.state_specs().values())
-        states = self._memory.first_states(tensordict, specs, zero_states)
+        states = self._memory.first_states(tensordict, specs, zero_states, carry=carry)
         for key, state in zip(self.own_state_keys, states, strict=True):
             inputs.set(key, state)
 

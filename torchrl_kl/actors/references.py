@@ -89,7 +89,7 @@ def as_reference(
     reference: nn.Module | Switch | None,
     *,
     log_prob_key: NestedKey | list[NestedKey] | None = None,
-    **options: bool,
+    **options: Any,
 ) -> FrozenActor:
     """The reference that the argument `reference` means, to score the actions of `actor`.
 
