@@ -197,6 +197,10 @@ class FrozenActor(nn.Module):
         """Whether the policy draws its actions now: k1 of an argmax is biased and must not move a controller."""
         return (exploration_type() or self._interaction_type) == ExplorationType.RANDOM
 
+    def asks(self, actor: nn.Module) -> bool:
+        """Whether the policy that may be asked for its log-prob, if any may, has the weights of `actor`."""
+        return self._policy is None or self._policy.shares_weights(actor)
+
     def present_log_prob(
         self,
         tensordict: TensorDictBase,

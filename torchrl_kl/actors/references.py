@@ -120,6 +120,11 @@ def as_reference(
                 f"`{given[0]}` must be given to the FrozenActor that is the reference, got it here: build "
                 f"FrozenActor(actor, {given[0]}=True)."
             )
+        if not reference.asks(actor):
+            raise ValueError(
+                "`reference` asks another policy than `actor` for log-probs that were not recorded: build "
+                "it with FrozenActor(..., policy=actor, recompute_log_prob=True)."
+            )
         if log_prob_key not in (None, reference.log_prob_key):
             raise ValueError(
                 f"`KLKeys.log_prob` must be that of the FrozenActor, {reference.log_prob_key!r}, got "
