@@ -15,6 +15,7 @@ from torchrl_kl._tensordict import (
     add_spec,
     as_tuple,
     copy_batch,
+    counted_steps,
     expand_right,
     get_required,
     is_fake,
@@ -274,7 +275,7 @@ class KLDivergenceTransform(KLTransform):
         log_prob = self._log_prob(tensordict)
         if log_prob is None:
             log_prob = self.keys.recorded.require(tensordict)
-        mask = tensordict.get(MASK_KEY, None)
+        mask = counted_steps(tensordict)
         self._measure(tensordict, tensordict.get("next"), log_prob, mask, True)
         if self.estimate is not None and not self.keep_dist_params:
             for key in self.estimate.policy_keys:
