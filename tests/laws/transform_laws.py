@@ -330,7 +330,7 @@ class WorkerLaws(TransformLaws):
     @forks
     def test_a_worker_without_the_log_prob_refuses_to_step(self, capfd):
         env = parallel(partial(self.env, ()))
-        with pytest.raises(RuntimeError, match="worker 0 dead"):
+        with pytest.raises(RuntimeError, match="worker [01] dead"):
             play(env, self.policy())
         with pytest.raises(RuntimeError, match="At least one process failed"):
             env.close()
