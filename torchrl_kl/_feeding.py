@@ -28,8 +28,6 @@ from torchrl_kl.controllers import (
 )
 from torchrl_kl.controllers.trajectories import OpenTrajectories, Segments, TrajectorySums
 
-__all__ = ["ControllerFeed", "check_update_every", "sum_trajectories"]
-
 _ENV_TRAJECTORIES, _ENV_STEPS = 16, 256  # an update in an env waits for so many by default
 _PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before the user is warned
 _FLAGS = {"done", "terminated", "truncated", "is_init"}  # a collector's truncation changes them
@@ -294,10 +292,12 @@ class _States:
     def _digests(
         self, tensordict: TensorDictBase, rows: list[int], steps: list[int]
     ) -> list[bytes]:
-        digests = [hashlib.blake2b(digest_size=8) for _ in rows]
-        index = (*torch.unravel_index(torch.tensor(rows), self.tensordict.batch_size[:-1]), steps)
+        n_batch, n_steps = self.tensordict.batch_dims, self.tensordict.batch_size[-1]
+        states = [b""] * len(rows)
         for key in self.keys:
-            states = tensordict.get(key)[index].detach().cpu().contiguous()
-            for digest, state in zip(digests, states, strict=True):
-                digest.update(state.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return [digest.digest() for digest in digests]
+            value = tensordict.get(key)
+            value = value.reshape(-1, n_steps, *value.shape[n_batch:])[rows, steps]
+            data = value.detach().cpu().reshape(len(rows), -1).contiguous()
+            data = data.view(torch.uint8).numpy()
+            states = [state + row.tobytes() for state, row in zip(states, data, strict=True)]
+        return [hashlib.blake2b(state, digest_size=8).digest() for state in states]
