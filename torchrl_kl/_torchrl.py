@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tensordict import NestedKey
+from torch.distributions import Distribution
 from torchrl.envs.transforms import Transform
 
 
@@ -26,8 +27,13 @@ def declared_keys(transform: Transform) -> tuple[set[NestedKey], set[NestedKey],
     The properties of the same names ask some transforms for specs, which may be about to be made.
     """
     names = ("_out_keys", "_in_keys_inv", "_out_keys_inv")
-    out_keys, in_keys_inv, out_keys_inv = (set(vars(transform).get(name) or ()) for name in names)
-    return out_keys, in_keys_inv, out_keys_inv
+    found: Any = tuple(set(vars(transform).get(name) or ()) for name in names)
+    return found
+
+
+def has_indices(distribution: Distribution) -> bool:
+    """Whether a distribution is a MaskedCategorical of indices, without a column per action."""
+    return bool(getattr(distribution, "_sparse_mask", False))
 
 
 def watch_store(collector: Any, check: Callable[[], None]) -> None:
