@@ -12,8 +12,6 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-__all__ = ["DigitLanguage"]
-
 
 @dataclass(frozen=True)
 class DigitLanguage:

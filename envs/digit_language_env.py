@@ -13,8 +13,6 @@ from torchrl.envs import EnvBase
 
 from torchrl_kl.envs.digit_language import DigitLanguage, check_ids
 
-__all__ = ["DigitLanguageEnv"]
-
 
 class DigitLanguageEnv(EnvBase):
     """Writes a response to a random prompt, one token per step, and rewards the finished text.

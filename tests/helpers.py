@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
-from torch import nn
+from tensordict.nn import (
+    CompositeDistribution,
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictSequential,
+)
+from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from torch.testing import assert_close
 from torchrl.collectors import Collector
@@ -16,7 +21,13 @@ from torchrl.data import Categorical as CategoricalSpec
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, EnvBase, InitTracker, Transform, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
-from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, TanhNormal
+from torchrl.modules import (
+    GRUModule,
+    LSTMModule,
+    ProbabilisticActor,
+    TanhNormal,
+    set_recurrent_mode,
+)
 
 from torchrl_kl import KLConstrainedTransform, KLController
 
@@ -47,7 +58,7 @@ class WalkEnv(EnvBase):
 
     Args:
         batch_size: batch size of the env.
-        n_agents: with agents, everything but done stands under "agents".
+        n_agents: with agents, everything but done is under "agents".
         discrete: 4 actions by number, else 2 real ones.
         longest: the length of the longest episode.
         truncates: whether episodes end by truncation; by termination if not.
@@ -237,8 +248,98 @@ def without_kl(batch: Any) -> Any:
     return batch
 
 
+def rounding(
+    actor: Any,
+    batch: Any,
+    of: Callable[[Any], Tensor] | None = None,
+    *,
+    actions: bool = False,
+    steps: int = 1,
+) -> Tensor:
+    """How far apart two evaluations of the log-prob of the actions of a batch may be, nats.
+
+    A matrix product is added up in an order that depends on the shape of the batch and on the
+    machine. In any order, a dot product of n terms is the exact one of weights that are each moved
+    by a share of at most n * eps / 2 (Higham, "Accuracy and Stability of Numerical Algorithms",
+    section 3.1). A value v of an elementary function, such as a scale, is off by a share of at most
+    2 * eps, and so is each term of log p. One evaluation is then, to first order, within
+
+        sum_w (n eps / 2) |w| |d log p / dw| + sum_v 2 eps |v| |d log p / dv| + 2 eps (|log p| + 10)
+
+    of the truth, and two of them are within twice that of each other. For example, the `loc` of a
+    Normal adds |v| |d log p / dv| = |loc| |x - loc| / scale ** 2. The 10 bounds the terms of log p
+    that may cancel: the logarithm of a scale (at least 1e-4 after NormalParamExtractor) or of a sum
+    of exponentials.
+
+    Args:
+        actor: a probabilistic actor. If it is recurrent, the batch holds its state in each step.
+        batch: what it read, and the actions, shape (*B). Rows must not depend on each other.
+        of: what is evaluated, from the tensordict with the parameters of the distribution and all
+            that the actor read, if not the log-prob.
+        actions: whether the actions are rounded, too: TanhNormal takes the log-prob of a draw
+            before it rounds the draw.
+        steps: how many steps have added their errors to a recurrent state.
+
+    Returns:
+        The bound, float64, of the shape of `of`; of a log-prob, summed over action dimensions, the
+        batch shape of the nested tensordict that holds the action.
+    """
+    eps = torch.finfo(next(actor.parameters()).dtype).eps
+    with torch.enable_grad(), set_recurrent_mode(False):
+        inputs = (
+            batch.select(*actor.in_keys, *actor.dist_sample_keys, strict=False).detach().clone()
+        )
+        for key in actor.dist_sample_keys:
+            inputs[key].requires_grad_(actions and inputs[key].is_floating_point())
+        known = actor.get_dist_params(inputs)
+        value = _log_prob(actor, known) if of is None else of(known)
+    values = [v for v in known.values(True, True) if v.requires_grad]
+    weights = list(actor.parameters())
+    shares = [eps / 2 * (1 + (w.shape[-1] if w.ndim > 1 else 1)) for w in weights]
+    shares += [2 * eps] * len(values)
+    rows = value.flatten()
+    slopes = torch.autograd.grad(
+        rows,
+        weights + values,
+        torch.eye(len(rows)).to(rows),
+        is_grads_batched=True,
+        allow_unused=True,
+    )
+    bound = 2 * eps * (rows.detach().abs().double() + 10)
+    for share, v, slope in zip(shares, weights + values, slopes, strict=True):
+        if slope is not None:
+            bound += share * (v.detach() * slope).abs().flatten(1).sum(1)
+    return (2 * steps * bound).reshape(value.shape)
+
+
+def _log_prob(actor: Any, known: Any) -> Tensor:
+    key, dist = actor.dist_sample_keys[0], actor.build_dist_from_params(known)
+    composite = isinstance(dist, CompositeDistribution)
+    found = dist.log_prob(known if composite else known[key])
+    parts = [found] if isinstance(found, Tensor) else list(found.values(True, True))
+    holder = known if isinstance(key, str) else known[key[:-1]]
+    return torch.stack([part.reshape(*holder.shape, -1).sum(-1) for part in parts]).sum(0)
+
+
+def ulps(*terms: Tensor | float) -> Tensor:
+    """How far a sum of a few recorded terms may be from the same sum in another order, float64."""
+    sizes = [torch.as_tensor(term).detach() for term in terms]
+    eps = max(torch.finfo(size.dtype).eps for size in sizes if size.is_floating_point())
+    return 2 * eps * sum((size.double().abs() for size in sizes), torch.zeros(()))
+
+
+def assert_within(actual: Tensor, expected: Tensor, bound: Tensor | float) -> None:
+    """Each number of `actual` is within its bound, (*B) or (*B, 1), of that of `expected`, (*B, 1)."""
+    assert actual.shape == expected.shape
+    error = (actual.detach().double() - expected.detach().double()).abs()
+    bound = torch.as_tensor(bound, dtype=torch.float64)
+    if bound.ndim and bound.ndim < error.ndim:
+        bound = bound.reshape(*bound.shape, *(1,) * (error.ndim - bound.ndim))
+    assert (error <= bound).all(), f"{error.max()} apart, {(error / bound).max()} of the bound"
+
+
 def assert_same(actual: Any, expected: Any) -> None:
-    """What env, postproc and module calls promise: 1e-5."""
+    """What env, postproc and module calls of the same numbers promise: 1e-5."""
     assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 

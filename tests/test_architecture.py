@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "torchrl_kl"
 
 SCRIPTS = sorted(ROOT.glob("examples/*.py")) + sorted(ROOT.glob("benchmarks/*.py"))
 
@@ -29,6 +30,7 @@ PUBLIC_NAMES = {
         "KLControlHook",
         "KLController",
         "KLDivergenceTransform",
+        "KLKeys",
         "KLPenaltyLoss",
         "KLMonitor",
         "KLRewardTransform",
@@ -54,91 +56,42 @@ PUBLIC_NAMES = {
     "torchrl_kl.envs": ["DigitLanguage", "DigitLanguageEnv"],
 }
 
-# Modules of torchrl_kl, lowest first: what each may import of the others. All arrows point to an earlier line.
-ARROWS = {
-    "_divergence": set(),
-    "functional": {"_divergence"},
-    "_scalars": set(),
-    "statistics": {"_scalars"},
-    "controllers": {"_scalars"},
-    "budget": {"_scalars"},
-    "exact": {"functional"},
-    "gpt": set(),
-    "_keys": set(),
-    "_live": set(),
-    "_placement": set(),
-    "_transform": {"_keys", "_placement"},
-    "_charge": {"_keys", "_transform"},
-    "_actors": {"_keys"},
-    "_moving": {"_scalars"},
-    "reference": {"_actors", "_keys", "_moving"},
-    "_switched": {"_live", "reference"},
-    "trajectories": {"_keys"},
-    "_distributions": {"_actors"},
-    "top_k": {"_keys", "_distributions"},
-    "_estimates": {"_keys", "_transform", "_distributions", "functional"},
-    "_policy": {"_actors", "_keys", "_live"},
-    "transforms": {
-        *("_keys", "_placement", "_policy", "_transform", "_estimates", "_switched"),
-        *("functional", "reference"),
-    },
-    "objectives": {
-        "_keys",
-        "_switched",
-        "_transform",
-        "controllers",
-        "functional",
-        "statistics",
-        "trajectories",
-    },
-    "reward_transforms": {
-        *("_keys", "_placement", "_transform", "_charge"),
-        *("controllers", "statistics", "trajectories"),
-    },
-    "_sampling": set(),
-    "_scorer": {"_keys", "_sampling", "_transform", "functional", "reference"},
-    "monitor": {
-        "_keys",
-        "_sampling",
-        "_scorer",
-        "_transform",
-        "controllers",
-        "reference",
-        "statistics",
-        "trajectories",
-    },
-    "stacks": {
-        *("_keys", "_transform", "_charge", "_estimates", "_switched", "controllers", "functional"),
-        *("reference", "transforms", "reward_transforms"),
-    },
-    "_watched": set(),
-    "_workers": {"_keys", "_moving", "_switched", "controllers", "stacks"},
-    "collectors": {"_moving", "_switched", "_watched", "_workers", "stacks"},
-    "trainers": {"_keys", "_transform", "stacks"},
+# Private names of PyTorch, for which it has no public ones.
+TORCH_NAMES = {
+    ("_param", "distributions.py"),
 }
 
-# What a module may import of others' packages, beside the standard library.
+# The rooms of torchrl_kl (files and folders), lowest first: what each imports of the others. All arrows
+# point to an earlier line, and an arrow that no import uses any more must go.
+ARROWS: dict[str, set[str]] = {
+    "functional": set(),
+    "_tensordict": set(),
+    "_torchrl": set(),
+    "controllers": {"functional"},
+    "exact": {"functional"},
+    "language": set(),
+    "actors": {"_tensordict", "functional"},
+    "_feeding": {"_tensordict", "controllers"},
+    "transforms": {
+        *("_feeding", "_tensordict", "_torchrl"),
+        *("actors", "controllers", "functional"),
+    },
+    "objectives": {"_feeding", "_tensordict", "actors", "controllers", "functional"},
+    "monitor": {"_feeding", "_tensordict", "actors", "controllers", "functional"},
+    "collectors": {"_tensordict", "_torchrl", "actors", "controllers", "transforms"},
+    "trainers": {"_tensordict", "transforms"},
+}
+MOST_ROOMS, MOST_FLOORS = 16, 6  # `__init__` and `envs` count too
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
+
+# What a room may import of others' packages, in addition to the standard library.
 TENSORDICT = {"torch", "tensordict", "torchrl"}
 LIBRARIES = {
     **dict.fromkeys(ARROWS, TENSORDICT),
-    **{
-        module: {"torch"}
-        for module in (
-            "_divergence",
-            "functional",
-            "_scalars",
-            "statistics",
-            "controllers",
-            "budget",
-            "exact",
-            "_live",
-            "_moving",
-            "_sampling",
-        )
-    },
-    "gpt": TENSORDICT | {"safetensors"},
-    "_watched": TENSORDICT | {"ray"},
-    "_workers": TENSORDICT | {"cloudpickle"},
+    **dict.fromkeys(("functional", "controllers", "exact"), {"torch"}),
+    "language": TENSORDICT | {"safetensors"},
+    "transforms": TENSORDICT | {"typing_extensions"},  # which torch needs
+    "collectors": TENSORDICT | {"cloudpickle", "ray"},
 }
 
 
@@ -157,16 +110,40 @@ def read_imports(source: str, package: str) -> set[str]:
     return names
 
 
-def imports_of(path: str, package: str = "torchrl_kl") -> tuple[set[str], set[str]]:
-    """Modules of torchrl_kl that a file imports, and packages of others, without the standard library."""
-    names = read_imports((ROOT / path).read_text(), package)
+def files_of(room: str) -> list[Path]:
+    """The files of a room: one, or all of a folder."""
+    path = PACKAGE / room
+    return sorted(path.rglob("*.py")) if path.is_dir() else [PACKAGE / f"{room}.py"]
+
+
+def package_of(path: Path) -> str:
+    """The package in which a file lies, to resolve relative imports."""
+    return ".".join(path.relative_to(ROOT).parent.parts)
+
+
+def imports_of(path: Path, package: str | None = None) -> tuple[set[str], set[str]]:
+    """Names of torchrl_kl that a file imports, and packages of others, without the standard library."""
+    names = read_imports(path.read_text(), package or package_of(path))
     own = {".".join(name.split(".")[1:]) for name in names if name.split(".")[0] == "torchrl_kl"}
     others = {name.split(".")[0] for name in names} - {"torchrl_kl"} - sys.stdlib_module_names
     return own, others
 
 
-def modules_in(folder: str) -> set[str]:
-    return {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
+def module_of(name: str) -> str:
+    """The module (file or package) that an imported name of torchrl_kl leads to."""
+    parts = name.split(".")
+    while parts:
+        path = PACKAGE.joinpath(*parts)
+        if path.with_suffix(".py").is_file() or (path / "__init__.py").is_file():
+            return ".".join(parts)
+        parts.pop()
+    return ""
+
+
+def depth(node: str, arrows: dict[str, set[str]], above: tuple[str, ...] = ()) -> int:
+    """How many floors a node stands on, itself included; fails on a circle."""
+    assert node not in above, f"a circle: {above}"
+    return 1 + max((depth(n, arrows, (*above, node)) for n in arrows.get(node, ())), default=0)
 
 
 class TestArrows:
@@ -184,41 +161,97 @@ def later():
         expected = {"a.b", "c", "e.f.g", "p.q.h", "p.q.i.j", "p.k.l", "m"}
         assert read_imports(source, "p.q") == expected
 
-    def test_every_module_has_its_place(self):
-        assert modules_in("torchrl_kl") == set(ARROWS), "give the module a line in ARROWS"
+    def test_every_room_has_its_place(self):
+        rooms = {path.stem for path in PACKAGE.glob("*.py")}
+        rooms |= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+        assert rooms - {"__init__", "envs"} == set(ARROWS), "give the room a line in ARROWS"
+        assert len(rooms | {"envs"}) <= MOST_ROOMS
 
     def test_the_table_points_one_way(self):
         order = list(ARROWS)
-        for module, targets in ARROWS.items():
-            assert all(order.index(target) < order.index(module) for target in targets)
+        for room, targets in ARROWS.items():
+            assert all(order.index(target) < order.index(room) for target in targets)
+        assert max(depth(room, ARROWS) for room in ARROWS) < MOST_FLOORS  # the front door is above
 
-    @pytest.mark.parametrize("module", ARROWS)
-    def test_nothing_imports_upward(self, module):
-        own, others = imports_of(f"torchrl_kl/{module}.py")
-        assert {name.split(".")[0] for name in own} <= ARROWS[module]
+    @pytest.mark.parametrize("room", ARROWS)
+    def test_a_room_imports_what_the_table_says(self, room):
+        imports = [imports_of(path) for path in files_of(room)]
+        own = {name.split(".")[0] for names, _ in imports for name in names}
+        others = {name for _, names in imports for name in names}
+        assert own - {room} == ARROWS[room]
         assert others
-        assert others <= LIBRARIES[module]
+        assert others <= LIBRARIES[room]
 
-    @pytest.mark.parametrize("module", sorted(modules_in("envs") | {"__init__"}))
-    def test_envs_and_transforms_meet_only_in_keys(self, module):
-        own, others = imports_of(f"envs/{module}.py", "torchrl_kl.envs")
+    def test_no_circle_of_files(self):
+        arrows = {}
+        for path in (path for room in ARROWS for path in files_of(room)):
+            name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+            own, _ = imports_of(path)
+            arrows[name.removesuffix(".__init__")] = {module_of(target) for target in own} - {""}
+        assert all(depth(name, arrows) for name in arrows)
+
+    @pytest.mark.parametrize(
+        "path", sorted((ROOT / "envs").glob("*.py")), ids=lambda path: path.stem
+    )
+    def test_envs_and_transforms_meet_only_in_keys(self, path):
+        own, others = imports_of(path, "torchrl_kl.envs")
         assert {name.split(".")[0] for name in own} <= {"envs"}
         assert others <= TENSORDICT
 
     def test_the_front_door_only_opens(self):
-        own, others = imports_of("torchrl_kl/__init__.py")
+        own, others = imports_of(PACKAGE / "__init__.py")
         assert {name.split(".")[0] for name in own} <= set(ARROWS)
         assert others == set()
 
     @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
     def test_examples_and_benchmarks_use_public_names_only(self, path):
-        own, others = imports_of(f"{path.parent.name}/{path.name}", path.parent.name)
+        own, others = imports_of(path)
         public = {f"torchrl_kl.{name}" for name in PUBLIC_NAMES["torchrl_kl"]}
         public |= {f"torchrl_kl.envs.{name}" for name in PUBLIC_NAMES["torchrl_kl.envs"]}
         assert own or path.stem.endswith("_report")  # a report may know figures alone
         assert {f"torchrl_kl.{name}" for name in own} <= public
         foreign = {script.stem for script in SCRIPTS if script.parent != path.parent}
         assert not others & {"envs", "tests", "examples", "benchmarks", *foreign}
+
+
+SOURCES = sorted(
+    {*(path for room in ARROWS for path in files_of(room)), *(ROOT / "envs").glob("*.py")}
+)
+
+
+class TestSize:
+    @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}.{path.stem}")
+    def test_files_and_functions_are_short(self, path):
+        source = path.read_text()
+        assert len(source.splitlines()) < MOST_LINES
+        functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
+        long = [f.name for f in functions if f.end_lineno - f.lineno >= MOST_LINES_OF_A_FUNCTION]  # type: ignore[operator]
+        assert long == []
+
+
+class TestPrivateNames:
+    def test_no_stack_frame_is_walked(self):
+        words = ("_getframe", "currentframe", "inspect.stack")
+        assert not [path for path in SOURCES if any(word in path.read_text() for word in words)]
+
+    def test_those_of_others_are_in_one_place(self):
+        """A private attribute of an object other than `self` is one that this package defines."""
+        trees = {path: ast.parse(path.read_text()) for path in SOURCES}
+        defined, used = {"_apply", "_buffers", "_modules", "_replace"}, []
+        for path, tree in trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    defined.add(node.name)
+                elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    defined.add(node.target.id)
+                elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+                    on_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+                    if on_self and isinstance(node.ctx, ast.Store):
+                        defined.add(node.attr)
+                    elif not on_self and not node.attr.startswith("__"):
+                        used.append((node.attr, path))
+        foreign = {(name, path.name) for name, path in used if name not in defined}
+        assert {(name, file) for name, file in foreign if file != "_torchrl.py"} == TORCH_NAMES
 
 
 class TestPublicNames:

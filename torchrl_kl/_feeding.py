@@ -28,8 +28,6 @@ from torchrl_kl.controllers import (
 )
 from torchrl_kl.controllers.trajectories import OpenTrajectories, Segments, TrajectorySums
 
-__all__ = ["ControllerFeed", "check_update_every", "sum_trajectories"]
-
 _ENV_TRAJECTORIES, _ENV_STEPS = 16, 256  # an update in an env waits for so many by default
 _PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before the user is warned
 _FLAGS = {"done", "terminated", "truncated", "is_init"}  # a collector's truncation changes them
@@ -56,9 +54,7 @@ class ControllerFeed(nn.Module):
         self.controller = controller
         self.statistics = KLStatistics()
         self.update_every = update_every
-        self.stream = (
-            OpenTrajectories()
-        )  # of the batches that come without a stream of their collector
+        self.stream = OpenTrajectories()  # of batches that come without one of their collector
         self._idle = dict.fromkeys(_PATIENCE, 0)  # since the last update
         self._warned = False
 
@@ -81,7 +77,7 @@ class ControllerFeed(nn.Module):
         move: bool = True,
         trace: bool = True,
     ) -> Tensor | None:
-        """Pools what a batch measured.
+        """Pools what a batch measured; returns the running sums of its trajectories.
 
         Args:
             tensordict: the batch, shape (*B), with "next".
@@ -90,54 +86,46 @@ class ControllerFeed(nn.Module):
             done_key: what ends a trajectory, under "next".
             done_named: False where "done" at the root of "next" may take its place.
             time_dim: the batch dimension that is time, if it is not named "time".
-            observed: what tells whether steps follow one another; by default all that the batch and
-                its "next" share.
+            observed: what tells whether steps follow one another; by default all that is shared.
             stream: the open trajectories of the collector that the batch comes from.
             move: whether the controller may move.
-            trace: whether the batch may leave any trace: not one that was drawn from a replay buffer,
-                whose order may be another, and not fake data.
+            trace: whether the batch may leave any trace: not a sample of a replay buffer or fake data.
 
         Returns:
-            The running sum of each trajectory, the shape and dtype of `values`; None where the
-            batch has no time dimension, or is out of order and leaves no trace.
+            Shape of `values`, at least float32; None where the batch has no time dimension.
 
         Raises:
             RuntimeError: if trajectories are needed and the batch has no time dimension.
-            ValueError: if the steps do not follow one another, or a value is NaN or infinite;
-                nothing has changed then.
+            ValueError: if trajectories are needed and the steps do not follow one another, or a
+                value is NaN or infinite; nothing has changed then.
         """
+        move = move and trace
+        needs_trajectories = move and self.adaptive and self.controller.per == "trajectory"
+        stream = self.stream if stream is None else stream
+        sums, before = stream if trace else OpenTrajectories(), stream.copy()
         running, finished = None, values.new_zeros(0)
-        stream = stream or self.stream
-        before = dict(stream._open)
         if find_time_dim(tensordict, time_dim) is not None:
-            done = find_done(
-                cast(TensorDictBase, tensordict.get("next")), done_key, named=done_named
-            )
-            sums = stream if trace else OpenTrajectories()
-            try:
-                running, finished = sum_trajectories(
-                    tensordict, values, mask, done, sums, observed=observed, judge=move
-                )
-            except ValueError:
-                if trace:
-                    raise
-        if not (move and trace):
-            return running
-        if self.controller.per == "step":
-            counted = None if mask is None else expand_right(mask, values.shape)
-            finished = values if counted is None else values[counted]
-        elif running is None and self.adaptive:
+            step = cast(TensorDictBase, tensordict.get("next"))
+            done = find_done(step, done_key, named=done_named)
+            running, finished = sum_trajectories(
+                tensordict, values, mask, done, sums,
+                observed=observed, judge=move, check_order=needs_trajectories,
+            )  # fmt: skip
+        elif needs_trajectories:
             raise RuntimeError(
                 "the controller is fed nats per trajectory, and in a batch of shape "
                 f"{tuple(tensordict.batch_size)} without a time dimension trajectories cannot be told "
                 'apart: name the last dimension "time" or pass `time_dim`, call freeze() first, or use '
                 "a controller with per='step'."
             )
-        try:
-            self.pool(finished)
-        except ValueError:
-            stream._open = before  # the same batch, mended, may be given again
-            raise
+        if move:
+            if self.controller.per == "step":
+                finished = values if mask is None else values[expand_right(mask, values.shape)]
+            try:
+                self.pool(finished)
+            except ValueError:
+                stream.restore(before)  # the same batch, mended, may be given again
+                raise
         return running
 
     def pool(self, values: Tensor | None, *, in_env: bool = False) -> None:
@@ -213,6 +201,7 @@ def sum_trajectories(
     *,
     observed: Iterable[NestedKey] | None = None,
     judge: bool = True,
+    check_order: bool = True,
 ) -> TrajectorySums:
     """Sums values over the trajectories of a batch (*B) whose last dimension is time; see `ControllerFeed.add_batch`.
 
@@ -244,7 +233,8 @@ def sum_trajectories(
         first_states=states.first,
         last_states=states.last,
     )
-    _require_order(tensordict, segments, states.keys, is_init)
+    if check_order:
+        _require_order(tensordict, segments, states.keys, is_init)
     flat = values.reshape(n_rows, n_steps, n_values)
     running, finished = stream.add(flat, segments, judge=judge)
     dtype = torch.promote_types(values.dtype, torch.float32)
@@ -302,10 +292,12 @@ class _States:
     def _digests(
         self, tensordict: TensorDictBase, rows: list[int], steps: list[int]
     ) -> list[bytes]:
-        digests = [hashlib.blake2b(digest_size=8) for _ in rows]
-        index = (*torch.unravel_index(torch.tensor(rows), self.tensordict.batch_size[:-1]), steps)
+        n_batch, n_steps = self.tensordict.batch_dims, self.tensordict.batch_size[-1]
+        states = [b""] * len(rows)
         for key in self.keys:
-            states = tensordict.get(key)[index].detach().cpu().contiguous()
-            for digest, state in zip(digests, states, strict=True):
-                digest.update(state.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return [digest.digest() for digest in digests]
+            value = tensordict.get(key)
+            value = value.reshape(-1, n_steps, *value.shape[n_batch:])[rows, steps]
+            data = value.detach().cpu().reshape(len(rows), -1).contiguous()
+            data = data.view(torch.uint8).numpy()
+            states = [state + row.tobytes() for state, row in zip(states, data, strict=True)]
+        return [hashlib.blake2b(state, digest_size=8).digest() for state in states]

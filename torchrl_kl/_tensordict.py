@@ -30,6 +30,11 @@ def sibling(key: NestedKey, name: str) -> NestedKey:
     return unravel_key((*as_tuple(key)[:-1], name))
 
 
+def hidden_key(key: NestedKey, name: str) -> NestedKey:
+    """A scratch entry, by which one part of the stack tells the next what is not recorded."""
+    return f"_{'_'.join(as_tuple(key))}_{name}"
+
+
 @dataclass(frozen=True)
 class KLKeys:
     """Names of all entries that a KL stack reads and writes.
@@ -310,11 +315,13 @@ def require_order(
         may_differ: True where step t + 1 need not continue step t, shape (*R, T - 1).
         consequence: why the order matters and what to do, for the error.
     """
-    after, before = tensordict[..., 1:], cast(TensorDictBase, tensordict.get("next"))[..., :-1]
+    step, dim = cast(TensorDictBase, tensordict.get("next")), tensordict.batch_dims - 1
     for key in keys:
-        left, right = before.get(key, None), after.get(key, None)
+        left, right = step.get(key, None), tensordict.get(key, None)
         if left is None or right is None or left.shape != right.shape:
             continue
+        left = left.narrow(dim, 0, may_differ.shape[-1])
+        right = right.narrow(dim, 1, may_differ.shape[-1])
         equal = left == right
         if left.is_floating_point():
             equal = equal | (left.isnan() & right.isnan())

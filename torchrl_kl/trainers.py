@@ -12,8 +12,6 @@ from torchrl_kl._tensordict import MASK_KEY, as_tuple, expand_right
 from torchrl_kl.transforms.base import get_required
 from torchrl_kl.transforms.stack import KLConstrainedTransform
 
-__all__ = ["KLControlHook"]
-
 
 class KLControlHook(TrainerHookBase):
     """Charges KL(policy || reference) to the rewards of every batch that a PPOTrainer collects, and logs it.

@@ -1,4 +1,4 @@
-"""Every way to write an actor: in env and batch the same numbers, and none for identical weights."""
+"""Every way to write an actor: the same KL in env and batch, and none for identical weights."""
 
 import copy
 from typing import Any
@@ -188,7 +188,7 @@ def test_a_gpt_has_no_kl_from_itself_anywhere():
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_a_recurrent_reference_in_recurrent_mode_equals_the_env(kind):
-    # One batch from the first step on, with ends of episodes inside: nothing is carried in but zeros.
+    # One batch from the first step on, with ends of episodes inside: the state begins at zero.
     actor = make_actor(kind)
     env = with_transforms(
         SerialEnv(2, WalkEnv), *memory_of(actor), KLConstrainedTransform(actor, 0.5)

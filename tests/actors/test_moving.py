@@ -1,4 +1,4 @@
-"""The reference moves when it is told to: by a copy, or by an average that rounding does not stop."""
+"""The reference moves when told to: by a copy, or by an average that rounding does not stop."""
 
 import copy
 import io
@@ -146,7 +146,7 @@ def test_the_average_against_its_definition(dtype):
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_the_average_of_half_precision_is_kept_in_fp32(half):
-    # A thousandth of the way, over and over: in bfloat16 each step is less than half of the last bit.
+    # A thousandth of the way, 500 times: in bfloat16 a step is less than half of the last bit.
     tau, steps = 1e-3, 500
     actor, policy = make_actor().to(half), make_actor(seed=5).to(half)
     reference, naive = FrozenActor(actor), [value.clone() for value in weights(actor)]

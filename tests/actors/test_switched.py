@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import InteractionType, TensorDictModule
 from torch import nn
-from torch.distributions import Categorical
 from torch.testing import assert_close
 from torchrl.collectors import Collector
 from torchrl.collectors.utils import split_trajectories
@@ -22,23 +20,18 @@ from torchrl.objectives.value import GAE
 
 from tests.adapters import adapted_actor, base_of, memory_of_adapted
 from tests.helpers import (
-    N_ACTIONS,
     N_OBS,
     WalkEnv,
     assert_same,
     collect,
-    make_actor,
     moved,
     play,
-    probabilistic_actor,
     with_transforms,
     without_kl,
 )
 from tests.laws.transform_laws import TransformLaws
 from torchrl_kl import (
-    FrozenActor,
     KLConstrainedTransform,
-    KLKeys,
     KLMonitor,
     KLPenaltyLoss,
     KLRewardTransform,
@@ -54,7 +47,7 @@ either = pytest.mark.parametrize("which", ["switched", "moved"])
 def two_stacks(
     kind: str = "categorical", which: str = "switched", **kwargs
 ) -> tuple[Any, Any, Any]:
-    """A policy, the stack that switches its adapter off (or was moved), and the one with a copy of what that is."""
+    """A policy, a stack that switches its adapter off (or was moved), one with a copy of that."""
     actor, layer = adapted_actor(kind)
     base = base_of(actor, layer)
     if which == "switched":
@@ -252,7 +245,7 @@ def test_a_pass_is_in_eval_mode_without_gradients_and_leaves_the_mode(training):
     actor, switched, copied = two_stacks()
     batch = play(WalkEnv((2,)), actor)
     actor.train(training)
-    actor[0].module.up.eval()  # a part in a mode of its own
+    actor[0].module.up.eval()  # one part in another mode
     modes = [part.training for part in actor.modules()]
     for _ in range(2):  # with dropout two passes would differ
         after = switched(batch)["next"]
@@ -310,17 +303,29 @@ def test_ten_ppo_updates_of_the_adapter_leave_the_reference_where_it_was(place):
 def test_its_step_compiles_without_a_graph_break():
     actor, switched, _ = two_stacks()
     env = with_transforms(WalkEnv((2,)), switched.freeze())
+
+    def step(given: Any, following: Any) -> Any:
+        return switched._step(switched._inv_call(given), following)
+
     with torch.no_grad():
         td = actor(env.reset())
-        inner, following = env.transform.inv(td), WalkEnv((2,))._step(td)
+        following = WalkEnv((2,))._step(td)
         actor.train()
-        actual = torch.compile(switched._step, fullgraph=True, backend="eager")(
-            inner.clone(), following.clone()
-        )
-        expected = switched._step(inner.clone(), following.clone())
+        compiled = torch.compile(step, fullgraph=True, backend="eager")
+        actual = compiled(td.clone(), following.clone())
+        expected = step(td.clone(), following.clone())
     for name in RESULTS:
         assert_same(actual[name], expected[name])
     assert actor.training
+
+
+def test_it_cannot_be_moved():
+    actor, switched, _ = two_stacks()
+    with pytest.raises(
+        RuntimeError,
+        match="this one is the policy itself within a context: leave `reference` out",
+    ):
+        switched.update_reference(actor)
 
 
 # Copies.
@@ -369,114 +374,3 @@ def test_eval_mode_by_flag_alone():
     with evaluating(module):
         assert not any(part.training for part in module.modules())
     assert all(part.training for part in module.modules())
-
-
-# Another actor, or a reference that is there already.
-
-
-def test_another_actor_is_copied_and_frozen():
-    actor, other = make_actor(), make_actor(seed=7)
-    batch = play(WalkEnv((2,)), actor)
-    stack = KLConstrainedTransform(actor, 0.1, reference=other)
-    expected = FrozenActor(other).step(batch).log_prob
-    assert_same(stack(batch)["next", "ref_log_prob"], expected)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    assert_same(stack(batch)["next", "ref_log_prob"], expected)
-
-
-def test_the_keys_are_those_of_the_policy():
-    actor, other = make_actor(log_prob_keys=["logp"]), make_actor(seed=7, return_log_prob=False)
-    batch = play(WalkEnv((2,)), actor)
-    after = KLConstrainedTransform(actor, 0.1, reference=other)(batch)["next"]
-    expected = batch["logp"] - other.log_prob(batch.select("observation", "action"))
-    assert_same(after["kl"].squeeze(-1), expected.detach())
-
-
-def test_a_policy_that_ran_unrecorded_is_noticed_by_its_own_traces():
-    net = TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), ["observation"], ["scores"])
-    other = probabilistic_actor(
-        net, in_keys={"logits": "scores"}, distribution_class=Categorical, return_log_prob=True
-    )
-    transform = ReferenceModelLogProbTransform(make_actor(), reference=other)
-    with pytest.raises(
-        KeyError, match=r"the policy ran \(its \['logits'\] are there\) but left no"
-    ):
-        play(with_transforms(WalkEnv((2,)), transform), make_actor(return_log_prob=False))
-
-
-def test_whether_it_samples_is_asked_of_the_policy():
-    drawn = make_actor(default_interaction_type=InteractionType.RANDOM)
-    assert FrozenActor(make_actor(), policy=drawn).samples()
-    assert not FrozenActor(drawn, policy=make_actor()).samples()
-
-
-def test_a_frozen_actor_is_used_as_it_is():
-    actor = make_actor()
-    first = KLConstrainedTransform(actor, 0.1)
-    second = KLConstrainedTransform(actor, 0.1, reference=first.reference, keys=KLKeys(reward="bonus"))
-    assert second.reference is first.reference
-    assert KLRewardTransform(actor, reference=first.reference).reference is first.reference
-    with pytest.raises(
-        ValueError,
-        match="`KLKeys.log_prob` must be that of the FrozenActor, 'action_log_prob', got 'logp'",
-    ):
-        KLConstrainedTransform(actor, 0.1, reference=first.reference, keys=KLKeys(log_prob="logp"))
-
-
-# What cannot be.
-
-
-@pytest.mark.parametrize("make", [ReferenceModelLogProbTransform, KLRewardTransform])
-def test_neither_an_actor_nor_a_callable(make):
-    actor, layer = adapted_actor()
-    with pytest.raises(
-        TypeError,
-        match=r"got _GeneratorContextManager: pass `model.disable_adapter`, not .*once only",
-    ):
-        make(actor, reference=layer.disable_adapter())
-    with pytest.raises(TypeError, match="`reference` must be an actor or a callable .*, got str"):
-        make(actor, reference="base")
-    with pytest.raises(TypeError, match="`actor` must be a probabilistic actor .*, got Linear"):
-        make(actor, reference=nn.Linear(2, 2))
-
-
-def test_a_callable_that_returns_no_context():
-    actor = make_actor()
-    batch = play(WalkEnv((2,)), actor)
-    with pytest.raises(
-        TypeError, match="must return a context manager when called, got NoneType.*disable_adapter"
-    ):
-        ReferenceModelLogProbTransform(actor, reference=lambda: None)(batch)  # type: ignore[arg-type]
-    assert_same(
-        ReferenceModelLogProbTransform(actor, reference=nullcontext)(batch)["next", "ref_log_prob"],
-        batch["action_log_prob"].detach(),
-    )
-
-
-def test_gradients_of_what_is_not_a_copy():
-    actor, layer = adapted_actor()
-    for reference in (layer.disable_adapter, FrozenActor(actor)):
-        with pytest.raises(
-            ValueError, match=r"`requires_grad` needs a reference that is a copy made here, got \w+"
-        ):
-            KLRewardTransform(actor, requires_grad=True, reference=reference)
-
-
-def test_it_cannot_be_moved():
-    actor, switched, _ = two_stacks()
-    with pytest.raises(
-        RuntimeError,
-        match="this one is the policy itself within a context: leave `reference` out",
-    ):
-        switched.update_reference(actor)
-
-
-def test_a_reference_with_other_actions():
-    with pytest.raises(
-        ValueError, match=r"must have the actions of the policy, got \['action'\] for .*'agents'"
-    ):
-        KLConstrainedTransform(make_actor(agents=True), 0.1, reference=make_actor())
-    with pytest.raises(TypeError, match="`actor` must be a probabilistic actor .*, got Linear"):
-        FrozenActor(make_actor(), policy=nn.Linear(2, 2))

@@ -201,7 +201,7 @@ def test_what_it_records(k, one_hot):
     assert expected.all() == (k == N_ACTIONS)
 
 
-def test_agents_record_beside_their_log_prob():
+def test_agents_record_next_to_their_log_prob():
     actor = make_actor(agents=True)
     batch = play(WalkEnv((2,), n_agents=3), TopKActor(actor, 2))
     assert batch["agents", "top_k", "actions"].shape == (2, 12, 3, 2)

@@ -41,7 +41,7 @@ every_kind = pytest.mark.parametrize(
 
 def pair(kind: str = "categorical") -> tuple[Any, Any, Any]:
     """The reference, a policy that records its log-prob, and the same one that does not."""
-    # The nearer an action of a squashed policy is to its bound, the more of its atanh is rounded away.
+    # The nearer a squashed action is to its bound, the more of its atanh is rounded away.
     reference = sharp(make_actor(kind), scale=0.1 if kind == "tanh_normal" else 0.5)
     loud = moved(reference, scale=0.1)
     quiet = make_actor(kind, return_log_prob=False)
@@ -219,6 +219,15 @@ def test_actor_must_have_a_distribution_with_a_reference_too():
     with pytest.raises(
         TypeError, match=r"`actor` must be a probabilistic actor .*ProbabilisticActor"
     ):
+        FrozenActor(make_actor(), policy=Actor(nn.Linear(N_OBS, 2)), recompute_log_prob=True)
+
+
+@pytest.mark.parametrize("option", ["recompute_log_prob", "zero_states"])
+def test_options_of_a_frozen_actor_are_given_to_it(option):
+    with pytest.raises(
+        ValueError,
+        match=rf"`{option}` must be given to the FrozenActor.*FrozenActor\(actor, {option}",
+    ):
         ReferenceModelLogProbTransform(
-            Actor(nn.Linear(N_OBS, 2)), reference=FrozenActor(make_actor()), recompute_log_prob=True
+            make_actor(), reference=FrozenActor(make_actor()), **{option: True}
         )

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -32,6 +33,7 @@ from torchrl_kl import KLConstrainedTransform, RewardAdjustmentTransform
 any_batch = pytest.mark.parametrize("batch_size", [(), (2,), (2, 3)], ids=str)
 # Python 3.12 warns of any fork of a process with threads; these workers run no thread of the parent.
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+REFUSAL = r"inside the workers of a ParallelEnv.*TransformedEnv\(ParallelEnv"
 parallel = partial(ParallelEnv, 2, mp_start_method="fork")
 KINDS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda batch: batch,
@@ -61,7 +63,7 @@ class TransformLaws:
         str
     ]  # the entries that the transform adds to "next", and to the root of an env
     drops: frozenset[str] = frozenset()  # the entries that it takes from a batch
-    charges = False  # whether it changes the reward
+    penalizes = False  # whether it changes the reward
     actor: Any = None  # the reference, where it is not the default one
 
     def make(self, seed: int = 0) -> Transform:
@@ -86,6 +88,10 @@ class TransformLaws:
         batch = play(WalkEnv(batch_size), self.policy())
         return compose(*self.before())(batch) if self.before() else batch
 
+    def outside(self, inside: Any) -> Any:
+        """The rollout of an env, transformed again without the env."""
+        return compose(*self.before(), self.make())(without_kl(inside))
+
     def compare(self, actual: Any, expected: Any) -> None:
         for name in (*self.writes, "reward"):
             assert_same(actual["next", name], expected["next", name])
@@ -105,41 +111,16 @@ class TransformLaws:
     def test_specs_in_serial_env(self):
         env = SerialEnv(2, partial(self.env, ()))
         check_specs(env)
-        expected = play(
-            with_transforms(SerialEnv(2, WalkEnv), *self.before(), self.make()), self.policy()
-        )
-        self.compare(play(env, self.policy()), expected)
-
-    @forks
-    def test_specs_in_parallel_env(self):
-        # Only without buffers does ParallelEnv hand its workers the log-prob.
-        with pytest.raises(
-            RuntimeError, match=r"inside the workers of a ParallelEnv.*TransformedEnv\(ParallelEnv"
-        ):
-            parallel(partial(self.env, ()))
-        env = parallel(partial(self.env, ()), use_buffers=False)
-        try:
-            check_specs(env)
-            inside = play(env, self.policy())
-        finally:
-            env.close()
-        self.compare(compose(*self.before(), self.make())(without_kl(inside)), inside)
+        inside = play(env, self.policy())
+        around = with_transforms(SerialEnv(2, WalkEnv), *self.before(), self.make())
+        self.compare(inside, play(around, self.policy()))
+        self.compare(self.outside(inside), inside)
 
     def test_specs_around_serial_env(self):
-        check_specs(with_transforms(SerialEnv(2, WalkEnv), *self.before(), self.make()))
-
-    @forks
-    def test_around_parallel_env_as_around_serial_env(self):
-        workers = parallel(WalkEnv)
-        env = with_transforms(workers, *self.before(), self.make())
-        try:
-            workers.set_seed(0)
-            check_specs(env)
-            inside = play(env, self.policy())
-        finally:
-            env.close()
-        outside = compose(*self.before(), self.make())(without_kl(inside))
-        self.compare(outside, inside)
+        env = with_transforms(SerialEnv(2, WalkEnv), *self.before(), self.make())
+        check_specs(env)
+        inside = play(env, self.policy())
+        self.compare(self.outside(inside), inside)
         if "kl" in self.writes:
             assert (inside["next", "kl"] != 0).any()
 
@@ -150,7 +131,7 @@ class TransformLaws:
         assert names(after) == names(batch) - self.drops
         kept = names(batch["next"]) - self.drops
         changed = {name for name in kept if (after["next", name] != batch["next", name]).any()}
-        assert changed == ({"reward"} if self.charges else set())
+        assert changed == ({"reward"} if self.penalizes else set())
 
     def test_composed(self):
         batch = self.batch()
@@ -194,15 +175,14 @@ class TransformLaws:
         batch = self.batch()
         assert_close_td(self.make().inv(batch.clone()), batch, rtol=0, atol=0)
 
-    # What this package demands besides.
+    # What this package demands in addition.
 
     @any_batch
     def test_env_postproc_and_module_give_the_same_numbers(self, batch_size):
         inside = play(self.env(batch_size), self.policy())
         bare = without_kl(inside)
-        outside = compose(*self.before(), self.make())(bare)
-        self.compare(outside, inside)
-        assert (inside["next", "reward"] == bare["next", "reward"]).all() != self.charges
+        self.compare(self.outside(inside), inside)
+        assert (inside["next", "reward"] == bare["next", "reward"]).all() != self.penalizes
 
     @any_batch
     def test_everything_seen_is_in_the_specs(self, batch_size):
@@ -303,16 +283,18 @@ class TransformLaws:
         *before, last = env.transform.transforms
         if isinstance(last, (KLConstrainedTransform, RewardAdjustmentTransform)):
             last.freeze()
+
+        def step(given: Any, following: Any) -> Any:
+            return last._step(last._inv_call(given), following)
+
         with torch.no_grad():
             given = env.transform.inv(self.policy()(env.reset()))
             following = env.base_env._step(given)
             for transform in before:
                 following = transform._step(given, following)
             torch.compiler.reset()  # the other classes compile the same functions, of which so many are kept
-            compiled = torch.compile(last._step, fullgraph=True, backend="eager")
-            actual, expected = (
-                step(given.clone(), following.clone()) for step in (compiled, last._step)
-            )
+            compiled = torch.compile(step, fullgraph=True, backend="eager")
+            actual, expected = (f(given.clone(), following.clone()) for f in (compiled, step))
         assert names(actual) == names(expected) >= self.writes
         assert_close_td(actual, expected, atol=1e-6, rtol=1e-5)
 
@@ -325,3 +307,45 @@ class TransformLaws:
     def test_train_mode_changes_nothing(self):
         batch = self.batch()
         self.compare(self.make().train()(batch), self.make()(batch))
+
+
+class WorkerLaws(TransformLaws):
+    """The same, and what holds in and around the processes of a ParallelEnv.
+
+    SerialEnv does the same work in one process: two classes are enough to show that nothing is lost
+    on the way to a worker.
+    """
+
+    @forks
+    def test_specs_in_parallel_env(self):
+        # Only without buffers does ParallelEnv send its workers the log-prob.
+        env = parallel(partial(self.env, ()), use_buffers=False)
+        try:
+            check_specs(env)
+            inside = play(env, self.policy())
+        finally:
+            env.close()
+        self.compare(self.outside(inside), inside)
+
+    @forks
+    def test_a_worker_without_the_log_prob_refuses_to_step(self, capfd):
+        env = parallel(partial(self.env, ()))
+        with pytest.raises(RuntimeError, match="worker 0 dead"):
+            play(env, self.policy())
+        with pytest.raises(RuntimeError, match="At least one process failed"):
+            env.close()
+        assert re.search(REFUSAL, capfd.readouterr().err, re.DOTALL)
+
+    @forks
+    def test_specs_around_parallel_env(self):
+        workers = parallel(WalkEnv)
+        env = with_transforms(workers, *self.before(), self.make())
+        try:
+            workers.set_seed(0)
+            check_specs(env)
+            inside = play(env, self.policy())
+        finally:
+            env.close()
+        self.compare(self.outside(inside), inside)
+        if "kl" in self.writes:
+            assert (inside["next", "kl"] != 0).any()

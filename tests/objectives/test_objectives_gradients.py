@@ -1,4 +1,4 @@
-"""The gradients of KLPenaltyLoss against autograd of the exact quantity: every text of three tokens is enumerated.
+"""The gradients of KLPenaltyLoss against autograd of exact values, over all texts of three tokens.
 
 A policy is a table of logits, one row per context: the empty one, 3 of one token, 9 of two.
 """
@@ -92,7 +92,7 @@ def make_loss(logits: Tensor = POLICY, **kwargs) -> Any:
 
 
 def expected(loss: Any, batch: Any, old: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of a text, and its gradient (13, 3), in expectation over the texts of the policy `old`."""
+    """The loss of a text and its gradient (13, 3), in expectation over the texts of `old`."""
     value = (text_probs(old)[:, None] * loss(batch)["loss_kl"].reshape(27, 3)).sum()
     value.backward()
     return value.detach(), loss.actor_network_params["module", "0", "module", "weight"].grad.T
@@ -207,17 +207,17 @@ class TestUnit:
     """One coefficient means the same in the reward and in the loss."""
 
     @pytest.mark.parametrize("coeff", [0.3, 2.0])
-    def test_it_pulls_like_the_charged_reward_in_ppo(self, coeff):
-        # A uniform policy: the mean over all 27 texts is its expectation, and both gradients are exact.
+    def test_it_pulls_like_the_penalized_reward_in_ppo(self, coeff):
+        # A uniform policy: the mean over all texts is the expectation, so both are exact.
         uniform = torch.zeros_like(POLICY)
         batch = batch_of(uniform)
         batch["next", "reward"] = torch.zeros(27, 3, 1, dtype=torch.float64)
-        charged = KLConstrainedTransform(make_actor(REFERENCE), coeff)(batch)
-        charged["advantage"] = charged["next", "reward"].flip(1).cumsum(1).flip(1)
+        penalized = KLConstrainedTransform(make_actor(REFERENCE), coeff)(batch)
+        penalized["advantage"] = penalized["next", "reward"].flip(1).cumsum(1).flip(1)
         actor = make_actor(uniform)
         ppo = ClipPPOLoss(actor, None, entropy_bonus=False)
         weight = actor[0].module.weight
-        (in_reward,) = torch.autograd.grad(ppo(charged)["loss_objective"], weight)
+        (in_reward,) = torch.autograd.grad(ppo(penalized)["loss_objective"], weight)
         loss = KLPenaltyLoss(actor, coeff, gradient="sequence", reference=make_actor(REFERENCE))
         (in_loss,) = torch.autograd.grad(loss(batch)["loss_kl"], weight)
         assert in_loss.norm() > 0.05 * coeff

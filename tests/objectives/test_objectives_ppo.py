@@ -1,4 +1,4 @@
-"""ClipPPOLoss with the KL in the loss ends where it ends with the KL in the reward: at the optimum, which is known."""
+"""ClipPPOLoss ends at the known optimum, with the KL in the loss as with the KL in the reward."""
 
 from typing import Any
 
@@ -19,19 +19,22 @@ N_BATCHES = 40
 
 
 def reward_fn(texts: Tensor) -> Tensor:
-    """0.6 for a first token of 1. For a first token of 0 it is 1, but only with the separator next, which is dear."""
+    """0.6 for a first token of 1; 1 for a first token of 0 and the separator next.
+
+    The separator has a large KL.
+    """
     first, second = texts[:, -2:].unbind(1)
     return 0.6 * (first == 1) + 1.0 * ((first == 0) & (second == LANGUAGE.separator))
 
 
 class Table(nn.Module):
-    powers: Tensor
+    """Free logits for every context, at first those of the language mixed with uniform ones."""
 
-    """Free logits for every context; they begin as the language, mixed with a uniform distribution."""
+    powers: Tensor
 
     def __init__(self):
         super().__init__()
-        base = LANGUAGE.n_tokens + 1  # 0 stands for what is not written yet
+        base = LANGUAGE.n_tokens + 1  # 0 is what is not written yet
         self.register_buffer("powers", base ** torch.arange(LANGUAGE.text_length))
         self.logits = nn.Embedding(base**LANGUAGE.text_length, LANGUAGE.n_tokens)
         contexts = torch.tensor(
@@ -57,7 +60,7 @@ class Table(nn.Module):
 
 
 def train(kl_args: dict[str, Any] | None) -> Table:
-    """PPO with the price in the reward (`kl_args` None) or in the loss."""
+    """PPO with the KL in the reward (`kl_args` None) or in the loss."""
     table = Table()
     net = TensorDictModule(table, ["tokens", "position"], ["logits"])
     actor = probabilistic_actor(
@@ -106,7 +109,7 @@ def test_reward_and_loss_reach_the_same_optimum(exact, regret_in_reward, weights
 
 
 def test_the_gradient_of_single_steps_does_not(exact):
-    """It does not count the price of the separator when it chooses the token that leads there."""
+    """It does not count the KL of the separator when it chooses the token that leads there."""
     step = exact.values(train({"gradient": "step"}).next_token, COEFF)
     assert step.regret > 0.02
     assert step.kl > 1.3 * exact.optimum(COEFF).kl

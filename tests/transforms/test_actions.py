@@ -26,17 +26,20 @@ from tests.helpers import (
     N_ACTIONS,
     N_OBS,
     WalkEnv,
-    assert_same,
+    assert_within,
     moved,
     play,
     probabilistic_actor,
+    rounding,
     sharp,
+    ulps,
     with_transforms,
     without_kl,
 )
 from torchrl_kl import (
     KLConstrainedTransform,
     KLDivergenceTransform,
+    KLKeys,
     KLPenaltyLoss,
     KLRewardTransform,
     TopKActor,
@@ -125,7 +128,6 @@ class Kind:
         options: others of the actor.
         aggregate: the mode of composite log-probs.
         scale: of its weights.
-        rounding: of a log-prob, when it is computed again.
     """
 
     net: Callable[[], Any]
@@ -138,7 +140,6 @@ class Kind:
     options: dict[str, Any] | None = None
     aggregate: bool | None = None
     scale: float = 0.5
-    rounding: float = 1e-6
 
 
 def linear(n: int = N_ACTIONS) -> nn.Module:
@@ -256,7 +257,6 @@ KINDS = {
         ),  # policy and reference share tanh
         {**IN_REALS, "spec": lambda batch: Bounded(-1.0, 1.0, shape=torch.Size((*batch, 2)))},
         scale=0.1,
-        rounding=1e-4,  # the nearer an action is to its bound, the more of its atanh is rounded away
     ),
     "normal": Kind(
         gaussian_net,
@@ -312,8 +312,8 @@ def expected_kl(kind: Kind, policy, reference, batch) -> torch.Tensor:
     return (log_prob - ref_log_prob).unsqueeze(-1)
 
 
-def charged(kind: Kind, actor, **kwargs) -> Any:
-    place = ("action", "kl") if kind.aggregate is False else "kl"  # beside the log-prob
+def stack_of(kind: Kind, actor, **kwargs) -> Any:
+    place = ("action", "kl") if kind.aggregate is False else "kl"  # next to the log-prob
     return KLConstrainedTransform(actor, 0.5, **kwargs), place
 
 
@@ -336,44 +336,65 @@ def test_the_kl_of_the_step_is_that_of_the_whole_action(kind, batch_size):
     with mode(kind):
         actor = make(kind)
         policy = moved(actor, scale=0.1)
-        stack, place = charged(kind, actor)
+        stack, place = stack_of(kind, actor)
         env = with_transforms(PlayedEnv(batch_size, **kind.env), stack)
         check_env_specs(env)
         batch = play(env, policy)
         following = batch["next"]
         kl = following[place]
         assert kl.shape == following["reward"].shape == (*batch_size, 12, 1)
-        assert_close(kl, expected_kl(kind, policy, actor, batch), atol=1e-4, rtol=1e-4)
+        bound = sum(rounding(a, batch, actions=True) for a in (policy, actor))
+        assert_within(kl, expected_kl(kind, policy, actor, batch), bound)
         assert kl.abs().min() > 0
-        assert_close(following["reward"], following["task_reward"] - 0.5 * kl)
-        after = charged(kind, actor)[0](bare(batch, place))["next"]
-        for key in (place, "reward"):
-            assert_same(after[key], following[key])
+        terms = ulps(following["task_reward"], 0.5 * kl)
+        assert_within(following["reward"], following["task_reward"] - 0.5 * kl, terms)
+        after = stack_of(kind, actor)[0](bare(batch, place))["next"]
+        bound = rounding(actor, batch).unsqueeze(-1)
+        assert_within(after[place], kl, bound)
+        assert_within(after["reward"], following["reward"], 0.5 * bound + terms)
 
 
 @every_kind
 def test_identical_weights_have_no_kl(kind):
     with mode(kind):
         actor = make(kind)
-        stack, place = charged(kind, actor)
+        stack, place = stack_of(kind, actor)
         batch = play(with_transforms(PlayedEnv((2,), **kind.env), stack), make(kind))
-        for step in (batch, charged(kind, actor)[0](bare(batch, place))):
-            assert step["next", place].abs().max() <= kind.rounding
+        bound = rounding(actor, batch, actions=True)
+        for step in (batch, stack_of(kind, actor)[0](bare(batch, place))):
+            kl = step["next", place]
+            assert_within(kl, torch.zeros_like(kl), bound)
 
 
 @every_kind
-def test_the_one_piece_charges_the_same(kind):
+def test_the_preset_penalizes_the_same(kind):
     with mode(kind):
         actor = make(kind)
         policy = moved(actor)
         batch = play(
             with_transforms(PlayedEnv((2,), **kind.env), KLRewardTransform(actor, 0.5)), policy
         )
-        after = charged(kind, actor)[0](play(PlayedEnv((2,), **kind.env), policy))["next"]
-        assert_same(batch["next", "reward"].detach(), after["reward"])
+        after, place = stack_of(kind, actor)
+        after = after(play(PlayedEnv((2,), **kind.env), policy))["next"]
+        bound = 0.5 * rounding(actor, batch).unsqueeze(-1)
+        bound = bound + ulps(after["task_reward"], 0.5 * after[place])
+        assert_within(batch["next", "reward"], after["reward"], bound)
 
 
 # The parts of a composite action.
+
+
+def parts_in(known: Any) -> tuple[torch.Tensor, ...]:
+    """The parameters of both parts among what a network has written."""
+    return tuple(known[key] for key in composite(False).written)
+
+
+def kl_of_parts(p: Any, q: Any) -> torch.Tensor:
+    """The KL of two pairs of distributions, from their (logits, loc, scale)."""
+    picked = (p[0].softmax(-1) * (p[0].log_softmax(-1) - q[0].log_softmax(-1))).sum(-1)
+    (m, s), (n, t) = p[1:], q[1:]
+    went = ((t / s).log() + (s**2 + (m - n) ** 2) / (2 * t**2) - 0.5).sum(-1)
+    return picked + went
 
 
 @composites
@@ -381,22 +402,20 @@ def test_exact_is_the_sum_over_the_parts(kind):
     with mode(kind):
         actor = make(kind)
         policy = moved(actor)
-        stack, place = charged(kind, actor, estimator="exact", keep_dist_params=True)
+        stack, place = stack_of(kind, actor, estimator="exact")
         batch = play(with_transforms(PlayedEnv((2,), **kind.env), stack), policy)
         with torch.no_grad():
             p, q = (a[0].module(batch["observation"]) for a in (policy, actor))
-        picked = (p[0].softmax(-1) * (p[0].log_softmax(-1) - q[0].log_softmax(-1))).sum(-1)
-        (m, s), (n, t) = p[1:], q[1:]
-        went = ((t / s).log() + (s**2 + (m - n) ** 2) / (2 * t**2) - 0.5).sum(-1)
         key = ("action", "kl_estimate") if place != "kl" else "kl_estimate"
-        assert_close(batch["next", key].squeeze(-1), picked + went, atol=1e-4, rtol=1e-4)
+        of_reference = rounding(actor, batch, lambda known: kl_of_parts(p, parts_in(known)))
+        of_policy = rounding(policy, batch, lambda known: kl_of_parts(parts_in(known), q))
+        inside = batch["next", key].squeeze(-1)
+        assert_within(inside, kl_of_parts(p, q), of_policy + of_reference)
         recorded = bare(batch, place)
         recorded["collector", "mask"] = torch.arange(12).expand(2, 12) < 7
         before = recorded.clone()
-        after = charged(kind, actor, estimator="exact", keep_dist_params=True)[0](recorded)[
-            "next", key
-        ]
-        assert_same(after[:, :7], batch["next", key][:, :7])
+        after = stack_of(kind, actor, estimator="exact")[0](recorded)["next", key].squeeze(-1)
+        assert_within(after[:, :7], inside[:, :7], of_reference[:, :7])
         assert (after[:, 7:] == 0).all()
         assert (recorded == before).all()  # the policy's parameters, too, are as they were
 
@@ -430,7 +449,7 @@ def test_parts_in_several_branches_are_added_where_all_of_them_are_held(keys, br
     ref_log_prob = torch.randn(shape)
     batch["next"] = TensorDict(agents=TensorDict(batch_size=(5, 3)), batch_size=5)
     batch["next", (*branch, "ref_log_prob")] = ref_log_prob
-    after = KLDivergenceTransform(log_prob_key=keys)(batch)["next"]
+    after = KLDivergenceTransform(keys=KLKeys(log_prob=keys))(batch)["next"]
     whole = sum(batch[key].reshape(*shape, -1).sum(-1) for key in keys)
     assert_close(after[(*branch, "kl")], (whole - ref_log_prob).unsqueeze(-1))
 
@@ -438,7 +457,7 @@ def test_parts_in_several_branches_are_added_where_all_of_them_are_held(keys, br
 def test_a_part_that_was_not_recorded_is_an_error():
     kind = composite(False)
     actor = make(kind)
-    stack = charged(kind, actor)[0]
+    stack = stack_of(kind, actor)[0]
     batch = play(PlayedEnv((2,), **kind.env), actor).exclude(("action", "move_log_prob"))
     with pytest.raises(
         KeyError,
@@ -453,42 +472,47 @@ def test_a_part_that_was_not_recorded_is_an_error():
         env.step(step)
 
 
-def test_one_part_alone_can_be_held():
+def test_one_part_alone_can_be_measured():
     kind = composite(False)
     actor = make(kind)
     policy = moved(actor)
-    stack = KLConstrainedTransform(actor, 0.5, log_prob_key=("action", "pick_log_prob"))
+    stack = KLConstrainedTransform(actor, 0.5, keys=KLKeys(log_prob=("action", "pick_log_prob")))
     batch = play(with_transforms(PlayedEnv((2,), **kind.env), stack), policy)
     with torch.no_grad():
         p, q = (a[0].module(batch["observation"])[0] for a in (policy, actor))
-    expected = log_softmax_of(p, batch["action", "pick"]) - log_softmax_of(
-        q, batch["action", "pick"]
+    picked = batch["action", "pick"]
+    expected = log_softmax_of(p, picked) - log_softmax_of(q, picked)
+    bound = sum(
+        rounding(a, batch, lambda known: log_softmax_of(known["params", "pick", "logits"], picked))
+        for a in (policy, actor)
     )
-    assert_close(batch["next", "action", "kl"].squeeze(-1), expected, atol=1e-5, rtol=0)
+    assert_within(batch["next", "action", "kl"].squeeze(-1), expected, bound)
 
 
-def test_one_part_is_not_held_against_the_whole():
+def test_one_part_is_not_compared_with_the_whole():
     kind, key = composite(True), ("action", "pick_log_prob")
     with mode(kind):
         actor = make(kind)
         batch = play(PlayedEnv((2,), **kind.env), moved(actor))
-        batch[key] = batch["action_log_prob"].clone()
+        batch[key] = batch[actor.log_prob_keys[0]].clone()
         with pytest.raises(
             ValueError,
             match="must not be that of one part.*pick_log_prob.*set_composite_lp_aggregate",
         ):
-            KLConstrainedTransform(actor, 0.5, log_prob_key=key)(batch)
+            KLConstrainedTransform(actor, 0.5, keys=KLKeys(log_prob=key))(batch)
 
 
-def test_the_parts_may_have_been_summed_under_a_key_of_ones_own():
+def test_the_parts_may_have_been_summed_under_another_key():
     kind = composite(False)
     actor = make(kind)
     batch = play(PlayedEnv((2,), **kind.env), moved(actor))
-    expected = charged(kind, actor)[0](batch)["next", "action", "kl"]
+    expected = stack_of(kind, actor)[0](batch)["next", "action", "kl"]
     whole = batch.exclude(("action", "pick_log_prob"), ("action", "move_log_prob"))
     whole["summed"] = batch["action", "pick_log_prob"] + batch["action", "move_log_prob"].sum(-1)
-    after = KLConstrainedTransform(actor, 0.5, log_prob_key="summed")(whole)
-    assert_same(after["next", "kl"], expected)
+    after = KLConstrainedTransform(actor, 0.5, keys=KLKeys(log_prob="summed"))(whole)
+    terms = [batch["action", f"{name}_log_prob"] for name in ("pick", "move")]
+    bound = ulps(terms[0], terms[1].abs().sum(-1), after["next", "ref_log_prob"])
+    assert_within(after["next", "kl"], expected, bound)
 
 
 def test_what_takes_one_action_only_says_so():
@@ -529,7 +553,7 @@ def actions_of_env(env) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("one_piece", [False, True], ids=["stack", "one piece"])
+@pytest.mark.parametrize("preset", [False, True], ids=["stack", "preset"])
 @pytest.mark.parametrize(
     ("kind", "transform"),
     [
@@ -538,18 +562,18 @@ def actions_of_env(env) -> list[torch.Tensor]:
     ],
     ids=["discretizer", "scaling"],
 )
-def test_the_action_scored_is_the_one_of_the_policy(kind, transform, one_piece):
+def test_the_action_scored_is_the_one_of_the_policy(kind, transform, preset):
     actor = pendulum_actor(kind)
     policy = moved(actor, scale=0.1)
 
     def stack() -> Any:
         return (
-            KLRewardTransform(actor, 0.5, out_keys="charged")
-            if one_piece
+            KLRewardTransform(actor, 0.5, out_keys="penalized")
+            if preset
             else KLConstrainedTransform(actor, 0.5)
         )
 
-    before, after = ("reward", "charged") if one_piece else ("task_reward", "reward")
+    before, after = ("reward", "penalized") if preset else ("task_reward", "reward")
     base = GymEnv("Pendulum-v1")
     env = with_transforms(base, transform(), stack())
     env.reset()
@@ -567,8 +591,11 @@ def test_the_action_scored_is_the_one_of_the_policy(kind, transform, one_piece):
         )
     kl = log_prob - ref_log_prob
     assert kl.abs().max() > 1e-2
-    assert_close(batch["next", after], batch["next", before] - 0.5 * kl, atol=1e-4, rtol=1e-4)
-    written = ("ref_log_prob", "kl", "episode_kl", "kl_coeff", "charged", "task_reward")
+    bounds = [0.5 * rounding(a, batch, actions=True).unsqueeze(-1) for a in (policy, actor)]
+    terms = ulps(batch["next", before], 0.5 * kl)
+    penalized = batch["next", before] - 0.5 * kl
+    assert_within(batch["next", after], penalized, sum(bounds) + terms)
+    written = ("ref_log_prob", "kl", "episode_kl", "kl_coeff", "penalized", "task_reward")
     plain = batch.exclude(*written, *(("next", name) for name in written))
     plain["next", "reward"] = batch["next", before]
-    assert_same(stack()(plain)["next", after], batch["next", after])
+    assert_within(stack()(plain)["next", after], batch["next", after], bounds[1] + terms)

@@ -46,6 +46,7 @@ from tests.helpers import (
     WRITTEN,
     WalkEnv,
     assert_same,
+    assert_within,
     collect,
     compose,
     make_actor,
@@ -53,12 +54,14 @@ from tests.helpers import (
     moved,
     play,
     probabilistic_actor,
+    rounding,
     sequence,
     sharp,
+    ulps,
     with_transforms,
 )
 from tests.laws.transform_laws import forks, parallel
-from torchrl_kl import GPT, GPTActor, KLConstrainedTransform
+from torchrl_kl import GPT, GPTActor, KLConstrainedTransform, KLKeys
 from torchrl_kl._tensordict import as_tuple
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
 
@@ -108,8 +111,8 @@ def binary(**kwargs) -> Any:
     return actor_on(1, 2, tail=nn.Unflatten(-1, (1, 2)), **kwargs)
 
 
-def uncharged(batch: Any, reward_key: NestedKey) -> Any:
-    """A batch as it was before the stack, wherever its entries stand."""
+def without_penalty(batch: Any, reward_key: NestedKey) -> Any:
+    """A batch as it was before the stack, wherever its entries are."""
     batch = batch.clone()
     for key in [
         key for key in batch["next"].keys(True, True) if as_tuple(key)[-1] == "task_reward"
@@ -120,68 +123,93 @@ def uncharged(batch: Any, reward_key: NestedKey) -> Any:
     return batch
 
 
+def bound_of(actor: Any, batch: Any, **kwargs) -> torch.Tensor:
+    """The rounding of a reference's log-prob, which reads the state of its memory."""
+    for name in ("h", "c"):
+        if f"ref_{name}" in batch.keys():
+            batch = batch.copy().set(name, batch[f"ref_{name}"])
+            kwargs["steps"] = batch.shape[-1]
+    return rounding(actor, batch, **kwargs)
+
+
 def judge(
     make_env: Callable[[], EnvBase],
     actor: Any,
     *,
     place: Any = (),
+    reward: NestedKey = "reward",
+    sum_agents: bool = False,
     rest: tuple[Any, ...] = (),
     memory: Callable[[], list[Transform]] = list,
     steps: int = 12,
-    **keys,
 ) -> Any:
-    """Everything that holds in any env; returns a charged rollout of another policy than the reference.
+    """Everything that holds in any env; returns a penalized rollout of another policy than the reference.
 
     Args:
         make_env: the env.
         actor: the reference.
-        place: where the actor's action stands, and by default all that is made of it.
+        place: the nested tensordict of the actor's action, and by default of all that is made of it.
+        reward: the reward that is penalized.
+        sum_agents: whether the KL of all agents is summed, at the root.
         rest: the actors of the other actions.
         memory: what a recurrent policy needs in its env.
         steps: of the rollout, through the ends of episodes.
-        keys: of the stack.
     """
-
-    charged_at = () if "reduce" in keys else place
+    penalized_at = () if sum_agents else place
 
     def at(step, name):
-        return step[(*(place if name == "ref_log_prob" else charged_at), name)]
+        return step[(*(place if name == "ref_log_prob" else penalized_at), name)]
 
-    def charged_env():
+    def stack():
+        return KLConstrainedTransform(
+            actor, COEFF, sum_agents=sum_agents, keys=KLKeys(reward=reward)
+        )
+
+    def penalized_env():
         env = make_env()
-        transforms = compose(*memory(), KLConstrainedTransform(actor, COEFF, **keys))
+        transforms = compose(*memory(), stack())
         return TransformedEnv(env, transforms, auto_unwrap=type(env) is TransformedEnv)
 
-    env = charged_env()
+    def of_agents(values):
+        return values.sum(-1, keepdim=True) if sum_agents else values.unsqueeze(-1)
+
+    env = penalized_env()
     check_env_specs(env)
     env.set_seed(0)
     batch = play(env, sequence(moved(actor), *rest), steps)
-    step, reward = batch["next"], keys.get("reward_key", "reward")
+    step = batch["next"]
+    ref_log_prob = at(step, "ref_log_prob")
+    bound = bound_of(actor, batch)
     # Against the distributions themselves, on what was seen and done.
     if not memory():
         seen = batch.select(*actor.in_keys, *actor.dist_sample_keys)
         with torch.no_grad():
             expected = actor.log_prob(seen)
-        expected = expected.reshape(*at(step, "ref_log_prob").shape, -1).sum(-1)
-        assert_close(at(step, "ref_log_prob"), expected, atol=1e-5, rtol=1e-5)
+        expected = expected.reshape(*ref_log_prob.shape, -1).sum(-1)
+        assert_within(ref_log_prob, expected, bound)
     log_prob = batch[actor.log_prob_keys[0]].detach()
-    log_prob = log_prob.reshape(*at(step, "ref_log_prob").shape, -1).sum(-1)
-    kl = (log_prob - at(step, "ref_log_prob")).unsqueeze(-1)
-    assert_same(at(step, "kl"), kl.sum(-2) if "reduce" in keys else kl)
+    log_prob = log_prob.reshape(*ref_log_prob.shape, -1).sum(-1)
+    kl, terms = of_agents(log_prob - ref_log_prob), of_agents(log_prob.abs() + ref_log_prob.abs())
+    assert_within(at(step, "kl"), kl, ulps(terms))
     assert at(step, "kl").abs().max() > 1e-3
-    # What is charged, and when the sum begins anew.
-    assert_close(
-        step[reward], at(step, "task_reward") - COEFF * at(step, "kl"), atol=1e-5, rtol=1e-6
-    )
-    assert_same(at(step, "episode_kl"), at(batch, "episode_kl") + at(step, "kl"))
+    # What is subtracted, and when the sum begins anew.
+    task_reward, penalty = at(step, "task_reward"), COEFF * at(step, "kl")
+    assert_within(step[reward], task_reward - penalty, ulps(task_reward, penalty))
+    before = at(batch, "episode_kl")
+    assert_within(at(step, "episode_kl"), before + at(step, "kl"), ulps(before, at(step, "kl")))
     # Outside as inside.
-    outside = KLConstrainedTransform(actor, COEFF, **keys)(uncharged(batch, reward))["next"]
-    for name in ("ref_log_prob", "kl", "task_reward", "kl_coeff"):
-        assert_same(at(outside, name), at(step, name))
-    assert_same(outside[reward], step[reward])
+    outside = stack()(without_penalty(batch, reward))["next"]
+    assert_within(at(outside, "ref_log_prob"), ref_log_prob, bound)
+    assert_within(at(outside, "kl"), at(step, "kl"), of_agents(bound) + ulps(terms))
+    for name in ("task_reward", "kl_coeff"):
+        assert_close(at(outside, name), at(step, name), rtol=0, atol=0)
+    moved_by = COEFF * (of_agents(bound) + ulps(terms)) + ulps(task_reward, penalty)
+    assert_within(outside[reward], step[reward], moved_by)
     # The reference itself has no divergence.
-    own = play(charged_env(), sequence(actor, *rest), steps)["next"]
-    assert at(own, "kl").abs().max() < 1e-4
+    own = play(penalized_env(), sequence(actor, *rest), steps)
+    bound = bound_of(actor, own, actions=True)
+    kl = at(own["next"], "kl")
+    assert_within(kl, torch.zeros_like(kl), of_agents(bound))
     return batch
 
 
@@ -384,14 +412,14 @@ MOCKS: dict[str, tuple[Callable[[], EnvBase], Callable[[], Any], dict[str, Any]]
     "NestedCountingEnv": (
         lambda: NestedCountingEnv(3, batch_size=torch.Size([2])),
         lambda: binary(observation=STATES, action=SWITCH),
-        {"place": ("data",), "reward_key": ("data", "reward")},
+        {"place": ("data",), "reward": ("data", "reward")},
     ),
     "NestedCountingEnv, root reward": (
         lambda: NestedCountingEnv(
             3, nest_reward=False, nest_done=False, batch_size=torch.Size([2])
         ),
         lambda: binary(observation=STATES, action=SWITCH),
-        {"place": ("data",), "reduce": "sum"},
+        {"place": ("data",), "sum_agents": True},
     ),
     "MultiKeyCountingEnv": (
         lambda: MultiKeyCountingEnv(3),
@@ -400,7 +428,7 @@ MOCKS: dict[str, tuple[Callable[[], EnvBase], Callable[[], Any], dict[str, Any]]
         ),
         {
             "place": ("nested_1",),
-            "reward_key": ("nested_1", "gift"),
+            "reward": ("nested_1", "gift"),
             "rest": lambda: other_actors_of_keys(),
         },
     ),
@@ -409,7 +437,7 @@ MOCKS: dict[str, tuple[Callable[[], EnvBase], Callable[[], Any], dict[str, Any]]
         lambda: actor_of_agent(0),
         {
             "place": ("agents", "agent_0"),
-            "reward_key": ("agents", "agent_0", "reward"),
+            "reward": ("agents", "agent_0", "reward"),
             "rest": lambda: (actor_of_agent(1),),
         },
     ),
@@ -451,7 +479,7 @@ def test_agents_of_different_kinds(kind):
     actor = actor_on(
         8, 2, observation=("lazy", "lidar"), action=("lazy", "action"), distribution=TanhNormal
     )
-    stack = KLConstrainedTransform(actor, COEFF, reward_key=("lazy", "reward"))
+    stack = KLConstrainedTransform(actor, COEFF, keys=KLKeys(reward=("lazy", "reward")))
     env = with_transforms(
         kind(max_steps=3, **({"auto_reset": True} if "Auto" in kind.__name__ else {})), stack
     )
@@ -503,7 +531,7 @@ def test_pettingzoo():
         knights_archers_zombies,
         actor_of_group("archers", 7),  # whose archers walk off at different times
         place=("archers",),
-        reward_key=("archers", "reward"),
+        reward=("archers", "reward"),
         rest=(actor_of_group("knights", 1),),
         steps=60,
     )

@@ -35,10 +35,11 @@ from tests.helpers import (
     with_transforms,
     without_kl,
 )
-from tests.laws.transform_laws import TransformLaws
+from tests.laws.transform_laws import TransformLaws, WorkerLaws
 from torchrl_kl import (
     KLConstrainedTransform,
     KLDivergenceTransform,
+    KLKeys,
     ReferenceModelLogProbTransform,
     TopKActor,
 )
@@ -55,7 +56,7 @@ class DistributionLaws(TransformLaws):
         return [ReferenceModelLogProbTransform(self.reference(), estimator=self.estimator)]
 
 
-class TestExactLaws(DistributionLaws):
+class TestExactLaws(DistributionLaws, WorkerLaws):
     estimator, writes, drops = (
         "exact",
         frozenset({"kl", "kl_estimate"}),
@@ -84,14 +85,14 @@ class StackLaws(TransformLaws):
     writes = frozenset(
         {"ref_log_prob", "kl", "kl_estimate", "task_reward", "kl_coeff", "episode_kl"}
     )
-    charges = True
+    penalizes = True
     estimator: Any
 
     def make(self, seed=0):
         return KLConstrainedTransform(self.reference(seed), 0.1 + seed, estimator=self.estimator)
 
 
-class TestExactStackLaws(StackLaws):
+class TestExactStackLaws(StackLaws, WorkerLaws):
     estimator, drops = "exact", frozenset({"logits"})
 
 
@@ -281,7 +282,7 @@ def reward_key(kind: str) -> Any:
 def test_every_data_path_gives_the_same_numbers(estimator, kind):
     actor = make(kind)
     policy = moved(actor)
-    arguments: dict[str, Any] = {"reward_key": reward_key(kind)}
+    arguments: dict[str, Any] = {"keys": KLKeys(reward=reward_key(kind))}
     env = env_for(kind, actor, stack(actor, estimator, **arguments), longest=9)
     check_env_specs(env)
     batches = collect(env, as_policy(policy, estimator), frames=24, batches=2)
@@ -328,11 +329,11 @@ def test_agents_that_share_a_reward_are_summed(estimator):
     actor = make("agents")
     env = WalkEnv((2,), n_agents=3, shared_reward=True)
     batch = play(env, as_policy(moved(actor), estimator))
-    after = stack(actor, estimator, reduce="sum")(batch)["next", "kl_estimate"]
+    after = stack(actor, estimator, sum_agents=True)(batch)["next", "kl_estimate"]
     each = compose(
         ReferenceModelLogProbTransform(actor, estimator=estimator),
         KLDivergenceTransform(
-            estimator=estimator, actor=actor, log_prob_key=("agents", "action_log_prob")
+            estimator=estimator, actor=actor, keys=KLKeys(log_prob=("agents", "action_log_prob"))
         ),
     )(batch)["next", "agents", "kl_estimate"]
     assert after.shape == (2, 12, 1)
@@ -343,7 +344,7 @@ def test_agents_that_share_a_reward_are_summed(estimator):
 def test_padding_has_no_kl_and_needs_no_parameters(estimator, kind):
     # A padded scale is 0, a padded action mask allows nothing: neither is a distribution.
     actor = make(kind)
-    transform = stack(actor, estimator, reward_key=reward_key(kind))
+    transform = stack(actor, estimator, keys=KLKeys(reward=reward_key(kind)))
     (batch,) = collect(
         env_for(kind, actor), as_policy(moved(actor), estimator), frames=24, batches=1
     )
@@ -381,7 +382,7 @@ def test_fake_data_holds_no_parameters(estimator, kind):
         frames_per_batch=8,
         total_frames=8,
         auto_register_policy_transforms=False,
-        postproc=stack(actor, estimator, reward_key=reward_key(kind)),
+        postproc=stack(actor, estimator, keys=KLKeys(reward=reward_key(kind))),
     )
     try:
         fake: Any = collector.fake_tensordict()
@@ -501,7 +502,7 @@ def test_what_the_env_says_of_actions_is_not_dropped():
 
 
 @both
-def test_the_controller_is_fed_the_estimate_and_the_reward_is_charged_k1(estimator):
+def test_the_controller_is_fed_the_estimate_and_the_reward_is_penalized_with_k1(estimator):
     controller = SpyController(0.3)
     actor = make_actor()
     transform = stack(actor, estimator, controller, update_every=1)
@@ -549,9 +550,7 @@ def test_keys_can_be_named(estimator):
     named = stack(
         actor,
         estimator,
-        top_k_key=("best", "few"),
-        ref_log_prob_key=("anchor", "lp"),
-        kl_estimate_key="measured",
+        keys=KLKeys(top_k=("best", "few"), ref_log_prob=("anchor", "lp"), kl_estimate="measured"),
     )
     batch = play(WalkEnv((2,)), policy)
     after = named(batch)

@@ -1,4 +1,4 @@
-"""Entries that stand elsewhere, several rewards, rewards of many shapes."""
+"""Entries in other places, several rewards, rewards of many shapes."""
 
 import re
 from typing import Any
@@ -25,10 +25,10 @@ from tests.helpers import (
     sharp,
     with_transforms,
 )
-from torchrl_kl import KLConstrainedTransform, KLRewardTransform
+from torchrl_kl import KLConstrainedTransform, KLKeys, KLRewardTransform
 
 any_batch = pytest.mark.parametrize("batch_size", [(), (2,), (2, 3)], ids=str)
-PIECES = {"stack": KLConstrainedTransform, "one piece": KLRewardTransform}
+PIECES = {"stack": KLConstrainedTransform, "preset": KLRewardTransform}
 either = pytest.mark.parametrize("make", PIECES.values(), ids=PIECES)
 
 
@@ -48,7 +48,7 @@ def k1(
 
 
 def far_actor() -> Any:
-    """Its action, log-prob and parameters stand in branches of their own."""
+    """Its action, log-prob and parameters are in three different branches."""
     net = TensorDictModule(
         nn.Linear(N_OBS, N_ACTIONS), ["observation"], [("hand", "deep", "logits")]
     )
@@ -67,19 +67,19 @@ def far_env(batch_size, *transforms) -> Any:
     return with_transforms(
         WalkEnv(batch_size),
         RenameTransform([], [], in_keys_inv=["action"], out_keys_inv=[("hand", "deep", "action")]),
-        RenameTransform(["reward"], [("pay", "check", "reward")]),
+        RenameTransform(["reward"], [("task", "inner", "reward")]),
         *transforms,
     )
 
 
 @any_batch
-def test_action_log_prob_and_reward_may_stand_in_three_branches(batch_size):
+def test_action_log_prob_and_reward_in_three_branches(batch_size):
     actor = far_actor()
     policy = moved(actor)
-    reward = ("pay", "check", "reward")
+    reward = ("task", "inner", "reward")
 
     def stack() -> Any:
-        return KLConstrainedTransform(actor, 0.5, reward_key=reward)
+        return KLConstrainedTransform(actor, 0.5, keys=KLKeys(reward=reward))
 
     env = far_env(batch_size, stack())
     check_env_specs(env)
@@ -89,12 +89,12 @@ def test_action_log_prob_and_reward_may_stand_in_three_branches(batch_size):
     following = batch["next"]
     assert_close(following["record", "kl"], kl, atol=1e-5, rtol=0)
     assert_close(
-        following[reward], following["pay", "check", "task_reward"] - 0.5 * kl, atol=1e-5, rtol=0
+        following[reward], following["task", "inner", "task_reward"] - 0.5 * kl, atol=1e-5, rtol=0
     )
     plain = play(far_env(batch_size), policy)
     assert_same(stack()(plain)["next"][reward], following[reward])
-    one_piece = KLRewardTransform(actor, 0.5, in_keys=[reward])(plain)["next"]
-    assert_same(one_piece[reward].detach(), following[reward])
+    preset = KLRewardTransform(actor, 0.5, in_keys=[reward])(plain)["next"]
+    assert_same(preset[reward].detach(), following[reward])
     env = far_env(batch_size, KLRewardTransform(actor, 0.5, in_keys=[reward]))
     check_env_specs(env)
     assert_same(play(env, policy)["next"][reward].detach(), following[reward])
@@ -104,7 +104,7 @@ def test_action_log_prob_and_reward_may_stand_in_three_branches(batch_size):
 
 
 class BonusEnv(WalkEnv):
-    """WalkEnv with a second reward of a shape of its own.
+    """WalkEnv with a second reward of any shape.
 
     Args:
         shape: of the second reward, beyond the batch.
@@ -130,12 +130,12 @@ class BonusEnv(WalkEnv):
 
 def on_bonus(actor, **kwargs) -> Any:
     names = ("ref_log_prob", "kl", "task_reward", "kl_coeff", "episode_kl")
-    keys: dict[str, Any] = {f"{name}_key": ("of_bonus", name) for name in names}
-    return KLConstrainedTransform(actor, 0.2, reward_key="bonus", **keys, **kwargs)
+    keys: dict[str, Any] = {name: ("of_bonus", name) for name in names}
+    return KLConstrainedTransform(actor, 0.2, keys=KLKeys(reward="bonus", **keys), **kwargs)
 
 
 @any_batch
-def test_each_reward_of_an_env_has_its_own_price_and_reference(batch_size):
+def test_each_reward_of_an_env_has_its_coefficient_and_reference(batch_size):
     policy, near, far = make_actor(), make_actor(seed=1), make_actor(seed=2)
     plain = play(BonusEnv(batch_size), policy)
     alone = with_transforms(BonusEnv(batch_size), KLConstrainedTransform(near, 0.5))
@@ -145,8 +145,8 @@ def test_each_reward_of_an_env_has_its_own_price_and_reference(batch_size):
     one, two = play(alone, policy)["next"], play(both, policy)["next"]
     reward = plain["next", "reward"] - 0.5 * k1(plain, policy, near)
     bonus = plain["next", "bonus"] - 0.2 * k1(plain, policy, far)
-    for charged in (one, two):
-        assert_close(charged["reward"], reward, atol=1e-4, rtol=1e-5)
+    for penalized in (one, two):
+        assert_close(penalized["reward"], reward, atol=1e-4, rtol=1e-5)
     assert_close(one["bonus"], plain["next", "bonus"], rtol=0, atol=0)
     assert_close(two["bonus"], bonus, atol=1e-4, rtol=1e-5)
     after = on_bonus(far)(KLConstrainedTransform(near, 0.5)(plain))["next"]
@@ -163,13 +163,13 @@ def test_each_reward_of_an_env_has_its_own_price_and_reference(batch_size):
 def test_a_reward_of_several_trailing_dimensions_is_refused(make, place, shape):
     actor = make_actor()
     keys: dict[str, Any] = (
-        {"in_keys": ["bonus"]} if make is KLRewardTransform else {"reward_key": "bonus"}
+        {"in_keys": ["bonus"]} if make is KLRewardTransform else {"keys": KLKeys(reward="bonus")}
     )
     batch = (2,) if place == "env" else (2, 12)
     shapes = re.escape(f"got {(*batch, 1)} and {(*batch, *shape)}")
     plain = play(BonusEnv((2,), shape), actor)
 
-    def charge():
+    def penalize():
         transform = make(actor, 0.5, **keys)
         return (
             transform(plain)
@@ -180,11 +180,11 @@ def test_a_reward_of_several_trailing_dimensions_is_refused(make, place, shape):
     with pytest.raises(
         ValueError, match=f"{shapes}: .* reduce a reward of several trailing dimensions to one"
     ):
-        charge()
+        penalize()
 
 
 @pytest.mark.parametrize("place", ["env", "batch"])
-def test_one_piece_for_agents_that_share_a_reward(place):
+def test_preset_for_agents_that_share_a_reward(place):
     actor = make_actor(agents=True)
     policy = moved(actor)
     base = WalkEnv((2,), n_agents=3, shared_reward=True)
@@ -192,7 +192,7 @@ def test_one_piece_for_agents_that_share_a_reward(place):
     kl = k1(
         plain, policy, actor, observation=("agents", "observation"), action=("agents", "action")
     ).sum(-2)
-    transform = KLRewardTransform(actor, 0.5, reduce="sum")
+    transform = KLRewardTransform(actor, 0.5, sum_agents=True)
     if place == "env":
         env = with_transforms(WalkEnv((2,), n_agents=3, shared_reward=True), transform)
         check_env_specs(env)
@@ -200,8 +200,8 @@ def test_one_piece_for_agents_that_share_a_reward(place):
     else:
         after = transform(plain)["next", "reward"]
     assert_close(after.detach(), plain["next", "reward"] - 0.5 * kl, atol=1e-4, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"`reduce` must be None or \"sum\", got 'mean'"):
-        KLRewardTransform(actor, reduce="mean")  # type: ignore[arg-type]
-    unreduced = KLRewardTransform(actor, 0.5)
+    with pytest.raises(TypeError, match="`sum_agents` must be True or False, got 'sum'"):
+        KLRewardTransform(actor, sum_agents="sum")  # type: ignore[arg-type]
+    not_summed = KLRewardTransform(actor, 0.5)
     with pytest.raises(ValueError, match="sum it over agents for a shared reward"):
-        unreduced(plain)
+        not_summed(plain)

@@ -17,7 +17,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import recurrent_mode, set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
-from torchrl_kl._tensordict import LogProbKeys, as_tuple, existing_keys, sibling
+from torchrl_kl._tensordict import LogProbKeys, as_tuple, existing_keys, is_fake, sibling
 from torchrl_kl.actors.moving import MasterWeights
 from torchrl_kl.actors.policy import ActingPolicy
 from torchrl_kl.actors.reading import (
@@ -28,8 +28,6 @@ from torchrl_kl.actors.reading import (
     trace_keys,
 )
 from torchrl_kl.actors.recurrent import RecurrentMemory
-
-__all__ = ["FrozenActor", "Score"]
 
 
 class Score(NamedTuple):
@@ -262,9 +260,11 @@ class FrozenActor(nn.Module):
             inputs
         ):  # exact, also for a shuffled batch that kept the name "time"
             return self.step(inputs)
-        self._set_first_states(tensordict, inputs, self.zero_states)
+        fake = is_fake(tensordict)
+        self._set_first_states(tensordict, inputs, self.zero_states or fake)
         score = self._score(inputs, recurrent=True)
-        self._memory.remember(tensordict, score.states)
+        if not fake:
+            self._memory.remember(tensordict, score.states)
         return score
 
     def get_dist(self, tensordict: TensorDictBase, *, timed: bool) -> Distribution:
@@ -363,7 +363,7 @@ class FrozenActor(nn.Module):
             mode = False
         if grad == torch.is_grad_enabled() and mode == recurrent:
             return nullcontext()  # as in the steps of most rollouts: entering contexts takes time
-        return _scoring(grad, recurrent)
+        return scoring_mode(grad, recurrent)
 
     def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> Score:
         self._prepare(inputs)
@@ -376,6 +376,7 @@ class FrozenActor(nn.Module):
 
 
 @contextmanager
-def _scoring(grad: bool, recurrent: bool) -> Iterator[None]:
+def scoring_mode(grad: bool, recurrent: bool) -> Iterator[None]:
+    """With or without gradients, in or out of TorchRL's recurrent mode."""
     with torch.set_grad_enabled(grad), set_recurrent_mode(recurrent):
         yield

@@ -14,37 +14,38 @@ from torchrl_kl.functional.numbers import Float64State
 class MasterWeights(Float64State):
     """The fp32 weights behind an actor's half-precision ones, by name; made by the first average.
 
-    bfloat16 has 8 significant bits: a thousandth of the way to other weights is rounded off, each time anew, and the
-    average stays where it is. So it is kept here, whatever `to(dtype)` does to the actor, and rounded into the actor.
+    bfloat16 has 8 significant bits: a thousandth of the way to other weights would be rounded off
+    each time, and the average would stay where it is. So it is kept here, whatever `to(dtype)` does
+    to the actor, and rounded into the actor.
     """
 
     @torch.no_grad()
     def move(self, actor: nn.Module, source: nn.Module, tau: float) -> None:
-        """Moves the weights of `actor` to (1 - tau) * actor + tau * source, in place; buffers are copied.
+        """Moves weights in place, to (1 - tau) * actor + tau * source; buffers are copied.
 
         Raises:
-            TypeError: if `source` is no module.
-            ValueError: if `tau` is not in (0, 1], or `source` has other weights (by name or shape) or NaN among them;
-                nothing has moved then.
+            TypeError: if `source` is not a module.
+            ValueError: if `tau` is not in (0, 1], or `source` has other weights (by name or shape)
+                or NaN among them; nothing has moved then.
         """
         if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 < tau <= 1:
             raise ValueError(
                 f"`tau` must be in (0, 1], got {tau!r}: it is the share of the way, 1 for a copy."
             )
-        new = entries_of(source)
-        _check_entries(entries_of(actor), new)
+        own, new = entries_of(actor), entries_of(source)
+        _check_entries(own, new)
         weights = dict(actor.named_parameters())
-        for name, own in entries_of(actor).items():
-            if tau < 1 and name in weights and (own.is_floating_point() or own.is_complex()):
-                self._average(name, own, new[name], tau)
-            else:  # buffers too: running statistics and counters belong to weights, and are averages themselves
-                own.copy_(new[name])
+        for name, value in own.items():
+            if tau < 1 and name in weights and (value.is_floating_point() or value.is_complex()):
+                self._average(name, value, new[name], tau)
+            else:  # buffers are copied: running statistics and counters belong to their weights
+                value.copy_(new[name])
                 self._buffers.pop(_buffer_name(name), None)
 
     def _average(self, name: str, own: Tensor, new: Tensor, tau: float) -> None:
         master = self._master(name, own)
         new = new.to(device=master.device, dtype=master.dtype)
-        # As a step, so that equal weights stay equal to the bit; equal infinities, whose difference is NaN, too.
+        # As a step: equal weights stay equal to the bit, and equal infinities do not give NaN.
         master.add_(torch.where(new == master, 0.0, new - master), alpha=tau)
         if master is not own:
             own.copy_(master)
@@ -56,9 +57,7 @@ class MasterWeights(Float64State):
             self._buffers.pop(key, None)  # of a time when the weight had less precision
             return own
         master = self._buffers.get(key)
-        if master is None or not torch.equal(
-            master.to(own), own
-        ):  # the weight was loaded or cast since
+        if master is None or not torch.equal(master.to(own), own):  # or it was loaded or cast since
             master = own.detach().float()
         self.register_buffer(key, master.to(own.device))
         return self.get_buffer(key)
@@ -66,24 +65,20 @@ class MasterWeights(Float64State):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Takes the buffers that the state has: one is made by the first average, not by `__init__`."""
-        saved = {
-            key.removeprefix(prefix): value
-            for key, value in state_dict.items()
-            if key.startswith(prefix)
-        }
+        """Takes the buffers that the state has: `__init__` makes none, the first average does."""
         self._buffers.clear()
-        for key, value in saved.items():
-            self.register_buffer(key, torch.empty_like(value))
+        for key, value in state_dict.items():
+            if key.startswith(prefix):
+                self.register_buffer(key.removeprefix(prefix), torch.empty_like(value))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[arg-type]
 
 
 def _buffer_name(name: str) -> str:
-    return name.replace(".", "/")  # a dot is not allowed there
+    return name.replace(".", "/")  # the name of a buffer must not have a dot
 
 
 def entries_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, those that no state dict holds included."""
+    """Parameters and buffers by name, those that are in no state dict included."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"`source` must be a module, got {type(module).__name__}: pass the policy itself."
@@ -93,19 +88,20 @@ def entries_of(module: nn.Module) -> dict[str, Tensor]:
 
 def _check_entries(own: dict[str, Tensor], new: dict[str, Tensor]) -> None:
     if own.keys() != new.keys():
+        lacks, has = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
         raise ValueError(
-            f"`source` must have the weights of the reference, but lacks {sorted(own.keys() - new.keys())[:3]} and has "
-            f"{sorted(new.keys() - own.keys())[:3]} besides: pass the policy that the reference is a copy of, not a "
-            "part of it nor what wraps it."
+            f"`source` must have the weights of the reference, but lacks {lacks[:3]} and has "
+            f"{has[:3]} in addition: pass the policy that the reference is a copy of, not a part "
+            "of it nor what wraps it."
         )
     for name, value in new.items():
         if value.shape != own[name].shape:
             raise ValueError(
-                f"`source` must have the shapes of the reference, got {tuple(value.shape)} for {name!r}, which has "
-                f"{tuple(own[name].shape)} there: it is another network."
+                f"`source` must have the shapes of the reference, got {tuple(value.shape)} for "
+                f"{name!r}, which has {tuple(own[name].shape)} there: it is another network."
             )
         if bool(value.isnan().any()):
             raise ValueError(
-                f"`source` has NaN in {name!r}: the policy has diverged. The reference is left as it was; load an "
-                "earlier state of the policy."
+                f"`source` has NaN in {name!r}: the policy has diverged. The reference is left as "
+                "it was; load an earlier state of the policy."
             )

@@ -14,7 +14,7 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 
-from torchrl_kl._tensordict import LogProbKeys, as_tuple, sibling, sum_action_dims
+from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling, sum_action_dims
 
 
 def check_actor(actor: nn.Module) -> None:
@@ -115,7 +115,8 @@ def _log_prob(actor: Any, inputs: TensorDictBase, action_key: NestedKey) -> Tens
         dist = actor.get_dist(inputs)
         if isinstance(dist, CompositeDistribution):
             return actor.log_prob(inputs, dist=dist)
-        return dist.log_prob(inputs.get(action_key))  # what `actor.log_prob` does, with less work
+        action = get_required(inputs, action_key, "the reference scores the policy's action.")
+        return dist.log_prob(action)  # what `actor.log_prob` does, with less work
     # Parts that are drawn one after another are scored each after those before it. (The actor's
     # `log_prob` draws the earlier parts anew and scores the later ones after those.)
     log_probs = TensorDict(batch_size=inputs.batch_size)

@@ -10,7 +10,7 @@ from tensordict import NestedKey
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import nn
 
-from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.actors.frozen import FrozenActor, scoring_mode
 from torchrl_kl.actors.policy import Borrowed, evaluating
 
 Switch = Callable[[], AbstractContextManager[Any]]
@@ -80,7 +80,7 @@ class SwitchedActor(FrozenActor):
         with ExitStack() as stack:
             stack.enter_context(context)
             stack.enter_context(evaluating(self.actor))
-            stack.enter_context(super().scoring(recurrent))
+            stack.enter_context(scoring_mode(False, recurrent))
             yield
 
 

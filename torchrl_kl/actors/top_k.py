@@ -17,8 +17,6 @@ from torchrl_kl.actors.reading import (
     written_params,
 )
 
-__all__ = ["TopKActor"]
-
 
 class TopKActor(ProbabilisticTensorDictSequential):
     """An actor as a collector's policy that records its k most likely actions and not its logits: O(k) per step.

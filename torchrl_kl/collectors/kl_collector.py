@@ -26,8 +26,6 @@ from torchrl_kl.collectors.workers import UniqueTrajectories
 from torchrl_kl.controllers.rules import ConstantKLController
 from torchrl_kl.transforms.stack import KLConstrainedTransform
 
-__all__ = ["kl_collector"]
-
 _WATCHED: dict[type, type[WatchedCollector]] = {
     Collector: WatchedSingle,
     MultiSyncCollector: WatchedMultiSync,

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from torchrl_kl.functional.numbers import Float64State, check_number
 
-__all__ = ["KLController", "Per", "TargetKLController"]
-
 Per = Literal["trajectory", "step"]
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from torchrl_kl.functional.numbers import check_number, solve_decreasing
 
-__all__ = ["coeff_for_budget"]
-
 
 def coeff_for_budget(rewards: Tensor, budget: float) -> float:
     r"""The coefficient with which KL(optimum || reference) = `budget` nats.

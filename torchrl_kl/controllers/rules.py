@@ -12,14 +12,6 @@ from torch import Tensor
 from torchrl_kl.controllers.base import KLController, Per, TargetKLController
 from torchrl_kl.functional.numbers import check_number
 
-__all__ = [
-    "AdaptiveKLController",
-    "ConstantKLController",
-    "ExponentialKLController",
-    "PIDKLController",
-    "as_controller",
-]
-
 
 class ConstantKLController(KLController):
     """A coefficient that never moves; with 0 the KL is only measured.

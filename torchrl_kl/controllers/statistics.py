@@ -10,8 +10,6 @@ from torch import Tensor
 
 from torchrl_kl.functional.numbers import Float64State, check_mask
 
-__all__ = ["KLStatistics"]
-
 
 class KLStatistics(Float64State):
     """Pooled KL values as (count, sum, sum of squares), never as running means.

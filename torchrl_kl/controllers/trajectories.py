@@ -13,8 +13,6 @@ from torch import Tensor
 
 from torchrl_kl.functional.sums import running_sum
 
-__all__ = ["OpenTrajectories", "Segments", "TrajectorySums"]
-
 _MIN_OPEN = 256  # trajectories that may be open at once, at least
 _OPEN_PER_ROW = 64  # and for each row of a batch: that of so many asynchronous workers
 
@@ -103,7 +101,12 @@ class OpenTrajectories:
         carried, finished = self._resume(segments, values, judge)
         running = _running(values, ends, carried.totals)
         # Trajectories without a step that counts, or whose beginning is not known, are not told.
-        n_counted = _running(counts.double().unsqueeze(-1).expand_as(values), ends, carried.counted)
+        if segments.mask is None and not carried.counted.any():
+            n_counted = torch.ones_like(running)
+        else:
+            n_counted = _running(
+                counts.double()[..., None].expand_as(values), ends, carried.counted
+            )
         told = ends & (n_counted > 0)
         if segments.left is not None:  # an agent that left while others go on was told when it left
             told = told & ~segments.left
@@ -170,8 +173,12 @@ class OpenTrajectories:
     def copy(self) -> OpenTrajectories:
         """An independent copy."""
         other = OpenTrajectories()
-        other._open = dict(self._open)
+        other.restore(self)
         return other
+
+    def restore(self, other: OpenTrajectories) -> None:
+        """Goes back to the trajectories of a copy."""
+        self._open = dict(other._open)
 
 
 class _Carried(NamedTuple):

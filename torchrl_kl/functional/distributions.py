@@ -24,8 +24,6 @@ from torch.distributions import (
 
 from torchrl_kl.functional.numbers import working_dtype
 
-__all__ = ["fill_padding", "kl_of_distributions", "kl_of_logits", "split_log_ratio"]
-
 _UNBROADCASTED = "_unbroadcasted_"
 
 

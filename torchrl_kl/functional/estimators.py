@@ -19,8 +19,6 @@ from torchrl_kl.functional.distributions import (
 )
 from torchrl_kl.functional.numbers import check_mask, working_dtype
 
-__all__ = ["ESTIMATORS", "kl_exact", "kl_k1", "kl_k2", "kl_k3", "kl_top_k"]
-
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """Log-ratio estimate of KL(policy || reference): `log_prob - ref_log_prob`.

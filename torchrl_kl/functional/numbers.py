@@ -9,8 +9,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Float64State", "check_mask", "check_number", "solve_decreasing", "working_dtype"]
-
 
 class Float64State(nn.Module):
     """A module whose buffers move between devices but keep their dtype, even in `module.half()`."""

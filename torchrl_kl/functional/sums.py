@@ -10,15 +10,6 @@ from torch import Tensor
 
 from torchrl_kl.functional.numbers import check_mask, working_dtype
 
-__all__ = [
-    "masked_mean",
-    "masked_sum",
-    "running_sum",
-    "sum_after",
-    "sum_before",
-    "sum_over_trajectories",
-]
-
 
 def masked_sum(
     values: Tensor, mask: Tensor | None, *, dim: int | tuple[int, ...] | None = None
@@ -159,17 +150,19 @@ def running_sum(values: Tensor, ends: Tensor, *, initial: Tensor | None = None) 
     begins = _begins(ends).flatten().nonzero().squeeze(-1)  # (N,)
     lengths = begins.diff(append=begins.new_tensor([values.numel()]))  # (N,)
     flat = addends.flatten()
-    places, sums = [begins[:0]], [flat[:0]]
-    # A table per power of two holds the trajectories that fill more than half of its width.
-    width = 1
-    while width < 2 * values.shape[-1]:
-        chosen = (lengths > width // 2) & (lengths <= width)
-        steps = torch.arange(width, device=values.device)
-        index = begins[chosen, None] + steps  # (n, width)
-        inside = steps < lengths[chosen, None]
+    longest = int(lengths.max()) if len(lengths) else 0
+    # One table of all trajectories, padded to the longest; where that would waste memory, one for each
+    # power of two, of the trajectories that are longer than half of it: at most half of it is unused.
+    widths = [longest]
+    if len(begins) * longest > 4 * len(flat):
+        widths = [2**power for power in range(longest.bit_length() + 1)]
+    places, sums, narrower = [begins[:0]], [flat[:0]], 0
+    for width in widths:
+        chosen = (lengths > narrower) & (lengths <= width)
+        steps, narrower = torch.arange(width, device=values.device), width
+        index, inside = begins[chosen, None] + steps, steps < lengths[chosen, None]
         places.append(index[inside])
         sums.append(flat[index.clamp_max(len(flat) - 1)].cumsum(-1)[inside])
-        width *= 2
     running = torch.empty_like(flat).scatter(0, torch.cat(places), torch.cat(sums))
     return running.reshape(values.shape).to(values.dtype)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams, unravel_key
@@ -31,24 +31,7 @@ from torchrl_kl._tensordict import (
 )
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
-from torchrl_kl.objectives.terms import (
-    Gradient,
-    Reduction,
-    Steps,
-    Weights,
-    check_options,
-    step_terms,
-)
-
-__all__ = ["KLPenaltyLoss"]
-
-
-class _Terms(NamedTuple):
-    """Per step, (*B), 0 where the mask is False: what is minimised, and the measured KL, detached."""
-
-    loss: Tensor
-    kl: Tensor
-    mask: Tensor
+from torchrl_kl.objectives.terms import Gradient, Reduction, Steps, Weights, check_options
 
 
 class KLPenaltyLoss(LossModule):
@@ -65,13 +48,12 @@ class KLPenaltyLoss(LossModule):
       where the policy is far from the reference. Needs no action, and takes shuffled steps.
     - "sequence": :math:`\sum_t W_t KL_t` with :math:`W_t = \prod_{u<t} w_u`, differentiated through
       the weights. Its expected gradient is that of the KL between whole trajectories, as for k1
-      subtracted from the reward: on-policy that of the exact :math:`KL_t` plus
-      :math:`\sum_t (\sum_{s>t} KL_s) \nabla \log \pi(a_t|s_t)`.
+      subtracted from the reward.
     - "k2": :math:`w_t (\log \pi(a_t|s_t) - \log \pi_{ref}(a_t|s_t))^2 / 2`, weight detached: the
       expected gradient of "step" from the action alone, for distributions without a known KL.
     - "k3" warns: its expected gradient is that of the other divergence, KL(reference || policy).
-    - "k1" is refused: its expected gradient is zero. Subtract it from the reward
-      (`KLConstrainedTransform`).
+    - "k1" is refused: its expected gradient is zero (`KLConstrainedTransform` subtracts it from the
+      reward).
 
     After updates on the same batch the states are still those of the old policy. `weights` says
     what is done about it (no ratio is clipped):
@@ -105,22 +87,21 @@ class KLPenaltyLoss(LossModule):
         controller: a KLController, or a float for a constant coefficient; reward per nat.
         gradient: "step", "sequence", "k2" or "k3".
         weights: "trajectory" or "step"; by default "trajectory" for "sequence" and else "step".
-        reference: another actor to copy and freeze; or a FrozenActor, which is used as it is (that
-            of a transform: one copy serves both); or, for no copy at all, a callable that returns a
-            context manager in which `actor` itself is the reference, such as PEFT's
-            `model.disable_adapter`. By default a copy of `actor`.
+        reference: as for KLConstrainedTransform; by default a copy of `actor`. The FrozenActor of a
+            transform may serve here too.
         loss: an actor loss to add to; its outputs are returned too.
         reduction: over the valid steps: "mean", "sum" or "none", shape (*B), 0 on padding.
         time_dim: the last batch dimension, if it is time and the batch does not name it "time".
         allow_penalized_reward: whether the loss takes a batch whose reward was penalized already.
 
     Raises:
-        ValueError: if an option is unknown, `gradient` is "k1", the actor has several actions, the
-            batch has no time dimension where one is needed, its steps do not follow one another,
-            or `loss` writes an entry of the same name.
+        ValueError: if an option is unknown, `gradient` is "k1", the actor has several actions, a
+            time dimension is needed and there is none, the steps along it do not follow one
+            another, or `loss` writes an entry of the same name.
         KeyError: if the recorded log-prob, the action, or the ends of trajectories are missing.
         TypeError: if `controller` is neither a KLController nor a number.
-        RuntimeError: if the reward was penalized before, or a recurrent reference's state is unknown.
+        RuntimeError: if the reward was penalized before, or the state of a recurrent reference is
+            not known.
 
     Reference:
         Y. Tang, R. Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025).
@@ -147,14 +128,7 @@ class KLPenaltyLoss(LossModule):
 
     @dataclass
     class _AcceptedKeys(LossModule._AcceptedKeys):
-        """Names of the entries that are read.
-
-        Attributes:
-            action: what the policy did.
-            sample_log_prob: its log-prob when it was drawn.
-            done: in "next", what ends a trajectory.
-            kl_coeff: in "next" or nested in it, the coefficient that a reward was penalized with.
-        """
+        """Names of the entries that are read; `done` and `kl_coeff` are under "next"."""
 
         action: NestedKey = "action"
         sample_log_prob: NestedKey = "action_log_prob"
@@ -240,13 +214,13 @@ class KLPenaltyLoss(LossModule):
         coeff = self.controller.coeff
         if coeff > 0 and not self.allow_penalized_reward:
             self._refuse_penalized(tensordict)
-        terms = self._terms(tensordict)
-        coeff = coeff.to(terms.loss)
+        value, kl, mask = self._terms(tensordict)
+        coeff = coeff.to(value)
         # A coefficient of 0 adds nothing, not even infinity.
-        penalty = torch.where(coeff == 0, 0.0, coeff * terms.loss)
+        penalty = torch.where(coeff == 0, 0.0, coeff * value)
         out = TensorDict(
-            loss_kl=_reduce(penalty, terms.mask, self.reduction),
-            kl=_reduce(terms.kl, terms.mask, "mean"),
+            loss_kl=_reduce(penalty, mask, self.reduction),
+            kl=_reduce(kl, mask, "mean"),
             kl_coeff=coeff.detach().clone(),
         )
         return out if self.loss is None else _join(self.loss(tensordict), out)
@@ -268,20 +242,19 @@ class KLPenaltyLoss(LossModule):
             and the controller has a deadband: it then counts with the next.
 
         Raises:
-            ValueError: if the KL is NaN or infinite (the coefficient is then unchanged), or if, for
-                a controller of trajectories, there is no time dimension or the steps are not in
-                order.
+            ValueError: if the KL is NaN or infinite (the coefficient is then unchanged), or
+                trajectories are needed and there is no time dimension, or another order.
         """
-        terms = self._terms(tensordict)
+        _, kl, mask = self._terms(tensordict)
         if self.controller.per == "step":
-            self.feed.pool(terms.kl[terms.mask])
+            self.feed.pool(kl[mask])
         else:
             self._require_time(tensordict, "a controller that counts nats per trajectory")
             self._done(tensordict)
             self.feed.add_batch(
                 tensordict,
-                terms.kl,
-                terms.mask,
+                kl,
+                mask,
                 done_key=self.tensor_keys.done,
                 time_dim=self.time_dim,
                 observed=self.actor_network.in_keys,
@@ -300,8 +273,8 @@ class KLPenaltyLoss(LossModule):
     def _done_key(self) -> NestedKey:
         return unravel_key(("next", *as_tuple(self.tensor_keys.done)))
 
-    def _terms(self, tensordict: TensorDictBase) -> _Terms:
-        """What each step contributes, before the coefficient."""
+    def _terms(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
+        """What is minimised, before the coefficient, the measured KL, and the mask; (*B) each."""
         mask = self._mask(tensordict)
         action_key, batch_size = self.tensor_keys.action, tensordict.batch_size
         if mask is not None:
@@ -314,11 +287,11 @@ class KLPenaltyLoss(LossModule):
             recorded = get_required(tensordict, self.tensor_keys.sample_log_prob, RECORD_LOG_PROB)
             ends = self._ends(tensordict, mask) if self._reads_trajectories else None
             steps = steps._replace(action=action, recorded=recorded, ends=ends)
-        value, kl = step_terms(steps, self.gradient, self.weights)
+        value, kl = steps.terms(self.gradient, self.weights)
         # With agents these are sums over them, as for one actor with all their actions.
         n_agents = holder_batch_size(tensordict, action_key)[len(batch_size) :].numel()
         mask = torch.ones_like(kl, dtype=torch.bool) if mask is None else mask
-        return _Terms(value / n_agents, kl.detach() / n_agents, mask)
+        return value / n_agents, kl.detach() / n_agents, mask
 
     def _mask(self, tensordict: TensorDictBase) -> Tensor | None:
         """True where a step counts, (*B); None where all do."""
@@ -331,13 +304,12 @@ class KLPenaltyLoss(LossModule):
         timed = find_time_dim(tensordict, self.time_dim) is not None
         if self._reads_trajectories:
             self._require_time(tensordict, self._options)
-        inputs = tensordict.select(*self.actor_network.in_keys, strict=False)
-        weights = self.actor_network_params.to_module(
-            self.actor_network, preserve_module_state=False
-        )
+        network = self.actor_network
+        inputs = tensordict.select(*network.in_keys, strict=False)
+        weights = self.actor_network_params.to_module(network, preserve_module_state=False)
         # TorchRL runs all losses in recurrent mode, which takes shuffled steps for one trajectory.
         with weights, set_recurrent_mode(timed):
-            policy = self.actor_network.get_dist(inputs)
+            policy = network.get_dist(inputs)
         with torch.no_grad():  # a shared reference may receive gradients elsewhere
             return policy, self.reference.get_dist(tensordict, timed=timed)
 
@@ -350,12 +322,12 @@ class KLPenaltyLoss(LossModule):
         if find_time_dim(tensordict, self.time_dim) is None:
             raise ValueError(
                 f"{what} needs whole trajectories, and in a batch of shape "
-                f"{tuple(tensordict.batch_size)} no dimension is known to be time: name the last one "
-                '"time" (collectors do, `reshape(-1)` loses it), or pass `time_dim`.'
+                f"{tuple(tensordict.batch_size)} no dimension is known to be time: name the last "
+                'one "time" (collectors do, `reshape(-1)` loses it), or pass `time_dim`.'
             )
 
     def _ends(self, tensordict: TensorDictBase, mask: Tensor | None) -> Tensor:
-        """True at the last step of each trajectory, (*B); ValueError unless the steps are in order."""
+        """True at the last step of each trajectory, (*B); ValueError if steps are not in order."""
         ids, done = tensordict.get(TRAJECTORY_KEY, None), tensordict.get(self._done_key, None)
         if ids is None or done is not None:
             ends = expand_right(self._done(tensordict), tensordict.batch_size)
@@ -376,15 +348,15 @@ class KLPenaltyLoss(LossModule):
 
     def _refuse_penalized(self, tensordict: TensorDictBase) -> None:
         """RuntimeError if a reward of the batch was penalized for its KL."""
-        step, name = tensordict.get("next", None), as_tuple(self.tensor_keys.kl_coeff)[-1]
-        keys = [] if step is None else step.keys(True, True)
-        for key in keys:
+        step = cast(TensorDictBase, tensordict.get("next", TensorDict()))
+        name = as_tuple(self.tensor_keys.kl_coeff)[-1]
+        for key in step.keys(True, True):
             if as_tuple(key)[-1] == name and bool((step.get(key) != 0).any()):
                 raise RuntimeError(
-                    f"the batch has {unravel_key(('next', key))!r} other than 0: a reward was penalized "
-                    "for the KL already, and this loss would count it again. Drop the loss, or let the "
-                    "transform only measure (a coefficient of 0), or, if both are meant, pass "
-                    "`allow_penalized_reward=True`."
+                    f"the batch has {unravel_key(('next', key))!r} other than 0: a reward was "
+                    "penalized for the KL already, and this loss would count it again. Drop the "
+                    "loss, or let the transform only measure (a coefficient of 0), or, if both are "
+                    "meant, pass `allow_penalized_reward=True`."
                 )
 
 

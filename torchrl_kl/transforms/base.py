@@ -22,8 +22,6 @@ from torchrl_kl._torchrl import container_of
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.transforms.placement import refuse_wrong_order
 
-__all__ = ["KLTransform", "episode_dtype", "require_spec"]
-
 
 class KLTransform(Transform):
     """Base of the transforms: in an env they work in `_step`, on a batch in `forward`, never on their input."""

@@ -1,11 +1,11 @@
-"""The three parts of the stack as transforms: the log-prob under the reference, the KL, the penalty."""
+"""The parts of the stack that measure, as transforms: the log-prob under the reference, and the KL."""
 
 from __future__ import annotations
 
 from typing import cast
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Composite
 
@@ -13,43 +13,30 @@ from torchrl_kl._tensordict import (
     MASK_KEY,
     KLKeys,
     add_spec,
-    as_tuple,
     copy_batch,
-    expand_right,
     get_required,
-    is_fake,
+    hidden_key,
     state_spec,
 )
 from torchrl_kl.actors.references import Switch, as_reference
-from torchrl_kl.controllers import KLController
 from torchrl_kl.transforms.base import KLTransform, require_spec
 from torchrl_kl.transforms.estimates import Estimator, make_estimate
 from torchrl_kl.transforms.kl_step import KLStep
-from torchrl_kl.transforms.penalty import NO_KL, PenaltyTransform
 from torchrl_kl.transforms.steps import measure, score_batch, score_env_step
-
-__all__ = [
-    "KLDivergenceTransform",
-    "ReferenceModelLogProbTransform",
-    "RewardAdjustmentTransform",
-]
 
 
 class ReferenceModelLogProbTransform(KLTransform):
     """Writes log pi_ref(a|s), the log-prob of the policy's action under a frozen copy of an actor.
 
-    You may rely on: the copy changes by `update_reference` only and never has gradients; identical
-    weights give the policy's own log-prob; the action scored is the policy's, not the env's, if
-    action transforms come before this one.
+    Identical weights give the policy's own log-prob. The action is scored as the policy wrote it,
+    before action transforms that come earlier turn it into the env's.
 
     Keys:
-        reads the actor's in_keys and its action; in an env also its log-prob, to know whether the
-        policy ran.
+        reads the actor's in_keys, its action, and its log-prob, to know whether the policy ran.
         writes ("next", "ref_log_prob"): nats per step, batch shape of the tensordict that holds the
-        action; zero where a random policy acted. A recurrent reference adds its state,
+        action, zero where a random policy acted. A recurrent reference adds its state,
         ("next", "ref_<state>"). For "exact" and "top_k" also ("next", "_ref_log_prob_dist"), which
-        the KLDivergenceTransform after this one takes away: the reference's parameters, or its
-        log-probs (*B, k) of the policy's top k.
+        the KLDivergenceTransform after this one takes away.
 
     Args:
         actor: the policy; a frozen copy of it becomes the reference.
@@ -58,34 +45,24 @@ class ReferenceModelLogProbTransform(KLTransform):
             for no copy at all, a callable that returns a context manager in which `actor` itself is
             the reference, such as PEFT's `model.disable_adapter`.
         keys: names of the entries: `log_prob`, `ref_log_prob` and `top_k`.
-        time_dim: the batch dimension that is time, for batches that do not name it "time"; it must
-            be the last.
-        zero_states: whether a recurrent reference may begin inside a trajectory from a zero state.
-        recompute_log_prob: whether `actor` itself is asked for its present log-prob of an action
-            where it recorded none, as FrozenActor says; the KLDivergenceTransform after this one
-            uses it.
+        time_dim: the last batch dimension, if it is time and not named "time".
+        zero_states, recompute_log_prob: as for FrozenActor.
 
     Raises:
-        TypeError: if `actor` has no distribution, or not a categorical one for "top_k", or
-            `reference` is none of these.
+        TypeError: if `actor` has no distribution (for "top_k": a categorical one), or `reference` is
+            none of these.
         ValueError: if `actor` has uninitialised weights, or the estimator is unknown.
         KeyError: in a step, if the policy ran but did not record its log-prob, or its top k.
 
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from tensordict.nn import TensorDictModule
-        >>> from torchrl.modules import ProbabilisticActor
-        >>> from torchrl_kl import ReferenceModelLogProbTransform
-        >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(torch.nn.Linear(3, 2), ["observation"], ["logits"]),
-        ...     in_keys=["logits"],
-        ...     distribution_class=torch.distributions.Categorical,
-        ...     return_log_prob=True,
-        ... )
-        >>> step = TensorDict(observation=torch.randn(5, 3), next=TensorDict(batch_size=5), batch_size=5)
-        >>> batch = ReferenceModelLogProbTransform(actor)(actor(step))
-        >>> torch.equal(batch["next", "ref_log_prob"], batch["action_log_prob"])
+        >>> from torchrl_kl import GPT, GPTActor, ReferenceModelLogProbTransform
+        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> state = TensorDict(tokens=torch.zeros(2, 6).long(), position=torch.ones(2).long())
+        >>> step = actor(state.auto_batch_size_(1)).set("next", TensorDict(batch_size=2))
+        >>> step = ReferenceModelLogProbTransform(actor)(step)
+        >>> torch.equal(step["next", "ref_log_prob"], step["action_log_prob"])
         True
     """
 
@@ -133,17 +110,13 @@ class ReferenceModelLogProbTransform(KLTransform):
         step, self._scored = cast(KLStep, self._scored), None
         self._write(tensordict, next_tensordict, step)
         counted = torch.full_like(step.ref_log_prob, step.counted, dtype=torch.bool)
-        tensordict.set(_hidden(self.keys.ref_log_prob, "counted"), counted)
+        tensordict.set(hidden_key(self.keys.ref_log_prob, "counted"), counted)
         for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
             next_tensordict.set(key, state)
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Scores a batch (*B) that has "next"; returns a shallow copy with the results.
-
-        Args:
-            tensordict: the batch. Where its last dimension is time (named "time", or given as
-                `time_dim`) the reference is evaluated once, in recurrent mode; else step by step.
 
         Raises:
             KeyError: if the policy's log-prob or "next" is not there.
@@ -160,9 +133,9 @@ class ReferenceModelLogProbTransform(KLTransform):
     ) -> None:
         next_tensordict.set(self.keys.ref_log_prob, step.ref_log_prob)
         if step.of_reference is not None:
-            next_tensordict.set(_hidden(self.keys.ref_log_prob, "dist"), step.of_reference)
+            next_tensordict.set(hidden_key(self.keys.ref_log_prob, "dist"), step.of_reference)
         if step.log_prob is not None and self.keys.recorded.missing(tensordict):
-            tensordict.set(_hidden(self.keys.ref_log_prob, "policy"), step.log_prob)
+            tensordict.set(hidden_key(self.keys.ref_log_prob, "policy"), step.log_prob)
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Adds the reference's recurrent state to the state spec, so that batched envs carry it."""
@@ -184,32 +157,28 @@ class KLDivergenceTransform(KLTransform):
     `kl = log_prob - ref_log_prob` is the only one that may be subtracted from a reward. A reward is
     not differentiated: a penalty c moves the policy along E[c grad log pi], which is the gradient
     of the KL for k1 alone. As penalties, k2 and k3 nearly vanish at the reference, and an exact KL
-    is the same whatever action its step takes, so it does not hold that action back at all. So
-    `estimator` chooses what is *measured* in addition to k1, for logs and controllers: "exact" has
-    no sampling noise within a step, "top_k" only that of its tail; both have the mean of k1.
+    is the same whatever action its step takes. So `estimator` chooses what is *measured* in
+    addition, for logs and controllers: "exact" has no sampling noise within a step, "top_k" only
+    that of its tail.
 
-    You may rely on: the mean of `kl` over the policy's actions is the KL, and so is that of "exact"
-    and "top_k". You may not rely on the sign of `kl` and "top_k", nor on the means of k2 (and of k3
-    where the policy lacks support).
+    You may rely on: the mean over the policy's actions of `kl`, "exact" and "top_k" is the KL. You
+    may not rely on the sign of `kl` and "top_k", nor on the means of k2 (and of k3 where the policy
+    lacks support).
 
     Keys:
-        reads "action_log_prob" and ("next", "ref_log_prob"), batch shape of the tensordict that
-        holds them; for "exact" the parameters of its distribution that the policy records, for
-        "top_k" what TopKActor records; and what ReferenceModelLogProbTransform with the same
-        estimator kept.
-        writes ("next", "kl"): nats per step, that shape plus a trailing 1; with another estimator
-        ("next", "kl_estimate") of the same shape. Zero in an env step where no policy ran or a
-        batched env skips the row, and on padding (("collector", "mask") False).
-        drops, on a batch, what the estimate has used: the reference's part, and unless
-        `keep_dist_params` the policy's recorded parameters or top k. (In an env the policy's record
-        stays in the rollout.)
+        reads "action_log_prob" and ("next", "ref_log_prob"), shape (*B); for "exact" the parameters
+        of its distribution that the policy records, for "top_k" what TopKActor records.
+        writes ("next", "kl"): nats per step, (*B, 1); with another estimator ("next",
+        "kl_estimate") too. Zero on padding (("collector", "mask") False), and in an env step where
+        no policy ran or a batched env skips the row.
+        drops, on a batch, what the estimate has used, unless `keep_dist_params`. (In an env the
+        policy's record stays in the rollout.)
 
     Args:
         estimator: what is measured: "k1", "k2", "k3", "exact" or "top_k".
         actor: for "exact": an actor with the policy's distribution class and keys. Its weights are
             not kept.
-        sum_agents: whether agents that share a reward have one KL, the sum of theirs; it is then at
-            the root by default. Else there is one KL per agent.
+        sum_agents: whether agents that share a reward have one KL, the sum of theirs, at the root.
         keep_dist_params: whether a batch keeps the policy's recorded parameters (or top k), for a
             loss that reads them. ClipPPOLoss does not, KLPENPPOLoss does.
         keys: names of the entries: `log_prob`, `ref_log_prob`, `kl`, `kl_estimate` and `top_k`.
@@ -251,7 +220,7 @@ class KLDivergenceTransform(KLTransform):
         self.estimate = estimate
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        counted = tensordict.get(_hidden(self.keys.ref_log_prob, "counted"), None)
+        counted = tensordict.get(hidden_key(self.keys.ref_log_prob, "counted"), None)
         log_prob = self._log_prob(tensordict)
         if counted is not None and log_prob is None and counted.any():
             log_prob = self.keys.recorded.require(tensordict)
@@ -260,7 +229,7 @@ class KLDivergenceTransform(KLTransform):
             tensordict, next_tensordict, log_prob, tensordict.get("_step", None), counts
         )
         counted = torch.full_like(cast(Tensor, step.kl), counts, dtype=torch.bool)
-        tensordict.set(_hidden(self.keys.kl, "counted"), counted)
+        tensordict.set(hidden_key(self.keys.kl, "counted"), counted)
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -285,7 +254,7 @@ class KLDivergenceTransform(KLTransform):
         """What the policy recorded, or what it was asked for instead."""
         log_prob = self.keys.recorded.read(tensordict)
         if log_prob is None:
-            log_prob = tensordict.pop(_hidden(self.keys.ref_log_prob, "policy"), None)
+            log_prob = tensordict.pop(hidden_key(self.keys.ref_log_prob, "policy"), None)
         return log_prob
 
     def _measure(
@@ -300,7 +269,7 @@ class KLDivergenceTransform(KLTransform):
         ref_log_prob = get_required(next_tensordict, self.keys.ref_log_prob, _NO_REFERENCE)
         of_reference = None
         if self.estimate is not None:
-            hidden = _hidden(self.keys.ref_log_prob, "dist")
+            hidden = hidden_key(self.keys.ref_log_prob, "dist")
             of_reference = next_tensordict.pop(hidden, None)
             if self.estimate.policy_keys and of_reference is None and log_prob is not None:
                 get_required(next_tensordict, hidden, _NO_REFERENCE_DIST)
@@ -322,135 +291,6 @@ class KLDivergenceTransform(KLTransform):
         for key in self.out_keys:
             add_spec(observation_spec, key, (*shape, 1), ref.dtype, shape)
         return observation_spec
-
-
-class RewardAdjustmentTransform(PenaltyTransform):
-    """Subtracts the KL from the reward, `reward = task_reward - coeff * kl`, and feeds the controller.
-
-    A step is penalized with the coefficient of that moment, then the controller is updated. What has
-    been measured is pooled, and the controller is updated once with the pooled mean and the count:
-    of finished trajectories, or with `per="step"` of steps. (One trajectory at a time, its clip
-    would make it steer the median.)
-
-    The controller moves in the steps of an env and in calls on a batch. It does not move while
-    frozen, in a replay buffer or after `eval()` (on batches), or in env steps with random or
-    deterministic actions (an argmax is not a sample: its k1 is biased). A batch does not say how
-    its actions were chosen: freeze the transform for batches of an evaluation.
-
-    You may rely on: every step's coefficient is recorded; penalizing twice raises an error; a call
-    on a batch leaves its input alone. With gamma < 1 the reward penalizes the discounted KL, while
-    the controller holds the undiscounted one.
-
-    Keys:
-        reads ("next", "reward"), ("next", "kl"), and ("next", "kl_estimate") where there is one,
-        which the controller is then fed; all of one shape.
-        writes ("next", "reward"), ("next", "task_reward"), ("next", "kl_coeff"), the reward's
-        shape, and ("next", "episode_kl"), the sum of what the controller is fed over the trajectory
-        up to this step, at least float32. A batch without a time dimension gets no "episode_kl".
-
-    State: the controller's, and `statistics`, the pool since its last update. The sums of
-    trajectories that are still open are not saved: a restarted collector begins new ones.
-
-    Args:
-        controller: a KLController, or a float for a constant coefficient.
-        update_every: how many finished trajectories (steps, if the controller counts per step) an
-            update waits for. None: a batch updates once with what it finished, however few; in an
-            env an update waits for 16 trajectories or 256 steps.
-        keys: names of the entries.
-        time_dim: the batch dimension that is time, for batches that do not name it "time"; it must
-            be the last.
-
-    Raises:
-        TypeError: if `controller` is neither a KLController nor a number.
-        ValueError: if `update_every` is less than 1, or 1 for a controller with a deadband; if KL
-            and reward differ in shape, or a batch for a controller of trajectories is not in order.
-        RuntimeError: if the reward was penalized before, or the controller would have to be fed
-            from a batch whose trajectories cannot be told apart.
-
-    Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from torchrl_kl import RewardAdjustmentTransform
-        >>> done = torch.ones(1, 1, dtype=torch.bool)
-        >>> step = TensorDict(reward=torch.ones(1, 1), kl=torch.full((1, 1), 0.5), done=done)
-        >>> batch = TensorDict(next=step, batch_size=1)
-        >>> penalized = RewardAdjustmentTransform(0.1, time_dim=-1)(batch)
-        >>> penalized["next", "reward"], batch["next", "reward"]
-        (tensor([[0.9500]]), tensor([[1.]]))
-    """
-
-    def __init__(
-        self,
-        controller: KLController | float,
-        *,
-        update_every: int | None = None,
-        keys: KLKeys | None = None,
-        time_dim: int | None = None,
-    ):
-        resolved = (keys or KLKeys()).resolve()
-        super().__init__(
-            controller,
-            resolved,
-            in_keys=[resolved.kl],
-            out_keys=[],
-            update_every=update_every,
-            time_dim=time_dim,
-        )
-
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        counted = tensordict.get(_hidden(self.keys.kl, "counted"), None)
-        counts = counted is None or bool(counted.all())
-        step = self._read(next_tensordict, tensordict.get("_step", None), counts)
-        self.adjust_env_step(tensordict, next_tensordict, step)
-        return next_tensordict
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Penalizes a batch (*B) that has "next"; returns a shallow copy with the results.
-
-        Raises:
-            KeyError: if the reward, the KL or "next" is not there.
-            RuntimeError: if the reward was penalized before, or the controller cannot be fed.
-        """
-        self.refuse_wrong_order()
-        tensordict = copy_batch(tensordict)
-        self.refuse_penalized_batch(tensordict)
-        mask = tensordict.get(MASK_KEY, None)
-        step = self._read(tensordict.get("next"), mask, True)
-        self.adjust_batch(tensordict, step, trace=not is_fake(tensordict))
-        return tensordict
-
-    def _read(self, next_tensordict: TensorDictBase, mask: Tensor | None, counted: bool) -> KLStep:
-        kl = get_required(next_tensordict, self.keys.kl, NO_KL)
-        estimate = next_tensordict.get(self.keys.kl_estimate, None)
-        if mask is not None:
-            covered = expand_right(mask, kl.shape)
-            kl = torch.where(covered, kl, 0.0)
-            estimate = None if estimate is None else torch.where(covered, estimate, 0.0)
-        return KLStep(None, kl, mask, counted, kl=kl, estimate=estimate)
-
-    def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Adds the running sum to the state spec, so that batched envs carry it."""
-        kl = require_spec(self.parent_env.full_observation_spec, self.keys.kl, NO_KL)
-        self.declare_episode_kl(input_spec, kl.dtype)
-        return input_spec
-
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the task reward, the coefficient and the running sum.
-
-        Raises:
-            RuntimeError: if the reward was penalized by a transform before this one.
-            KeyError: if no transform before this one declares the KL.
-            ValueError: if the KL does not have the reward's shape.
-        """
-        self.refuse_penalized(observation_spec.keys(True, True), "the env")
-        kl = require_spec(observation_spec, self.keys.kl, NO_KL)
-        self.declare_penalty(observation_spec, kl.shape, kl.dtype)
-        return observation_spec
-
-
-def _hidden(key: NestedKey, name: str) -> NestedKey:
-    """A scratch entry at the root, by which one part tells the next what is not recorded."""
-    return f"_{'_'.join(as_tuple(key))}_{name}"
 
 
 _NO_REFERENCE = (

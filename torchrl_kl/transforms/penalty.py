@@ -31,16 +31,14 @@ from torchrl_kl.transforms.steps import check_reward_shape, get_reward, penalize
 
 
 class PenaltyTransform(KLTransform):
-    """Base of the transforms that subtract the penalty from the reward; see RewardAdjustmentTransform.
+    """Base of the transforms that subtract the penalty; see RewardAdjustmentTransform.
 
     Args:
-        controller: a KLController, or a float for a constant coefficient.
+        controller, update_every, time_dim: as there.
         keys: of all entries.
         in_keys, out_keys: further entries that are read and written, for TorchRL's bookkeeping.
-        update_every: how many values an update of the controller waits for.
         out_key: where the penalized reward goes.
         record: whether the task reward and the running sum are written.
-        time_dim: the batch dimension that is time, for batches that do not name it "time".
     """
 
     observed: Sequence[NestedKey] | None = None  # tell whether steps follow one another
@@ -167,15 +165,9 @@ class PenaltyTransform(KLTransform):
                 next_tensordict.set(self.keys.episode_kl, running)
 
     def observe(self, tensordict: TensorDictBase, stream: OpenTrajectories | None = None) -> None:
-        """Moves the controller by a batch (*B) that was penalized elsewhere, by a collector's workers.
+        """Moves the controller by a batch (*B) that a collector's workers have penalized; writes nothing.
 
-        Args:
-            tensordict: the batch; nothing is written to it.
-            stream: the open trajectories of its collector, from `new_stream`.
-
-        Raises:
-            KeyError: if what the controller is fed is not there.
-            RuntimeError: if the controller cannot be fed.
+        `stream`: the open trajectories of its collector, from `new_stream`. Raises as `forward` does.
         """
         measured = self._measured(tensordict.get("next")).detach()
         self._feed_batch(tensordict, measured, tensordict.get(MASK_KEY, None), stream)
@@ -244,9 +236,7 @@ class PenaltyTransform(KLTransform):
     def refuse_penalized(self, keys: Iterable[NestedKey], where: str) -> None:
         """RuntimeError if the coefficient is among the keys: the reward was penalized before."""
         signs = {self.keys.kl_coeff}
-        if (
-            self.out_key != self.keys.reward
-        ):  # what the result starts from must not be penalized either
+        if self.out_key != self.keys.reward:  # which must not be penalized either
             signs.add(sibling(self.keys.reward, "kl_coeff"))
         found = signs & {unravel_key(key) for key in keys}
         if found:
@@ -264,12 +254,7 @@ class PenaltyTransform(KLTransform):
             self.refuse_penalized(next_tensordict.keys(True, True), "the batch")
 
     def declare_penalty(self, spec: Composite, kl_shape: torch.Size, dtype: torch.dtype) -> None:
-        """Adds what the penalty records to the observation spec.
-
-        Raises:
-            RuntimeError: if the reward was penalized by a transform before this one.
-            ValueError: if the KL does not have the reward's shape.
-        """
+        """Adds what the penalty records to the observation spec; ValueError if KL and reward differ in shape."""
         check_reward_shape(kl_shape, self.reward_spec.shape, self.keys.reward)
         new = {self.keys.kl_coeff, self.out_key} - {self.keys.reward}
         new |= {self.keys.task_reward} if self.record else set()

@@ -27,26 +27,20 @@ from torchrl_kl.transforms.kl_step import KLStep
 from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.steps import measure, score_batch, score_env_step
 
-__all__ = ["KLConstrainedTransform", "KLRewardTransform"]
-
 
 class KLConstrainedTransform(PenaltyTransform):
     """Measures KL(policy || reference) and subtracts it from the reward, with a coefficient that adapts.
 
-    One transform that scores each action under a frozen reference, measures the KL, and writes
-    `reward = task_reward - coeff * kl`. Put it last in an env's transforms: a transform before it
-    sees the task's reward, one after it would take penalties for rewards and observations. Outside
-    an env, pass it as a collector's `postproc` or call it on a batch.
+    It scores each action under a frozen reference, measures the KL, and writes `reward =
+    task_reward - coeff * kl`. Put it last in an env's transforms: a transform before it sees the
+    task's reward, one after it would take penalties for rewards. Outside an env, pass it as a
+    collector's `postproc` or call it on a batch.
 
-    The penalty is always k1; with another `estimator` the controller is fed that measurement, for
-    the reason that KLDivergenceTransform gives. A step is penalized with the coefficient of that
-    moment, then the controller is updated, once with the mean of all that has come in. The
-    controller does not move while frozen, in a replay buffer or after `eval()` (on batches), in env
-    steps with random or deterministic actions (an argmax is not a sample: its k1 is biased).
+    The penalty is always k1; with another `estimator` the controller is fed that measurement (see
+    KLDivergenceTransform). When the controller moves: see RewardAdjustmentTransform.
 
-    Keys:
-        those of ReferenceModelLogProbTransform, KLDivergenceTransform and
-        RewardAdjustmentTransform, which are its three parts.
+    Keys: those of its three parts, ReferenceModelLogProbTransform, KLDivergenceTransform and
+    RewardAdjustmentTransform.
 
     State: the weights of the reference, the controller and `statistics`, the pool since its last
     update. The sums of trajectories that are still open are not saved.
@@ -64,27 +58,18 @@ class KLConstrainedTransform(PenaltyTransform):
             an env an update waits for 16 trajectories or 256 steps.
         sum_agents: whether agents that share a reward have one KL, the sum of theirs, at the root.
         keys: names of all entries.
-        time_dim: the batch dimension that is time, for batches that do not name it "time"; it must
-            be the last.
+        time_dim: the last batch dimension, if it is time and not named "time".
 
     Raises:
         TypeError, ValueError, KeyError, RuntimeError: as the three parts do.
 
     Example:
-        >>> import torch
-        >>> from tensordict.nn import TensorDictModule
-        >>> from torchrl.envs import GymEnv, TransformedEnv
-        >>> from torchrl.modules import ProbabilisticActor
-        >>> from torchrl_kl import KLConstrainedTransform
-        >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(torch.nn.Linear(4, 2), ["observation"], ["logits"]),
-        ...     in_keys=["logits"],
-        ...     distribution_class=torch.distributions.Categorical,
-        ...     return_log_prob=True,
-        ... )
-        >>> env = GymEnv("CartPole-v1", categorical_action_encoding=True)
-        >>> env = TransformedEnv(env, KLConstrainedTransform(actor, 0.1))
-        >>> env.rollout(3, actor)["next", "kl"].abs().max() < 1e-6  # the policy is its reference
+        >>> from torchrl.envs import TransformedEnv
+        >>> from torchrl_kl import GPT, GPTActor, KLConstrainedTransform
+        >>> from torchrl_kl.envs import DigitLanguageEnv
+        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> env = TransformedEnv(DigitLanguageEnv(batch_size=(2,)), KLConstrainedTransform(actor, 0.1))
+        >>> env.rollout(4, actor)["next", "kl"].abs().max() < 1e-6  # the policy is its reference
         tensor(True)
     """
 
@@ -169,11 +154,9 @@ class KLConstrainedTransform(PenaltyTransform):
     ) -> TensorDictBase:
         """Scores, measures and penalizes a batch (*B) that has "next"; returns a shallow copy.
 
-        Args:
-            tensordict: the batch. Where its last dimension is time (named "time", or given as
-                `time_dim`) the reference is evaluated once, in recurrent mode; else step by step.
-            stream: the open trajectories of the collector that the batch comes from, from
-                `new_stream`; needed only where batches of several collectors alternate.
+        Where its last dimension is time (named "time", or given as `time_dim`) the reference is
+        evaluated once, in recurrent mode; else step by step. `stream`: the open trajectories of the
+        collector that the batch comes from, from `new_stream`, where several collectors alternate.
 
         Raises:
             KeyError: if the reward, the policy's log-prob or "next" is not there.
@@ -232,9 +215,9 @@ class KLConstrainedTransform(PenaltyTransform):
 class KLRewardTransform(KLConstrainedTransform):
     """Reward minus a constant times the KL: `out = reward - coef * (log_prob - ref_log_prob)`.
 
-    A preset of KLConstrainedTransform with a constant coefficient, which writes nothing but the
-    result: a replacement for the class of this name that TorchRL once had for all environments
-    (0.7, say), with the sign right. That one added the penalty.
+    A preset of KLConstrainedTransform that writes nothing but the result, with the interface of the
+    class of this name that TorchRL once had for all environments (0.7, say) and the sign right:
+    that one added the penalty.
 
     Keys:
         reads ("next", "reward"), the actor's in_keys, the action and its log-prob.
@@ -246,8 +229,7 @@ class KLRewardTransform(KLConstrainedTransform):
         in_keys: the reward's key, a list of one; by default ["reward"].
         out_keys: where the result goes, a list of one; by default `in_keys`.
         requires_grad: whether the reference's weights receive gradients.
-        reference: as for KLConstrainedTransform.
-        sum_agents: as for KLConstrainedTransform.
+        reference, sum_agents: as for KLConstrainedTransform.
         keys: names of the other entries; the coefficient is next to the result by default.
 
     Raises:
@@ -257,20 +239,13 @@ class KLRewardTransform(KLConstrainedTransform):
 
     Example:
         >>> import torch
-        >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
-        >>> from torchrl.envs import GymEnv, TransformedEnv
-        >>> from torchrl.modules import ProbabilisticActor, TanhNormal
-        >>> from torchrl_kl import KLRewardTransform
-        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 2), NormalParamExtractor())
-        >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(net, ["observation"], ["loc", "scale"]),
-        ...     in_keys=["loc", "scale"],
-        ...     distribution_class=TanhNormal,
-        ...     return_log_prob=True,
-        ... )
-        >>> env = TransformedEnv(GymEnv("Pendulum-v1"), KLRewardTransform(actor, out_keys="reward_kl"))
-        >>> rollout = env.rollout(3, actor)
-        >>> torch.equal(rollout["next", "reward_kl"], rollout["next", "reward"])  # is its reference
+        >>> from torchrl.envs import TransformedEnv
+        >>> from torchrl_kl import GPT, GPTActor, KLRewardTransform
+        >>> from torchrl_kl.envs import DigitLanguageEnv
+        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> transform = KLRewardTransform(actor, out_keys="reward_kl")
+        >>> rollout = TransformedEnv(DigitLanguageEnv(batch_size=(2,)), transform).rollout(4, actor)
+        >>> torch.allclose(rollout["next", "reward_kl"], rollout["next", "reward"])  # is its reference
         True
     """
 

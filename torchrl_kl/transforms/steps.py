@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 from torchrl_kl._tensordict import (
     MASK_KEY,
     RECORD_LOG_PROB,
+    as_tuple,
     existing_keys,
     expand_right,
     find_time_dim,
@@ -53,7 +54,7 @@ def score_env_step(
     inputs = reference.inputs(tensordict)
     if log_prob is None:
         _refuse_unrecorded(reference, tensordict, env.action_keys)
-        _refuse_parallel_worker(tensordict, env.action_keys)
+        _refuse_parallel_worker(tensordict)
         shape = reference.recorded.batch_size(tensordict)
         zeros = torch.zeros(shape, dtype=reference.dtype, device=tensordict.device)
         states = [inputs.get(key) for key in reference.own_state_keys]
@@ -185,16 +186,16 @@ def _refuse_unrecorded(
         )
 
 
-def _refuse_parallel_worker(tensordict: TensorDictBase, env_actions: list[NestedKey]) -> None:
+def _refuse_parallel_worker(tensordict: TensorDictBase) -> None:
     """RuntimeError in a worker of a ParallelEnv, which is sent actions and states but no log-probs.
 
-    There, and only there, an action lies in memory that the worker shares with another process.
+    There, and only there, a step holds a mask "_reset" in memory that is shared with another
+    process. What a worker without buffers is sent is shared, too, but has no such mask.
     """
-    actions = [tensordict.get(key, None) for key in env_actions]
-    if parent_process() is not None and any(
-        isinstance(action, Tensor) and action.device.type == "cpu" and action.is_shared()
-        for action in actions
-    ):
+    if parent_process() is None:
+        return
+    masks = [key for key in tensordict.keys(True, True) if as_tuple(key)[-1] == "_reset"]
+    if any(m.device.type == "cpu" and m.is_shared() for m in map(tensordict.get, masks)):
         raise RuntimeError(
             "the KL transforms are inside the workers of a ParallelEnv, where the policy's log-prob does "
             "not arrive: the KL would be 0. Put them around the workers, "

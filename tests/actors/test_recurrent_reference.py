@@ -1,0 +1,252 @@
+"""The recurrent state of a frozen reference: under separate keys, carried across batches."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torch.distributions import Categorical
+from torch.testing import assert_close
+from torchrl.collectors import Collector
+from torchrl.envs import SerialEnv
+from torchrl.modules import set_recurrent_mode
+
+from tests.helpers import (
+    N_ACTIONS,
+    N_OBS,
+    WalkEnv,
+    assert_same,
+    collect,
+    make_actor,
+    memory_of,
+    moved,
+    play,
+    probabilistic_actor,
+    sequence,
+    with_transforms,
+    without_kl,
+)
+from torchrl_kl import (
+    FrozenActor,
+    KLConstrainedTransform,
+    KLKeys,
+    KLRewardTransform,
+    ReferenceModelLogProbTransform,
+)
+
+recurrent = pytest.mark.parametrize("kind", ["lstm", "gru"])
+
+
+def ref_log_prob(transform, batch) -> torch.Tensor:
+    return transform(batch)["next", "ref_log_prob"]
+
+
+def step_by_step(actor, batch) -> torch.Tensor:
+    """log pi(a|s) of a batch (B, T), step by step, from a zero state where a trajectory begins."""
+    rows = []
+    for row in batch.unbind(0):
+        state: dict[str, torch.Tensor] = {}
+        log_probs = []
+        for step in row.unbind(0):
+            if step["is_init"]:
+                state = {
+                    key: torch.zeros_like(step[key]) for key in ("h", "c") if key in step.keys()
+                }
+            td = step.select("observation", "is_init", "action").update(state)
+            log_probs.append(actor.log_prob(td))
+            state = {key: td["next", key] for key in state}
+        rows.append(torch.stack(log_probs))
+    return torch.stack(rows).detach()
+
+
+@recurrent
+def test_identical_weights_give_no_kl_across_resets(kind):
+    actor = make_actor(kind)
+    env = with_transforms(
+        SerialEnv(2, WalkEnv), *memory_of(actor), KLConstrainedTransform(actor, 0.1)
+    )
+    for batch in collect(env, copy.deepcopy(actor), frames=24, batches=3):
+        assert batch["is_init"][:, 1:].any()
+        assert batch["next", "kl"].abs().max() <= 1e-6
+
+
+@recurrent
+def test_the_state_in_the_env_is_its_own(kind):
+    actor = make_actor(kind)
+    policy = moved(actor)
+    env = with_transforms(
+        SerialEnv(2, WalkEnv), *memory_of(actor), ReferenceModelLogProbTransform(actor)
+    )
+    batch: Any = torch.cat(collect(env, policy, frames=24, batches=2), 1)
+    assert (batch["next", "h"] - batch["next", "ref_h"]).abs().max() > 1e-2
+    assert (batch["ref_h"][batch["is_init"].squeeze(-1)] == 0).all()
+    assert_same(batch["next", "ref_log_prob"], step_by_step(actor, batch))
+
+
+@recurrent
+def test_batches_carried_on_from_the_last_call_equal_the_env(kind):
+    actor = make_actor(kind)
+    stack = KLConstrainedTransform(actor, 0.1)
+    env = with_transforms(SerialEnv(2, lambda: WalkEnv(longest=9)), *memory_of(actor), stack)
+    outside = KLConstrainedTransform(actor, 0.1)
+    carried = False
+    batches = collect(env, moved(actor), frames=12, batches=5)
+    for batch in batches:
+        carried |= bool((~batch["is_init"][:, 0]).any())
+        after, inside = outside(without_kl(batch)), batch
+        for name in ("ref_log_prob", "kl", "episode_kl", "reward"):
+            assert_same(after["next", name], inside["next", name])
+    assert carried
+    whole: Any = torch.cat(batches, 1)
+    assert_same(whole["next", "ref_log_prob"], step_by_step(actor, whole))
+
+
+@recurrent
+@pytest.mark.parametrize("zero_states", [False, True])
+def test_a_batch_that_begins_inside_a_trajectory(kind, zero_states):
+    actor = make_actor(kind)
+    env = with_transforms(
+        WalkEnv((2,), longest=9), *memory_of(actor), ReferenceModelLogProbTransform(actor)
+    )
+    batch = next(
+        b for b in collect(env, moved(actor), frames=24, batches=4) if not b["is_init"][:, 0].all()
+    )
+    transform = ReferenceModelLogProbTransform(actor, zero_states=zero_states)
+    if not zero_states:
+        with pytest.raises(
+            RuntimeError, match="begins inside a trajectory .* into the env.*zero_states=True"
+        ):
+            transform(without_kl(batch))
+    else:
+        error = ref_log_prob(transform, without_kl(batch)) - batch["next", "ref_log_prob"]
+        inside = ~batch["is_init"].squeeze(-1).cumsum(-1).bool()  # the steps before the first reset
+        assert error[inside].abs().max() > 1e-3  # what a zero state costs
+        assert (~inside).any()
+        assert error[~inside].abs().max() <= 1e-5
+
+
+def test_fake_data_needs_no_state():
+    actor = make_actor("lstm")
+    env = with_transforms(WalkEnv((2,)), *memory_of(actor))
+    collector = Collector(
+        env, moved(actor), frames_per_batch=8, total_frames=8, auto_register_policy_transforms=False
+    )
+    fake = collector.fake_tensordict()
+    collector.shutdown()
+    assert not fake["is_init"].any()
+    assert ref_log_prob(ReferenceModelLogProbTransform(actor), fake).shape == (2, 4)
+
+
+@recurrent
+def test_a_flat_batch_without_its_state_is_refused(kind):
+    actor = make_actor(kind)
+    batch = play(with_transforms(WalkEnv((2,)), *memory_of(actor)), moved(actor)).reshape(-1)
+    with pytest.raises(
+        RuntimeError,
+        match=r"recurrent and its state \['ref_h'.*into the env.*last dimension is time",
+    ):
+        ReferenceModelLogProbTransform(actor)(batch)
+
+
+@recurrent
+@pytest.mark.parametrize("recurrent_mode", [False, True])
+def test_a_flat_shuffled_batch_is_scored_by_the_state_that_it_carries(kind, recurrent_mode):
+    actor = make_actor(kind)
+    env = with_transforms(WalkEnv((2,)), *memory_of(actor), ReferenceModelLogProbTransform(actor))
+    batch = play(env, moved(actor), 20).reshape(-1)
+    batch = batch[torch.randperm(len(batch))]
+    with set_recurrent_mode(recurrent_mode):  # as inside a loss
+        after = ref_log_prob(
+            ReferenceModelLogProbTransform(actor), batch.exclude(("next", "ref_log_prob"))
+        )
+    assert_same(after, batch["next", "ref_log_prob"])
+
+
+def test_a_shuffled_batch_that_kept_its_name_is_not_taken_for_a_trajectory():
+    # Indexing keeps the names of dimensions: a shuffled batch still calls its rows "time".
+    actor = make_actor("lstm")
+    env = with_transforms(WalkEnv(()), *memory_of(actor), ReferenceModelLogProbTransform(actor))
+    batch = play(env, moved(actor), 20)
+    batch = batch[torch.randperm(len(batch))]
+    assert batch.names == ["time"]
+    assert_same(
+        ref_log_prob(ReferenceModelLogProbTransform(actor), batch), batch["next", "ref_log_prob"]
+    )
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_slice_that_calls_itself_a_beginning_keeps_the_state_that_it_carries(kind, named):
+    # A SliceSampler sets "is_init" wherever a slice begins.
+    actor = make_actor(kind)
+    env = with_transforms(
+        WalkEnv((), longest=40), *memory_of(actor), ReferenceModelLogProbTransform(actor)
+    )
+    batch = play(env, moved(actor), 20)[7:]
+    sliced = batch.clone()
+    sliced["is_init"][0] = True
+    assert not batch["is_init"][0].any()
+    sliced.names = ["time" if named else None]
+    assert_same(
+        ref_log_prob(ReferenceModelLogProbTransform(actor), sliced), batch["next", "ref_log_prob"]
+    )
+    frozen: Any = FrozenActor(actor)
+    logits = frozen.get_dist(sliced, timed=named).logits
+    assert_close(logits, frozen.get_dist(batch, timed=named).logits, rtol=0, atol=0)
+
+
+def test_the_last_call_is_carried_on_only_by_the_step_that_follows():
+    # Two overlapping slices of one trajectory: the second does not begin where the first ended.
+    actor = make_actor("lstm")
+    env = with_transforms(
+        WalkEnv((), longest=40), *memory_of(actor), ReferenceModelLogProbTransform(actor)
+    )
+    batch = collect(env, moved(actor), frames=9, batches=1, seed=3)[0]
+    assert (batch["collector", "traj_ids"] == 0).all()
+    transform = ReferenceModelLogProbTransform(actor)
+    transform(without_kl(batch[:6]))
+    with pytest.raises(RuntimeError, match="begins inside a trajectory and the state"):
+        transform(without_kl(batch[3:9]))
+    # The step that does follow is carried on.
+    transform(without_kl(batch[:6]))
+    assert_same(ref_log_prob(transform, without_kl(batch[6:])), batch["next", "ref_log_prob"][6:])
+
+
+def test_two_recurrent_references_do_not_share_a_state():
+    one, two = make_actor("lstm"), make_actor("lstm", seed=5)
+    transforms = [
+        ReferenceModelLogProbTransform(one),
+        ReferenceModelLogProbTransform(two, keys=KLKeys(ref_log_prob="other")),
+    ]
+    with pytest.raises(
+        RuntimeError, match=r"\['ref_h', 'ref_c'\], the state of another recurrent reference"
+    ):
+        play(with_transforms(WalkEnv((2,)), *memory_of(one), *transforms), moved(one))
+
+
+def test_gradients_of_one_batch_do_not_run_into_the_next():
+    actor = make_actor("lstm")
+    env = with_transforms(WalkEnv((2,), longest=9), *memory_of(actor))
+    transform = KLRewardTransform(actor, requires_grad=True)
+    batches = collect(env, moved(actor), frames=6, batches=3)
+    assert not all(batch["is_init"][:, 0].all() for batch in batches)
+    for batch in batches:
+        transform(batch)["next", "reward"].sum().backward()
+
+
+def test_a_recurrent_actor_needs_a_primer():
+    class Memory(nn.Module):
+        def forward(self, observation, h):
+            return observation + h, h + 1
+
+    net = sequence(
+        TensorDictModule(Memory(), ["observation", "h"], ["features", ("next", "h")]),
+        TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), ["features"], ["logits"]),
+    )
+    actor = probabilistic_actor(
+        net, in_keys=["logits"], distribution_class=Categorical, return_log_prob=True
+    )
+    with pytest.raises(ValueError, match=r"state \['h'\] but no `make_tensordict_primer`"):
+        with_transforms(WalkEnv((2,)), ReferenceModelLogProbTransform(actor)).reset()

@@ -1,0 +1,131 @@
+"""What the argument `reference` may be: an actor, a FrozenActor, a context; and what it may not."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tensordict.nn import InteractionType, TensorDictModule
+from torch import nn
+from torch.distributions import Categorical
+
+from tests.adapters import adapted_actor
+from tests.helpers import (
+    N_ACTIONS,
+    N_OBS,
+    WalkEnv,
+    assert_same,
+    make_actor,
+    play,
+    probabilistic_actor,
+    with_transforms,
+)
+from torchrl_kl import (
+    FrozenActor,
+    KLConstrainedTransform,
+    KLKeys,
+    KLRewardTransform,
+    ReferenceModelLogProbTransform,
+)
+
+# Another actor, or a reference that is there already.
+
+
+def test_another_actor_is_copied_and_frozen():
+    actor, other = make_actor(), make_actor(seed=7)
+    batch = play(WalkEnv((2,)), actor)
+    stack = KLConstrainedTransform(actor, 0.1, reference=other)
+    expected = FrozenActor(other).step(batch).log_prob
+    assert_same(stack(batch)["next", "ref_log_prob"], expected)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert_same(stack(batch)["next", "ref_log_prob"], expected)
+
+
+def test_the_keys_are_those_of_the_policy():
+    actor, other = make_actor(log_prob_keys=["logp"]), make_actor(seed=7, return_log_prob=False)
+    batch = play(WalkEnv((2,)), actor)
+    after = KLConstrainedTransform(actor, 0.1, reference=other)(batch)["next"]
+    expected = batch["logp"] - other.log_prob(batch.select("observation", "action"))
+    assert_same(after["kl"].squeeze(-1), expected.detach())
+
+
+def test_a_policy_that_ran_unrecorded_is_noticed_by_its_own_traces():
+    net = TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), ["observation"], ["scores"])
+    other = probabilistic_actor(
+        net, in_keys={"logits": "scores"}, distribution_class=Categorical, return_log_prob=True
+    )
+    transform = ReferenceModelLogProbTransform(make_actor(), reference=other)
+    with pytest.raises(
+        KeyError, match=r"the policy ran \(its \['logits'\] are there\) but left no"
+    ):
+        play(with_transforms(WalkEnv((2,)), transform), make_actor(return_log_prob=False))
+
+
+def test_whether_it_samples_is_asked_of_the_policy():
+    drawn = make_actor(default_interaction_type=InteractionType.RANDOM)
+    assert FrozenActor(make_actor(), policy=drawn).samples()
+    assert not FrozenActor(drawn, policy=make_actor()).samples()
+
+
+def test_a_frozen_actor_is_used_as_it_is():
+    actor = make_actor()
+    first = KLConstrainedTransform(actor, 0.1)
+    second = KLConstrainedTransform(
+        actor, 0.1, reference=first.reference, keys=KLKeys(reward="bonus")
+    )
+    assert second.reference is first.reference
+    assert KLRewardTransform(actor, reference=first.reference).reference is first.reference
+    with pytest.raises(
+        ValueError,
+        match="`KLKeys.log_prob` must be that of the FrozenActor, 'action_log_prob', got 'logp'",
+    ):
+        KLConstrainedTransform(actor, 0.1, reference=first.reference, keys=KLKeys(log_prob="logp"))
+
+
+# What cannot be.
+
+
+@pytest.mark.parametrize("make", [ReferenceModelLogProbTransform, KLRewardTransform])
+def test_neither_an_actor_nor_a_callable(make):
+    actor, layer = adapted_actor()
+    with pytest.raises(
+        TypeError,
+        match=r"got _GeneratorContextManager: pass `model.disable_adapter`, not .*only once",
+    ):
+        make(actor, reference=layer.disable_adapter())
+    with pytest.raises(TypeError, match="`reference` must be an actor or a callable .*, got str"):
+        make(actor, reference="base")
+    with pytest.raises(TypeError, match="`actor` must be a probabilistic actor .*, got Linear"):
+        make(actor, reference=nn.Linear(2, 2))
+
+
+def test_a_callable_that_returns_no_context():
+    actor = make_actor()
+    batch = play(WalkEnv((2,)), actor)
+    with pytest.raises(
+        TypeError, match="must return a context manager when called, got NoneType.*disable_adapter"
+    ):
+        ReferenceModelLogProbTransform(actor, reference=lambda: None)(batch)  # type: ignore[arg-type]
+    assert_same(
+        ReferenceModelLogProbTransform(actor, reference=nullcontext)(batch)["next", "ref_log_prob"],
+        batch["action_log_prob"].detach(),
+    )
+
+
+def test_gradients_of_what_is_not_a_copy():
+    actor, layer = adapted_actor()
+    for reference in (layer.disable_adapter, FrozenActor(actor)):
+        with pytest.raises(
+            ValueError, match=r"`requires_grad` needs a reference that is a copy made here, got \w+"
+        ):
+            KLRewardTransform(actor, requires_grad=True, reference=reference)
+
+
+def test_a_reference_with_other_actions():
+    with pytest.raises(
+        ValueError, match=r"must have the actions of the policy, got \['action'\] for .*'agents'"
+    ):
+        KLConstrainedTransform(make_actor(agents=True), 0.1, reference=make_actor())
+    with pytest.raises(TypeError, match="`actor` must be a probabilistic actor .*, got Linear"):
+        FrozenActor(make_actor(), policy=nn.Linear(2, 2))

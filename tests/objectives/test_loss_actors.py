@@ -1,0 +1,230 @@
+"""KLPenaltyLoss with every kind of actor, and around another loss."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import CompositeDistribution, TensorDictModule
+from torch import nn
+from torch.distributions import Categorical, Independent, Normal, kl_divergence
+from torch.testing import assert_close
+from torchrl.modules import MaskedCategorical, OneHotCategorical, ValueOperator, set_recurrent_mode
+from torchrl.objectives import ClipPPOLoss, KLPENPPOLoss
+
+from tests.helpers import (
+    N_ACTIONS,
+    N_OBS,
+    WalkEnv,
+    assert_same,
+    make_actor,
+    memory_of,
+    moved,
+    play,
+    probabilistic_actor,
+    sequence,
+    with_transforms,
+)
+from tests.objectives.losses import make_loss, rollout
+from torchrl_kl import (
+    FrozenActor,
+    KLPenaltyLoss,
+    ReferenceModelLogProbTransform,
+)
+
+
+class TestAroundALoss:
+    @staticmethod
+    def ppo(actor: Any, cls: Any = ClipPPOLoss) -> Any:
+        torch.manual_seed(0)
+        return cls(actor, ValueOperator(nn.Linear(N_OBS, 1), in_keys=["observation"]))
+
+    @staticmethod
+    def batch() -> Any:
+        batch = rollout()
+        batch["advantage"] = batch["value_target"] = torch.randn(2, 12, 1)
+        return batch
+
+    def test_it_returns_both(self):
+        actor, batch = moved(make_actor()), self.batch()
+        ppo = self.ppo(actor)
+        loss = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=ppo)
+        alone = {
+            **dict(ppo(batch)),
+            **dict(KLPenaltyLoss(actor, 0.5, reference=make_actor())(batch)),
+        }
+        out = dict(loss(batch))
+        assert out.keys() == alone.keys()
+        assert set(loss.out_keys) <= out.keys()
+        assert set(loss.in_keys) >= set(ppo.in_keys)
+        for key, value in out.items():
+            assert_close(value, alone[key])
+        torch.stack(
+            [value for key, value in out.items() if key.startswith("loss_")]
+        ).sum().backward()
+        assert all(parameter.grad is not None for parameter in loss.parameters())
+
+    def test_the_policy_is_trained_once(self):
+        actor = moved(make_actor())
+        loss = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=self.ppo(actor))
+        parameters = list(loss.parameters())
+        assert (
+            len(parameters) == len({id(parameter) for parameter in parameters}) == 4
+        )  # two layers
+        assert {id(parameter) for parameter in actor.parameters()} < {
+            id(parameter) for parameter in parameters
+        }
+
+    def test_a_loss_that_writes_a_kl_is_not_overwritten(self):
+        actor = moved(make_actor())
+        loss = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=self.ppo(actor, KLPENPPOLoss))
+        with pytest.raises(ValueError, match=r"`loss` writes \['kl'\] too.*one after the other"):
+            loss(self.batch())
+
+
+class TestPolicies:
+    @pytest.mark.parametrize("kind", ["normal", "tanh_normal"])
+    def test_real_actions(self, kind):
+        loss, batch = make_loss(kind, controller=1.0), rollout(kind)
+        observation = batch.select("observation")
+        policy, reference = (
+            a.get_dist(observation.copy()) for a in (loss.actor_network, loss.reference.actor)
+        )
+        if kind == "tanh_normal":  # the KL does not change under a bijection that both share
+            policy, reference = policy.base_dist.base_dist, reference.base_dist.base_dist
+        expected = kl_divergence(policy, reference).sum(-1)
+        assert_close(make_loss(kind, controller=1.0, reduction="none")(batch)["loss_kl"], expected)
+        sampled = make_loss(kind, controller=1.0, reduction="none", gradient="k2")(batch)["loss_kl"]
+        assert sampled.shape == (2, 12)
+
+    @pytest.mark.parametrize("kind", ["one_hot", "masked", "independent"])
+    def test_other_distributions(self, kind):
+        cls, names, n_out = {
+            "one_hot": (OneHotCategorical, ["logits"], N_ACTIONS),
+            "masked": (MaskedCategorical, ["logits", "mask"], N_ACTIONS),
+            "independent": (lambda loc: Independent(Normal(loc, 1.0), 1), ["loc"], 2),
+        }[kind]
+        actors = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            net = TensorDictModule(nn.Linear(N_OBS, n_out), ["observation"], names[:1])
+            actors.append(probabilistic_actor(net, in_keys=names, distribution_class=cls))
+        batch = TensorDict(observation=torch.randn(6, N_OBS), batch_size=6)
+        batch["mask"] = torch.tensor([True, True, False, True]).expand(6, 4)
+        logits, ref_logits = (actor[0].module(batch["observation"]) for actor in actors)
+        if kind == "independent":
+            expected = (logits - ref_logits).square().sum(-1) / 2
+        else:
+            keep = batch["mask"][0] if kind == "masked" else torch.ones(4, dtype=torch.bool)
+            log_probs, ref_log_probs = (x[:, keep].log_softmax(-1) for x in (logits, ref_logits))
+            expected = (log_probs.exp() * (log_probs - ref_log_probs)).sum(-1)
+        loss = KLPenaltyLoss(actors[0], 1.0, reference=actors[1], reduction="none")
+        assert_close(loss(batch)["loss_kl"], expected)
+
+    @pytest.mark.parametrize("gradient", ["step", "sequence", "k2"])
+    def test_agents_are_averaged(self, gradient):
+        actor = make_actor(agents=True)
+        policy = moved(actor)
+        batch = play(with_transforms(WalkEnv((2,), n_agents=3)), policy).detach()
+        out = KLPenaltyLoss(policy, 1.0, reference=actor, gradient=gradient)(batch)
+        policies, references = (
+            a.get_dist(batch.select(("agents", "observation"))) for a in (policy, actor)
+        )
+        kl = kl_divergence(policies, references)
+        assert kl.shape == (2, 12, 3)
+        if gradient == "k2":
+            action = batch["agents", "action"]
+            assert_close(
+                out["kl"], (policies.log_prob(action) - references.log_prob(action)).mean()
+            )
+        else:
+            assert_close(out["kl"], kl.mean())
+            assert_close(out["loss_kl"], kl.mean())
+
+    def test_several_actions_are_refused(self):
+        net = nn.Sequential(nn.Linear(N_OBS, 2 * N_ACTIONS), nn.Unflatten(-1, (2, N_ACTIONS)))
+        split = TensorDictModule(
+            lambda x: tuple(x.unbind(-2)), ["x"], [("params", name, "logits") for name in "ab"]
+        )
+        actor = probabilistic_actor(
+            sequence(TensorDictModule(net, ["observation"], ["x"]), split),
+            in_keys=["params"],
+            distribution_class=CompositeDistribution,
+            distribution_kwargs={"distribution_map": {"a": Categorical, "b": Categorical}},
+            return_log_prob=True,
+        )
+        with pytest.raises(ValueError, match=r"`actor` must have one action, got \['a', 'b'\]"):
+            KLPenaltyLoss(actor, 0.1, reference=FrozenActor(actor, log_prob_key="a_log_prob"))
+
+
+class TestRecurrent:
+    @staticmethod
+    def recorded(kind: str) -> tuple[Any, Any, Any]:
+        """Policy, reference, and a batch that carries the state of both, step by step."""
+        reference = make_actor(kind)
+        policy = moved(reference)
+        env = with_transforms(
+            WalkEnv((2,)), *memory_of(policy), ReferenceModelLogProbTransform(reference)
+        )
+        return policy, reference, play(env, policy).detach()
+
+    @pytest.mark.parametrize("kind", ["lstm", "gru"])
+    @pytest.mark.parametrize("gradient", ["step", "k2"])
+    def test_rows_and_shuffled_steps_give_the_same(self, kind, gradient):
+        policy, reference, batch = self.recorded(kind)
+        loss = KLPenaltyLoss(policy, 1.0, reference=reference, gradient=gradient, reduction="none")
+        per_step = loss(batch)["loss_kl"]
+        states = [key for key in batch.keys() if str(key).startswith("ref_")]
+        assert_same(
+            loss(batch.exclude(*states))["loss_kl"], per_step
+        )  # the reference runs through the rows by itself
+        order = torch.randperm(24)
+        assert_same(loss(batch.reshape(-1)[order])["loss_kl"], per_step.reshape(-1)[order])
+        assert per_step.detach().std() > 0.01
+
+    def test_sequence_runs_through_memory_too(self):
+        policy, reference, batch = self.recorded("lstm")
+        values = [
+            KLPenaltyLoss(policy, 1.0, reference=reference, gradient=gradient, weights="step")(
+                batch
+            )["loss_kl"]
+            for gradient in ("step", "sequence")
+        ]
+        assert_close(values[0], values[1])  # one value, two gradients
+        one, other = (
+            torch.autograd.grad(value, list(policy.parameters())[-1])[0] for value in values
+        )
+        assert (one - other).norm() > 0.1 * one.norm()
+
+    def test_the_policy_is_run_through_time(self):
+        # Gradients of later steps reach what earlier steps left in memory.
+        policy, reference, batch = self.recorded("lstm")
+        grads = []
+        for data in (batch, batch.reshape(-1)):
+            loss: Any = KLPenaltyLoss(copy.deepcopy(policy), 1.0, reference=reference)
+            loss(data)["loss_kl"].backward()
+            grads.append(torch.cat([parameter.grad.flatten() for parameter in loss.parameters()]))
+        assert (grads[0] - grads[1]).norm() > 0.01 * grads[0].norm()
+
+    def test_an_unknown_state_is_refused(self):
+        policy, reference, batch = self.recorded("lstm")
+        bare = batch.exclude("ref_h", "ref_c")
+        loss = KLPenaltyLoss(policy, 1.0, reference=reference)
+        with pytest.raises(
+            RuntimeError, match=r"its state \['ref_h', 'ref_c'\] is not in the data"
+        ):
+            loss(bare.reshape(-1))
+        starts = bare["is_init"].squeeze(-1)
+        assert not starts[:, 1].any()
+        with pytest.raises(RuntimeError, match="begins inside a trajectory and the state"):
+            loss(bare[:, 1:])
+
+    def test_the_frozen_actor_takes_no_mode_from_around_it(self):
+        _, reference, batch = self.recorded("lstm")
+        frozen: Any = FrozenActor(reference)
+        expected = frozen.get_dist(batch, timed=True).logits
+        with set_recurrent_mode(True):
+            flat = frozen.get_dist(batch.reshape(-1), timed=False).logits
+        assert_same(flat, expected.reshape(24, -1))
+        assert not flat.requires_grad

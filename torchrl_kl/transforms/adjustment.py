@@ -1,0 +1,142 @@
+"""The part of the stack that subtracts the penalty from the reward, as a transform."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.data import Composite
+
+from torchrl_kl._tensordict import (
+    MASK_KEY,
+    KLKeys,
+    copy_batch,
+    expand_right,
+    get_required,
+    hidden_key,
+    is_fake,
+)
+from torchrl_kl.controllers import KLController
+from torchrl_kl.transforms.base import require_spec
+from torchrl_kl.transforms.kl_step import KLStep
+from torchrl_kl.transforms.penalty import NO_KL, PenaltyTransform
+
+
+class RewardAdjustmentTransform(PenaltyTransform):
+    """Subtracts the KL from the reward, `reward = task_reward - coeff * kl`, and feeds the controller.
+
+    A step is penalized with the coefficient of that moment. What has been measured is pooled, and
+    the controller is updated once with the mean and the count: of finished trajectories, or with
+    `per="step"` of steps. (One trajectory at a time, its clip would make it steer the median.)
+
+    The controller moves in the steps of an env and in calls on a batch. It does not move while
+    frozen, in a replay buffer or after `eval()` (on batches), or in env steps with random or
+    deterministic actions (an argmax is not a sample: its k1 is biased). A batch does not say how
+    its actions were chosen: freeze the transform for batches of an evaluation.
+
+    You may rely on: every step's coefficient is recorded; penalizing twice raises an error; a call
+    on a batch leaves its input alone. With gamma < 1 the reward penalizes the discounted KL, while
+    the controller holds the undiscounted one.
+
+    Keys:
+        reads ("next", "reward"), ("next", "kl"), and ("next", "kl_estimate") where there is one,
+        which the controller is then fed; all of one shape.
+        writes ("next", "reward"), ("next", "task_reward"), ("next", "kl_coeff"), and ("next",
+        "episode_kl"), the sum of what the controller is fed over the trajectory so far, at least
+        float32; a batch without a time dimension gets no "episode_kl".
+
+    State: the controller's, and `statistics`, the pool since its last update. The sums of
+    trajectories that are still open are not saved: a restarted collector begins new ones.
+
+    Args:
+        controller: a KLController, or a float for a constant coefficient.
+        update_every: how many finished trajectories (steps, if the controller counts per step) an
+            update waits for. None: a batch updates once with what it finished, however few; in an
+            env an update waits for 16 trajectories or 256 steps.
+        keys: names of the entries.
+        time_dim: the last batch dimension, if it is time and not named "time".
+
+    Raises:
+        TypeError: if `controller` is neither a KLController nor a number.
+        ValueError: if `update_every` is less than 1, or 1 for a controller with a deadband; if KL
+            and reward differ in shape, or a batch for a controller of trajectories is not in order.
+        RuntimeError: if the reward was penalized before, or the controller would have to be fed
+            from a batch whose trajectories cannot be told apart.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_kl import RewardAdjustmentTransform
+        >>> step = TensorDict(reward=torch.ones(1, 1), kl=torch.full((1, 1), 0.5), batch_size=1)
+        >>> penalized = RewardAdjustmentTransform(0.1)(TensorDict(next=step, batch_size=1))
+        >>> penalized["next", "reward"], step["reward"]
+        (tensor([[0.9500]]), tensor([[1.]]))
+    """
+
+    def __init__(
+        self,
+        controller: KLController | float,
+        *,
+        update_every: int | None = None,
+        keys: KLKeys | None = None,
+        time_dim: int | None = None,
+    ):
+        resolved = (keys or KLKeys()).resolve()
+        super().__init__(
+            controller,
+            resolved,
+            in_keys=[resolved.kl],
+            out_keys=[],
+            update_every=update_every,
+            time_dim=time_dim,
+        )
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        counted = tensordict.get(hidden_key(self.keys.kl, "counted"), None)
+        counts = counted is None or bool(counted.all())
+        step = self._read(next_tensordict, tensordict.get("_step", None), counts)
+        self.adjust_env_step(tensordict, next_tensordict, step)
+        return next_tensordict
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Penalizes a batch (*B) that has "next"; returns a shallow copy with the results.
+
+        Raises:
+            KeyError: if the reward, the KL or "next" is not there.
+            RuntimeError: if the reward was penalized before, or the controller cannot be fed.
+        """
+        self.refuse_wrong_order()
+        tensordict = copy_batch(tensordict)
+        self.refuse_penalized_batch(tensordict)
+        mask = tensordict.get(MASK_KEY, None)
+        step = self._read(tensordict.get("next"), mask, True)
+        self.adjust_batch(tensordict, step, trace=not is_fake(tensordict))
+        return tensordict
+
+    def _read(self, next_tensordict: TensorDictBase, mask: Tensor | None, counted: bool) -> KLStep:
+        kl = get_required(next_tensordict, self.keys.kl, NO_KL)
+        estimate = next_tensordict.get(self.keys.kl_estimate, None)
+        if mask is not None:
+            covered = expand_right(mask, kl.shape)
+            kl = torch.where(covered, kl, 0.0)
+            estimate = None if estimate is None else torch.where(covered, estimate, 0.0)
+        return KLStep(None, kl, mask, counted, kl=kl, estimate=estimate)
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Adds the running sum to the state spec, so that batched envs carry it."""
+        kl = require_spec(self.parent_env.full_observation_spec, self.keys.kl, NO_KL)
+        self.declare_episode_kl(input_spec, kl.dtype)
+        return input_spec
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the task reward, the coefficient and the running sum.
+
+        Raises:
+            RuntimeError: if the reward was penalized by a transform before this one.
+            KeyError: if no transform before this one declares the KL.
+            ValueError: if the KL does not have the reward's shape.
+        """
+        self.refuse_penalized(observation_spec.keys(True, True), "the env")
+        kl = require_spec(observation_spec, self.keys.kl, NO_KL)
+        self.declare_penalty(observation_spec, kl.shape, kl.dtype)
+        return observation_spec
