@@ -1,4 +1,4 @@
-"""The README's example runs as it stands, and its commands are the ones that are checked."""
+"""The README's example runs as it is, and its commands are the ones that are checked."""
 
 import re
 from pathlib import Path
@@ -23,9 +23,10 @@ def test_the_example_runs_and_moves_its_controller(capsys):
     assert names["controller"].coeff.item() != 0.1
 
 
-def test_the_two_commands_stand_there():
+def test_the_two_commands_are_there():
     assert '    pip install -e ".[examples]" && python examples/digit_rlhf.py\n' in README
     assert '    pip install -e ".[test]" && pytest\n' in README
+    assert README.count("&& pytest") == 1  # .ci/run takes the command from that line
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(((?!http)[^)]+)\)", README))
@@ -37,14 +38,5 @@ def test_it_names_every_public_part():
     import torchrl_kl
     import torchrl_kl.envs
 
-    helpers = {
-        "FrozenActor",
-        "KLController",
-        "ExactValues",
-        "PolicyValues",
-        "kl_k1",
-        "kl_k2",
-        "kl_k3",
-    }
-    for name in {*torchrl_kl.__all__, *torchrl_kl.envs.__all__} - helpers:
+    for name in [*torchrl_kl.__all__, *torchrl_kl.envs.__all__]:
         assert f"`{name}" in README or f"{name}`" in README or f".{name}`" in README, name
