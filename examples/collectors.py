@@ -1,15 +1,17 @@
 """PPO on the digit language with each of TorchRL's collectors, and what changes with them.
 
-A language model is improved towards {0, 1} for its first digit, under an adaptive price of KL that steers to 0.5 nats
-per response. `--collector` says who writes the responses: this process, or workers that wait for the learner or do not,
-as processes of this machine, over torch.distributed (gloo), or as actors of Ray. `--where` says who evaluates the
-reference: the learner on the batches that arrive, or the workers at each step.
+A language model is improved towards {0, 1} for its first digit, with a coefficient that steers the
+KL to 0.5 nats per response. `--collector` says who writes the responses: this process, or workers
+that wait for the learner or do not, as processes of this machine, over torch.distributed (gloo), or
+as actors of Ray. `--where` says who evaluates the reference: the learner on the batches that
+arrive, or the workers at each step.
 
 Printed at the end:
     frames per second  tokens written and learnt from, per second since the first was asked for
-    coefficients       of the first step and of the last, and in how many batches steps of several coefficients met
+    coefficients       of the first step and of the last, and how many batches mix coefficients
     KL                 of the final policy, exact, nats per response
-    exact regret       what the best policy at the price that belongs to 0.5 nats has more, in reward
+    exact regret       how much more the best policy gains, at the coefficient whose optimum has a
+                       KL of 0.5 nats; in reward
 """
 
 from __future__ import annotations
@@ -151,10 +153,8 @@ def main() -> None:
     final = exact.values(next_token(policy.eval()), target_coeff)
     print(f"{args.collector}, reference with the {args.where}")
     print(f"frames per second  {frames / seconds:.0f}")
-    mixed = sum(count > 1 for *_, count in seen)
-    print(
-        f"coefficients       {seen[0][0]:.3f} ... {seen[-1][1]:.3f}; several in {mixed} of {len(seen)} batches"
-    )
+    mixed = f"{sum(count > 1 for *_, count in seen)} of {len(seen)} batches"
+    print(f"coefficients       {seen[0][0]:.3f} ... {seen[-1][1]:.3f}; several in {mixed}")
     print(f"KL                 {final.kl:.3f} (target {args.target_kl:g})")
     print(f"exact regret       {final.regret:.4f} at coefficient {target_coeff:.3f}")
 

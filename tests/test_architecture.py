@@ -66,11 +66,11 @@ TORCH_NAMES = {
 ARROWS: dict[str, set[str]] = {
     "functional": set(),
     "_tensordict": set(),
-    "_torchrl": set(),
+    "_torchrl": {"functional"},
     "controllers": {"functional"},
     "exact": {"functional"},
     "language": set(),
-    "actors": {"_tensordict", "functional"},
+    "actors": {"_tensordict", "_torchrl", "functional"},
     "_feeding": {"_tensordict", "controllers"},
     "transforms": {
         *("_feeding", "_tensordict", "_torchrl"),

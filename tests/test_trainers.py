@@ -1,4 +1,4 @@
-"""KLControlHook in real runs of PPOTrainer: what it charges, moves, logs, saves, and what it refuses."""
+"""KLControlHook in real runs of PPOTrainer: what it penalizes, logs, saves and refuses."""
 
 import copy
 from typing import Any
@@ -27,7 +27,8 @@ from torchrl_kl import (
     KLRewardTransform,
 )
 
-# torchrl 0.14.1 calls PPOTrainer a prototype, and registers its own optimizer and replay buffer in a way it calls old.
+# torchrl 0.14.1 calls PPOTrainer a prototype, and registers its own optimizer and replay buffer in
+# a way it calls old.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:PPOTrainer is an experimental:UserWarning"),
     pytest.mark.filterwarnings("ignore:The '(optimizer|post_loss)' hook stage:FutureWarning"),
@@ -51,7 +52,8 @@ def make_trainer(
         collector=collector,
         total_frames=frames * batches,
         frame_skip=1,
-        optim_steps_per_batch=5,  # with minibatches one more than there are: the last call ends the epoch
+        # With minibatches one more than there are: the last call ends the epoch.
+        optim_steps_per_batch=5,
         num_epochs=2,
         loss_module=loss,
         optimizer=torch.optim.Adam(loss.parameters(), lr=1e-2),
@@ -127,7 +129,7 @@ def run(tmp_path_factory):
 
 
 class TestARun:
-    def test_the_reward_is_charged(self, run):
+    def test_the_reward_is_penalized(self, run):
         assert len(run.batches) == N_BATCHES
         for batch in run.batches:
             step = batch["next"]
@@ -143,7 +145,7 @@ class TestARun:
             )
             assert step["kl"].abs().max() > 0.1
 
-    def test_the_advantage_is_that_of_the_charged_reward(self, run):
+    def test_the_advantage_is_that_of_the_penalized_reward(self, run):
         rewards = [
             batch["next", "reward"] for batch in run.batches for _ in range(2)
         ]  # once per epoch
@@ -173,8 +175,8 @@ class TestARun:
         last_epochs = torch.tensor(run.kl_approx).reshape(N_BATCHES, 2, 4)[:, 1].mean(-1)
         assert_close(torch.tensor(run.logged("kl_to_old_policy")), last_epochs, atol=1e-6, rtol=0)
         assert last_epochs.abs().min() > 1e-5
-        charged = [batch["next", "reward"].mean().item() for batch in run.batches]
-        assert_close(run.logged("r_training"), charged, atol=1e-6, rtol=0)
+        penalized = [batch["next", "reward"].mean().item() for batch in run.batches]
+        assert_close(run.logged("r_training"), penalized, atol=1e-6, rtol=0)
 
 
 class FixedWalk(WalkEnv):
@@ -189,7 +191,7 @@ class FixedWalk(WalkEnv):
 
 
 def walk_trainer(reference, *, batches: int = 5, **kwargs):
-    """A trainer, the stack that it holds to `reference`, and what each batch leaves: see `remember`."""
+    """A trainer, its stack with the `reference`, and what `remember` saves of each batch."""
     actor = policy()
     controller = AdaptiveKLController(0.1, target=0.5, horizon=200)
     stack = KLConstrainedTransform(
@@ -203,7 +205,7 @@ def walk_trainer(reference, *, batches: int = 5, **kwargs):
 
     def remember():
         weights = torch.cat([p.detach().flatten() for p in actor.parameters()])
-        coeff, pooled = controller.coeff.item(), int(stack.adjustment.statistics.count)
+        coeff, pooled = controller.coeff.item(), int(stack.statistics.count)
         history.append((coeff, pooled, weights, torch.get_rng_state()))
 
     trainer.register_op("post_steps", remember)
@@ -230,7 +232,8 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped(tmp_path, legacy):
     assert coeff != 0.1
     assert pooled == 10  # the pool is part of what must come back
 
-    # A new process builds the stack from the actor that it has, by now a trained one: the checkpoint has the reference.
+    # A new process builds the stack from the actor that it has, by now a trained one: the reference
+    # is in the checkpoint.
     restored, stack, after = walk_trainer(moved(make_actor(), seed=7))
     restored.load_from_file(file)
     assert stack.controller.coeff.item() == coeff
@@ -248,8 +251,9 @@ def padded_batch() -> Any:
     """Two trajectories of 3 and 1 steps, padded with numbers that must not be looked at."""
     observation = torch.randn(2, 3, 3)
     done = torch.tensor([[False, False, True], [True, True, True]]).unsqueeze(-1)
+    following = observation.roll(-1, 1)
     step = TensorDict(
-        reward=torch.full((2, 3, 1), 2.0), done=done, observation=observation, batch_size=(2, 3)
+        reward=torch.full((2, 3, 1), 2.0), done=done, observation=following, batch_size=(2, 3)
     )
     batch = policy()(TensorDict(observation=observation, next=step, batch_size=(2, 3)))
     batch["collector", "mask"] = torch.tensor([[True, True, True], [True, False, False]])
@@ -302,12 +306,13 @@ class TestRefusals:
         ):
             KLControlHook(KLRewardTransform(make_actor()))  # type: ignore[arg-type]
 
-    def test_an_advantage_of_uncharged_rewards(self):
+    def test_an_advantage_of_rewards_without_the_penalty(self):
         trainer = make_trainer(WalkEnv(), policy(), walk_critic(), add_gae=False)
         trainer.register_op("batch_process", GAE(gamma=1.0, lmbda=1.0, value_network=walk_critic()))
         KLControlHook(KLConstrainedTransform(make_actor(), 0.1)).register(trainer)
         with pytest.raises(
-            RuntimeError, match="has an 'advantage' already: .* rewards that were not charged"
+            RuntimeError,
+            match="has an 'advantage' already, computed from rewards without the penalty",
         ):
             trainer.train()
 
@@ -319,9 +324,9 @@ class TestRefusals:
         ):
             hook.log_batch(None)
 
-    def test_a_second_charge(self):
+    def test_a_second_penalty(self):
         trainer = make_trainer(WalkEnv(), policy(), walk_critic())
         KLControlHook(KLConstrainedTransform(make_actor(), 0.1)).register(trainer, "first")
         KLControlHook(KLConstrainedTransform(make_actor(), 0.1)).register(trainer, "second")
-        with pytest.raises(RuntimeError, match="was charged for its KL before"):
+        with pytest.raises(RuntimeError, match="was penalized for its KL before"):
             trainer.train()

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tensordict import NestedKey
+from torch import Tensor
+from torch.distributions import Distribution
 from torchrl.envs.transforms import Transform
+
+from torchrl_kl.functional.distributions import COLUMN_READERS
 
 
 def container_of(transform: Transform) -> object:
@@ -26,8 +30,18 @@ def declared_keys(transform: Transform) -> tuple[set[NestedKey], set[NestedKey],
     The properties of the same names ask some transforms for specs, which may be about to be made.
     """
     names = ("_out_keys", "_in_keys_inv", "_out_keys_inv")
-    out_keys, in_keys_inv, out_keys_inv = (set(vars(transform).get(name) or ()) for name in names)
-    return out_keys, in_keys_inv, out_keys_inv
+    found: Any = tuple(set(vars(transform).get(name) or ()) for name in names)
+    return found
+
+
+def indices_of(distribution: Distribution) -> Tensor | None:
+    """The action of each column of a MaskedCategorical given by `indices`; None: all, in order."""
+    if getattr(distribution, "_sparse_mask", False):
+        return getattr(distribution, "_mask", None)
+    return None
+
+
+COLUMN_READERS.append(indices_of)
 
 
 def watch_store(collector: Any, check: Callable[[], None]) -> None:

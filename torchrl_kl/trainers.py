@@ -1,4 +1,4 @@
-"""The stack as a hook of TorchRL's trainers: it charges batches, moves its controller, and logs which KL is which."""
+"""The stack as a hook of TorchRL's trainers: it penalizes batches and logs which KL is which."""
 
 from __future__ import annotations
 
@@ -8,40 +8,35 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.trainers import Trainer, TrainerHookBase
 
-from torchrl_kl._tensordict import MASK_KEY, as_tuple, expand_right
-from torchrl_kl.transforms.base import get_required
-from torchrl_kl.transforms.stack import KLConstrainedTransform
+from torchrl_kl._tensordict import MASK_KEY, as_tuple, expand_right, get_required
+from torchrl_kl.transforms import KLConstrainedTransform
 
 
 class KLControlHook(TrainerHookBase):
-    """Charges KL(policy || reference) to the rewards of every batch that a PPOTrainer collects, and logs it.
+    """Penalizes KL(policy || reference) in every batch that a PPOTrainer collects, and logs it.
 
-    Each batch is charged once, before its advantage is computed, and then moves the controller at most once. The
-    trainer's own log shows the charged reward as `r_training`; the hook adds, once per batch:
+    A batch is penalized once, before its advantage is computed, and then moves the controller at
+    most once. The trainer logs the penalized reward as `r_training`; the hook adds, for each batch:
 
-    ==================  ======================================================================  ==================
-    name                what                                                                    unit
-    ==================  ======================================================================  ==================
-    `kl_to_reference`   mean KL(policy || reference): how far training has gone                 nats per step
-    `kl_to_old_policy`  mean `kl_approx` of the loss over the updates of the batch's last       nats per step
-                        epoch, log pi_old - log pi: how far the updates of one batch have gone
-    `kl_coeff`          mean coefficient that the batch was charged with                        reward per nat
-    `task_reward`       mean reward before the charge                                           reward per step
-    ==================  ======================================================================  ==================
+    - `kl_to_reference`: mean KL(policy || reference), nats per step: how far training has gone.
+    - `kl_to_old_policy`: mean `kl_approx` of the loss, log pi_old - log pi, over the updates of the
+      batch's last epoch, nats per step: how far the updates of one batch have gone.
+    - `kl_coeff`: mean coefficient of the penalty, reward per nat.
+    - `task_reward`: mean reward before the penalty, per step.
 
-    You may rely on: the advantage sees the charged reward; padding (("collector", "mask") False) is in no mean; a
-    trainer's checkpoint restores the controller and the reference, whatever actor the new stack was built from.
+    You may rely on: padding (("collector", "mask") False) is in no mean; a trainer's checkpoint
+    restores the controller and the reference, whatever actor the new stack was built from.
 
-    State: that of the stack (the reference's weights, the controller, its pool), in the trainer's checkpoints. The sums
-    of trajectories that are still open are not saved: a restarted collector begins new ones.
+    State: that of the stack. The sums of trajectories that are still open are not saved: a
+    restarted collector begins new ones.
 
     Args:
-        stack: what charges the rewards; it stands in no env and is no collector's `postproc` at the same time.
+        stack: penalizes the rewards; it must not be in an env or the collector's `postproc` too.
 
     Raises:
         TypeError: if `stack` is not a KLConstrainedTransform.
-        RuntimeError: in training, if the rewards were charged before, the advantage was computed before, or the trainer
-            gets to see no batches.
+        RuntimeError: in training, if the rewards were penalized before, the advantage was computed
+            before, or the trainer is given no batches.
 
     Example:
         >>> import warnings
@@ -52,18 +47,21 @@ class KLControlHook(TrainerHookBase):
         >>> from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
         >>> from torchrl.objectives import ClipPPOLoss
         >>> from torchrl.trainers.algorithms import PPOTrainer
-        >>> from torchrl_kl import AdaptiveKLController
+        >>> from torchrl_kl import AdaptiveKLController, KLConstrainedTransform, KLControlHook
         >>> warnings.simplefilter("ignore")  # torchrl 0.14.1 calls PPOTrainer a prototype
         >>> net = TensorDictModule(MLP(4, 2, num_cells=[32]), ["observation"], ["logits"])
         >>> actor = ProbabilisticActor(
-        ...     net, in_keys=["logits"], distribution_class=torch.distributions.Categorical, return_log_prob=True
+        ...     net,
+        ...     in_keys=["logits"],
+        ...     distribution_class=torch.distributions.Categorical,
+        ...     return_log_prob=True,
         ... )
-        >>> loss = ClipPPOLoss(actor, ValueOperator(MLP(4, 1, num_cells=[32]), in_keys=["observation"]))
+        >>> critic = ValueOperator(MLP(4, 1, num_cells=[32]), in_keys=["observation"])
+        >>> loss = ClipPPOLoss(actor, critic)
         >>> env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+        >>> frames = {"frames_per_batch": 100, "total_frames": 200}
         >>> trainer = PPOTrainer(
-        ...     collector=Collector(
-        ...         env, actor, frames_per_batch=100, total_frames=200, auto_register_policy_transforms=False
-        ...     ),
+        ...     collector=Collector(env, actor, **frames, auto_register_policy_transforms=False),
         ...     total_frames=200,
         ...     frame_skip=1,
         ...     optim_steps_per_batch=1,
@@ -71,7 +69,7 @@ class KLControlHook(TrainerHookBase):
         ...     optimizer=torch.optim.Adam(loss.parameters(), lr=1e-3),
         ...     progress_bar=False,
         ... )
-        >>> controller = AdaptiveKLController(init_coeff=0.1, target=0.01, horizon=10_000, per="step")
+        >>> controller = AdaptiveKLController(0.1, target=0.01, horizon=10_000, per="step")
         >>> KLControlHook(KLConstrainedTransform(actor, controller)).register(trainer)
         >>> trainer.train()
         >>> controller.coeff < 0.1  # two batches near the reference, below the target
@@ -79,18 +77,17 @@ class KLControlHook(TrainerHookBase):
     """
 
     def __init__(self, stack: KLConstrainedTransform):
-        if not isinstance(stack, KLConstrainedTransform):
+        if not (isinstance(stack, KLConstrainedTransform) and stack.record):
             raise TypeError(
-                f"`stack` must be a KLConstrainedTransform, got {type(stack).__name__}: build one from the actor and a "
-                "controller."
+                f"`stack` must be a KLConstrainedTransform, got {type(stack).__name__}: build one "
+                "from the actor and a controller."
             )
         self.stack = stack
 
     def register(self, trainer: Trainer, name: str = "kl_control") -> None:
-        """Registers the hook with a trainer: what it does to batches, what it logs, what is in the checkpoints.
+        """Registers the hook with a trainer: for its batches, its log and its checkpoints.
 
-        It may be called at any time after the trainer is built: PPOTrainer computes its advantage after all that is
-        done to a batch.
+        Call it at any time after the trainer is built: PPOTrainer computes its advantage last.
         """
         trainer.register_module(name, self)
         trainer.register_op("batch_process", self)
@@ -98,31 +95,30 @@ class KLControlHook(TrainerHookBase):
         trainer.register_op("post_optim_complete_log", self.log_update)
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """Charges a batch and moves the controller; returns a shallow copy."""
+        """Penalizes a batch and moves the controller; returns a shallow copy."""
         if "advantage" in batch.keys():
             raise RuntimeError(
-                "the batch has an 'advantage' already: it was computed from rewards that were not charged. Register "
-                "KLControlHook before what computes it, or leave that to PPOTrainer, which does it later."
+                "the batch has an 'advantage' already, computed from rewards without the penalty. "
+                "Register KLControlHook before what computes it, or leave that to PPOTrainer."
             )
         return self.stack(batch)
 
     def log_batch(self, batch: TensorDictBase | None) -> dict[str, Any]:
-        """What is known of a charged batch before it is learned from."""
+        """What is known of a penalized batch before it is learned from."""
         if batch is None:
             raise RuntimeError(
-                "the trainer's collector writes its batches into a replay buffer and hands out none, so no reward "
-                "would be charged: put the stack into the env instead of KLControlHook."
+                "the trainer's collector writes its batches into a replay buffer and returns none, "
+                "so no reward would be penalized: put the stack into the env instead."
             )
-        adjustment = self.stack.adjustment
         return {
-            "kl_to_reference": _mean(batch, adjustment.measured_key),
-            "kl_coeff": _mean(batch, adjustment.kl_coeff_key),
-            "task_reward": _mean(batch, adjustment.task_reward_key),
+            "kl_to_reference": _mean(batch, self.stack.measured_key),
+            "kl_coeff": _mean(batch, self.stack.keys.kl_coeff),
+            "task_reward": _mean(batch, self.stack.keys.task_reward),
             "log_pbar": True,
         }
 
     def log_update(self, optim_steps: int, losses: TensorDictBase | None) -> dict[str, Any] | None:
-        """What is known after the updates on a batch; nothing where the loss has no `kl_approx`."""
+        """What is known after the updates on a batch; nothing if the loss has no `kl_approx`."""
         kl = None if losses is None else losses.get("kl_approx", None)
         return None if kl is None else {"kl_to_old_policy": kl.mean().item(), "log_pbar": True}
 
@@ -136,9 +132,8 @@ class KLControlHook(TrainerHookBase):
 
 
 def _mean(batch: TensorDictBase, key: NestedKey) -> float:
-    """Mean of ("next", key) over the steps that are no padding."""
-    value = get_required(
-        batch, ("next", *as_tuple(key)), "let nothing drop it between KLControlHook and the log."
-    )
+    """Mean of ("next", key) over the steps that are not padding."""
+    fix = "let nothing drop it between KLControlHook and the log."
+    value = get_required(batch, ("next", *as_tuple(key)), fix)
     mask: Tensor | None = batch.get(MASK_KEY, None)
     return (value if mask is None else value[expand_right(mask, value.shape)]).mean().item()

@@ -26,5 +26,3 @@ def ray_runtime() -> Iterator[None]:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
         ray.shutdown()
-
-

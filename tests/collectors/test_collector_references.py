@@ -1,4 +1,4 @@
-"""Collectors whose reference moves, or is the policy itself: in one process, and as a copy of it in real ones."""
+"""Collectors whose reference moves, or is the policy itself, in one process and in many."""
 
 import copy
 import faulthandler

@@ -1,4 +1,4 @@
-"""What `kl_collector` promises, as far as one process shows it; the rest is in test_collectors.py."""
+"""What `kl_collector` promises and one process shows; the rest is in test_collectors.py."""
 
 import pickle
 from collections import defaultdict
@@ -28,6 +28,7 @@ from tests.helpers import (
 from torchrl_kl import (
     ConstantKLController,
     KLConstrainedTransform,
+    KLRewardTransform,
     RewardAdjustmentTransform,
     TopKActor,
     kl_collector,
@@ -48,8 +49,22 @@ def walk() -> WalkEnv:
     return WalkEnv((3,))
 
 
+class Corridor(WalkEnv):
+    """It looks the same everywhere."""
+
+    def _reset(self, tensordict=None, **kwargs):
+        out = super()._reset(tensordict, **kwargs)
+        self.moves.zero_()
+        out["observation"].zero_()
+        return out
+
+
+def corridor() -> WalkEnv:
+    return Corridor((3,))
+
+
 def collect(stack, where, *, batches=4, make_env=walk, actor=None, **kwargs):
-    """Clones of the batches of a Collector; 15 frames each, so that trajectories go on in the next one."""
+    """Clones of the batches of a Collector, of 15 frames: trajectories go on in the next one."""
     torch.manual_seed(0)
     arguments = {"where": where, "frames_per_batch": 15, "total_frames": 15 * batches}
     actor = policy() if actor is None else actor
@@ -60,7 +75,7 @@ def collect(stack, where, *, batches=4, make_env=walk, actor=None, **kwargs):
 
 
 class TestOneProcess:
-    def test_both_places_charge_the_same(self):
+    def test_both_places_penalize_the_same(self):
         stacks = [KLConstrainedTransform(make_actor(), 0.3) for _ in range(2)]
         learner, workers = collect(stacks[0], "learner"), collect(stacks[1], "workers")
         for one, other in zip(learner, workers, strict=True):
@@ -85,9 +100,7 @@ class TestOneProcess:
 
     @WHERE
     @pytest.mark.parametrize("estimator", ["exact", "top_k"])
-    def test_the_controller_is_told_the_estimate_and_the_reward_is_charged_k1(
-        self, where, estimator
-    ):
+    def test_the_controller_is_told_the_estimate_and_the_penalty_is_k1(self, where, estimator):
         stack, controller = spied("step", estimator=estimator)
         actor = TopKActor(policy(), 2) if estimator == "top_k" else policy()
         batches = collect(stack, where, actor=actor)
@@ -102,13 +115,12 @@ class TestOneProcess:
             assert_close(step["reward"], step["task_reward"] - 0.1 * step["kl"])
 
     @WHERE
-    @pytest.mark.parametrize("keep", [False, True])
     @pytest.mark.parametrize(("estimator", "record"), [("exact", "logits"), ("top_k", "top_k")])
-    def test_what_the_estimate_has_used_up_is_dropped(self, where, keep, estimator, record):
-        stack, _ = spied("step", estimator=estimator, keep_dist_params=keep)
+    def test_what_the_estimate_has_used_up_is_dropped(self, where, estimator, record):
+        stack, _ = spied("step", estimator=estimator)
         actor = TopKActor(policy(), 2) if estimator == "top_k" else policy()
         for batch in collect(stack, where, batches=2, actor=actor):
-            assert (record in batch.keys()) == keep
+            assert record not in batch.keys()
 
     @WHERE
     def test_a_frozen_stack_does_not_move(self, where):
@@ -127,22 +139,26 @@ class TestOneProcess:
     def test_a_second_collector_begins_new_sums(self, where):
         stack, controller = spied()
         torch.manual_seed(0)
-        # The first one ends after one step, inside of trajectories with the ids that the next one
+        # The first one ends after two steps, inside of trajectories with the ids that the next one
         # gives.
-        arguments: Any = {"where": where, "frames_per_batch": 3, "total_frames": 3}
+        arguments: Any = {"where": where, "frames_per_batch": 6, "total_frames": 6}
         (first,) = kl_collector(Collector, walk, policy(), stack, **arguments)
-        assert not first["next", "done"].any()
+        assert not first["next", "done"][:, 1].all()
+        told = len(controller.calls)
         second, _ = collect(stack, where, batches=2)
         assert_close(second["next", "episode_kl"][:, 0], second["next", "kl"][:, 0])
-        alone, told = spied()
+        alone, expected = spied()
         collect(alone, where, batches=2)
-        assert controller.calls == told.calls
+        assert controller.calls[told:] == expected.calls
 
     @WHERE
-    def test_a_stack_may_serve_two_collectors_in_turn(self, where):
+    @pytest.mark.parametrize("make_env", [walk, corridor])
+    def test_a_stack_may_serve_two_collectors_in_turn(self, where, make_env):
         stack, _ = spied()
         arguments: Any = {"where": where, "frames_per_batch": 15, "total_frames": 60}
-        collectors = [kl_collector(Collector, walk, policy(), stack, **arguments) for _ in range(2)]
+        collectors = [
+            kl_collector(Collector, make_env, policy(), stack, **arguments) for _ in range(2)
+        ]
         for batches in zip(*collectors, strict=True):
             for collector, batch in zip(collectors, batches, strict=True):
                 sums = vars(collector).setdefault("sums", defaultdict(float))
@@ -176,7 +192,7 @@ class TestOneProcess:
             )
 
     @WHERE
-    def test_trajectories_are_split_after_they_are_charged(self, where):
+    def test_trajectories_are_split_after_they_are_penalized(self, where):
         stack, controller = spied(step=1.0)
         whole_stack, whole_controller = spied(step=1.0)
         split, whole = collect(stack, where, split_trajs=True), collect(whole_stack, where)
@@ -199,9 +215,9 @@ class TestOneProcess:
         collector.shutdown()
 
     def test_an_error_that_is_no_death_comes_as_it_is(self):
-        charged = lambda: with_transforms(walk(), KLConstrainedTransform(make_actor(), 0.1))  # noqa: E731
-        with pytest.raises(RuntimeError, match="was charged for its KL before"):
-            collect(KLConstrainedTransform(make_actor(), 0.1), "learner", make_env=charged)
+        penalized = lambda: with_transforms(walk(), KLConstrainedTransform(make_actor(), 0.1))  # noqa: E731
+        with pytest.raises(RuntimeError, match="was penalized for its KL before"):
+            collect(KLConstrainedTransform(make_actor(), 0.1), "learner", make_env=penalized)
 
 
 class TestRefusals:
@@ -223,6 +239,10 @@ class TestRefusals:
             match="`stack` must be a KLConstrainedTransform, got RewardAdjustmentTransform",
         ):
             self.refused(stack=RewardAdjustmentTransform(0.1))
+
+    def test_a_transform_that_records_no_kl(self):
+        with pytest.raises(TypeError, match="KLConstrainedTransform, got KLRewardTransform"):
+            self.refused(stack=KLRewardTransform(make_actor()))
 
     def test_a_stack_in_an_env(self):
         stack = KLConstrainedTransform(make_actor(), 0.1)

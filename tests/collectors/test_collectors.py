@@ -1,4 +1,4 @@
-"""TorchRL's collectors in real processes: the coefficient follows, the reference stays, a dead worker is an error.
+"""TorchRL's collectors in real processes: what reaches the workers, and dead workers.
 
 Each collector is started with the stack on the learner's side, and again with the reference in the
 workers. It collects seven batches while the policy and the coefficient are changed, and then loses
@@ -90,7 +90,7 @@ class Story:
     """What happened to a collector."""
 
     is_async: bool
-    ahead: bool  # whether steps may be charged long before they arrive
+    ahead: bool  # whether steps may be penalized long before they arrive
     controller: SpyController
     references: tuple[Any, Any]  # before and after it was updated
     batches: list[Any] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Story:
 
 
 def workers_alive() -> set[psutil.Process]:
-    """Processes below this one that collect: not Ray's own, nor multiprocessing's tracker of resources."""
+    """Processes below this one that collect: not Ray's, nor multiprocessing's tracker."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
@@ -188,7 +188,7 @@ def values(story: Story, key: str, n: int) -> torch.Tensor:
     return story.batches[n]["next", key]
 
 
-def test_every_step_records_what_it_was_charged(story):
+def test_every_step_records_its_penalty(story):
     for batch in story.batches:
         after = batch["next"]
         assert_close(after["reward"], after["task_reward"] - after["kl_coeff"] * after["kl"])

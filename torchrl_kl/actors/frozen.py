@@ -33,11 +33,8 @@ from torchrl_kl.actors.recurrent import RecurrentMemory
 class Score(NamedTuple):
     """What one pass of a reference gives.
 
-    Args:
-        log_prob: of the actions, nats, at least float32, batch shape of the tensordict that holds
-            the action.
-        states: the next recurrent states, in the order of `own_state_keys`.
-        outputs: all that the actor read and wrote, the parameters of its distribution included.
+    `log_prob` is in at least float32, in the batch shape of the tensordict that holds the action;
+    `states` are in the order of `own_state_keys`; `outputs` is all that the actor read and wrote.
     """
 
     log_prob: Tensor
@@ -77,21 +74,13 @@ class FrozenActor(nn.Module):
         ValueError: if it has uninitialised weights, or other actions than `policy`.
 
     Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from tensordict.nn import TensorDictModule
-        >>> from torchrl.modules import ProbabilisticActor
-        >>> from torchrl_kl import FrozenActor
-        >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(torch.nn.Linear(3, 2), ["observation"], ["logits"]),
-        ...     in_keys=["logits"],
-        ...     distribution_class=torch.distributions.Categorical,
-        ...     return_log_prob=True,
-        ... )
+        >>> from torchrl_kl import GPT, FrozenActor, GPTActor
+        >>> from torchrl_kl.envs import DigitLanguageEnv
+        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
         >>> reference = FrozenActor(actor)
-        >>> step = actor(TensorDict(observation=torch.randn(5, 3), batch_size=5))
+        >>> step = actor(DigitLanguageEnv(batch_size=(5,)).reset())
         >>> log_prob = reference.step(reference.inputs(step)).log_prob
-        >>> torch.equal(log_prob, step["action_log_prob"]), log_prob.requires_grad
+        >>> log_prob.equal(step["action_log_prob"]), log_prob.requires_grad
         (True, False)
     """
 
@@ -217,10 +206,7 @@ class FrozenActor(nn.Module):
     ) -> Tensor | None:
         """The policy's present log-prob of the actions, nats; None if it may not be asked or did not run.
 
-        Args:
-            tensordict: what the policy read and wrote, shape (*B).
-            timed: whether the last dimension is time.
-            env_actions: in an env: what a random policy writes, to tell whether the policy ran.
+        `timed`: the last dimension is time; `env_actions`: in an env, what a random policy writes.
         """
         policy = self._policy
         if policy is None or not (env_actions is None or policy.ran(tensordict, env_actions)):
@@ -232,10 +218,7 @@ class FrozenActor(nn.Module):
         return tensordict.select(*self._input_keys, strict=False)
 
     def step(self, inputs: TensorDictBase) -> Score:
-        """Scores the actions step by step; no dimension is taken for time.
-
-        Args:
-            inputs: what `inputs` selected, batch shape (*B).
+        """Scores the actions of what `inputs` selected, (*B), step by step; no dimension is taken for time.
 
         Raises:
             RuntimeError: if the actor is recurrent and its own state is not in the data.
@@ -268,14 +251,10 @@ class FrozenActor(nn.Module):
         return score
 
     def get_dist(self, tensordict: TensorDictBase, *, timed: bool) -> Distribution:
-        """The distribution over the actions of each step, without gradients unless `requires_grad` asks for them.
+        """The distribution over the actions of each step of a batch (*B), in one pass along time if `timed`.
 
         A recurrent reference reads its own state where the data carry it; else the rows of a timed
         batch must begin with their trajectories (or where the last call of `trajectories` ended).
-
-        Args:
-            tensordict: batch of shape (*B).
-            timed: whether the last dimension is time, which is then run through in one pass.
 
         Raises:
             RuntimeError: if the actor is recurrent and its own state is not known.

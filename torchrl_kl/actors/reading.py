@@ -15,6 +15,7 @@ from tensordict.nn import (
 from torch import Tensor, nn
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling, sum_action_dims
+from torchrl_kl._torchrl import indices_of
 
 
 def check_actor(actor: nn.Module) -> None:
@@ -171,7 +172,7 @@ def categorical_log_probs(dist: torch.distributions.Distribution) -> Tensor:
     """
     kinds = (torch.distributions.Categorical, torch.distributions.OneHotCategorical)
     # With `indices` a MaskedCategorical has no column for each action.
-    if not isinstance(dist, kinds) or getattr(dist, "_sparse_mask", False):
+    if not isinstance(dist, kinds) or indices_of(dist) is not None:
         raise TypeError(
             "the top k need a Categorical, OneHotCategorical or MaskedCategorical distribution (with a "
             f'mask, not with indices), got {type(dist).__name__}: use `estimator="exact"`.'

@@ -45,20 +45,12 @@ class TopKActor(ProbabilisticTensorDictSequential):
             distributions; in a call, if there are fewer than k actions.
 
     Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from tensordict.nn import TensorDictModule
-        >>> from torchrl.modules import ProbabilisticActor
-        >>> from torchrl_kl import TopKActor
-        >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(torch.nn.Linear(3, 1000), ["observation"], ["logits"]),
-        ...     in_keys=["logits"],
-        ...     distribution_class=torch.distributions.Categorical,
-        ...     return_log_prob=True,
-        ... )
-        >>> step = TopKActor(actor, k=8)(TensorDict(observation=torch.randn(5, 3), batch_size=5))
+        >>> from torchrl_kl import GPT, GPTActor, TopKActor
+        >>> from torchrl_kl.envs import DigitLanguageEnv
+        >>> actor = TopKActor(GPTActor(GPT(vocab_size=11, block_size=8)), k=3)
+        >>> step = actor(DigitLanguageEnv(batch_size=(5,)).reset())
         >>> step["top_k", "log_probs"].shape, "logits" in step
-        (torch.Size([5, 8]), False)
+        (torch.Size([5, 3]), False)
     """
 
     def __init__(

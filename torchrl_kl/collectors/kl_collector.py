@@ -23,8 +23,8 @@ from torchrl_kl.collectors.watched import (
     WatchedSingle,
 )
 from torchrl_kl.collectors.workers import UniqueTrajectories
-from torchrl_kl.controllers.rules import ConstantKLController
-from torchrl_kl.transforms.stack import KLConstrainedTransform
+from torchrl_kl.controllers import ConstantKLController
+from torchrl_kl.transforms import KLConstrainedTransform
 
 _WATCHED: dict[type, type[WatchedCollector]] = {
     Collector: WatchedSingle,
@@ -50,92 +50,62 @@ def kl_collector(
 ) -> Any:
     """A collector of TorchRL whose batches are penalized for the KL to the stack's reference.
 
-    `where` says where the reference is evaluated:
-
-    - "learner": each batch goes through the stack when it arrives. The reference scores a whole
-      batch at once, a batch has one coefficient, and the learner waits meanwhile.
-    - "workers": each worker has a copy of the reference in its env, as the last transform. The work
-      is shared, and each step is penalized with the learner's coefficient of that moment. A
-      recurrent reference with asynchronous workers needs this: it cannot carry its state across
-      batches that come from different workers in turn.
-
-    In both cases `stack` stays in the learner's process, and each batch updates its controller
-    there when it arrives. The workers follow: they read the coefficient from a file that all
-    processes of the machine share, or are sent it over Ray. Changes of `stack.controller.coeff` by
-    hand and changes of the reference, by `stack.update_reference` or in any other way, reach the
-    workers before they are asked for the next batch; no worker scores with half of an update. If
-    the policy itself is the reference (`reference=` a context), "learner" needs no second model.
-    With "workers" each worker has a copy of the policy as it was at the start, with the context
-    entered: what remains in that context, the base, must not be trained.
-
-    You may rely on: ("next", "kl_coeff") is the coefficient of each step, also where an
-    asynchronous collector mixes steps from before and after an update. The KL of a trajectory that
-    continues in a later batch is summed over both, and each collector begins new sums.
-    `update_policy_weights_()` moves the policy of the workers and not the reference. If a worker
-    dies, the next use of the collector is a RuntimeError that names it, and no process remains.
-
-    Keys: those of KLConstrainedTransform. The last dimension of a batch is time and has that name.
-    Trajectory ids are unique across workers.
+    The docstring of `torchrl_kl.collectors` compares the two values of `where`, and says what you
+    may rely on.
 
     Args:
         collector_class: Collector, MultiSyncCollector, MultiAsyncCollector, DistributedCollector or
             RayCollector.
-        create_env_fn: makes an env, in each worker; or a list with one for each worker; or, for a
-            Collector, the env.
+        create_env_fn: makes an env; or a list, one for each worker; or, for a Collector, the env.
         policy: the actor, which records its log-prob.
         stack: the stack, which is in no env. Freeze it to stop its controller.
         where: where the reference is evaluated.
         num_workers: how many workers; a Collector has one, in this process.
-        frames_per_batch: frames of a batch: of all workers together if they are synchronous, else
-            of one.
+        frames_per_batch: of all workers together if they are synchronous, else of one.
         total_frames: when to stop.
-        kwargs: other arguments of `collector_class`. A `postproc` runs before the stack. Defaults
-            are TorchRL's, except `auto_register_policy_transforms=False`, a `num_threads` that does
-            not change the threads of this process, `launcher="mp"`, a free `tcp_port` and one
-            thread per worker (DistributedCollector), and `remote_configs={"num_cpus": 1}` and
-            weights that are sent once before the start (RayCollector).
+        kwargs: other arguments of `collector_class`. A `postproc` runs before the stack.
 
     Raises:
-        TypeError: if `collector_class` or `stack` is of another class.
-        ValueError: if an argument is out of range, or would make the KL wrong.
-        RuntimeError: while collecting, if a worker died, or rows of several workers were joined
-            along time.
+        TypeError, ValueError: if an argument is of another type, or would make the KL wrong.
+        RuntimeError: while collecting, if a worker died or rows were joined along time.
 
     Example:
-        >>> from torchrl_kl import GPT, AdaptiveKLController, GPTActor
+        >>> from torchrl.collectors import Collector
+        >>> from torchrl_kl import GPT, AdaptiveKLController, GPTActor, KLConstrainedTransform
+        >>> from torchrl_kl import kl_collector
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> policy = GPTActor(GPT(vocab_size=11, block_size=8))
         >>> controller = AdaptiveKLController(init_coeff=0.1, target=0.5, horizon=1000)
         >>> stack = KLConstrainedTransform(policy, controller, update_every=8)
         >>> make_env = lambda: DigitLanguageEnv(batch_size=(8,))
-        >>> arguments = {"where": "workers", "frames_per_batch": 32, "total_frames": 96}
+        >>> arguments = {"where": "workers", "frames_per_batch": 32, "total_frames": 64}
         >>> for batch in kl_collector(Collector, make_env, policy, stack, **arguments):
         ...     print(f"{batch['next', 'kl_coeff'].mean():.4f}")
         0.1000
         0.0998
-        0.0997
     """
+    envs = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn] * num_workers
+    given = {**kwargs, "where": where, "num_workers": num_workers, "envs": envs}
+    _check_arguments(collector_class, stack, given)
+    kwargs |= {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
+    over_ray, in_process = collector_class is RayCollector, collector_class is Collector
+    link = LearnerLink(stack) if where == "learner" else WorkerLink(stack, over_ray=over_ray)
+    factories: Any = [link.env_factory(env, in_process=in_process) for env in envs]
+    env = factories[0] if in_process else factories
+    return _WATCHED[collector_class](
+        env, policy, link=link, **_arguments(collector_class, num_workers, kwargs)
+    )
+
+
+def _check_arguments(collector_class: Any, stack: Any, given: dict[str, Any]) -> None:
     if collector_class not in _WATCHED:
         names = ", ".join(known.__name__ for known in _WATCHED)
         raise TypeError(f"`collector_class` must be one of {names}, got {collector_class!r}.")
-    if not isinstance(stack, KLConstrainedTransform):
+    if not (isinstance(stack, KLConstrainedTransform) and stack.record):
         raise TypeError(f"`stack` must be a KLConstrainedTransform, got {type(stack).__name__}.")
-    envs = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn] * num_workers
-    given = {**kwargs, "where": where, "num_workers": num_workers, "envs": envs}
     refusal = next(_refusals(collector_class, stack, given), None)
     if refusal is not None:
         raise ValueError(refusal)
-    over_ray, in_process = collector_class is RayCollector, collector_class is Collector
-    link = LearnerLink(stack) if where == "learner" else WorkerLink(stack, over_ray=over_ray)
-    factories = [link.env_factory(env, in_process=in_process) for env in envs]
-    return _WATCHED[collector_class](
-        factories[0] if in_process else factories,
-        policy,
-        link=link,
-        frames_per_batch=frames_per_batch,
-        total_frames=total_frames,
-        **_arguments(collector_class, num_workers, kwargs),
-    )
 
 
 def _refusals(kind: type, stack: KLConstrainedTransform, given: dict[str, Any]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrl_kl.actors.moving import entries_of
 from torchrl_kl.actors.references import SwitchedActor
 from torchrl_kl.collectors.workers import PenalizedEnvFactory, SharedFiles
-from torchrl_kl.transforms.stack import KLConstrainedTransform
+from torchrl_kl.transforms import KLConstrainedTransform
 
 
 class LearnerLink:
@@ -40,7 +40,7 @@ class LearnerLink:
 
     def receive(self, batch: TensorDictBase) -> TensorDictBase:
         """The batch with penalized rewards."""
-        return self.stack.penalize_batch(batch, self.stream)
+        return self.stack(batch, self.stream)
 
 
 class WorkerLink:
@@ -98,6 +98,6 @@ class WorkerLink:
     def _checksums(self) -> dict[str, int]:
         """Of the bytes, at 2 GB/s: PyTorch's version counters do not see writes through `.data`."""
         return {
-            name: zlib.crc32(value.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+            name: zlib.crc32(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
             for name, value in self._weights().items()
         }

@@ -9,13 +9,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
@@ -32,6 +33,7 @@ from torchrl_kl.collectors.workers import restore_trajectories
 _POLL_SECONDS = 1.0
 _EXIT_SECONDS = 5.0
 _PROBE_SECONDS = 10.0
+_USER_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
 
 
 class WatchedCollector(BaseCollector):
@@ -81,9 +83,13 @@ class WatchedCollector(BaseCollector):
         return split_trajectories(batch, prefix="collector") if self._split_trajs else batch
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """As TorchRL's; RuntimeError if a worker is dead."""
+        """As TorchRL's, which may wait without end for the answer of a dead worker."""
+        update = super().update_policy_weights_
         with self._naming_dead():
-            super().update_policy_weights_(*args, **kwargs)
+            if self._processes():
+                _call_watched(lambda: update(*args, **kwargs), self._refuse_dead)
+            else:
+                update(*args, **kwargs)
 
     @contextlib.contextmanager
     def _naming_dead(self) -> Iterator[None]:
@@ -103,7 +109,25 @@ class WatchedCollector(BaseCollector):
 
     def _find_dead(self, error: Exception) -> str | None:
         """The dead worker that an exception comes from, in words; None if it has another cause."""
-        return None
+        # The last one is TorchRL's when a worker that it terminates needs more than 0.1 seconds.
+        if isinstance(error, _USER_ERRORS) and "close a process" not in str(error):
+            return None
+        processes = self._processes()
+        if _find_failed(processes) is None:
+            # A broken connection is seen before the end of the process that broke it.
+            sentinels = [process.sentinel for process in processes]
+            for ending in connection.wait(sentinels, timeout=_EXIT_SECONDS):
+                processes[sentinels.index(cast(int, ending))].join()
+        return _find_failed(processes)
+
+    def _processes(self) -> list[BaseProcess]:
+        """The workers that are child processes of this one."""
+        return []
+
+    def _refuse_dead(self) -> None:
+        dead = _find_failed(self._processes())
+        if dead is not None:
+            raise RuntimeError(f"{dead} died.")
 
 
 class WatchedSingle(WatchedCollector, Collector):
@@ -118,22 +142,14 @@ class WatchedSingle(WatchedCollector, Collector):
 
 
 class _WatchedMulti(WatchedCollector):
-    procs: list[BaseProcess]
-
     def __init__(self, *args: Any, **kwargs: Any):
         if kwargs.get("weight_updater") is None:  # as TorchRL does, which would keep it to itself
             kwargs.setdefault("weight_sync_schemes", {"policy": SharedMemWeightSyncScheme()})
         self._schemes = kwargs.get("weight_sync_schemes") or {}
         super().__init__(*args, **kwargs)
 
-    def _find_dead(self, error: Exception) -> str | None:
-        return str(error) if isinstance(error, _WorkerDied) else None  # TorchRL names all others
-
-    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """As TorchRL's, which waits without end for the acknowledgment of a dead worker."""
-        update = super().update_policy_weights_
-        with self._naming_dead():
-            _call_watched(lambda: update(*args, **kwargs), lambda: _refuse_dead(self.procs))
+    def _processes(self) -> list[BaseProcess]:
+        return list(getattr(self, "procs", []))
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """As TorchRL's, which changes the number of threads of this process, and leaves some."""
@@ -165,26 +181,17 @@ class WatchedDistributed(WatchedCollector, DistributedCollector):
         finally:
             if not given:
                 del os.environ["OMP_NUM_THREADS"]
-        _torchrl.watch_store(self, lambda: _refuse_dead(self._processes()))
+        _torchrl.watch_store(self, self._refuse_dead)
         self._started = True
 
     def _processes(self) -> list[BaseProcess]:
         return [job for job in getattr(self, "jobs", []) if isinstance(job, BaseProcess)]
 
-    def _find_dead(self, error: Exception) -> str | None:
-        if not isinstance(error, (RuntimeError, OSError, EOFError)):
-            return None
-        # A broken connection is seen before the end of the process that broke it.
-        jobs = {job.sentinel: job for job in self._processes()}
-        for ending in connection.wait(list(jobs), timeout=_EXIT_SECONDS):
-            jobs[ending].join()
-        return _find_dead(self._processes())
-
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """As TorchRL's, which would wait for the last message of a dead worker."""
         try:
-            if self._started and _find_dead(self._processes()) is None:
-                with contextlib.suppress(_WorkerDied):
+            if self._started and _find_failed(self._processes()) is None:
+                with contextlib.suppress(RuntimeError):  # workers that do not answer are killed
                     super().shutdown(*args, **kwargs)
         finally:
             for job in self._processes():
@@ -216,23 +223,15 @@ class WatchedRay(WatchedCollector, RayCollector):
         return None
 
 
-class _WorkerDied(RuntimeError):
-    """The worker, in words."""
-
-
-def _find_dead(processes: Iterable[BaseProcess]) -> str | None:
+def _find_failed(processes: list[BaseProcess]) -> str | None:
     """The first process that has failed, in words."""
+    codes = {}
     for worker, process in enumerate(processes):
         with contextlib.suppress(ValueError):  # TorchRL has closed it
-            if process.exitcode:
-                return f"worker {worker} (exit code {process.exitcode})"
-    return None
-
-
-def _refuse_dead(processes: Iterable[BaseProcess]) -> None:
-    dead = _find_dead(processes)
-    if dead is not None:
-        raise _WorkerDied(dead)
+            codes[worker] = process.exitcode
+    # TorchRL terminates the others when it notices one: those come last.
+    failed = sorted((code == -signal.SIGTERM, worker) for worker, code in codes.items() if code)
+    return f"worker {failed[0][1]} (exit code {codes[failed[0][1]]})" if failed else None
 
 
 def _call_watched(function: Callable[[], None], check: Callable[[], None]) -> None:

@@ -16,8 +16,8 @@ from torchrl.envs import Compose, EnvBase, TransformedEnv
 from torchrl_kl._tensordict import TRAJECTORY_KEY
 from torchrl_kl.actors.moving import entries_of
 from torchrl_kl.actors.references import SwitchedActor
-from torchrl_kl.controllers.rules import ConstantKLController
-from torchrl_kl.transforms.stack import KLConstrainedTransform
+from torchrl_kl.controllers import ConstantKLController
+from torchrl_kl.transforms import KLConstrainedTransform
 
 UNIQUE_TRAJECTORY_KEY = ("collector", "unique_traj_ids")
 
@@ -107,7 +107,7 @@ class PenalizedEnvFactory:
     ):
         self.create_env_fn, self.files = create_env_fn, files
         self.stack = copy.deepcopy(stack).freeze()
-        self.stack.controller = ConstantKLController(stack.controller.coeff.item())
+        self.stack.feed.controller = ConstantKLController(stack.controller.coeff.item())
         if not in_process and isinstance(stack.reference, SwitchedActor):
             # By pickle and not by deepcopy: a switch that is a closure must act on the copy.
             self.stack = cloudpickle.loads(cloudpickle.dumps(self.stack))

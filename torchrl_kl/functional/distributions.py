@@ -8,7 +8,7 @@ gradient, never NaN * 0.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,9 @@ from torch.distributions import (
 from torchrl_kl.functional.numbers import working_dtype
 
 _UNBROADCASTED = "_unbroadcasted_"
+
+# Each says which actions the columns of a kind of categorical distribution are, or None.
+COLUMN_READERS: list[Callable[[Distribution], Tensor | None]] = []
 
 
 def fill_padding(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -138,8 +141,9 @@ def _kl_of_categoricals(
 
 
 def _columns(dist: Distribution) -> Tensor | None:
-    """The action of each column, in a MaskedCategorical given by `indices`; None: all, in order."""
-    return getattr(dist, "_mask", None) if getattr(dist, "_sparse_mask", False) else None
+    """The action of each column; None: all actions, in order."""
+    found = (columns_of(dist) for columns_of in COLUMN_READERS)
+    return next((columns for columns in found if columns is not None), None)
 
 
 def _log_probs(dist: Categorical | OneHotCategorical) -> Tensor:

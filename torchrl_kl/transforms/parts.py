@@ -55,15 +55,13 @@ class ReferenceModelLogProbTransform(KLTransform):
         KeyError: in a step, if the policy ran but did not record its log-prob, or its top k.
 
     Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
         >>> from torchrl_kl import GPT, GPTActor, ReferenceModelLogProbTransform
+        >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
-        >>> state = TensorDict(tokens=torch.zeros(2, 6).long(), position=torch.ones(2).long())
-        >>> step = actor(state.auto_batch_size_(1)).set("next", TensorDict(batch_size=2))
-        >>> step = ReferenceModelLogProbTransform(actor)(step)
-        >>> torch.equal(step["next", "ref_log_prob"], step["action_log_prob"])
-        True
+        >>> rollout = DigitLanguageEnv(batch_size=(2,)).rollout(4, actor)
+        >>> batch = ReferenceModelLogProbTransform(actor)(rollout)
+        >>> (batch["next", "ref_log_prob"] - batch["action_log_prob"]).abs().max() < 1e-6
+        tensor(True)
     """
 
     def __init__(

@@ -30,12 +30,8 @@ def refuse_wrong_order(
 ) -> None:
     """RuntimeError if a transform after `transform`, in its Compose or those around it, undoes its work.
 
-    Args:
-        transform: of this package.
-        own_class: transforms that are known not to interfere.
-        written: the keys that `transform` writes, which must stay as they are.
-        actions: the keys that must reach `transform` as the policy wrote them.
-        needs_ends: whether it has to see where trajectories end.
+    It must leave the keys `written` as they are and let `actions` through as the policy wrote them;
+    with `needs_ends` it must not end trajectories. Those of `own_class` are known to do so.
     """
     for later in _later_transforms(transform):
         reason = None

@@ -35,13 +35,7 @@ def score_env_step(
     estimate: Estimate | None,
     env: EnvBase,
 ) -> KLStep:
-    """Scores the action of an env step, on the policy's side of all action transforms.
-
-    Args:
-        reference: the frozen actor.
-        tensordict: what the policy read and wrote, shape (*B).
-        estimate: the estimator, which keeps what it needs of the reference's pass.
-        env: the env, whose actions are all that a random policy writes.
+    """Scores the action of an env step (*B), on the policy's side of all action transforms.
 
     Raises:
         KeyError: if the policy ran but recorded no log-prob.
@@ -100,14 +94,7 @@ def score_batch(
 def measure(
     step: KLStep, tensordict: TensorDictBase, estimate: Estimate | None, *, sum_agents: bool = False
 ) -> KLStep:
-    """Adds k1 and the estimator's measurement; both are 0 outside the mask and where no policy ran.
-
-    Args:
-        step: scored.
-        tensordict: what the policy recorded, shape (*B).
-        estimate: the estimator other than k1, or None.
-        sum_agents: whether the KL of all agents is added up.
-    """
+    """Adds k1 and the estimator's measurement; both are 0 outside the mask and where no policy ran."""
     if step.log_prob is None:
         kl = torch.zeros_like(step.ref_log_prob)
         values = [kl, None if estimate is None else kl]
@@ -130,11 +117,7 @@ def penalize(
 ) -> tuple[Tensor, Tensor]:
     """The penalized reward `reward - coeff * kl`, and the coefficient of each entry.
 
-    Args:
-        kl: k1, the shape of the reward.
-        reward: floating point.
-        coeff: the coefficient, reward per nat, 0-dim. 0 subtracts nothing, not even infinity.
-        reward_key: for error texts.
+    A coefficient of 0 subtracts nothing, not even infinity.
 
     Raises:
         ValueError: if the shapes differ.
