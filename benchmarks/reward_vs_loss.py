@@ -10,7 +10,7 @@ by enumerating all responses.
     python benchmarks/reward_vs_loss.py --reward even
 
 The first reward (1 where the response begins with the last prompt digit plus one) does not depend
-on the later digits: at the optimum they have no KL, so that an action causes only the KL of its own
+on the later digits: at the optimum they have no KL, so that an action causes only the KL of that
 step. The second (the number of even digits) spreads the KL over all positions. A language model is
 trained first and kept in the folder `--out`.
 """

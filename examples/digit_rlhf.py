@@ -4,7 +4,7 @@
 2. A reward model learns a preference from pairs: the first response digit should be the last
    prompt digit plus one.
 3. PPO improves the language model on that reward with a KL penalty: (a) with beta 1, (b) with
-   beta 0, which is no penalty, (c) with an adaptive coefficient that steers to 0.5 nats per
+   beta 0, without a penalty, (c) with an adaptive coefficient that steers to 0.5 nats per
    response, on the {0, 1} preference as reward.
 
 Every policy is then compared with the best one possible, which is known exactly. Results go to
