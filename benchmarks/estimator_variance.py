@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from digit_ppo import count_even, language_model, next_token, train
@@ -179,6 +180,7 @@ def sample_totals(policy: GPT, reference: GPT, prompts: Tensor, args: Args) -> d
     """Each estimator's sum over sampled responses, by the transforms, (P, samples)."""
     actor, ref_actor = GPTActor(policy), GPTActor(reference)
     # Each policy, and the estimators that what it records is enough for.
+    recorders: list[tuple[GPTActor | TopKActor, dict[str, Any]]]
     recorders = [(actor, {"k1": "k1", "k3": "k3", "exact": "exact"})]
     recorders += [(TopKActor(actor, k), {f"top-{k}": "top_k"}) for k in TOP_KS]
     env = DigitLanguageEnv(DigitLanguage(), batch_size=(args.samples,))

@@ -96,7 +96,7 @@ def make_actor() -> ProbabilisticActor:
 def make_env(*transforms: Transform) -> EnvBase:
     """CartPole with transforms."""
     env = GymEnv("CartPole-v1", categorical_action_encoding=True)
-    return TransformedEnv(env, Compose(*transforms))
+    return TransformedEnv(env, Compose(list(transforms)))
 
 
 class Walk:

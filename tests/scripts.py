@@ -33,11 +33,12 @@ class Run(NamedTuple):
     repeat: Callable[[], str]
 
 
-def lanes(path: str, smallest: str, quick: str = "") -> Any:
+def lanes(path: str, smallest: str, quick: str = "", without: str = "") -> Any:
     """A fixture with a Run of a script, one for each lane of the tests.
 
     In the default lane it runs in this process with the options `smallest`, in the slow lane from
-    the command line with `--quick` and the options `quick`.
+    the command line with `--quick` and the options `quick`. `without` names a slow function of the
+    script that the run in this process leaves out.
     """
 
     @pytest.fixture(
@@ -48,13 +49,13 @@ def lanes(path: str, smallest: str, quick: str = "") -> Any:
         if request.param == "quick":
             run = partial(run_command, path, folder, f"--out out --quick {quick}")
         else:
-            run = partial(run_here, path, folder, f"--out out {smallest}")
+            run = partial(run_here, path, folder, f"--out out {smallest}", without)
         return Run(folder / "out", run(), run)
 
     return finished
 
 
-def run_here(path: str, folder: Path, options: str) -> str:
+def run_here(path: str, folder: Path, options: str, without: str = "") -> str:
     """Runs the `main` of a script in this process, in a folder; what it printed."""
     script, printed = load(path), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
@@ -62,6 +63,8 @@ def run_here(path: str, folder: Path, options: str) -> str:
         patch.setattr(sys, "argv", [path, *options.split()])
         if hasattr(script, "ProcessPoolExecutor"):  # a new process imports torch for seconds
             patch.setattr(script, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+        if without:
+            patch.setattr(script, without, lambda *_: None)
         script.main()
     return printed.getvalue()
 
