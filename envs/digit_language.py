@@ -17,9 +17,8 @@ from torch import Tensor
 class DigitLanguage:
     r"""Texts of digits in which each response digit is a recent digit plus one.
 
-    A text is a prompt of uniform digits, a separator, and a response. Let W be the last `window`
-    digits before a response token, without separators (all digits where there are fewer). The token
-    is a digit of W, drawn uniformly over positions, plus one:
+    A text is a prompt of uniform digits, a separator, and a response. A response token is a digit,
+    plus one, of W, the last `window` digits before it, drawn uniformly over positions:
 
         P(a | context) = |{i in W : (x_i + 1) mod vocab_size = a}| / |W|
 
@@ -44,8 +43,8 @@ class DigitLanguage:
         >>> probs = language.next_token_probs(torch.tensor([0, 2, 8, 6, language.separator]))
         >>> probs.nonzero().flatten().tolist()
         [1, 3, 7, 9]
-        >>> language.sample(language.sample_prompts(3)).shape
-        torch.Size([3, 9])
+        >>> language.preference(torch.tensor([5, 7, 1, 5, 10, 6, 2, 7, 3]))
+        tensor(1.)
     """
 
     vocab_size: int = 10
@@ -84,11 +83,9 @@ class DigitLanguage:
     def sample_prompts(
         self, shape: int | Sequence[int], *, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Draws prompts of independent, uniform digits: shape (*B, P), int64.
+        """Draws prompts (*B, P), int64, of independent, uniform digits.
 
-        Args:
-            shape: number of prompts, or the batch shape `*B`.
-            generator: source of randomness; the prompts are on its device. Default: global.
+        `shape` is *B, or a number of prompts. They are on the device of `generator`.
         """
         batch_shape = (shape,) if isinstance(shape, int) else tuple(shape)
         device = None if generator is None else generator.device
@@ -96,11 +93,9 @@ class DigitLanguage:
         return torch.randint(self.vocab_size, size, generator=generator, device=device)
 
     def sample(self, prompts: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draws one response to each prompt, and returns whole texts (*B, L), int64.
+        """Draws a response to each prompt: digits (*B, P) -> whole texts (*B, L), int64.
 
-        Args:
-            prompts: digits of shape (*B, P), int64.
-            generator: source of randomness, on the device of `prompts`. Default: global.
+        `generator` must be on the device of `prompts`; by default the global one is used.
         """
         self._check_prompts(prompts)
         # Without the separator, which is never drawn, the window is a slice.
@@ -115,13 +110,9 @@ class DigitLanguage:
         return torch.cat([prompts, separator, digits[..., self.prompt_length :]], -1)
 
     def next_token_probs(self, tokens: Tensor) -> Tensor:
-        """Exact probabilities of the response token that follows a context.
+        """Exact probabilities of the token after a context: (*B, T) -> (*B, n_tokens), float64.
 
-        Args:
-            tokens: contexts of shape (*B, T), int64: any tokens that include a digit.
-
-        Returns:
-            Probabilities of shape (*B, n_tokens), float64; each row sums to 1.
+        A context may be any tokens that include a digit.
         """
         check_ids("tokens", tokens, self.n_tokens)
         is_digit = tokens != self.separator
@@ -159,20 +150,7 @@ class DigitLanguage:
         return (prompts[..., -1] + 1) % self.vocab_size
 
     def preference(self, tokens: Tensor) -> Tensor:
-        """Reward of whole texts: 1 where the response begins with the preferred token, else 0.
-
-        Args:
-            tokens: whole texts of shape (*B, L), int64: prompt, separator, response.
-
-        Returns:
-            Rewards of shape (*B,), float32.
-
-        Example:
-            >>> import torch
-            >>> from torchrl_kl.envs import DigitLanguage
-            >>> DigitLanguage().preference(torch.tensor([5, 7, 1, 5, 10, 6, 2, 7, 3]))
-            tensor(1.)
-        """
+        """Reward of whole texts, 1 if the first token is preferred, else 0: (*B, L) -> (*B,)."""
         self._check_texts(tokens)
         preferred = self.preferred_token(tokens[..., : self.prompt_length])
         return (tokens[..., self.context_length] == preferred).to(torch.float32)

@@ -17,9 +17,8 @@ from torchrl_kl.envs.digit_language import DigitLanguage, check_ids, check_range
 class DigitLanguageEnv(EnvBase):
     """Writes a response to a random prompt, one token per step, and rewards the finished text.
 
-    The action is the next token. The separator is allowed as an ordinary (wrong) token. A text ends
-    after `language.response_length` actions, where `terminated` and `done` are True and the reward
-    is given; it is 0 before. Episodes are never truncated.
+    The action is the next token; the separator is allowed. A text ends after
+    `language.response_length` actions, with `terminated`, `done` and the reward, which is 0 before.
 
     A step depends only on the tensordict. Rows that a `_step` mask excludes keep their text and
     `terminated`, and have reward 0. A finished row must be reset before it is stepped.

@@ -250,8 +250,8 @@ def _check_sizes(sizes: dict[str, int], dropout: float) -> None:
 def _check_dtypes(weights: Mapping[str, Tensor]) -> None:
     dtypes = {weight.dtype for weight in weights.values()}
     if len(dtypes) != 1 or not all(dtype.is_floating_point for dtype in dtypes):
-        found = sorted(map(str, dtypes))
-        raise ValueError(f"the weights must share one floating-point dtype, got {found}.")
+        got = sorted(map(str, dtypes))
+        raise ValueError(f"the weights must share one floating-point dtype, got {got}.")
 
 
 def _read_files(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -38,8 +38,8 @@ class KLPenaltyLoss(LossModule):
     r"""Minimises KL(policy || reference): next to an actor loss, around one (`loss=`), or alone.
 
     `loss_kl` is the coefficient times the mean KL over the valid steps of the batch, nats per step.
-    Added to an actor loss that is a mean over steps too, such as ClipPPOLoss, a coefficient means
-    what it means in a reward penalized by `coeff * kl` at every step (gamma = lambda = 1).
+    Added to a loss that is a mean over steps too, such as ClipPPOLoss, a coefficient means the same
+    as in a reward penalized by `coeff * kl` at every step (gamma = lambda = 1).
 
     `gradient` names what is minimised, with :math:`KL_t` the exact KL of the distributions at step
     t and :math:`w_t = \pi(a_t|s_t) / \pi_{old}(a_t|s_t)` from the recorded log-prob, 1 on-policy:
