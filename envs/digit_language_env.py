@@ -102,10 +102,11 @@ class DigitLanguageEnv(EnvBase):
 
     def _make_specs(self) -> None:
         language, batch_size, device = self.language, self.batch_size, self.device
-        text_shape, flag_shape = (*batch_size, language.text_length), (*batch_size, 1)
+        text_shape = torch.Size((*batch_size, language.text_length))
+        flag_shape = torch.Size((*batch_size, 1))
         first, last = language.context_length, language.text_length
         self.observation_spec = Composite(
-            tokens=Categorical(language.n_tokens, shape=torch.Size(text_shape), device=device),
+            tokens=Categorical(language.n_tokens, shape=text_shape, device=device),
             position=Bounded(first, last, shape=batch_size, dtype=torch.int64, device=device),
             shape=batch_size,
             device=device,
@@ -114,7 +115,7 @@ class DigitLanguageEnv(EnvBase):
         self.state_spec = self.observation_spec.clone()
         self.action_spec = Categorical(language.n_tokens, shape=batch_size, device=device)
         self.reward_spec = Unbounded(flag_shape, dtype=torch.float32, device=device)
-        flag = Categorical(2, shape=torch.Size(flag_shape), dtype=torch.bool, device=device)
+        flag = Categorical(2, shape=flag_shape, dtype=torch.bool, device=device)
         flags = {"done": flag, "terminated": flag.clone()}
         self.done_spec = Composite(flags, shape=batch_size, device=device)
 
