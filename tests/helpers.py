@@ -1,4 +1,4 @@
-"""Small things the tests of the transforms share: an env, actors of every kind, ways to move and to compare them."""
+"""What the tests of the transforms share: an env, actors of every kind, bounds of rounding."""
 
 import copy
 import math
@@ -52,7 +52,7 @@ sequence: Any = TensorDictSequential
 
 
 class WalkEnv(EnvBase):
-    """A short walk: an action moves `observation`, the reward is its sum, the episode ends after 2 to `longest` steps.
+    """A short walk: an action moves `observation`, whose sum is the reward; 2 to `longest` steps.
 
     Stateless (everything is in the tensordict), any batch size. Only resets are random.
 
@@ -161,7 +161,7 @@ def moved(actor, seed: int = 1, scale: float = 0.3):
 
 
 def make_actor(kind: str = "categorical", *, agents: bool = False, seed: int = 0, **kwargs) -> Any:
-    """A sharp actor for WalkEnv: "categorical", "normal" (a log-prob per dimension), "tanh_normal", "lstm" or "gru"."""
+    """A sharp actor for WalkEnv: "categorical", "normal", "tanh_normal", "lstm" or "gru"."""
     kwargs = {"return_log_prob": True} | kwargs
     place: Callable[[str], Any] = (lambda name: ("agents", name)) if agents else (lambda name: name)
     if kind in ("normal", "tanh_normal"):
@@ -237,7 +237,7 @@ def collect(
 
 
 def without_kl(batch: Any) -> Any:
-    """A batch of WalkEnv as it was before the transforms: their entries gone, the task's reward back."""
+    """A batch of WalkEnv as it was before the transforms, with the reward of the task."""
     batch = batch.clone()
     for step in (batch, batch["next"]):
         holder = step.get("agents", step)

@@ -234,13 +234,28 @@ def get_required(tensordict: TensorDictBase, key: NestedKey, fix: str) -> Tensor
 
 
 def is_fake(tensordict: TensorDictBase) -> bool:
-    """Whether a batch is a stand-in of zeros, "next" included, as `Collector.fake_tensordict` makes it."""
-    values = (
-        value
+    """Whether a batch is a stand-in of zeros, as `Collector.fake_tensordict` makes it, "next" included.
+
+    Scratch entries, whose names begin with "_", are not part of the data.
+    """
+    return not any(
+        bool(value.any())
         for key, value in tensordict.items(True, True)
-        if isinstance(value, Tensor) and as_tuple(key)[-1] not in ("done", "truncated")
+        if isinstance(value, Tensor)
+        and as_tuple(key)[-1] not in ("done", "truncated")
+        and not any(name.startswith("_") for name in as_tuple(key))
     )
-    return not any(bool(value.any()) for value in values)
+
+
+def counted_steps(tensordict: TensorDictBase) -> Tensor | None:
+    """True where a step of a batch (*B) counts, shape (*B); None where all do.
+
+    Padding does not count, and no step of fake data does: zeros are not parameters of a distribution.
+    """
+    mask = tensordict.get(MASK_KEY, None)
+    if mask is None and is_fake(tensordict):
+        mask = torch.zeros(tensordict.batch_size, dtype=torch.bool, device=tensordict.device)
+    return mask
 
 
 def copy_batch(tensordict: TensorDictBase) -> TensorDictBase:
@@ -315,6 +330,8 @@ def require_order(
         may_differ: True where step t + 1 need not continue step t, shape (*R, T - 1).
         consequence: why the order matters and what to do, for the error.
     """
+    if not may_differ.numel():  # fewer than two steps
+        return
     for key in keys:
         equal = steps_follow(tensordict, key)
         if equal is not None and not bool((equal | may_differ).all()):
@@ -334,16 +351,14 @@ def steps_follow(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
     after = tensordict.get(key, None)
     if before is None or after is None or before.shape != after.shape:
         return None
-    index = (slice(None),) * (tensordict.batch_dims - 1)
-    before, after = before[(*index, slice(None, -1))], after[(*index, slice(1, None))]
+    dim, n_steps = tensordict.batch_dims - 1, tensordict.batch_size[-1]
+    before, after = before.narrow(dim, 0, n_steps - 1), after.narrow(dim, 1, n_steps - 1)
     equal = before == after
     if before.is_floating_point():
         equal = equal | (before.isnan() & after.isnan())
-    return (
-        equal.flatten(tensordict.batch_dims).all(-1)
-        if equal.ndim > tensordict.batch_dims
-        else equal
-    )
+    while equal.ndim > tensordict.batch_dims:  # not by a reshape: a dimension may be empty
+        equal = equal.all(-1)
+    return equal
 
 
 def find_ends(

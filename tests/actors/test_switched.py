@@ -82,7 +82,7 @@ def compare(actual: Any, expected: Any) -> None:
 
 
 class TestSwitchedKLConstrainedTransformLaws(TransformLaws):
-    writes, charges = (
+    writes, penalizes = (
         frozenset({"ref_log_prob", "kl", "task_reward", "kl_coeff", "episode_kl"}),
         True,
     )

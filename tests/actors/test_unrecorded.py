@@ -224,10 +224,15 @@ def test_actor_must_have_a_distribution_with_a_reference_too():
 
 @pytest.mark.parametrize("option", ["recompute_log_prob", "zero_states"])
 def test_options_of_a_frozen_actor_are_given_to_it(option):
+    options: Any = {option: True}
     with pytest.raises(
         ValueError,
         match=rf"`{option}` must be given to the FrozenActor.*FrozenActor\(actor, {option}",
     ):
-        ReferenceModelLogProbTransform(
-            make_actor(), reference=FrozenActor(make_actor()), **{option: True}
-        )
+        ReferenceModelLogProbTransform(make_actor(), reference=FrozenActor(make_actor()), **options)
+
+
+def test_a_reference_that_would_ask_another_policy_is_refused():
+    reference = FrozenActor(make_actor(), recompute_log_prob=True)
+    with pytest.raises(ValueError, match=r"asks another policy than `actor`.*policy=actor"):
+        KLConstrainedTransform(make_actor(return_log_prob=False), 0.5, reference=reference)

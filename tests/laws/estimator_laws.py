@@ -1,6 +1,6 @@
-"""What every estimator of KL(policy || reference) must obey, by enumeration of all actions of a small vocabulary.
+"""What every estimator of KL(policy || reference) must obey, by enumeration of all actions.
 
-A test class per estimator supplies the estimate, and says what its mean, its gradient and its variance are.
+A test class per estimator supplies the estimate, its mean, its gradient and its variance.
 """
 
 import math
@@ -31,7 +31,7 @@ def zero(policy: Tensor, reference: Tensor) -> Tensor:
 def per_row(
     function: Callable[[list[float], list[float]], float], policy: Tensor, reference: Tensor
 ) -> Tensor:
-    """A formula on the probabilities and the log-ratios of each row of logits (B, V), in Python's floats."""
+    """A formula on the probabilities and log-ratios of each row of logits (B, V), in Python floats."""
     log_ratio = policy.log_softmax(-1) - reference.log_softmax(-1)
     rows = zip(policy.softmax(-1).tolist(), log_ratio.tolist(), strict=True)
     return torch.tensor([function(probs, ratios) for probs, ratios in rows], dtype=torch.float64)
@@ -46,9 +46,10 @@ def variance_of(probs: list[float], values: list[float]) -> float:
 
 
 class EstimatorLaws:
-    """Inherit, and define `estimate`, `bias`, `gradient_of` and `variance`, each exact and from another source.
+    """Inherit, and define `estimate`, `bias`, `gradient_of` and `variance`.
 
-    `gradient_of` gives the quantity whose gradient the expected gradient is.
+    Each is exact and comes from another source than the code under test. The gradient of
+    `gradient_of` is the expected gradient.
     """
 
     is_unbiased_on_part_of_the_support = (
@@ -112,7 +113,7 @@ class EstimatorLaws:
         assert_close(gradient, truth, rtol=0, atol=TOLERANCE)
 
     def test_its_sum_over_steps_is_the_kl_of_the_sequence_plus_the_biases(self):
-        # Contexts of 0, 1, 2 tokens; a sequence is a triple (a, b, c), and V ** 3 of them are all there are.
+        # Contexts of 0, 1, 2 tokens; there are V ** 3 sequences (a, b, c).
         steps = [self.random(*(V,) * t) for t in range(3)]
 
         def of_sequences(per_step: list[Tensor]) -> Tensor:
@@ -163,7 +164,8 @@ class EstimatorLaws:
         policy, reference = (x.clamp(-3, 3).to(dtype) for x in self.random(30))
         values = self.every_action(policy, reference)
         assert values.dtype == dtype
-        # Two log-probabilities of at most 8 in size are rounded, 16 units in all; the estimate bends them by exp(|lr|).
+        # Two log-probabilities of at most 8 in size are rounded, 16 units in all; the slope of the
+        # estimate in them is at most 1 + exp(|lr|).
         truth = self.every_action(policy.double(), reference.double())
         scale = 1 + (
             policy.double().log_softmax(-1) - reference.double().log_softmax(-1)
@@ -191,7 +193,7 @@ class EstimatorLaws:
         assert (gradient[:, 1] == 0).all()
 
     def without_the_draw(self, policy: Tensor, reference: Tensor) -> Tensor:
-        """What is left, (*B), when the action drawn is one that the policy cannot draw: the part that is exact."""
+        """The exact part, (*B): what is left when the policy cannot draw the action."""
         return torch.zeros(policy.shape[:-1], dtype=policy.dtype)
 
     def test_where_the_reference_cannot_go_it_is_infinite_and_flat(self):

@@ -18,6 +18,7 @@ from tests.helpers import (
     N_OBS,
     WalkEnv,
     assert_same,
+    collect,
     make_actor,
     memory_of,
     moved,
@@ -29,6 +30,7 @@ from tests.helpers import (
 from tests.objectives.losses import make_loss, rollout
 from torchrl_kl import (
     FrozenActor,
+    KLConstrainedTransform,
     KLPenaltyLoss,
     ReferenceModelLogProbTransform,
 )
@@ -219,6 +221,32 @@ class TestRecurrent:
         assert not starts[:, 1].any()
         with pytest.raises(RuntimeError, match="begins inside a trajectory and the state"):
             loss(bare[:, 1:])
+
+    def test_a_row_is_not_scored_from_the_state_at_its_own_end(self):
+        # A corridor that looks the same everywhere, and a reference that a stack has just used.
+        class Corridor(WalkEnv):
+            def _reset(self, tensordict=None, **kwargs):
+                out = super()._reset(tensordict, **kwargs)
+                out["observation"].fill_(1.0)
+                return out
+
+            def _step(self, tensordict):
+                out = super()._step(tensordict)
+                out["observation"] = torch.ones_like(out["observation"])
+                return out
+
+        reference = make_actor("lstm")
+        policy = moved(reference)
+        env = with_transforms(Corridor((2,), longest=40), *memory_of(policy))
+        batches = collect(env, policy, frames=12, batches=2, seed=3)
+        assert not batches[1]["is_init"].any()
+        stack = KLConstrainedTransform(policy, 0.0, reference=reference)
+        loss = KLPenaltyLoss(policy, 1.0, reference=stack.reference)
+        stack(batches[0])
+        loss(batches[0])
+        stack(batches[1])
+        with pytest.raises(RuntimeError, match="begins inside a trajectory and the state"):
+            loss(batches[1])
 
     def test_the_frozen_actor_takes_no_mode_from_around_it(self):
         _, reference, batch = self.recorded("lstm")

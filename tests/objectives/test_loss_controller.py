@@ -275,7 +275,8 @@ class TestHalfPrecision:
         value, kl = (ratio**2 / 2, ratio) if gradient == "k2" else (exact, exact)
         # Log-probs of at most 2.2 are rounded to the dtype, and their ratio is squared for k2.
         relative = 8 * torch.finfo(dtype).eps
-        for reduction, n_steps in (("mean", 1), ("sum", self.N_STEPS)):
+        reductions: Any = (("mean", 1), ("sum", self.N_STEPS))
+        for reduction, n_steps in reductions:
             loss = KLPenaltyLoss(
                 policy, 1.0, reference=reference, gradient=gradient, weights="step",
                 reduction=reduction,
@@ -309,8 +310,9 @@ class CountOps(TorchDispatchMode):
 def test_no_loop_runs_over_the_steps(weights):
     counts = []
     for n_steps in (64, 1024):
-        batch = play(with_transforms(WalkEnv((2,))), moved(make_actor()), 64).detach()
-        batch: Any = torch.cat([batch] * (n_steps // 64), 1).exclude(("next", "observation"))
+        batch: Any = play(with_transforms(WalkEnv((2,))), moved(make_actor()), 64).detach()
+        batch = torch.cat([batch] * (n_steps // 64), 1)
+        del batch["next", "observation"]  # the copies do not continue one another
         batch.names = [None, "time"]
         loss = make_loss(controller=SpyController(), gradient="sequence", weights=weights)
         loss.update_controller(batch[:, :2])

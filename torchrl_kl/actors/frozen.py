@@ -197,6 +197,10 @@ class FrozenActor(nn.Module):
         """Whether the policy draws its actions now: k1 of an argmax is biased and must not move a controller."""
         return (exploration_type() or self._interaction_type) == ExplorationType.RANDOM
 
+    def asks(self, actor: nn.Module) -> bool:
+        """Whether the policy that may be asked for its log-prob, if any may, has the weights of `actor`."""
+        return self._policy is None or self._policy.shares_weights(actor)
+
     def present_log_prob(
         self,
         tensordict: TensorDictBase,
@@ -254,7 +258,8 @@ class FrozenActor(nn.Module):
         """The distribution over the actions of each step of a batch (*B), in one pass along time if `timed`.
 
         A recurrent reference reads its own state where the data carry it; else the rows of a timed
-        batch must begin with their trajectories (or where the last call of `trajectories` ended).
+        batch must begin with their trajectories: the last call of `trajectories` may have left this
+        batch at its end already.
 
         Raises:
             RuntimeError: if the actor is recurrent and its own state is not known.
@@ -263,7 +268,7 @@ class FrozenActor(nn.Module):
         carried = self._carries_states(inputs)
         if self.state_keys:
             if timed and not carried:
-                self._set_first_states(tensordict, inputs, zero_states=False)
+                self._set_first_states(tensordict, inputs, zero_states=False, carry=False)
             self._require_states(inputs)
             if carried:
                 self._trust_states(inputs)
@@ -316,10 +321,15 @@ class FrozenActor(nn.Module):
             inputs.set(self._init_key, torch.zeros_like(inputs.get(self._init_key)))
 
     def _set_first_states(
-        self, tensordict: TensorDictBase, inputs: TensorDictBase, zero_states: bool
+        self,
+        tensordict: TensorDictBase,
+        inputs: TensorDictBase,
+        zero_states: bool,
+        *,
+        carry: bool = True,
     ) -> None:
         specs = list(self.state_specs().values())
-        states = self._memory.first_states(tensordict, specs, zero_states)
+        states = self._memory.first_states(tensordict, specs, zero_states, carry=carry)
         for key, state in zip(self.own_state_keys, states, strict=True):
             inputs.set(key, state)
 

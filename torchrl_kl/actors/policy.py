@@ -75,6 +75,11 @@ class ActingPolicy:
         self._borrowed: Borrowed[Any] = Borrowed(policy, refusal=_NOT_PICKLED)
         self.recorded = recorded
 
+    def shares_weights(self, actor: nn.Module) -> bool:
+        """Whether it is `actor`, or wraps the same weights."""
+        own, others = self._borrowed.held.parameters(), actor.parameters()
+        return all(a is b for a, b in zip(own, others, strict=False))
+
     def ran(self, tensordict: TensorDictBase, action_keys: Collection[NestedKey]) -> bool:
         """Whether it drew the action of an env step: it left other entries than the env's actions.
 

@@ -160,8 +160,9 @@ def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:
 
 def written_params(actor: nn.Module) -> list[NestedKey]:
     """The keys of the distribution's parameters that the actor writes; others (an action mask) are the env's."""
+    params = dist_module_of(actor).in_keys  # first: it refuses what has no keys
     read = read_keys(actor)
-    return [key for key in dist_module_of(actor).in_keys if key not in read]
+    return [key for key in params if key not in read]
 
 
 def categorical_log_probs(dist: torch.distributions.Distribution) -> Tensor:

@@ -32,9 +32,16 @@ class RecurrentMemory:
         self._left: dict[int, _Left] = {}
 
     def first_states(
-        self, tensordict: TensorDictBase, specs: list[TensorSpec], zero_states: bool
+        self,
+        tensordict: TensorDictBase,
+        specs: list[TensorSpec],
+        zero_states: bool,
+        *,
+        carry: bool = True,
     ) -> list[Tensor]:
         """States (*R, T, ...) that are set at the first step of each row; later trajectories begin from 0.
+
+        `carry`: whether a row may go on from where the last call left its trajectory.
 
         Raises:
             RuntimeError: if a row begins inside a trajectory whose state is not known.
@@ -53,7 +60,9 @@ class RecurrentMemory:
         for row, (begin, trajectory) in enumerate(
             zip(begins.reshape(-1).tolist(), first_ids, strict=True)
         ):
-            state = zeros if begin else self._state_before(trajectory, observed[row])
+            state = zeros if begin else None
+            if carry and not begin:
+                state = self._state_before(trajectory, observed[row])
             if state is None and not zero_states:
                 raise RuntimeError(
                     "a row of the batch begins inside a trajectory and the state that the recurrent "

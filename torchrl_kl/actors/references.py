@@ -89,7 +89,7 @@ def as_reference(
     reference: nn.Module | Switch | None,
     *,
     log_prob_key: NestedKey | list[NestedKey] | None = None,
-    **options: bool,
+    **options: Any,
 ) -> FrozenActor:
     """The reference that the argument `reference` means, to score the actions of `actor`.
 
@@ -119,6 +119,11 @@ def as_reference(
             raise ValueError(
                 f"`{given[0]}` must be given to the FrozenActor that is the reference, got it here: build "
                 f"FrozenActor(actor, {given[0]}=True)."
+            )
+        if not reference.asks(actor):
+            raise ValueError(
+                "`reference` asks another policy than `actor` for log-probs that were not recorded: build "
+                "it with FrozenActor(..., policy=actor, recompute_log_prob=True)."
             )
         if log_prob_key not in (None, reference.log_prob_key):
             raise ValueError(

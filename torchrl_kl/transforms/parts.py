@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 
 from torchrl_kl._tensordict import (
-    MASK_KEY,
     KLKeys,
     add_spec,
     copy_batch,
+    counted_steps,
     get_required,
     hidden_key,
     state_spec,
@@ -241,7 +241,7 @@ class KLDivergenceTransform(KLTransform):
         log_prob = self._log_prob(tensordict)
         if log_prob is None:
             log_prob = self.keys.recorded.require(tensordict)
-        mask = tensordict.get(MASK_KEY, None)
+        mask = counted_steps(tensordict)
         self._measure(tensordict, tensordict.get("next"), log_prob, mask, True)
         if self.estimate is not None and not self.keep_dist_params:
             for key in self.estimate.policy_keys:

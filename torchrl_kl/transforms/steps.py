@@ -14,13 +14,14 @@ from torch import Tensor
 from torchrl.envs import EnvBase
 
 from torchrl_kl._tensordict import (
-    MASK_KEY,
     RECORD_LOG_PROB,
     as_tuple,
+    counted_steps,
     existing_keys,
     expand_right,
     find_time_dim,
     get_required,
+    is_fake,
     sum_action_dims,
 )
 from torchrl_kl.actors.frozen import FrozenActor
@@ -87,8 +88,9 @@ def score_batch(
     kept = None
     if estimate is not None:
         kept = estimate.of_reference(tensordict, score.outputs, reference.actor)
-    mask = tensordict.get(MASK_KEY, None)
-    return KLStep(log_prob, score.log_prob, mask, of_reference=kept, states=score.states)
+    mask = counted_steps(tensordict)
+    ref_log_prob = torch.zeros_like(score.log_prob) if is_fake(tensordict) else score.log_prob
+    return KLStep(log_prob, ref_log_prob, mask, of_reference=kept, states=score.states)
 
 
 def measure(
