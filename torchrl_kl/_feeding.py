@@ -19,7 +19,6 @@ from torchrl_kl._tensordict import (
     find_ends,
     find_time_dim,
     require_order,
-    steps_follow,
 )
 from torchrl_kl.controllers import (
     ConstantKLController,
@@ -233,7 +232,6 @@ def sum_trajectories(
         mask=None if mask is None else per_step(mask),
         ids=None if ids is None else per_step(ids).to(values.device),
         is_init=None if is_init is None or not is_init.numel() else per_step(is_init)[:, 0],
-        follows=None if mask is None or ids is None else per_step(states.follow()),
         first_states=states.first,
         last_states=states.last,
     )
@@ -303,16 +301,6 @@ class _States:
             if as_tuple(key)[-1] not in _FLAGS
             and not (tensordict.get(key, None) is None or step.get(key, None) is None)
         ]
-
-    def follow(self) -> Tensor:
-        """Whether each step begins in the state that the one before left, (*R, T)."""
-        follows = torch.ones(self.tensordict.batch_size, dtype=torch.bool)
-        for key in self.keys:
-            same = steps_follow(self.tensordict, key)
-            if same is not None:
-                follows = follows.to(same.device)
-                follows[..., 1:] &= same
-        return follows
 
     def first(self, rows: list[int]) -> list[bytes]:
         """Of the states in which the rows begin."""

@@ -173,6 +173,25 @@ class TestIdentity:
         assert self.add(trajectories, frozen, judge=False) == ([2.0], [2.0])
         assert self.add(trajectories, self.one(2, 9, 3.0, is_init=True)) == ([3.0], [1.0])
 
+    def test_a_frozen_batch_that_goes_on_hands_a_truncation_to_the_next_one(self):
+        trajectories = OpenTrajectories()
+        going_on = [self.one(1, 100 + t, 1.0, is_init=t == 0)[0] for t in range(3)]
+        before = self.one(0, 0, 2.0, is_init=True, truncated=[True])[0]
+        frozen = self.one(2, 10, 9.0, is_init=True, truncated=[True])[0]
+        after = self.one(3, 20, 4.0, is_init=True)[0]
+        assert self.add(trajectories, [before, going_on[0]])[1] == []
+        assert self.add(trajectories, [frozen, going_on[1]], judge=False) == ([9.0, 2.0], [])
+        # The one before it has ended; the one that ended while frozen is not told.
+        assert self.add(trajectories, [after, going_on[2]]) == ([4.0, 3.0], [2.0])
+
+    def test_what_is_restored_is_judged_again(self):
+        trajectories = OpenTrajectories()
+        self.add(trajectories, self.one(0, 0, 1.0, is_init=True, truncated=[True]))
+        before = trajectories.copy()
+        for _ in range(2):
+            assert self.add(trajectories, self.one(1, 9, 2.0, is_init=True)) == ([2.0], [1.0])
+            trajectories.restore(before)
+
     def test_a_sum_goes_on_through_a_frozen_batch(self):
         trajectories = OpenTrajectories()
         self.add(trajectories, self.one(0, 0, 1.0, is_init=True))
@@ -200,6 +219,10 @@ class TestIdentity:
         with pytest.raises(RuntimeError, match=r"padded row .*MultiSyncCollector.*kl_collector\("):
             self.add(trajectories, self.one(4, 1, 1.0), mask=True, is_init=is_init)
         assert trajectories._open == before
+        unseen = [
+            [Step(5, [0.0], False, [False], [False], 1, counts=False)]
+        ]  # nothing is known of it
+        self.add(trajectories.copy(), unseen, mask=True, is_init=True)
         assert self.add(trajectories, self.one(3, 1, 1.0), mask=True) == ([2.0], [])
 
     def test_rows_that_are_joined_along_time_are_refused(self):
@@ -215,8 +238,10 @@ class TestAgents:
     """Agents with done flags of their own: one that is done ends its trajectory, and the others go on."""
 
     @seeds
-    @pytest.mark.parametrize("set_truncated", [False, True], ids=["as_it_ends", "set_truncated"])
-    def test_ids_change_when_any_agent_leaves(self, seed, set_truncated):
+    @pytest.mark.parametrize(
+        ("terminates", "set_truncated"), [(True, False), (True, True), (False, False)]
+    )
+    def test_ids_change_when_any_agent_leaves(self, seed, terminates, set_truncated):
         rng, n_agents = random.Random(seed), 3
         ids = itertools.count()
         batches, totals = [], []
@@ -236,7 +261,7 @@ class TestAgents:
         trajectories, told, start = OpenTrajectories(), [], 0
         while start < 40:
             steps = batches[start : start + rng.randint(1, 8)]
-            batch = self.batch(steps, set_truncated)
+            batch = self.batch(steps, terminates, set_truncated)
             values = torch.tensor([[step[4] for step in steps]]).unsqueeze(-1)
             result = add(trajectories, batch, values, ("agents", "done"))
             present = ~batch["agents", "done"]
@@ -244,21 +269,28 @@ class TestAgents:
             assert_close(result.running[present], expected[present], rtol=0, atol=0)
             told += result.finished.tolist()
             start += len(steps)
+        none = [False] * n_agents
+        later = self.batch([(10**6, 999, none, none)], terminates, False)
+        told += add(
+            trajectories, later, torch.zeros(1, 1, 3, 1), ("agents", "done")
+        ).finished.tolist()
+        if set_truncated:  # the agents that were present in the last step are cut there
+            told = told[: len(totals)]
         assert sorted(told) == sorted(totals)
 
-    def batch(self, steps: list[Any], set_truncated: bool) -> TensorDict:
+    def batch(self, steps: list[Any], terminates: bool, set_truncated: bool) -> TensorDict:
         """A batch (1, T) of steps (id, time, who left before, who is gone after, values)."""
         shape = (1, len(steps))
         before, after = (torch.tensor([[step[i] for step in steps]]).unsqueeze(-1) for i in (2, 3))
         time = torch.tensor([[float(step[1])] for step in steps])[None]
         root_done = after.all(-2)
-        flags = {"done": after, "terminated": after.clone()}
+        flags = {"done": after, "terminated": after & terminates}
         step = TensorDict(
             {
                 "agents": flags,
                 "done": root_done,
-                "terminated": root_done.clone(),
-                "observation": time + 1,
+                "terminated": root_done & terminates,
+                "observation": time + 1 + root_done / 2,
             },
             shape,
         )

@@ -300,15 +300,20 @@ class TestFindDone:
 
 
 class TestFindEnds:
+    def ends(self, *args) -> list[bool]:
+        found = find_ends(*args)
+        assert found is not None
+        return found.flatten().tolist()
+
     def test_an_agent_ends_at_its_flag_and_at_that_of_the_root(self):
         flags = TensorDict(done=torch.tensor([[True], [False]]), batch_size=2)
         step = TensorDict(agents=flags, done=torch.tensor([False]))
         shape = (2, 1)
-        assert find_ends(step, ("agents", "done"), shape).flatten().tolist() == [True, False]
+        assert self.ends(step, ("agents", "done"), shape) == [True, False]
         step["done"] = torch.tensor([True])
-        assert find_ends(step, ("agents", "done"), shape).flatten().tolist() == [True, True]
+        assert self.ends(step, ("agents", "done"), shape) == [True, True]
         assert find_ends(step, ("agents", "done"), shape, "terminated") is None
 
     def test_a_flag_that_is_named_at_the_root_is_the_only_one(self):
         step = TensorDict(done=torch.tensor([True]), my_end=torch.tensor([False]))
-        assert find_ends(step, "my_end", (1,)).tolist() == [False]
+        assert self.ends(step, "my_end", (1,)) == [False]

@@ -57,8 +57,10 @@ class LongWalk(WalkEnv):
         return out
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@made
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(stack_of, torch.bfloat16), (stack_of, torch.float16), (parts_of, torch.bfloat16)],
+)
 def test_a_sum_of_half_precision_log_probs_is_exact(make, dtype):
     actor, controller = make_actor().to(dtype), SpyController()
     env = with_transforms(LongWalk((2,), dtype=dtype), *make(actor, controller))

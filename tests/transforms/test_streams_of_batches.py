@@ -274,7 +274,7 @@ def test_a_long_batch_takes_no_loop_over_its_steps(ids):
     del short["next", "observation"]
     n_operators, n_calls = [], []
     for n in (1, 782):  # 128 and 100,096 steps
-        batch = torch.cat([short] * n, 1)
+        batch: Any = torch.cat([short] * n, 1)
         batch.names = [None, "time"]
         if ids:
             ends = batch["next", "done"].squeeze(-1).long()

@@ -19,12 +19,15 @@ from tests.helpers import (
 from torchrl_kl import AdaptiveKLController, KLConstrainedTransform
 
 
+BY_DEFAULT: Any = None
+
+
 def counts(controller: SpyController) -> list[int]:
     return [n for _, n in controller.calls]
 
 
 def test_a_batch_updates_once_with_what_it_finished():
-    stack, controller = spied(update_every=None)
+    stack, controller = spied(update_every=BY_DEFAULT)
     for seed in range(5):
         batch = play(WalkEnv((2,)), policy(), 3 + 7 * seed, seed=seed)
         stack(batch)
@@ -39,7 +42,7 @@ def total_done(last_seed: int) -> int:
 
 
 def test_a_batch_that_finished_nothing_updates_nothing():
-    stack, controller = spied(update_every=None)
+    stack, controller = spied(update_every=BY_DEFAULT)
     batch = play(WalkEnv((2,), longest=30), policy(), 1)
     assert not batch["next", "done"].any()
     stack(batch)
@@ -59,7 +62,7 @@ def test_a_deadband_waits_for_two():
 
 @pytest.mark.parametrize(("per", "needed"), [("trajectory", 16), ("step", 256)])
 def test_in_an_env_it_waits_for_16_trajectories_or_256_steps(per, needed):
-    stack, controller = spied(per, update_every=None)
+    stack, controller = spied(per, update_every=BY_DEFAULT)
     env = with_transforms(WalkEnv((3,)), stack)
     after = play(env, policy(), 200)["next"]
     n = 600 if per == "step" else int(after["done"].sum())

@@ -27,8 +27,6 @@ class Segments(NamedTuple):
         mask: True where a step counts, (R, T), or None where all do.
         ids: numbers of the trajectories, (R, T), or None.
         is_init: True where a row begins with its trajectory, (R,), or None where that is not known.
-        follows: True where a step begins in the state that the step before it left, (R, T); only
-            needed with ids and a mask.
         first_states: for each of the given rows, a digest of the state in which the row begins;
             empty where nothing shows a state.
         last_states: for each of the given rows, a digest of the state after the given step of it.
@@ -40,7 +38,6 @@ class Segments(NamedTuple):
     mask: Tensor | None
     ids: Tensor | None
     is_init: Tensor | None
-    follows: Tensor | None
     first_states: Callable[[list[int]], list[bytes]]
     last_states: Callable[[list[int], list[int]], list[bytes]]
 
@@ -146,13 +143,11 @@ class OpenTrajectories:
             carried.totals[row] = values.new_tensor(self._open[key].totals)
             carried.counted[row] = values.new_tensor(self._open[key].counted)
         calls = {self._open[key].call for key in found.values()}
-        if found and segments.left is not None:  # agents that have left do not go on
+        if found and segments.left is not None:  # a truncation of an agent that has left since
             rows = list(found)
             left = segments.left[rows, 0]
             ended = torch.tensor([self._open[key].ended for key in found.values()]).to(left)
             finished.append(carried.totals[rows][left & ended & (carried.counted[rows] > 0)])
-            for each in carried:
-                each[rows] = torch.where(left, 0.0, each[rows])
         for key in found.values():
             del self._open[key]
         totals = self._judge(calls, segments.ids[:, 0].tolist(), judge)
@@ -295,14 +290,15 @@ def _last_steps(segments: Segments, counts: Tensor) -> Tensor:
 
     Behind the last step that counts there may be masked steps, and padding behind those. A step is
     not padding if it goes on with the trajectory of the step before it (the same id, which has not
-    ended, in the state that was left), or begins another one (padding has the id 0).
+    ended) or begins another one. Padding has the id 0, as the first trajectory of all, but a row
+    that leaves that one open is as long as any.
     """
     ids, done = segments.ids, segments.done.any(-1)
     steps = torch.arange(counts.shape[1], device=counts.device)
     last_counted = torch.where(counts, steps, -1).amax(1, keepdim=True).clamp_min(0)
     same = ids[:, 1:] == ids[:, :-1]  # type: ignore[index]
     real = torch.ones_like(counts)
-    real[:, 1:] = torch.where(same, ~done[:, :-1] & segments.follows[:, 1:], ids[:, 1:] > 0)  # type: ignore[index]
+    real[:, 1:] = torch.where(same, ~done[:, :-1], ids[:, 1:] > 0)  # type: ignore[index]
     return (real | (steps <= last_counted)).long().cumprod(1).sum(1) - 1
 
 

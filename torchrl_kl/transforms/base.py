@@ -58,8 +58,10 @@ class KLTransform(Transform):
         env, home = self.env, _homes.get(self, lambda: None)()
         if env is None:
             return
-        moved = home is None or home.base_env is env.base_env
-        if not moved and any(one is self for one in home.transform.modules()):
+        elsewhere = (
+            [] if home is None or home.base_env is env.base_env else home.transform.modules()
+        )
+        if any(one is self for one in elsewhere):
             raise RuntimeError(
                 f"{type(self).__name__} is in another env already, whose running sums it would mix with "
                 "those of this one: build one for each env, with the same `controller` if they share it."

@@ -107,7 +107,7 @@ class ReferenceModelLogProbTransform(KLTransform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         step, self._scored = cast(KLStep, self._scored), None
         self._write(tensordict, next_tensordict, step)
-        counted = torch.full_like(step.ref_log_prob, step.counted, dtype=torch.bool)
+        counted = torch.full_like(step.ref_log_prob, bool(step.counted), dtype=torch.bool)
         tensordict.set(hidden_key(self.keys.ref_log_prob, "counted"), counted)
         for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
             next_tensordict.set(key, state)

@@ -117,8 +117,9 @@ class PenaltyTransform(KLTransform):
         next_tensordict.set(self.keys.episode_kl, episode_kl)
         if step.counted is not True:
             not_drawn = ~torch.as_tensor(step.counted).expand(episode_kl.shape)
-            known = self._excluded is not None and self._excluded.shape == not_drawn.shape
-            self._excluded = not_drawn | self._excluded if known else not_drawn
+            if self._excluded is not None and self._excluded.shape == not_drawn.shape:
+                not_drawn = not_drawn | self._excluded
+            self._excluded = not_drawn
         if self.frozen:
             return
         if self.controller.per == "step":
