@@ -1,4 +1,4 @@
-"""What the benchmarks on the digit language share: the language model, a reward that spreads the KL, and PPO."""
+"""What the benchmarks on the digit language share: language model, a reward, and PPO."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def language_model(
     prompts: torch.Tensor | None = None,
     seed: int = 0,
 ) -> GPT:
-    """Trained on texts of the language, or read from where a former run has left it.
+    """Trained on texts of the language, or read from the folder of a former run.
 
     `prompts` are those to draw from; None: all prompts there are.
     """
@@ -61,7 +61,7 @@ def next_token(gpt: GPT) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def count_even(texts: torch.Tensor) -> torch.Tensor:
-    """How many of the four response digits are even (the separator, an ordinary wrong token, is not)."""
+    """How many of the four response digits are even; the separator is an odd token."""
     response = texts[:, -4:]
     return ((response % 2 == 0) & (response < 10)).sum(1).float()
 
@@ -78,16 +78,17 @@ def train(
     prompts: torch.Tensor | None = None,
     stop: int | None = None,
 ) -> GPT:
-    """PPO from the reference, with the price of the KL in the reward or in the loss.
+    """PPO from the reference, with the KL penalty in the reward or in the loss.
 
     Args:
-        reference: where the policy begins, and what its KL is measured against.
+        reference: the initial policy, against which the KL is measured.
         language: the language of the prompts.
         reward_fn: whole texts to rewards.
         coeff: reward per nat.
-        batches: how many batches of responses training is planned for: the learning rates reach zero there.
+        batches: how many batches of responses training is planned for: the learning rates reach
+            zero after them.
         responses: responses per batch.
-        loss_args: the arguments of KLPenaltyLoss; None charges the reward.
+        loss_args: the arguments of KLPenaltyLoss; None penalizes the reward.
         prompts: those to draw from; None: all prompts there are.
         stop: after how many batches to stop; None: after all of them.
     """

@@ -1,22 +1,26 @@
 """How much does each estimate of the KL of a response vary, given the prompt?
 
-PPO on the digit language, rewarded by the number of even digits in the response, which spreads the KL over all four
-positions, is stopped half-way: after half of the batches for which its learning rates are planned. For prompts that
-neither the language model nor PPO has seen, each estimator's sum over the response is then
+PPO on the digit language, rewarded by the number of even digits in the response, which spreads the
+KL over all four positions, is stopped half-way: after half of the batches for which its learning
+rates are planned. For prompts that neither the language model nor PPO has seen, each estimator's
+sum over the response is then
 
-    enumerated  over all 11^4 responses to a prompt, weighed by their probability under the policy: no sampling error
+    enumerated  over all 11^4 responses to a prompt, weighted by their probability under the policy:
+                no sampling error
     sampled     on many responses to the same prompt, by the transforms, with standard errors
 
     python benchmarks/estimator_variance.py
 
-Every figure is a mean over the prompts of a figure given the prompt. The second table takes apart where the variance
-comes from. Token t moves the expected sum of the KL by n_t + f_t:
+Every figure is a mean over the prompts of a figure given the prompt. The second table shows where
+the variance comes from. Token t moves the expected sum of the KL by n_t + f_t:
 
-    n_t  its noise: log pi - log pi_ref of the token, minus the mean of that over all tokens (the exact KL of the step)
+    n_t  its noise: log pi - log pi_ref of the token, minus the mean of that over all tokens (the
+         exact KL of the step)
     f_t  its effect: by how much it changes the KL that is expected of the tokens after it
 
-These are the increments of martingales, so that variances add up over t: that of k1 is sum_t E (n_t + f_t)^2, that of
-exact is sum_t E f_t^2. So exact is the better one by sum_t E n_t^2 + 2 E n_t f_t.
+These are the increments of martingales, so that variances add up over t: that of k1 is
+sum_t E (n_t + f_t)^2, that of exact is sum_t E f_t^2. The variance of exact is therefore lower by
+sum_t E n_t^2 + 2 E n_t f_t.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from digit_ppo import count_even, language_model, next_token, train
@@ -34,8 +39,7 @@ from torchrl_kl import (
     GPT,
     Enumeration,
     GPTActor,
-    KLDivergenceTransform,
-    ReferenceModelLogProbTransform,
+    KLConstrainedTransform,
     TopKActor,
     kl_exact,
     kl_k1,
@@ -65,7 +69,7 @@ class Args:
     seed: int = arg(
         0, "Seed of the split of the prompts, the initial weights, the data and the responses."
     )
-    coeff: float = arg(1.0, "Price of the KL that PPO trains at, reward per nat.")
+    coeff: float = arg(1.0, "Coefficient of the KL that PPO trains with, reward per nat.")
     batches: int = arg(70, "Batches of responses that training is planned for.")
     stop: float = arg(0.5, "The part of these batches after which training is stopped.")
     responses: int = arg(512, "Responses per batch.")
@@ -126,7 +130,7 @@ class Moments:
 
 
 def estimate_steps(log_probs: Tensor, ref_log_probs: Tensor) -> dict[str, Tensor]:
-    """What each estimator says of a state after each action: log-probs (N, V) of both models to (N, V)."""
+    """Each estimator's value after each action: log-probs (N, V) of both models to (N, V)."""
     n_actions = log_probs.shape[-1]
     estimates = {"k1": kl_k1(log_probs, ref_log_probs), "k3": kl_k3(log_probs, ref_log_probs)}
     for k in TOP_KS:
@@ -146,7 +150,7 @@ def estimate_steps(log_probs: Tensor, ref_log_probs: Tensor) -> dict[str, Tensor
 def enumerate_steps(
     policy: GPT, reference: GPT, contexts: Tensor, length: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Probability (P, V**R) of each response, and each estimator's value at each of its steps, (P, V**R, R)."""
+    """Probability (P, V**R) of each response; each estimator's value at its steps, (P, V**R, R)."""
     n_prompts, n_tokens = len(contexts), policy.n_out
     probs, steps = torch.ones(n_prompts, 1, dtype=torch.float64), []
     for position in range(length):
@@ -159,7 +163,7 @@ def enumerate_steps(
         probs = (probs.unsqueeze(-1) * own.exp().view(n_prompts, -1, n_tokens)).flatten(1)
         later = n_tokens ** (length - position - 1)
         estimates = estimate_steps(own, ref)
-        # In lexicographic order, all responses that begin alike stand together.
+        # In lexicographic order, all responses that begin alike are neighbours.
         steps.append(
             {
                 name: x.reshape(n_prompts, -1).repeat_interleave(later, 1)
@@ -175,39 +179,30 @@ def enumerate_steps(
 def sample_totals(policy: GPT, reference: GPT, prompts: Tensor, args: Args) -> dict[str, Tensor]:
     """Each estimator's sum over sampled responses, by the transforms, (P, samples)."""
     actor, ref_actor = GPTActor(policy), GPTActor(reference)
-    recorders = [
-        (actor, {"k1": "k1", "k3": "k3", "exact": "exact"})
-    ]  # the policy, and what its record serves
+    # Each policy, and the estimators that what it records is enough for.
+    recorders: list[tuple[GPTActor | TopKActor, dict[str, Any]]]
+    recorders = [(actor, {"k1": "k1", "k3": "k3", "exact": "exact"})]
     recorders += [(TopKActor(actor, k), {f"top-{k}": "top_k"}) for k in TOP_KS]
     env = DigitLanguageEnv(DigitLanguage(), batch_size=(args.samples,))
     totals: dict[str, list[Tensor]] = {
         name: [] for _, estimators in recorders for name in estimators
     }
     for recorder, estimators in recorders:
-        transforms = {
-            name: make_transforms(estimator, ref_actor) for name, estimator in estimators.items()
+        stacks = {
+            name: KLConstrainedTransform(recorder, 0.0, estimator=estimator, reference=ref_actor)
+            for name, estimator in estimators.items()
         }
         for index, prompt in enumerate(prompts):
-            torch.manual_seed(
-                args.seed * len(prompts) + index
-            )  # all recorders meet the same responses
+            torch.manual_seed(args.seed * len(prompts) + index)  # the same responses for all
             with set_exploration_type(ExplorationType.RANDOM):
                 start = env.reset(prompt=prompt)
                 rollout = env.rollout(
                     env.language.response_length, recorder, tensordict=start, auto_reset=False
                 )
-            for name, (score, measure) in transforms.items():
-                kl = measure(score(rollout))["next"].get(measure.measured_key)
+            for name, stack in stacks.items():
+                kl = stack(rollout)["next"].get(stack.measured_key)
                 totals[name].append(kl.double().sum((1, 2)))
     return {name: torch.stack(rows) for name, rows in totals.items()}
-
-
-def make_transforms(
-    estimator, reference: GPTActor
-) -> tuple[ReferenceModelLogProbTransform, KLDivergenceTransform]:
-    """What scores a batch under the reference, and what measures the KL with that."""
-    score = ReferenceModelLogProbTransform(reference, estimator=estimator)
-    return score, KLDivergenceTransform(estimator=estimator, actor=reference)
 
 
 def print_estimators(
@@ -217,7 +212,8 @@ def print_estimators(
     truth = {name: Moments.of(values.sum(-1), probs) for name, values in steps.items()}
     k1 = truth["k1"].variance.mean()
     print(
-        "\n| estimator | mean, sampled | mean | variance, sampled | variance | of k1's | sampled - true, in se |"
+        "\n| estimator | mean, sampled | mean | variance, sampled | variance | of k1's "
+        "| sampled - true, in se |"
     )
     print("|---|---|---|---|---|---|---|")
     for name, true in truth.items():
@@ -228,8 +224,9 @@ def print_estimators(
         variance_off = (own.variance - true.variance).mean() / true.variance_error(n)
         print(
             f"| {name} | {own.mean.mean():.5f} ± {own.mean_error(n):.5f} | {true.mean.mean():.5f} "
-            f"| {own.variance.mean():.5f} ± {own.variance_error(n):.5f} | {true.variance.mean():.5f} "
-            f"| {true.variance.mean() / k1:.4f} | {mean_off:+.1f}, {variance_off:+.1f} |"
+            f"| {own.variance.mean():.5f} ± {own.variance_error(n):.5f} "
+            f"| {true.variance.mean():.5f} | {true.variance.mean() / k1:.4f} "
+            f"| {mean_off:+.1f}, {variance_off:+.1f} |"
         )
     return truth
 
@@ -239,7 +236,7 @@ def print_positions(probs: Tensor, steps: dict[str, Tensor], n_tokens: int) -> N
     kl, rows = steps["exact"], []
 
     def expect(values: Tensor, length: int) -> Tensor:
-        """Mean of values (P, V**R) over all responses with the same first `length` tokens, at each response."""
+        """Mean of values (P, V**R) over all responses with the same first `length` tokens."""
         weights, weighted = (x.view(len(x), n_tokens**length, -1) for x in (probs, probs * values))
         return (
             (weighted.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True))
@@ -284,7 +281,8 @@ def main() -> None:
     values = exact.values(next_token(policy), args.coeff)
     print(
         f"coeff {args.coeff}, seed {args.seed}, stopped after {stop} of {args.batches} batches: "
-        f"reward {values.reward:.4f}, KL {values.kl:.5f} nats (reference {values.reference_reward:.4f}, 0; "
+        f"reward {values.reward:.4f}, KL {values.kl:.5f} nats "
+        f"(reference {values.reference_reward:.4f}, 0; "
         f"optimum {values.optimum.reward:.4f}, {values.optimum.kl:.4f})"
     )
     probs, steps = enumerate_steps(policy, reference, contexts, language.response_length)
@@ -292,12 +290,12 @@ def main() -> None:
     print_positions(probs, steps, language.n_tokens)
     by_prompt = truth["exact"].variance / truth["k1"].variance
     ratio = (truth["exact"].variance.mean() / truth["k1"].variance.mean()).item()
-    print(
-        f"\nThe variance of exact is {ratio:.4f} of k1's: {'at most' if ratio <= 0.5 else 'more than'} half."
-    )
+    verdict = "at most" if ratio <= 0.5 else "more than"
+    print(f"\nThe variance of exact is {ratio:.4f} of k1's: {verdict} half.")
     n_half = int((by_prompt <= 0.5).sum())
     print(
-        f"By prompt: {by_prompt.min():.4f} to {by_prompt.max():.4f}, at most half in {n_half} of {args.prompts}."
+        f"By prompt: {by_prompt.min():.4f} to {by_prompt.max():.4f}, at most half in {n_half} of "
+        f"{args.prompts}."
     )
 
 

@@ -1,16 +1,18 @@
-"""The same KL price in the reward and in the loss: do both end at the same policy?
+"""The same KL penalty in the reward and in the loss: do both end at the same policy?
 
-PPO on the digit language at a constant price per nat of KL to the language model. The price is either charged to the
-reward (`KLConstrainedTransform`) or a term of the loss (`KLPenaltyLoss` around ClipPPOLoss; the transform then only
-measures). Every policy is judged by its exact regret, what its objective E[reward] - coeff * KL lacks to that of the
-best policy there is, by enumerating all responses.
+PPO on the digit language with a constant coefficient of the KL to the language model. The penalty
+is either subtracted from the reward (`KLConstrainedTransform`) or a term of the loss
+(`KLPenaltyLoss` around ClipPPOLoss; the transform then only measures). Every policy is judged by
+its exact regret, the distance of its objective E[reward] - coeff * KL to that of the best policy,
+by enumerating all responses.
 
     python benchmarks/reward_vs_loss.py
     python benchmarks/reward_vs_loss.py --reward even
 
-The first reward (1 where the response begins with the last prompt digit plus one) asks nothing of the later digits: at
-the optimum they carry no KL, so that an action has none to answer for but its own. The second (the number of even
-digits) spreads the KL over all positions. A language model is trained first and kept in the folder `--out`.
+The first reward (1 where the response begins with the last prompt digit plus one) does not depend
+on the later digits: at the optimum they have no KL, so that an action causes only the KL of that
+step. The second (the number of even digits) spreads the KL over all positions. A language model is
+trained first and kept in the folder `--out`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from digit_ppo import count_even, language_model, next_token, train
 from torchrl_kl import Enumeration
 from torchrl_kl.envs import DigitLanguage
 
-# Where the price is: None is the reward, else the arguments of KLPenaltyLoss.
+# Where the penalty is: None is the reward, else the arguments of KLPenaltyLoss.
 VARIANTS: dict[str, dict | None] = {
     "reward (k1)": None,
     "loss, sequence": {"gradient": "sequence"},
@@ -50,7 +52,7 @@ def main() -> None:
         "--reward", choices=["first", "even"], default="first", help="What is rewarded."
     )
     parser.add_argument(
-        "--coeffs", type=float, nargs="+", default=[0.5], help="Prices, reward per nat."
+        "--coeffs", type=float, nargs="+", default=[0.5], help="Coefficients, reward per nat."
     )
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1], help="One run of each variant per seed."
@@ -60,7 +62,7 @@ def main() -> None:
         nargs="+",
         choices=VARIANTS,
         default=list(VARIANTS),
-        help="Where the price is.",
+        help="Where the penalty is.",
     )
     parser.add_argument("--batches", type=int, default=70, help="Batches of responses per run.")
     parser.add_argument("--responses", type=int, default=512, help="Responses per batch.")
@@ -92,13 +94,15 @@ def main() -> None:
     reward_fn = language.preference if args.reward == "first" else count_even
     exact = Enumeration(next_token(reference), reward_fn, contexts, language.response_length)
     print(
-        "| coeff | seed | the price is in | E[reward] | KL, nats per position | KL | regret | gain | seconds |"
+        "| coeff | seed | the penalty is in | E[reward] | KL, nats per position | KL | regret "
+        "| gain | seconds |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for coeff in args.coeffs:
         best = exact.optimum(coeff)
         print(
-            f"| {coeff} | | (the optimum) | {best.reward:.4f} | {positions(best)} | {best.kl:.4f} | 0 | 100 % | |"
+            f"| {coeff} | | (the optimum) | {best.reward:.4f} | {positions(best)} | {best.kl:.4f} "
+            "| 0 | 100 % | |"
         )
         for seed in args.seeds:
             for name in args.variants:
@@ -116,8 +120,9 @@ def main() -> None:
                 seconds = time.perf_counter() - start
                 own = exact.values(next_token(policy), coeff)
                 print(
-                    f"| {coeff} | {seed} | {name} | {own.reward:.4f} | {positions(own)} | {own.kl:.4f} "
-                    f"| {own.regret:.4f} | {own.fraction_of_gain:.2%} | {seconds:.0f} |",
+                    f"| {coeff} | {seed} | {name} | {own.reward:.4f} | {positions(own)} "
+                    f"| {own.kl:.4f} | {own.regret:.4f} | {own.fraction_of_gain:.2%} "
+                    f"| {seconds:.0f} |",
                     flush=True,
                 )
 

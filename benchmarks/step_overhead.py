@@ -1,17 +1,19 @@
-"""What the stack adds to a step of an env, beside what scoring an action under a reference costs at all.
+"""What the stack costs: microseconds per step of an env, and frames per second of a collector.
 
-CartPole-v1, an MLP of 2 x 64, one thread. Three kinds of calls are timed in turn, in one run, so that what else the
-machine does meets all of them alike:
+CartPole-v1, an MLP of 2 x 64, one thread. The first table times one call at a time:
 
-    plain   a step of TransformedEnv(CartPole, Compose())
-    stack   the same with KLConstrainedTransform
-    bare    reference.get_dist(observation).log_prob(action), where one would call it by hand: after a plain step
+    plain     a step of TransformedEnv(CartPole, Compose())
+    bare      reference.get_dist(observation).log_prob(action): scoring one action by hand
+    step      the same step with KLConstrainedTransform
+    overhead  step - plain
+    / bare    overhead / bare
 
-    overhead = stack - plain
-    bar      = 1.3 * bare + 150 microseconds
-    ratio    = overhead / bar, at most 1
+The second table collects batches with a Collector: without a stack, with the stack in the env, and
+with the stack as the collector's `postproc`, which scores a whole batch at once.
 
-Each time is the smallest of the medians of many short blocks: other work on the machine only ever adds.
+All kinds are timed in turn, in one run, so that other work on the machine slows all of them. Such
+work only adds time: each time is the smallest of the medians of many short blocks, and each rate is
+that of the fastest batch.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
+from torchrl.collectors import Collector
 from torchrl.envs import Compose, EnvBase, GymEnv, Transform, TransformedEnv, step_mdp
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import MLP, ProbabilisticActor
@@ -57,6 +60,9 @@ class Args:
     blocks: int = arg(60, "Short blocks, over whose medians the smallest is taken.")
     steps: int = arg(50, "Steps per block, each of every kind in turn.")
     warmup: int = arg(200, "Steps of every kind before the first block.")
+    batches: int = arg(15, "Batches of each collector.")
+    frames: int = arg(1000, "Frames per batch.")
+    quick: bool = arg(False, "Run at a small size, in seconds; the figures are then rough.")
 
 
 def parse_args() -> Args:
@@ -64,11 +70,16 @@ def parse_args() -> Args:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, f in Args.__dataclass_fields__.items():
-        parser.add_argument(
-            f"--{name}", type=int, default=f.default, help=f"{f.metadata['help']} ({f.default})"
-        )
-    return Args(**vars(parser.parse_args()))
+    for f in fields(Args):
+        text = f"{f.metadata['help']} ({f.default})"
+        if f.default is False:
+            parser.add_argument(f"--{f.name}", action="store_true", help=text)
+        else:
+            parser.add_argument(f"--{f.name}", type=int, default=f.default, help=text)
+    args = Args(**vars(parser.parse_args()))
+    if args.quick:
+        args.blocks, args.steps, args.warmup, args.batches, args.frames = 2, 10, 5, 3, 100
+    return args
 
 
 def make_actor() -> ProbabilisticActor:
@@ -82,13 +93,17 @@ def make_actor() -> ProbabilisticActor:
     )
 
 
+def make_env(*transforms: Transform) -> EnvBase:
+    """CartPole with transforms."""
+    env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+    return TransformedEnv(env, Compose(list(transforms)))
+
+
 class Walk:
-    """A policy that walks through an env; only what the clock is put around is timed."""
+    """A policy that walks through an env; only the step of the env is timed."""
 
     def __init__(self, actor: ProbabilisticActor, *transforms: Transform):
-        self.actor = actor
-        env = GymEnv("CartPole-v1", categorical_action_encoding=True)
-        self.env: EnvBase = TransformedEnv(env, Compose(list(transforms)))
+        self.actor, self.env = actor, make_env(*transforms)
         self.state = self.env.reset()
 
     def step(self) -> tuple[float, TensorDictBase]:
@@ -110,7 +125,7 @@ def time_bare(reference: ProbabilisticActor, walk: Walk) -> float:
     return 1e6 * (time.perf_counter() - start)
 
 
-def measure(args: Args) -> dict[str, float]:
+def measure_steps(args: Args) -> dict[str, float]:
     """The smallest median of each kind of call, microseconds."""
     actor, reference = make_actor(), make_actor().requires_grad_(False).eval()
     by_hand = Walk(actor)
@@ -134,18 +149,60 @@ def measure(args: Args) -> dict[str, float]:
     return {name: min(values) for name, values in medians.items()}
 
 
+def collect(args: Args, env: EnvBase, postproc: Transform | None = None) -> Iterator:
+    """The batches of a collector, without end."""
+    return iter(
+        Collector(
+            env,
+            make_actor(),
+            frames_per_batch=args.frames,
+            total_frames=-1,
+            postproc=postproc,
+            auto_register_policy_transforms=False,
+        )
+    )
+
+
+def measure_frames(args: Args) -> tuple[float, dict[str, list[float]]]:
+    """Frames per second without a stack; by controller, with it in the env and as `postproc`."""
+
+    def stack(make: Callable[[], KLController]) -> KLConstrainedTransform:
+        return KLConstrainedTransform(make_actor(), make())
+
+    kinds = [collect(args, make_env())]
+    for make in CONTROLLERS.values():
+        kinds += [collect(args, make_env(stack(make))), collect(args, make_env(), stack(make))]
+    best = [0.0] * len(kinds)
+    for batch in range(args.batches):
+        for index, batches in enumerate(kinds):
+            start = time.perf_counter()
+            next(batches)
+            rate = args.frames / (time.perf_counter() - start)
+            if batch > 0:  # the first one includes the start
+                best[index] = max(best[index], rate)
+    pairs = zip(best[1::2], best[2::2], strict=True)
+    return best[0], {name: list(pair) for name, pair in zip(CONTROLLERS, pairs, strict=True)}
+
+
 def main() -> None:
-    """Measures and prints the table."""
+    """Measures and prints the tables."""
     args = parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    times = measure(args)
-    bar = 1.3 * times["bare"] + 150
-    print(f"plain step {times['plain']:.0f} us, bare call {times['bare']:.0f} us, bar {bar:.0f} us")
-    print(f"{'controller':<26}{'step, us':>10}{'overhead, us':>14}{'ratio':>8}")
+    times = measure_steps(args)
+    print(f"plain step {times['plain']:.0f} us, bare call {times['bare']:.0f} us\n")
+    print("| controller | step, us | overhead, us | overhead / bare |\n|---|---|---|---|")
     for name in CONTROLLERS:
         overhead = times[name] - times["plain"]
-        print(f"{name:<26}{times[name]:>10.0f}{overhead:>14.0f}{overhead / bar:>8.2f}")
+        print(f"| {name} | {times[name]:.0f} | {overhead:.0f} | {overhead / times['bare']:.2f} |")
+    plain_rate, rates = measure_frames(args)
+    print(f"\n{plain_rate:.0f} frames per second without a stack\n")
+    print(
+        "| controller | frames/s, stack in the env | frames/s, stack as postproc |\n|---|---|---|"
+    )
+    for name, pair in rates.items():
+        cells = [f"{rate:.0f} ({rate / plain_rate:.0%})" for rate in pair]
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

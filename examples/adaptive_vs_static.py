@@ -1,25 +1,32 @@
-"""Does a controller of the KL coefficient do better than a coefficient chosen beforehand? Measured against the truth.
+"""Does a controller of the KL coefficient do better than a coefficient chosen beforehand?
 
-PPO improves a language model of the digit language on the preference {0, 1} (is the first response digit the last
-prompt digit plus one?), for several seeds, while KL(policy || language model) is charged at
+PPO improves a language model of the digit language on the preference {0, 1} (is the first response
+digit the last prompt digit plus one?), for several seeds. The reward is penalized for
+KL(policy || language model) with
 
 - a constant coefficient: 0.1, 0.3, 1.0;
-- a constant coefficient that `coeff_for_budget` computes from responses of the language model, before any training;
-- the coefficient of a controller that steers to the target KL: adaptive, exponential, PID, each from two starts.
+- a constant coefficient that `coeff_for_budget` computes from responses of the language model,
+  before any training;
+- the coefficient of a controller that steers to the target KL: adaptive, exponential, PID, each
+  from two starts.
 
-Every policy is then judged by enumeration over held-out prompts: its reward, its KL, how far it lies below the exact
-frontier (the most reward that any policy can have at its KL), and what it has kept of the language.
+Every policy is then judged by enumeration over held-out prompts: its reward, its KL, how far it
+lies below the exact frontier (the most reward that any policy can have at its KL), and what it has
+kept of the language.
 
-A run whose result is in the folder `--out` is not run again. Two cores: give each some of the seeds, then collect.
+A run whose result is in the folder `--out` is not run again. With two cores, give each of them some
+of the seeds, then collect:
 
-    python examples/adaptive_vs_static.py --seed 0 --seeds 3 & python examples/adaptive_vs_static.py --seed 3 --seeds 2
+    python examples/adaptive_vs_static.py --seed 0 --seeds 3 &
+    python examples/adaptive_vs_static.py --seed 3 --seeds 2
     wait; python examples/adaptive_vs_static.py --seeds 5
 
 Glossary of the results (seed*/run.json):
-    curves/reward       mean preference of a batch of responses, before any penalty
+    curves/reward       mean preference of a batch of responses, before the penalty
     curves/kl           mean of sum_t log pi - log pi_ref over the responses of a batch, nats
-    curves/coeff        the price of a nat, in reward, that the batch was charged with
-    curves/perplexity   exp of the exact cross-entropy per token of the policy on the true language; [batch, value]
+    curves/coeff        the coefficient that the batch was penalized with, reward per nat
+    curves/perplexity   exp of the exact cross-entropy per token of the policy on the true language;
+                        [batch, value]
     final/...           exact values of the policy after the last batch
     final/frontier      the most reward that any policy can have at the KL of this one
     final/least_kl      the least KL at which any policy can have the reward of this one
@@ -132,18 +139,19 @@ def add_separator(prompts: torch.Tensor, language: DigitLanguage) -> torch.Tenso
 
 
 def perplexity(model: Model, problem: Problem) -> float:
-    """The exponential of the cross-entropy per token on the true language, over all responses that it can give."""
+    """The exponential of the cross-entropy per token on the true language, over all responses."""
     language, truth = problem.language, true_next_token(problem.language)
     walk = {"prompts": problem.contexts, "response_length": language.response_length}
     excess = exact_kl(truth, model, **walk)
-    # The cross-entropy is the excess plus the entropy of the truth, and that is log n_tokens - KL(truth || uniform).
+    # The cross-entropy is the excess plus the entropy of the truth, which is
+    # log n_tokens - KL(truth || uniform).
     knowledge = exact_kl(truth, lambda tokens: torch.zeros(len(tokens), language.n_tokens), **walk)
     return language.n_tokens * (excess - knowledge).mean().exp().item()
 
 
 def frontier_reward(exact: Enumeration, kl: float) -> float:
     """The most reward that any policy can have at a KL."""
-    limit = exact.optimum(0.0)  # the least KL that buys all the reward there is
+    limit = exact.optimum(0.0)  # the least KL at which the reward is the highest possible
     return limit.reward if kl >= limit.kl else exact.optimum(exact.solve_coeff(kl)).reward
 
 
@@ -157,12 +165,13 @@ def least_kl(exact: Enumeration, reward: float) -> float:
 
 
 def place(policy: PolicyValues, exact: Enumeration) -> dict[str, float]:
-    """Where a policy lies below the frontier; a RuntimeError where it lies above, which no policy can."""
+    """Where a policy lies below the frontier; RuntimeError where it lies above, which none can."""
     best = frontier_reward(exact, policy.kl)
     if policy.reward > best + 1e-9:  # the coefficient is solved to 1e-12, the sums are in float64
         raise RuntimeError(
-            f"A policy has reward {policy.reward:.12f} at {policy.kl:.6f} nats, above the frontier's {best:.12f}: the "
-            "exact values are wrong, or its policy and its reference were judged on different prompts."
+            f"A policy has reward {policy.reward:.12f} at {policy.kl:.6f} nats, above the "
+            f"frontier's {best:.12f}: the exact values are wrong, or policy and reference were "
+            "judged on different prompts."
         )
     share = (policy.reward - exact.reference_reward) / (best - exact.reference_reward)
     nats = {"kl": policy.kl, "least_kl": least_kl(exact, policy.reward)}
@@ -203,7 +212,7 @@ def make_controllers(budget_coeff: float, args: Args) -> dict[str, KLController]
 def run_once(run: str, controller: KLController, problem: Problem, args: Args) -> dict:
     """Trains one policy and judges it."""
     began = time.perf_counter()
-    torch.manual_seed(args.seed)  # whatever ran before, or did not
+    torch.manual_seed(args.seed)  # a run does not depend on those before it
     policy = copy.deepcopy(problem.language_model)
     curves: dict[str, list] = {"reward": [], "kl": [], "coeff": [], "perplexity": []}
 
@@ -268,7 +277,7 @@ def check_settings(out: Path, args: Args) -> None:
 
 
 def run_seed(folder: Path, args: Args) -> None:
-    """What is not there yet of a seed: its language model, its exact values, its runs."""
+    """Runs what is missing of a seed: its language model, its exact values, its runs."""
     problem = None
     if not (folder / "exact.json").exists():
         problem = load_problem(folder, args)
@@ -286,7 +295,7 @@ def run_file(folder: Path, run: str) -> Path:
 
 
 def save(result: dict, file: Path) -> None:
-    """Whole or not at all: an interrupted run leaves no result."""
+    """Writes a whole file or none: an interrupted run leaves no result."""
     part = file.with_suffix(".part")
     part.write_text(json.dumps(result) + "\n")
     part.rename(file)

@@ -1,4 +1,4 @@
-"""What examples/adaptive_vs_static.py shows: its table and its picture. Several seeds in, means over them out."""
+"""The table and the picture of examples/adaptive_vs_static.py: means over several seeds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def print_study(runs: Runs, truths: list[dict], target: float) -> None:
-    """The table, ready for a README; the mean over seeds, and in brackets the least and the greatest."""
+    """The table, ready for a README: means over seeds, in brackets the least and the greatest."""
     columns = [
         "run",
         "KL, nats",
@@ -55,7 +55,7 @@ def print_study(runs: Runs, truths: list[dict], target: float) -> None:
         "reward",
         "reward below the frontier",
     ]
-    columns += ["nats wasted", "perplexity"]
+    columns += ["excess KL, nats", "perplexity"]
     print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for run, results in runs.items():
         off = [abs(kl / target - 1) for kl in finals(results, "kl")]
@@ -89,7 +89,8 @@ def print_study(runs: Runs, truths: list[dict], target: float) -> None:
     )
     print(f"{fmean(truth['true_perplexity'] for truth in truths):.3f}.")
     print(
-        f"Nearest to the frontier: {best:.2%} of the gain that its KL can buy. Seconds per run: {fmean(seconds):.0f}."
+        f"Nearest to the frontier: {best:.2%} of the gain that is possible at its KL. "
+        f"Seconds per run: {fmean(seconds):.0f}."
     )
 
 
@@ -150,8 +151,8 @@ def draw_curves(runs: Runs, truths: list[dict], target: float, panels: list) -> 
 def draw_plane(runs: Runs, truths: list[dict], target: float, panel) -> None:
     """Where each run ends, against the best possible: both are means over the seeds.
 
-    The mean of points below the frontier of each seed lies below the frontier of all seeds' prompts together, whose
-    optimum for a coefficient is each seed's own for that coefficient.
+    The mean of points below the frontier of each seed lies below the frontier of all seeds' prompts
+    together, whose optimum for a coefficient consists of the optima of the seeds for it.
     """
     optima = [
         tuple(map(fmean, zip(*seeds, strict=True)))

@@ -1,4 +1,4 @@
-"""What the examples on the digit language share: their settings, the prompts, the language model and PPO."""
+"""What the examples on the digit language share: settings, prompts, language model and PPO."""
 
 from __future__ import annotations
 
@@ -82,12 +82,13 @@ def true_next_token(language: DigitLanguage):
 
 
 def split_prompts(language: DigitLanguage, args: JobArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Training prompts, and held-out ones that begin with the two that the pictures and checks use."""
+    """Training prompts, and held-out ones: the first two are those of the pictures and checks."""
     prompts = torch.cartesian_prod(*[torch.arange(language.vocab_size)] * language.prompt_length)
     shown = torch.tensor([[5, 7, 1, 5], [0, 2, 8, 6]])
     if not len(shown) <= args.heldout_prompts < len(prompts):
         raise SystemExit(
-            f"--heldout-prompts must be from {len(shown)} to {len(prompts) - 1}, got {args.heldout_prompts}."
+            f"--heldout-prompts must be from {len(shown)} to {len(prompts) - 1}, "
+            f"got {args.heldout_prompts}."
         )
     is_shown = (prompts[:, None] == shown).all(-1).any(-1)
     rest = prompts[~is_shown]
@@ -125,7 +126,7 @@ def train_language_model(
 
 
 class PPO:
-    """Improves `policy`, in place, by charged batches of responses.
+    """Improves `policy`, in place, with batches of responses whose rewards are penalized.
 
     Args:
         policy: the policy; `actor` is it as collectors want it.
@@ -135,13 +136,13 @@ class PPO:
     """
 
     def __init__(self, policy: GPT, language: DigitLanguage, n_batches: int, args: JobArgs):
-        # A critic and not a mean over responses: it knows after the first digit whether that was right, so that the
-        # later digits are not blamed for it. One layer is enough, and it reads one token more: the last one, in the
-        # final state.
+        # A critic, not a mean over responses: after the first digit it knows whether that digit was
+        # right, so that the later digits are not blamed for it. One layer is enough. It reads one
+        # token more than the policy: the last one, in the final state.
         critic = GPT(language.n_tokens, language.text_length, n_layer=1, n_out=1)
         self.args = args
         self.actor, value = GPTActor(policy), GPTCritic(critic)
-        # gamma = lambda = 1: an earlier token is charged for all of the KL that it brings about later.
+        # gamma = lambda = 1: a token is penalized for all of the KL that it brings about later.
         self.gae = GAE(
             gamma=1.0, lmbda=1.0, value_network=value, deactivate_vmap=True, shifted=False
         )
@@ -197,7 +198,7 @@ def train_policy(
     args: JobArgs,
     log: Log,
 ) -> None:
-    """PPO, in place, on the task reward minus the controller's coefficient times the KL to the policy as given."""
+    """PPO, in place, on the task reward minus the coefficient times the KL to the given policy."""
     ppo = PPO(policy, language, n_batches, args)
     stack = KLConstrainedTransform(ppo.actor, controller)
     env = DigitLanguageEnv(

@@ -1,17 +1,22 @@
 """The whole RLHF job on a language of digits, where every true value is known.
 
 1. A language model learns the language: each digit is one of the last four, plus one.
-2. A reward model learns a preference from pairs: the first response digit should be the last prompt digit plus one.
-3. PPO improves the language model on that reward under a KL leash: (a) with beta 1, (b) without (beta 0), (c) with an
-   adaptive coefficient that steers to 0.5 nats per response, on the {0, 1} preference as reward.
+2. A reward model learns a preference from pairs: the first response digit should be the last
+   prompt digit plus one.
+3. PPO improves the language model on that reward with a KL penalty: (a) with beta 1, (b) with
+   beta 0, without a penalty, (c) with an adaptive coefficient that steers to 0.5 nats per
+   response, on the {0, 1} preference as reward.
 
-Every policy is then compared with the best one possible, which is known exactly. Results go to the folder `--out`.
+Every policy is then compared with the best one possible, which is known exactly. Results go to
+the folder `--out`.
 
 Glossary of the metrics of PPO (rows of metrics.csv, named run/metric, one per batch of responses):
-    reward        mean task reward of a response, before any penalty
-    kl_reference  mean of sum_t log pi - log pi_ref over a response, nats: how far the policy is from where it began
-    kl_old_policy mean of log pi_old - log pi per token at the last update on a batch, nats: how far the policy moved
-    coeff         the price of a nat, in reward, that the batch was charged with
+    reward         mean task reward of a response, before the penalty
+    kl_reference   mean of sum_t log pi - log pi_ref over a response, nats: how far the policy is
+                   from the reference
+    kl_old_policy  mean of log pi_old - log pi per token at the last update on a batch, nats: how
+                   far the policy moved
+    coeff          the coefficient that the batch was penalized with, reward per nat
 """
 
 from __future__ import annotations
@@ -106,10 +111,10 @@ def read_args() -> Args:
 
 
 class Metrics:
-    """Writes to CSVLogger (one file per metric), to TensorBoard on request, and to one table at the end."""
+    """Writes to CSVLogger (one file per metric), to TensorBoard on request, and to one table."""
 
     def __init__(self, args: Args):
-        # CSVLogger appends to what a former run into the same folder has left.
+        # CSVLogger appends to the files of a former run in the same folder.
         shutil.rmtree(Path(args.out) / "metrics", ignore_errors=True)
         self.csv = CSVLogger("metrics", log_dir=args.out)
         self.loggers: list[Logger] = [self.csv]
@@ -140,7 +145,7 @@ def preference_pairs(
     first, right = language.context_length, language.preferred_token(prompts)
     accepted, rejected = original.clone(), original.clone()
     accepted[:, first] = right
-    # Where the language's own response was right already, a random wrong digit is rejected instead.
+    # Where the original response was right already, a random wrong digit is rejected instead.
     wrong = (right + torch.randint(1, language.vocab_size, right.shape)) % language.vocab_size
     rejected[:, first] = torch.where(original[:, first] == right, wrong, original[:, first])
     return accepted, rejected
@@ -149,9 +154,9 @@ def preference_pairs(
 def train_reward_model(
     language_model: GPT, language: DigitLanguage, prompts, args: Args, metrics: Metrics
 ) -> GPT:
-    # One more token in the vocabulary, the end token at which the score is read, and one more place for it.
+    # The vocabulary and the text have one more token: the end token, at which the score is read.
     gpt = GPT(language.n_tokens + 1, language.text_length + 1, n_out=1)
-    # It begins as the language model: what that has learned about digits need not be learned again.
+    # It begins as the language model, which has learned about digits already.
     weights = dict(gpt.named_parameters())
     with torch.no_grad():
         for name, value in language_model.named_parameters():
@@ -167,8 +172,8 @@ def train_reward_model(
         accepted, rejected = score(
             torch.stack(preference_pairs(language, draw(prompts, args.rm_batch)))
         )
-        # The second term centres the scores (Eisenstein et al. 2023): differences alone leave every pair's mean free,
-        # and the policy would be rewarded for what the later digits happen to add to it.
+        # The second term centres the scores (Eisenstein et al. 2023): differences alone leave the
+        # mean of every pair free, and the policy would be rewarded for what the later digits add.
         loss = (
             -logsigmoid(accepted - rejected).mean()
             + args.rm_centring * (accepted + rejected).square().mean()
@@ -240,7 +245,7 @@ def main() -> None:
         target_coeff = preference.solve_coeff(args.target_kl)
 
     adaptive = AdaptiveKLController(args.init_coeff, args.target_kl, args.horizon, clip=args.clip)
-    runs = {  # controller, reward, batches; and the exact problem that the result is judged by
+    runs = {  # controller, reward, batches; the exact problem and coefficient of the comparison
         "beta1": (ConstantKLController(1.0), score, args.ppo_batches, learned, 1.0),
         "beta0": (ConstantKLController(0.0), score, args.ppo_batches, learned, 0.0),
         "adaptive": (

@@ -51,7 +51,7 @@ def describe(values: ExactValues, right: torch.Tensor) -> dict:
 
 
 def print_checks(language: DigitLanguage, language_model: Callable, score: GPTRewardModel) -> None:
-    """Two checks by eye: the likely first digits, and the scores of a response with each possible first digit."""
+    """Two checks by eye: the likely first digits, and the scores of each possible first digit."""
     prompt = torch.tensor([0, 2, 8, 6])
     separator = torch.tensor([language.separator])
     probs = language_model(torch.cat([prompt, separator])[None])[0].softmax(-1)
@@ -59,7 +59,8 @@ def print_checks(language: DigitLanguage, language_model: Callable, score: GPTRe
         f"{digit} ({probs[digit]:.2f})" for digit in range(language.n_tokens) if probs[digit] > 0.05
     ]
     print(
-        f"\nPrompt 0 2 8 6: the language model's likely first digits are {', '.join(likely)}; the true ones 1 3 7 9."
+        f"\nPrompt 0 2 8 6: the language model's likely first digits are {', '.join(likely)}; "
+        "the true ones 1 3 7 9."
     )
     texts = torch.cat([prompt, separator, torch.tensor([0, 3, 9, 7])]).repeat(
         language.vocab_size, 1
@@ -69,22 +70,25 @@ def print_checks(language: DigitLanguage, language_model: Callable, score: GPTRe
         f"{digit}: {value:+.1f}" for digit, value in enumerate(score(texts).tolist())
     )
     print(
-        f"Its response ? 3 9 7, scored by the reward model for each first digit (7 is right): {scores}"
+        "Its response ? 3 9 7, scored by the reward model for each first digit (7 is right): "
+        f"{scores}"
     )
 
 
 def print_table(report: dict) -> None:
     print(
-        "\nExact values over held-out prompts. KL: how far the policy went from the language model, nats per response."
+        "\nExact values over held-out prompts. KL: how far the policy is from the language model, "
+        "nats per response."
     )
     print(
-        "Best possible: of all policies, for the same price of a nat. Gain: part of the possible gain that was got.\n"
+        "Best possible: of all policies, for the same coefficient. Gain: share of the best "
+        "possible gain.\n"
     )
     print(
-        f"{'policy':<22}{'price':>8}{'reward':>9}{'KL':>8}  "
+        f"{'policy':<22}{'coeff':>8}{'reward':>9}{'KL':>8}  "
         f"{'KL at digit 1 / 2 / 3 / 4':<27}{'1st right':>11}{'gain':>9}"
     )
-    names = {"beta1": "PPO, beta 1", "beta0": "PPO, beta 0 (no leash)", "adaptive": "PPO, adaptive"}
+    names = {"beta1": "PPO, beta 1", "beta0": "PPO, beta 0", "adaptive": "PPO, adaptive"}
     for run, name in names.items():
         row = report[run]
         for label, v, gain in (
@@ -96,18 +100,20 @@ def print_table(report: dict) -> None:
             print(f"{label:<22}{numbers}{v['first_digit_right']:>11.4f}{gain:>9}")
     adaptive, lm, rm = report["adaptive"], report["language_model"], report["reward_model"]
     print(
-        f"\nLanguage model: {lm['excess_nats_per_token']:.4f} nats per token above the true language."
+        f"\nLanguage model: {lm['excess_nats_per_token']:.4f} nats per token above the true "
+        "language."
     )
     print(
-        f"Reward model: {rm['heldout_accuracy']:.2%} of held-out pairs in order, margin {rm['heldout_margin']:.1f}."
+        f"Reward model: {rm['heldout_accuracy']:.2%} of held-out pairs in order, "
+        f"margin {rm['heldout_margin']:.1f}."
     )
     print(
-        f"Adaptive: coefficient {adaptive['coeff_mean_last_quarter']:.3f} (mean of the last quarter), "
-        f"exact {adaptive['coeff_exact']:.3f}; KL {adaptive['kl']:.3f}, target {adaptive['target']:.3f} nats."
+        f"Adaptive: coefficient {adaptive['coeff_mean_last_quarter']:.3f} (mean of the last "
+        f"quarter), exact {adaptive['coeff_exact']:.3f}; KL {adaptive['kl']:.3f}, target "
+        f"{adaptive['target']:.3f} nats."
     )
-    print(
-        f"Seconds: {', '.join(f'{stage} {seconds:.0f}' for stage, seconds in report['seconds'].items())}."
-    )
+    seconds = ", ".join(f"{stage} {time:.0f}" for stage, time in report["seconds"].items())
+    print(f"Seconds: {seconds}.")
 
 
 def draw_reward_model(curve: Curve, file: Path) -> None:
@@ -196,7 +202,7 @@ def draw_attention(
     )
     for row, (name, heads) in zip(axes, maps.items(), strict=True):
         for index, (panel, weights) in enumerate(zip(row, heads, strict=True)):
-            panel.imshow(weights, vmin=0, vmax=1, cmap="Blues")
+            panel.imshow(weights.numpy(), vmin=0, vmax=1, cmap="Blues")
             panel.set_xticks(range(len(labels)), labels, fontsize=6)
             panel.set_yticks(range(len(labels)), labels, fontsize=6)
             if name == "base":

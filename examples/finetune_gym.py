@@ -1,21 +1,24 @@
 """Fine-tune an imitated Pendulum controller on a reward that tempts it to let the pendulum hang.
 
 1. A policy imitates a decent controller: pump energy until the pendulum is up, then hold it there.
-2. PPO improves it on another reward: "the motor runs hot, save torque". Every step pays minus the square of the
-   torque, as a fraction of the largest: 0 for a motor at rest, -1 at full torque. Whoever wrote it took the standing
-   pendulum for granted: nothing in it says that the pendulum must be up, and it is highest for a policy that does
-   nothing at all. What is wanted is a policy that swings up and holds with less torque.
-3. The same PPO three times: without a leash, with a constant coefficient, with an adaptive one that steers to a KL.
+2. PPO improves it on another reward: "the motor runs hot, save torque". The reward of a step is
+   minus the square of the torque, as a fraction of the largest: 0 for a motor at rest, -1 at full
+   torque. The reward does not say that the pendulum must be up, and it is highest for a policy that
+   does nothing at all. What is wanted is a policy that swings up and holds with less torque.
+3. The same PPO runs three times: without a penalty, with a constant coefficient, and with an
+   adaptive coefficient that steers to a KL.
 
 Every run is repeated with each seed. Results go to the folder `--out`.
 
-Glossary of the metrics (run/seed/name, one per batch of episodes; figures.csv has the first three of the final
-policies, measured anew):
-    true_return   Pendulum-v1's own reward, summed over an episode of 200 steps: about -1200 where the pendulum hangs
-    paid          mean reward that is paid per step, before any charge: from -1, full torque, to 0, none
-    kl_reference  KL(policy || imitated policy), nats per step: how far training has gone
-    kl_old_policy mean of log pi_old - log pi at the last update on a batch, nats per step: how far one batch has gone
-    coeff         the price of a nat, in reward, that the batch was charged with
+Glossary of the metrics (run/seed/name, one per batch of episodes; figures.csv has the first three
+of the final policies, measured anew):
+    true_return    reward of Pendulum-v1 itself, summed over an episode of 200 steps: about -1200
+                   where the pendulum hangs
+    torque_reward  mean reward of a step, before the penalty: from -1, full torque, to 0, none
+    kl_reference   KL(policy || imitated policy), nats per step: how far training has gone
+    kl_old_policy  mean of log pi_old - log pi at the last update on a batch, nats per step: how far
+                   one batch has gone
+    coeff          the coefficient that the batch was penalized with, reward per nat
 """
 
 from __future__ import annotations
@@ -58,10 +61,10 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 EPISODE = 200  # steps of Pendulum-v1, which never ends early
-RUNS = {"no leash": "#c44e52", "constant": "#4c72b0", "adaptive": "#55a868"}  # and their colours
+RUNS = {"no penalty": "#c44e52", "constant": "#4c72b0", "adaptive": "#55a868"}  # and their colours
 METRICS = {
     "true_return": "true return of an episode",
-    "paid": "reward paid (0: no torque)",
+    "torque_reward": "torque reward (0: no torque)",
     "kl_reference": "KL to the imitated policy (nats per step)",
     "coeff": "coefficient (reward per nat)",
 }
@@ -81,7 +84,7 @@ class Args:
     quick: bool = arg(
         False, "Run everything at a small size, in seconds; the results are then poor."
     )
-    envs: int = arg(32, "Pendulums side by side; a batch is one episode of each.")
+    envs: int = arg(32, "Pendulums in parallel; a batch is one episode of each.")
     batches: int = arg(32, "Batches that PPO collects.")
     epochs: int = arg(5, "How often each batch is used.")
     minibatch: int = arg(640, "Steps per update of policy and critic.")
@@ -134,11 +137,10 @@ def make_actor() -> ProbabilisticActor:
 
 
 def controller(observation: torch.Tensor) -> torch.Tensor:
-    """The torque of a controller by hand, N m: pumps energy while the pendulum is low, holds it when it is up."""
+    """The torque of a hand-written controller, N m: it pumps energy, then holds the pendulum up."""
     cos, sin, velocity = observation.split(1, -1)
-    missing = 15 - (
-        velocity.square() / 2 + 15 * cos
-    )  # energy to the top, for a pendulum of Pendulum-v1's size
+    # Energy to the top, for a pendulum of Pendulum-v1's size.
+    missing = 15 - (velocity.square() / 2 + 15 * cos)
     hold = -8 * torch.atan2(sin, cos) - 2 * velocity
     return torch.where(cos > 0.9, hold, missing * velocity).clamp(-2, 2)
 
@@ -162,9 +164,7 @@ def imitate(args: Args, seed: int) -> ProbabilisticActor:
         optimizer, 1e-2, total_steps=args.imitation_updates
     )
     for _ in range(args.imitation_updates):
-        batch = pushes(
-            data[torch.randint(len(data), (512,))]
-        )  # the controller is asked anew each time
+        batch = pushes(data[torch.randint(len(data), (512,))])  # torques are drawn anew
         loss = -actor.log_prob(batch).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -174,7 +174,7 @@ def imitate(args: Args, seed: int) -> ProbabilisticActor:
 
 
 def tempt(batch: TensorDictBase) -> TensorDictBase:
-    """The batch with the tempting reward in place of Pendulum's own, which is kept for the record."""
+    """The batch with the torque reward in place of Pendulum's, which is kept for the record."""
     batch = batch.copy()  # shallow: a collector hands out the same buffer again
     batch["next", "true_reward"] = batch["next", "reward"]
     batch["next", "reward"] = -(batch["action"].clamp(-2, 2) / 2).square()
@@ -192,7 +192,11 @@ def make_controller(run: str, args: Args) -> KLController:
 def finetune(
     run: str, imitated: ProbabilisticActor, args: Args, seed: int
 ) -> tuple[list[dict[str, float]], dict]:
-    """PPO on the tempting reward minus the coefficient times the KL; the metrics of every batch, the final figures."""
+    """PPO on the torque reward minus the coefficient times the KL.
+
+    Returns:
+        The metrics of every batch, and the final figures.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     actor, critic = (
@@ -200,7 +204,7 @@ def finetune(
         ValueOperator(MLP(3, 1, num_cells=[64, 64]), in_keys=["observation"]),
     )
     frames = args.envs * EPISODE
-    stack = KLConstrainedTransform(imitated, make_controller(run, args), update_every=frames)
+    stack = KLConstrainedTransform(imitated, make_controller(run, args))
     collector = Collector(
         make_env(args, seed),
         actor,
@@ -228,7 +232,7 @@ def finetune(
         curves.append(
             {
                 "true_return": batch["next", "true_reward"].sum(1).mean().item(),
-                "paid": steps["next", "task_reward"].mean().item(),
+                "torque_reward": steps["next", "task_reward"].mean().item(),
                 "kl_reference": steps["next", "kl"].mean().item(),
                 "kl_old_policy": losses["kl_approx"].mean().item(),
                 "coeff": steps["next", "kl_coeff"].mean().item(),
@@ -250,7 +254,7 @@ def evaluate(
     kl = kl_divergence(actor.get_dist(states.copy()), imitated.get_dist(states.copy()))
     return {
         "true_return": steps["next", "true_reward"].sum(1).mean().item(),
-        "paid": steps["next", "reward"].mean().item(),
+        "torque_reward": steps["next", "reward"].mean().item(),
         "kl_reference": kl.mean().item(),
     }
 
@@ -275,10 +279,10 @@ def draw(curves: dict[tuple[str, int], list[dict[str, float]]], args: Args, file
 
 
 def print_table(figures: dict[str, list[dict[str, float]]]) -> None:
-    print(f"{'':<12}{'true return':>16}{'reward paid':>18}{'KL, nats per step':>22}")
+    print(f"{'':<12}{'true return':>16}{'torque reward':>18}{'KL, nats per step':>22}")
     for name, rows in figures.items():
         cells = []
-        for metric, digits in (("true_return", 0), ("paid", 3), ("kl_reference", 4)):
+        for metric, digits in (("true_return", 0), ("torque_reward", 3), ("kl_reference", 4)):
             values = [row[metric] for row in rows]
             cells.append(
                 f"{mean(values):.{digits}f} ± {stdev(values) if len(values) > 1 else 0:.{digits}f}"
@@ -289,9 +293,8 @@ def print_table(figures: dict[str, list[dict[str, float]]]) -> None:
 def main() -> None:
     args, start = parse_args(), time.perf_counter()
     out = Path(args.out)
-    shutil.rmtree(
-        out / "metrics", ignore_errors=True
-    )  # CSVLogger appends to what a former run has left
+    # CSVLogger appends to the files of a former run in the same folder.
+    shutil.rmtree(out / "metrics", ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
     torch.set_num_threads(1)
@@ -315,7 +318,9 @@ def main() -> None:
             for name, value in batch.items():
                 logger.log_scalar(f"{run}/{seed}/{name}", value, step=step)
     with (out / "figures.csv").open("w", newline="") as stream:
-        table = csv.DictWriter(stream, ["run", "seed", "true_return", "paid", "kl_reference"])
+        table = csv.DictWriter(
+            stream, ["run", "seed", "true_return", "torque_reward", "kl_reference"]
+        )
         table.writeheader()
         table.writerows(
             {"run": run, "seed": seed, **row}

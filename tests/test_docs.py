@@ -1,4 +1,4 @@
-"""Every example in a docstring runs, and every public class and function has one."""
+"""Every example in a docstring runs when it is pasted alone; every public name has one."""
 
 import doctest
 import importlib
@@ -15,20 +15,19 @@ PACKAGES: list[ModuleType] = [torchrl_kl, torchrl_kl.envs]
 
 
 def module_names() -> list[str]:
-    # The packages are listed one by one: torchrl_kl.envs is found inside torchrl_kl only where links are.
+    # Both packages are walked: torchrl_kl.envs is found inside torchrl_kl only where links are.
     names = {package.__name__ for package in PACKAGES}
     for package in PACKAGES:
-        names |= {
-            module.name
-            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-        }
+        modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        names |= {module.name for module in modules}
     return sorted(names)
 
 
 def examples_in(module: ModuleType) -> list[doctest.DocTest]:
-    return [
-        test for test in doctest.DocTestFinder(exclude_empty=True).find(module) if test.examples
-    ]
+    """The examples of a module's docstrings, each in a new, empty namespace: as if pasted alone."""
+    alone = {"__name__": "__main__"}
+    found = doctest.DocTestFinder(exclude_empty=True).find(module, globs=alone)
+    return [test for test in found if test.examples]
 
 
 def public_objects() -> dict[str, object]:
@@ -52,6 +51,15 @@ def test_examples_run(name):
     for example in examples_in(module):
         runner.run(example, out=output.append)
     assert runner.failures == 0, "".join(output)
+
+
+def test_an_example_does_not_see_the_names_of_its_module():
+    module = ModuleType("with_a_name")
+    exec("import math\ndef f():\n    '''>>> math.pi > 3\n    True\n    '''", vars(module))
+    (example,) = examples_in(module)
+    output: list[str] = []
+    doctest.DocTestRunner().run(example, out=output.append)
+    assert "NameError: name 'math' is not defined" in "".join(output)
 
 
 @pytest.mark.parametrize("name", public_objects())

@@ -1,14 +1,9 @@
-"""The examples run from the command line at a small size and leave behind what they promise."""
+"""The examples run at a small size and leave behind what they promise."""
 
 import csv
-import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,160 +11,125 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
+from tests.scripts import lanes, load, run_command, run_here
 from torchrl_kl import GPT, Enumeration
 from torchrl_kl.envs import DigitLanguage
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+TINY_MODEL = "--threads 1 --lm-iterations 2 --lm-batch 16 --heldout-prompts 2 --exact-prompts 1"
+TINY_PPO = "--ppo-responses 16 --ppo-minibatch 16"
+TINY_REWARD = "--rm-iterations 2 --rm-batch 16 --rm-heldout-pairs 20"
+TINY_JOB = f"{TINY_MODEL} {TINY_PPO} {TINY_REWARD} --ppo-batches 1 --adaptive-batches 2"
+TINY_STUDY = "--ppo-batches 2 --eval-every 1 --budget-prompts 4 --budget-responses 4 --seeds 1"
+
+digit_run = lanes(
+    "examples/digit_rlhf.py",
+    f"{TINY_JOB} --logger tensorboard",
+    "--threads 1 --logger tensorboard",
+    without="draw_attention",
+)
+gym_run = lanes(
+    "examples/finetune_gym.py",
+    "--seeds 1 --envs 2 --batches 2 --epochs 1 --imitation-updates 2",
+    "--processes 1",
+)
+study_run = lanes(
+    "examples/adaptive_vs_static.py", f"{TINY_MODEL} {TINY_PPO} {TINY_STUDY}", "--threads 1"
+)
 
 
-def run_example(name, folder, *options):
-    """Runs an example at a small size into folder/out; what it printed."""
-    command = [
-        sys.executable,
-        str(EXAMPLES / name),
-        "--quick",
-        "--threads",
-        "1",
-        "--out",
-        "out",
-        *options,
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+@pytest.fixture
+def script():
+    return load("examples/digit_rlhf.py")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("digit_rlhf")
-    return folder / "out", run_example("digit_rlhf.py", folder, "--logger", "tensorboard")
+@pytest.fixture
+def gym_script():
+    return load("examples/finetune_gym.py")
 
 
-def test_models_can_be_loaded(run):
-    out, _ = run
-    for name in (
-        "language_model",
-        "reward_model",
-        "policy_beta1",
-        "policy_beta0",
-        "policy_adaptive",
-    ):
-        assert isinstance(GPT.from_pretrained(out / name), GPT)
+@pytest.fixture
+def study():
+    return load("examples/adaptive_vs_static.py")
 
 
-def test_report_has_its_figures(run):
-    report = json.loads((run[0] / "report.json").read_text())
-    assert {"language_model", "reward_model", "beta1", "beta0", "adaptive"} <= report[
-        "seconds"
-    ].keys()
-    assert report["language_model"]["excess_nats_per_token"] > 0
-    assert 0 <= report["reward_model"]["heldout_accuracy"] <= 1
-    figures = {
-        "reward",
-        "kl",
-        "kl_per_position",
-        "objective",
-        "optimum",
-        "regret",
-        "fraction_of_gain",
-    }
-    for policy in ("beta1", "beta0", "adaptive"):
-        assert figures | {"first_digit_right"} <= report[policy].keys()
-        assert report[policy]["regret"] >= -1e-9
-        assert sum(report[policy]["kl_per_position"]) == pytest.approx(report[policy]["kl"])
-    adaptive = {
-        "coeff_mean_last_quarter",
-        "coeff_exact",
-        "coeff_first_within_20_percent",
-        "batches",
-        "target",
-    }
-    assert adaptive <= report["adaptive"].keys()
+class TestDigitRLHF:
+    def test_models_can_be_loaded(self, digit_run):
+        policies = ("policy_beta1", "policy_beta0", "policy_adaptive")
+        for name in ("language_model", "reward_model", *policies):
+            assert isinstance(GPT.from_pretrained(digit_run.out / name), GPT)
 
+    def test_report_has_its_figures(self, digit_run):
+        report = json.loads((digit_run.out / "report.json").read_text())
+        policies = ("beta1", "beta0", "adaptive")
+        assert {"language_model", "reward_model", *policies} <= report["seconds"].keys()
+        assert report["language_model"]["excess_nats_per_token"] > 0
+        assert 0 <= report["reward_model"]["heldout_accuracy"] <= 1
+        figures = {"reward", "kl", "kl_per_position", "objective", "optimum", "regret"}
+        for policy in policies:
+            assert figures | {"fraction_of_gain", "first_digit_right"} <= report[policy].keys()
+            assert report[policy]["regret"] >= -1e-9
+            assert sum(report[policy]["kl_per_position"]) == pytest.approx(report[policy]["kl"])
+        adaptive = {"coeff_mean_last_quarter", "coeff_exact", "coeff_first_within_20_percent"}
+        assert adaptive | {"batches", "target"} <= report["adaptive"].keys()
 
-def test_metrics_and_pictures(run):
-    out, _ = run
-    with (out / "metrics.csv").open() as stream:
-        metrics = {row["metric"] for row in csv.DictReader(stream)}
-    for policy in ("beta1", "beta0", "adaptive"):
-        assert {
-            f"{policy}/{name}" for name in ("reward", "kl_reference", "kl_old_policy", "coeff")
-        } <= metrics
-    for name in ("reward_model", "curves", "probabilities", "attention"):
-        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert list((out / "tensorboard").glob("**/events.*"))
-    assert json.loads((out / "config.json").read_text())["quick"] is True
+    def test_metrics_and_pictures(self, digit_run):
+        with (digit_run.out / "metrics.csv").open() as stream:
+            metrics = {row["metric"] for row in csv.DictReader(stream)}
+        for policy in ("beta1", "beta0", "adaptive"):
+            names = ("reward", "kl_reference", "kl_old_policy", "coeff")
+            assert {f"{policy}/{name}" for name in names} <= metrics
+        config = json.loads((digit_run.out / "config.json").read_text())
+        pictures = ("reward_model", "curves", "probabilities")
+        for name in (*pictures, "attention") if config["quick"] else pictures:
+            assert (digit_run.out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert list((digit_run.out / "tensorboard").glob("**/events.*"))
 
+    def test_the_picture_of_the_attention(self, script, tmp_path):
+        gpt = GPT(11, 8, n_layer=1, n_head=2)
+        text = torch.tensor([5, 7, 1, 5, 10, 6, 2, 7, 3])
+        models = {"base": gpt, "beta 1": gpt}
+        script.draw_attention(models, text, DigitLanguage(), tmp_path / "attention.png")
+        assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
 
-def test_the_last_thing_printed_is_the_table(run):
-    printed = run[1]
-    assert (
-        printed.index("likely first digits")
-        < printed.index("for each first digit")
-        < printed.index("policy  ")
-    )
-
-
-@pytest.fixture(scope="module")
-def finetuned(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finetune_gym")
-    command = [
-        sys.executable,
-        str(EXAMPLES / "finetune_gym.py"),
-        "--quick",
-        "--processes",
-        "1",
-        "--out",
-        "out",
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    return folder / "out", result.stdout
+    def test_the_last_thing_printed_is_the_table(self, digit_run):
+        printed = digit_run.printed
+        parts = ("likely first digits", "for each first digit", "policy  ")
+        assert sorted(parts, key=printed.index) == list(parts)
 
 
 class TestFinetuneGym:
-    def test_every_run_and_seed_has_its_figures(self, finetuned):
-        with (finetuned[0] / "figures.csv").open() as stream:
+    def test_every_run_and_seed_has_its_figures(self, gym_run):
+        with (gym_run.out / "figures.csv").open() as stream:
             rows = {(row["run"], row["seed"]): row for row in csv.DictReader(stream)}
-        assert rows.keys() == {
-            (run, s) for run in ("imitated", "no leash", "constant", "adaptive") for s in "01"
-        }
+        n_seeds = json.loads((gym_run.out / "config.json").read_text())["seeds"]
+        runs = ("imitated", "no penalty", "constant", "adaptive")
+        assert rows.keys() == {(run, str(seed)) for run in runs for seed in range(n_seeds)}
         for (run, _), row in rows.items():
             assert -2000 < float(row["true_return"]) < 0
-            assert -1 < float(row["paid"]) < 0
+            assert -1 < float(row["torque_reward"]) < 0
             assert (float(row["kl_reference"]) > 0) == (run != "imitated")
 
-    def test_curves_and_picture(self, finetuned):
-        out, _ = finetuned
+    def test_curves_and_picture(self, gym_run):
+        config = json.loads((gym_run.out / "config.json").read_text())
+        n_batches, last = config["batches"], config["seeds"] - 1
 
         def curve(name):
-            (file,) = out.glob(f"metrics/**/{name}.csv")
+            (file,) = gym_run.out.glob(f"metrics/**/{name}.csv")
             return [float(line.split(",")[1]) for line in file.read_text().split()]
 
-        for name in ("true_return", "paid", "kl_reference", "kl_old_policy"):
-            assert len(curve(f"constant/1/{name}")) == 3
-        assert curve("no leash/0/coeff") == [0.0] * 3
-        assert curve("constant/0/coeff") == pytest.approx([0.1] * 3)
+        for name in ("true_return", "torque_reward", "kl_reference", "kl_old_policy"):
+            assert len(curve(f"constant/{last}/{name}")) == n_batches
+        assert curve("no penalty/0/coeff") == [0.0] * n_batches
+        assert curve("constant/0/coeff") == pytest.approx([0.1] * n_batches)
         adaptive = curve("adaptive/0/coeff")
         assert adaptive[0] == pytest.approx(0.05)
         assert adaptive[1] != adaptive[0]
-        assert (out / "finetune_gym.png").read_bytes().startswith(b"\x89PNG")
-        assert json.loads((out / "config.json").read_text())["quick"] is True
+        assert (gym_run.out / "finetune_gym.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_the_last_thing_printed_is_the_table(self, finetuned):
-        printed = finetuned[1]
-        assert (
-            printed.index("true return")
-            < printed.index("imitated")
-            < printed.index("adaptive")
-            < printed.index("after")
-        )
+    def test_the_last_thing_printed_is_the_table(self, gym_run):
+        printed = gym_run.printed
+        parts = ("true return", "imitated", "adaptive", "after")
+        assert sorted(parts, key=printed.index) == list(parts)
 
     def test_the_temptation_pays_for_rest_and_keeps_the_task(self, gym_script):
         step = TensorDict(reward=torch.full((3, 1), -5.0), batch_size=3)
@@ -189,24 +149,6 @@ class TestFinetuneGym:
             steps["next", "observation"][:, -50:, 0] > 0.95
         ).all()  # cosine of the angle: up, and held there
         assert steps["next", "reward"].sum(1).mean() > -400  # hanging costs about 1200
-
-
-@pytest.fixture
-def gym_script(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("finetune_gym")
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("digit_rlhf")
-
-
-@pytest.fixture
-def study(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("adaptive_vs_static")
 
 
 def test_no_stage_trains_on_a_heldout_prompt(script):
@@ -238,59 +180,45 @@ def test_pairs_differ_in_the_first_digit_alone(script):
     assert torch.equal(accepted[:, others], rejected[:, others])
 
 
-@pytest.fixture(scope="module")
-def study_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("adaptive_vs_static")
-    return folder, run_example("adaptive_vs_static.py", folder)
-
-
-STUDY_RUNS = [
-    *(
-        "constant 0.1",
-        "constant 0.3",
-        "constant 1",
-        "budget",
-        "adaptive 0.05",
-        "exponential 0.05",
-        "PID 0.05",
-    ),
-    *("adaptive 2", "exponential 2", "PID 2"),
+STUDY_RUNS = ["constant 0.1", "constant 0.3", "constant 1", "budget"]
+STUDY_RUNS += [
+    f"{rule} {start}" for start in ("0.05", "2") for rule in ("adaptive", "exponential", "PID")
 ]
 
 
-def test_the_study_leaves_a_result_for_each_run(study_run):
-    folder, printed = study_run
-    for name in STUDY_RUNS:
-        result = json.loads(
-            (folder / "out" / "seed0" / f"{name.replace(' ', '_')}.json").read_text()
-        )
-        curves, final = result["curves"], result["final"]
-        assert [len(curves[name]) for name in ("reward", "kl", "coeff")] == [4, 4, 4]
-        assert [batch for batch, _ in curves["perplexity"]] == [2, 4]
-        assert curves["perplexity"][-1][1] == final["perplexity"]
-        assert sum(final["kl_per_position"]) == pytest.approx(final["kl"])
-        assert final["reward"] <= final["frontier"] + 1e-9
-        if name.startswith("constant"):
-            assert curves["coeff"] == pytest.approx(
-                [float(name.split()[1])] * 4, rel=1e-6
-            )  # float32, as the reward
-        assert f"| {name} |" in printed
-    assert (folder / "out" / "adaptive_vs_static.png").read_bytes().startswith(b"\x89PNG")
+class TestTheStudy:
+    def test_it_leaves_a_result_for_each_run(self, study_run):
+        settings = json.loads((study_run.out / "settings.json").read_text())
+        n_batches, every = settings["ppo_batches"], settings["eval_every"]
+        for name in STUDY_RUNS:
+            file = study_run.out / "seed0" / f"{name.replace(' ', '_')}.json"
+            result = json.loads(file.read_text())
+            curves, final = result["curves"], result["final"]
+            assert [len(curves[curve]) for curve in ("reward", "kl", "coeff")] == [n_batches] * 3
+            batches = [batch for batch, _ in curves["perplexity"]]
+            assert batches == list(range(every, n_batches + 1, every))
+            assert curves["perplexity"][-1][1] == final["perplexity"]
+            assert sum(final["kl_per_position"]) == pytest.approx(final["kl"])
+            assert final["reward"] <= final["frontier"] + 1e-9
+            if name.startswith("constant"):  # float32, as the reward
+                coeff = float(name.split()[1])
+                assert curves["coeff"] == pytest.approx([coeff] * n_batches, rel=1e-6)
+            assert f"| {name} |" in study_run.printed
+        assert (study_run.out / "adaptive_vs_static.png").read_bytes().startswith(b"\x89PNG")
 
-
-def test_the_study_does_not_repeat_what_is_there(study_run):
-    folder, printed = study_run
-    file = folder / "out" / "seed0" / "PID_2.json"
-    lost = file.read_text()
-    others = {path: path.stat().st_mtime_ns for path in file.parent.rglob("*.*") if path != file}
-    file.unlink()
-    again = run_example("adaptive_vs_static.py", folder)
-    assert {path: path.stat().st_mtime_ns for path in others} == others
-    before, after = json.loads(lost), json.loads(file.read_text())
-    assert before | {"seconds": 0} == after | {
-        "seconds": 0
-    }  # whatever ran before it in the process
-    assert again.splitlines()[:13] == printed.splitlines()[:13]
+    def test_it_does_not_repeat_what_is_there(self, study_run):
+        file = study_run.out / "seed0" / "PID_2.json"
+        lost = file.read_text()
+        others = {
+            path: path.stat().st_mtime_ns for path in file.parent.rglob("*.*") if path != file
+        }
+        file.unlink()
+        again = study_run.repeat()
+        assert {path: path.stat().st_mtime_ns for path in others} == others
+        before, after = json.loads(lost), json.loads(file.read_text())
+        # The result does not depend on what ran before it in the process.
+        assert before | {"seconds": 0} == after | {"seconds": 0}
+        assert again.splitlines()[:13] == study_run.printed.splitlines()[:13]
 
 
 def test_the_study_refuses_results_of_other_settings(study, tmp_path):
@@ -306,7 +234,7 @@ def test_perplexity_of_the_language_to_itself(study):
     language = DigitLanguage()
     contexts = study.add_separator(language.sample_prompts(20), language)
     problem = study.Problem(language, None, None, contexts, None)
-    # The next digits are spread like the window's: average the entropy over all that the language can write.
+    # The next digits are spread like the window's: average the entropy over all possible texts.
     entropies, texts, probs = [], contexts, torch.full((20,), 1 / 20, dtype=torch.float64)
     for _ in range(language.response_length):
         entropies.append((probs * language.entropy(texts)).sum())
@@ -394,45 +322,40 @@ class TestFrontier:
             study.place(impossible, exact)
 
 
-@pytest.mark.parametrize("options", [("sync", "learner"), ("multi-async", "workers")], ids="-".join)
-def test_the_collectors_tell_what_they_did(tmp_path, options):
-    collector, where = options
-    command = [sys.executable, str(EXAMPLES / "collectors.py"), "--quick", "--threads", "1"]
-    command += ["--collector", collector, "--where", where]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    expected = rf"""{collector}, reference with the {where}
+COLLECTED = f"{TINY_MODEL} {TINY_PPO} --batches 4"
+
+
+class TestCollectors:
+    def check(self, printed, collector, where):
+        expected = rf"""{collector}, reference with the {where}
 frames per second  [0-9]+
 coefficients       0\.050 \.\.\. 0\.0[45][0-9]; several in [0-4] of 4 batches
 KL                 ([0-9.]+) \(target 0\.5\)
 exact regret       ([0-9.]+) at coefficient 0\.[0-9]+
 """
-    found = re.fullmatch(expected, result.stdout)
-    assert found, result.stdout
-    assert float(found[1]) > 0  # the policy has moved
-    assert 0 <= float(found[2]) < 1
-    assert list(tmp_path.iterdir()) == []
+        found = re.fullmatch(expected, printed)
+        assert found, printed
+        assert float(found[1]) > 0  # the policy has moved
+        assert 0 <= float(found[2]) < 1
 
+    @pytest.mark.parametrize("where", ["learner", "workers"])
+    def test_they_tell_what_they_did(self, tmp_path, monkeypatch, where):
+        monkeypatch.setenv("RAY_worker_niceness", "0")  # the script sets it
+        printed = run_here("examples/collectors.py", tmp_path, f"{COLLECTED} --where {where}")
+        self.check(printed, "sync", where)
+        assert list(tmp_path.iterdir()) == []
 
-def test_the_collectors_begin_with_a_language_model_that_is_there(tmp_path):
-    torch.manual_seed(0)
-    language = DigitLanguage()
-    GPT(language.n_tokens, language.text_length - 1).save_pretrained(tmp_path / "model")
-    command = [
-        sys.executable,
-        str(EXAMPLES / "collectors.py"),
-        "--quick",
-        "--threads",
-        "1",
-        "--reference",
-        "model",
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    assert "language model" not in result.stderr  # none was trained
+    @pytest.mark.slow
+    def test_with_workers_from_the_command_line(self, tmp_path):
+        options = "--quick --threads 1 --collector multi-async --where workers"
+        self.check(
+            run_command("examples/collectors.py", tmp_path, options), "multi-async", "workers"
+        )
+        assert list(tmp_path.iterdir()) == []
+
+    def test_they_begin_with_a_language_model_that_is_there(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setenv("RAY_worker_niceness", "0")
+        language = DigitLanguage()
+        GPT(language.n_tokens, language.text_length - 1).save_pretrained(tmp_path / "model")
+        run_here("examples/collectors.py", tmp_path, f"{COLLECTED} --reference model")
+        assert "language model" not in capsys.readouterr().err  # none was trained
