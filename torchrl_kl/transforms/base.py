@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import cast
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -21,6 +22,9 @@ from torchrl_kl._tensordict import (
 from torchrl_kl._torchrl import container_of
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.transforms.placement import refuse_wrong_order
+
+# The env that each transform was put into; not part of its state, which may be copied and sent.
+_homes: weakref.WeakKeyDictionary[Transform, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
 class KLTransform(Transform):
@@ -47,6 +51,20 @@ class KLTransform(Transform):
     def in_env(self) -> bool:
         """Whether the transform is attached to an env."""
         return self.env is not None
+
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Refuses a second env, also in a Compose, which TorchRL lets move to another one."""
+        super().set_container(container)
+        env, home = self.env, _homes.get(self, lambda: None)()
+        if env is None:
+            return
+        moved = home is None or home.base_env is env.base_env
+        if not moved and any(one is self for one in home.transform.modules()):
+            raise RuntimeError(
+                f"{type(self).__name__} is in another env already, whose running sums it would mix with "
+                "those of this one: build one for each env, with the same `controller` if they share it."
+            )
+        _homes[self] = weakref.ref(env)
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase

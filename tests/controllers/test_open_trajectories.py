@@ -1,0 +1,276 @@
+"""Open trajectories: masked steps, batches of several collectors, agents that end apart."""
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.testing import assert_close
+from torchrl.collectors.utils import split_trajectories
+
+from tests.streams import (
+    Step,
+    add,
+    cut,
+    make_batch,
+    make_stream,
+    make_streams,
+    same_totals,
+    values_of,
+)
+from torchrl_kl.controllers.trajectories import OpenTrajectories
+
+seeds = pytest.mark.parametrize("seed", range(8))
+
+
+MASKS: dict[str, Callable[[Step, random.Random], bool]] = {
+    "first steps": lambda step, rng: not step.is_init,
+    "last steps": lambda step, rng: not any(step.done),
+    "holes": lambda step, rng: rng.random() < 0.5,
+    "few steps": lambda step, rng: rng.random() < 0.1,
+    "rows": lambda step, rng: step.state // 8 % 2 == 0,
+    "trajectories": lambda step, rng: step.trajectory % 3 > 0,
+}
+
+
+def counted_totals(streams: list[list[Step]]) -> list[float]:
+    """Of each trajectory that ended and had a step that counts: the loop that sees streams whole."""
+    totals = []
+    for stream in streams:
+        total, counted = 0.0, False
+        for step in stream:
+            total, counted = total + step.counts * step.value[0], counted or step.counts
+            if any(step.done):
+                totals += [total] if counted else []
+                total, counted = 0.0, False
+    return totals
+
+
+class TestMasks:
+    """Prompt tokens, first and last steps, holes, whole rows: what does not count adds 0 and cuts nothing."""
+
+    @seeds
+    @pytest.mark.parametrize("kind", MASKS)
+    @pytest.mark.parametrize("is_init", [False, True], ids=["no_is_init", "is_init"])
+    @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+    def test_with_ids(self, seed, kind, is_init, padded):
+        rng = random.Random(seed)  # the id 0 is also that of padding
+        streams = make_streams(rng, 3, 40, 1, shared_done=True)
+        for number, stream in enumerate(streams):
+            stream[-1].terminated, stream[-1].truncated = [True], [False]
+            for step in stream:
+                step.state, step.counts = step.state + 100 * number, MASKS[kind](step, rng)
+        trajectories, told, sums = OpenTrajectories(), [], [0.0] * 3
+        for rows in cut(streams, rng):
+            batch = make_batch(
+                rows, is_init=is_init, states=True, mask=True, set_truncated=seed % 3 == 0
+            )
+            batch["value"] = values_of(rows)
+            batch["expected"] = torch.empty_like(batch["value"])
+            for r, row in enumerate(rows):
+                for t, step in enumerate(row):
+                    sums[r] += step.counts * step.value[0]
+                    batch["expected"][r, t] = sums[r]
+                    sums[r] = 0.0 if any(step.done) else sums[r]
+            real = torch.ones(batch.shape, dtype=torch.bool)
+            if padded:
+                counts = batch.pop(("collector", "mask"))
+                batch["counts"] = counts
+                batch = split_trajectories(batch, prefix="collector")
+                real = batch["collector", "mask"]
+                batch["collector", "mask"] = batch.pop("counts") & real
+            running, finished = add(trajectories, batch, batch["value"], "done")
+            assert_close(running[real], batch["expected"][real], rtol=0, atol=0)
+            told += finished.tolist()
+        # Truncations in the last step are judged by a later batch, of later trajectories.
+        after = [[Step(1000 + row, [0.0], True, [False], [False], state=1000)] for row in range(3)]
+        told += add(
+            trajectories, make_batch(after, states=True), values_of(after), "done"
+        ).finished.tolist()
+        assert sorted(told) == sorted(counted_totals(streams))
+
+    @seeds
+    @pytest.mark.parametrize("kind", MASKS)
+    def test_with_done_flags(self, seed, kind):
+        rng = random.Random(seed)
+        streams = [make_stream(rng, itertools.count(), 30, 1, shared_done=True) for _ in range(3)]
+        for step in itertools.chain(*streams):
+            step.counts = MASKS[kind](step, rng)
+        batch = make_batch(streams, ids=False, states=True, mask=True)
+        values = torch.where(batch["collector", "mask"][..., None], values_of(streams), math.nan)
+        running, finished = add(OpenTrajectories(), batch, values, "done")
+        same_totals(finished, counted_totals(streams))
+        assert running.isfinite().all()
+
+    def test_a_row_without_a_step_that_counts_leaves_an_open_sum_alone(self):
+        trajectories, told = OpenTrajectories(), []
+        for t, counts in enumerate([True, False, True]):
+            rows = [[Step(0, [2.0], t == 0, [t == 2], [False], t, counts)]]
+            batch = make_batch(rows, states=True, mask=True)
+            running, finished = add(trajectories, batch, values_of(rows), "done")
+            told.append((running.item(), finished.tolist()))
+        assert told == [(2.0, []), (2.0, []), (4.0, [4.0])]
+
+
+class TestIdentity:
+    """Ids restart with each collector: a trajectory goes on where its id and its state come back."""
+
+    def one(self, trajectory: int, state: float, value: float, **kwargs) -> list[list[Step]]:
+        flags = {"is_init": False, "terminated": [False], "truncated": [False]} | kwargs
+        return [[Step(trajectory, [value], state=state, **flags)]]
+
+    def add(
+        self, trajectories, rows, *, judge: bool = True, **kwargs
+    ) -> tuple[list[float], list[float]]:
+        batch = make_batch(rows, **{"states": True, "is_init": False} | kwargs)
+        running, finished = add(trajectories, batch, values_of(rows), "done", judge=judge)
+        return running.flatten().tolist(), finished.tolist()
+
+    @pytest.mark.parametrize("set_truncated", [False, True], ids=["as_it_ends", "set_truncated"])
+    def test_two_collectors_in_turn(self, set_truncated):
+        rng = random.Random(0)
+        collectors = []
+        for number in range(2):
+            streams = make_streams(rng, 2, 60)
+            for row, stream in enumerate(streams):
+                for step in stream:
+                    step.state += 1000 * number + 100 * row
+            collectors.append(streams)
+        trajectories, told = OpenTrajectories(), []
+        sums = [[0.0, 0.0], [0.0, 0.0]]
+        for start in range(0, 60, 4):
+            for streams, totals in zip(collectors, sums, strict=True):
+                rows = [stream[start : start + 4] for stream in streams]
+                expected = []
+                for r, row in enumerate(rows):
+                    for step in row:
+                        totals[r] += step.value[0]
+                        expected.append(totals[r])
+                        totals[r] = 0.0 if any(step.done) else totals[r]
+                running, finished = self.add(trajectories, rows, set_truncated=set_truncated)
+                assert running == expected
+                told += finished
+        everything = [total for streams in collectors for total in counted_totals(streams)]
+        assert not set(told) - set(everything)
+        # Missing are at most the truncations of the last batch of each, which nothing has judged.
+        assert len(everything) - 4 <= len(told) <= len(everything)
+
+    def test_an_evaluation_that_is_truncated_at_the_end_of_a_frozen_batch_is_never_told(self):
+        trajectories = OpenTrajectories()
+        self.add(trajectories, self.one(0, 0, 1.0, is_init=True))
+        self.add(trajectories, self.one(0, 50, 9.0, is_init=True, truncated=[True]), judge=False)
+        assert self.add(trajectories, self.one(0, 1, 2.0)) == ([3.0], [])
+        assert self.add(trajectories, self.one(0, 2, 2.0, terminated=[True])) == ([5.0], [5.0])
+
+    def test_a_frozen_batch_between_a_truncation_and_the_next_one_only_delays_the_judgement(self):
+        trajectories = OpenTrajectories()
+        self.add(trajectories, self.one(0, 0, 1.0, is_init=True, truncated=[True]))
+        frozen = self.one(1, 7, 2.0, is_init=True, terminated=[True])
+        assert self.add(trajectories, frozen, judge=False) == ([2.0], [2.0])
+        assert self.add(trajectories, self.one(2, 9, 3.0, is_init=True)) == ([3.0], [1.0])
+
+    def test_a_sum_goes_on_through_a_frozen_batch(self):
+        trajectories = OpenTrajectories()
+        self.add(trajectories, self.one(0, 0, 1.0, is_init=True))
+        assert self.add(trajectories, self.one(0, 1, 1.0), judge=False) == ([2.0], [])
+        assert self.add(trajectories, self.one(0, 2, 1.0, terminated=[True])) == ([3.0], [3.0])
+
+    def test_a_row_whose_beginning_was_not_seen_is_not_told(self):
+        trajectories = OpenTrajectories()
+        rows = self.one(0, 3, 1.0, terminated=[True])
+        assert self.add(trajectories, rows, is_init=True) == ([1.0], [])
+
+    def test_what_never_goes_on_is_dropped_oldest_first(self):
+        trajectories = OpenTrajectories()
+        for number in range(400):
+            self.add(trajectories, self.one(number, 2 * number, 1.0, is_init=True))
+        assert len(trajectories._open) == 256
+        assert self.add(trajectories, self.one(143, 287, 1.0)) == ([1.0], [])
+        assert self.add(trajectories, self.one(399, 799, 1.0)) == ([2.0], [])
+
+    @pytest.mark.parametrize("is_init", [False, True], ids=["no_is_init", "is_init"])
+    def test_a_padded_row_that_goes_on_under_another_id_is_refused(self, is_init):
+        trajectories = OpenTrajectories()
+        self.add(trajectories, self.one(3, 0, 1.0, is_init=True), mask=True)
+        before = dict(trajectories._open)
+        with pytest.raises(RuntimeError, match=r"padded row .*MultiSyncCollector.*kl_collector\("):
+            self.add(trajectories, self.one(4, 1, 1.0), mask=True, is_init=is_init)
+        assert trajectories._open == before
+        assert self.add(trajectories, self.one(3, 1, 1.0), mask=True) == ([2.0], [])
+
+    def test_rows_that_are_joined_along_time_are_refused(self):
+        """What the first of two workers left open would be cut where the second begins."""
+        trajectories = OpenTrajectories()
+        rows = [self.one(0, 0, 1.0)[0] + self.one(5, 70, 1.0)[0]]
+        with pytest.raises(RuntimeError, match=r'cat_results=-1`\)\? Use `cat_results="stack"`'):
+            self.add(trajectories, rows)
+        assert not trajectories._open
+
+
+class TestAgents:
+    """Agents with done flags of their own: one that is done ends its trajectory, and the others go on."""
+
+    @seeds
+    @pytest.mark.parametrize("set_truncated", [False, True], ids=["as_it_ends", "set_truncated"])
+    def test_ids_change_when_any_agent_leaves(self, seed, set_truncated):
+        rng, n_agents = random.Random(seed), 3
+        ids = itertools.count()
+        batches, totals = [], []
+        running: list[list[float]] = []
+        trajectory, left, sums = next(ids), [False] * n_agents, [0.0] * n_agents
+        for t in range(40):
+            gone = [was or rng.random() < 0.2 for was in left]
+            value = [rng.randint(-40, 40) / 8 for _ in range(n_agents)]
+            sums = [a + b for a, b in zip(sums, value, strict=True)]
+            running.append(sums)
+            totals += [s for s, g, was in zip(sums, gone, left, strict=True) if g and not was]
+            batches.append((trajectory, t, left, gone, value))
+            trajectory = next(ids) if any(gone) else trajectory
+            sums = [0.0 if g else s for s, g in zip(sums, gone, strict=True)]
+            left = [False] * n_agents if all(gone) else gone
+            sums = [0.0] * n_agents if all(gone) else sums
+        trajectories, told, start = OpenTrajectories(), [], 0
+        while start < 40:
+            steps = batches[start : start + rng.randint(1, 8)]
+            batch = self.batch(steps, set_truncated)
+            values = torch.tensor([[step[4] for step in steps]]).unsqueeze(-1)
+            result = add(trajectories, batch, values, ("agents", "done"))
+            present = ~batch["agents", "done"]
+            expected = torch.tensor(running[start : start + len(steps)])[None, :, :, None]
+            assert_close(result.running[present], expected[present], rtol=0, atol=0)
+            told += result.finished.tolist()
+            start += len(steps)
+        assert sorted(told) == sorted(totals)
+
+    def batch(self, steps: list[Any], set_truncated: bool) -> TensorDict:
+        """A batch (1, T) of steps (id, time, who left before, who is gone after, values)."""
+        shape = (1, len(steps))
+        before, after = (torch.tensor([[step[i] for step in steps]]).unsqueeze(-1) for i in (2, 3))
+        time = torch.tensor([[float(step[1])] for step in steps])[None]
+        root_done = after.all(-2)
+        flags = {"done": after, "terminated": after.clone()}
+        step = TensorDict(
+            {
+                "agents": flags,
+                "done": root_done,
+                "terminated": root_done.clone(),
+                "observation": time + 1,
+            },
+            shape,
+        )
+        if set_truncated:
+            step["agents", "done"][:, -1] = step["done"][:, -1] = True
+        ids = torch.tensor([[one[0] for one in steps]])
+        return TensorDict(
+            {
+                "observation": time,
+                "agents": {"done": before},
+                "next": step,
+                "collector": {"traj_ids": ids},
+            },
+            shape,
+        )
