@@ -17,9 +17,8 @@ from torch import Tensor
 class DigitLanguage:
     r"""Texts of digits in which each response digit is a recent digit plus one.
 
-    A text is a prompt of uniform digits, a separator, and a response. Let W be the last `window`
-    digits before a response token, without separators (all digits where there are fewer). The token
-    is a digit of W, drawn uniformly over positions, plus one:
+    A text is a prompt of uniform digits, a separator, and a response. A response token is a digit,
+    plus one, of W, the last `window` digits before it, drawn uniformly over positions:
 
         P(a | context) = |{i in W : (x_i + 1) mod vocab_size = a}| / |W|
 
@@ -44,8 +43,8 @@ class DigitLanguage:
         >>> probs = language.next_token_probs(torch.tensor([0, 2, 8, 6, language.separator]))
         >>> probs.nonzero().flatten().tolist()
         [1, 3, 7, 9]
-        >>> language.sample(language.sample_prompts(3)).shape
-        torch.Size([3, 9])
+        >>> language.preference(torch.tensor([5, 7, 1, 5, 10, 6, 2, 7, 3]))
+        tensor(1.)
     """
 
     vocab_size: int = 10
@@ -84,14 +83,9 @@ class DigitLanguage:
     def sample_prompts(
         self, shape: int | Sequence[int], *, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Draws prompts of independent, uniform digits.
+        """Draws prompts (*B, P), int64, of independent, uniform digits.
 
-        Args:
-            shape: number of prompts, or the batch shape `*B`.
-            generator: source of randomness; the prompts are on its device. Default: global.
-
-        Returns:
-            Prompts of shape (*B, P), int64.
+        `shape` is *B, or a number of prompts. They are on the device of `generator`.
         """
         batch_shape = (shape,) if isinstance(shape, int) else tuple(shape)
         device = None if generator is None else generator.device
@@ -99,14 +93,9 @@ class DigitLanguage:
         return torch.randint(self.vocab_size, size, generator=generator, device=device)
 
     def sample(self, prompts: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draws one response to each prompt.
+        """Draws a response to each prompt: digits (*B, P) -> whole texts (*B, L), int64.
 
-        Args:
-            prompts: digits of shape (*B, P), int64.
-            generator: source of randomness, on the device of `prompts`. Default: global.
-
-        Returns:
-            Whole texts of shape (*B, L), int64, that begin with `prompts`.
+        `generator` must be on the device of `prompts`; by default the global one is used.
         """
         self._check_prompts(prompts)
         # Without the separator, which is never drawn, the window is a slice.
@@ -114,22 +103,16 @@ class DigitLanguage:
         digits = torch.cat([prompts, prompts.new_empty(*batch_shape, self.response_length)], -1)
         for end in range(self.prompt_length, digits.shape[-1]):
             start = max(0, end - self.window)
-            source = torch.randint(
-                start, end, (*batch_shape, 1), generator=generator, device=device
-            )
+            size = (*batch_shape, 1)
+            source = torch.randint(start, end, size, generator=generator, device=device)
             digits[..., end, None] = (digits.gather(-1, source) + 1) % self.vocab_size
         separator = prompts.new_full((*batch_shape, 1), self.separator)
         return torch.cat([prompts, separator, digits[..., self.prompt_length :]], -1)
 
     def next_token_probs(self, tokens: Tensor) -> Tensor:
-        """Exact probabilities of the response token that follows a context.
+        """Exact probabilities of the token after a context: (*B, T) -> (*B, n_tokens), float64.
 
-        Args:
-            tokens: contexts of shape (*B, T), int64: prompt, separator, response so far; any tokens
-                that include a digit are accepted.
-
-        Returns:
-            Probabilities of shape (*B, n_tokens), float64; each row sums to 1.
+        A context may be any tokens that include a digit.
         """
         check_ids("tokens", tokens, self.n_tokens)
         is_digit = tokens != self.separator
@@ -140,23 +123,15 @@ class DigitLanguage:
             )
         rank_from_end = is_digit.flip(-1).cumsum(-1).flip(-1)
         in_window = is_digit & (rank_from_end <= self.window)
-        counts = torch.zeros(
-            *tokens.shape[:-1], self.n_tokens, dtype=torch.float64, device=tokens.device
-        )
+        shape, device = (*tokens.shape[:-1], self.n_tokens), tokens.device
+        counts = torch.zeros(shape, dtype=torch.float64, device=device)
         counts.scatter_add_(-1, (tokens + 1) % self.vocab_size, in_window.to(counts.dtype))
         return counts / counts.sum(-1, keepdim=True)
 
     def log_prob(self, tokens: Tensor) -> Tensor:
-        """Log-probability of each response token, given the tokens before it.
+        """Log-probability of each response token given those before it: (*B, L) -> (*B, R), nats.
 
         It is -inf for an impossible token; later tokens are still scored given their own context.
-        The sum over the last dimension is the log-probability of the response.
-
-        Args:
-            tokens: whole texts of shape (*B, L), int64: prompt, separator, response.
-
-        Returns:
-            Log-probabilities in nats of shape (*B, R), float64.
         """
         self._check_texts(tokens)
         probs = [
@@ -166,43 +141,16 @@ class DigitLanguage:
         return torch.cat(probs, -1).log()
 
     def entropy(self, tokens: Tensor) -> Tensor:
-        """Entropy of the response token that follows a context, -sum_a P(a) log P(a).
-
-        Args:
-            tokens: contexts of shape (*B, T), int64, as for `next_token_probs`.
-
-        Returns:
-            Entropies in nats of shape (*B,), float64.
-        """
+        """Entropy, -sum_a P(a) log P(a), of the token after a context: (*B, T) -> (*B,), nats."""
         return torch.special.entr(self.next_token_probs(tokens)).sum(-1)
 
     def preferred_token(self, prompts: Tensor) -> Tensor:
-        """Preferred first response digit: the last prompt digit plus one.
-
-        Args:
-            prompts: digits of shape (*B, P), int64.
-
-        Returns:
-            Digits of shape (*B,), int64.
-        """
+        """Preferred first response digit, the last prompt digit plus one: (*B, P) -> (*B,)."""
         self._check_prompts(prompts)
         return (prompts[..., -1] + 1) % self.vocab_size
 
     def preference(self, tokens: Tensor) -> Tensor:
-        """Reward of whole texts: 1 where the response begins with the preferred token, else 0.
-
-        Args:
-            tokens: whole texts of shape (*B, L), int64: prompt, separator, response.
-
-        Returns:
-            Rewards of shape (*B,), float32.
-
-        Example:
-            >>> import torch
-            >>> from torchrl_kl.envs import DigitLanguage
-            >>> DigitLanguage().preference(torch.tensor([5, 7, 1, 5, 10, 6, 2, 7, 3]))
-            tensor(1.)
-        """
+        """Reward of whole texts, 1 if the first token is preferred, else 0: (*B, L) -> (*B,)."""
         self._check_texts(tokens)
         preferred = self.preferred_token(tokens[..., : self.prompt_length])
         return (tokens[..., self.context_length] == preferred).to(torch.float32)
@@ -228,9 +176,15 @@ def check_ids(name: str, ids: Tensor, n_ids: int, length: int | None = None) -> 
     if ids.ndim == 0 or length not in (None, ids.shape[-1]):
         wanted = f"(*B, {'T' if length is None else length})"
         raise ValueError(f"`{name}` must have shape {wanted}, got {tuple(ids.shape)}.")
-    if ((ids < 0) | (ids >= n_ids)).any():
-        low, high = ids.aminmax()
+    fix = "check the `vocab_size` of the language, and that prompts contain digits only"
+    check_range(name, ids, 0, n_ids - 1, fix)
+
+
+def check_range(name: str, values: Tensor, least: int, most: int, fix: str) -> None:
+    """ValueError unless all values lie in [least, most]."""
+    if ((values < least) | (values > most)).any():
+        low, high = values.aminmax()
         raise ValueError(
-            f"`{name}` must be between 0 and {n_ids - 1}, got values between {low} and {high}: "
-            "check the `vocab_size` of the language, and that prompts contain digits only."
+            f"`{name}` must be between {least} and {most}, got values between {low} and {high}: "
+            f"{fix}."
         )

@@ -11,28 +11,24 @@ from torch import Tensor
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
-from torchrl_kl.envs.digit_language import DigitLanguage, check_ids
+from torchrl_kl.envs.digit_language import DigitLanguage, check_ids, check_range
 
 
 class DigitLanguageEnv(EnvBase):
     """Writes a response to a random prompt, one token per step, and rewards the finished text.
 
-    The action is the next token. The separator is allowed as an ordinary (wrong) token. A text ends
-    after `language.response_length` actions, where `terminated` and `done` are True and the reward
-    is given; it is 0 before. Episodes are never truncated.
+    The action is the next token; the separator is allowed. A text ends after
+    `language.response_length` actions, with `terminated`, `done` and the reward, which is 0 before.
 
-    A step depends only on the tensordict, so rows can be stepped in any order, in any process and
-    from any unfinished text. A finished row must be reset before it is stepped. Rows that a `_step`
-    mask excludes keep their text and `terminated`, and have reward 0.
+    A step depends only on the tensordict. Rows that a `_step` mask excludes keep their text and
+    `terminated`, and have reward 0. A finished row must be reset before it is stepped.
 
-    Only reset is random. It uses a private generator, which `set_seed` seeds identically on every
-    device; the global RNG is not used. Without a seed, the generator starts from system entropy. A
-    copy (`deepcopy`, `pickle`) continues from the same generator state: seed copies differently,
-    as `set_seed` of `SerialEnv` and `ParallelEnv` does.
+    Only reset is random. Its private generator is seeded by `set_seed` identically on every device,
+    and without a seed from system entropy. A copy (`deepcopy`, `pickle`) continues from the same
+    state: seed copies differently, as `set_seed` of `SerialEnv` and `ParallelEnv` does.
 
-    `reset(prompt=prompts)` starts from the given int64 digits (*B, P), or (P,) for all rows; with a
-    `_reset` mask, only the masked rows use them. For `SerialEnv` and `ParallelEnv`, call
-    `reset(list_of_kwargs=[{"prompt": ...}, ...])` with one entry per worker.
+    `reset(prompt=prompts)` starts from the given int64 digits (*B, P), or (P,) for all rows; with
+    `SerialEnv` and `ParallelEnv` it is `reset(list_of_kwargs=[{"prompt": ...}, ...])`.
 
     Keys (L is `language.text_length`):
         `tokens`: (*B, L) int64: prompt, separator, response so far, then separators as padding.
@@ -43,18 +39,15 @@ class DigitLanguageEnv(EnvBase):
     Args:
         language: the language of the prompts. Default: `DigitLanguage()`.
         prompts: (N, P) int64 digits, drawn with equal probability. Default: all prompts.
-        reward_fn: maps finished texts (N, L) int64 to rewards (N,), which are cast to float32. It
-            is called without gradients. The env does not move a model or set it to eval mode.
-            Default: `language.preference`.
+        reward_fn: maps finished texts (N, L) int64 to rewards (N,), without gradients. The env does
+            not move a model or set it to eval mode. Default: `language.preference`.
         batch_size: shape `*B` of the texts, without a dimension of 0.
         device: device of the texts.
         seed: seed of the generator.
 
     Raises:
-        TypeError: `language`, `reward_fn`, its result or a prompt has the wrong type, or reset gets
-            another argument than `prompt`.
-        ValueError: `batch_size`, an action, a prompt, a position or a result of `reward_fn` has a
-            wrong shape or wrong values.
+        TypeError: an argument or a result of `reward_fn` has the wrong type, or reset another one.
+        ValueError: an argument, an action, a position or a reward has a wrong shape or value.
         RuntimeError: a finished row is stepped.
 
     Example:
@@ -88,10 +81,9 @@ class DigitLanguageEnv(EnvBase):
             reward_fn = language.preference
         if not callable(reward_fn):
             raise TypeError(f"`reward_fn` must be callable, got {type(reward_fn).__name__}.")
+        batch_size = torch.Size(batch_size)
         if any(size < 1 for size in batch_size):
-            raise ValueError(
-                f"`batch_size` must have dimensions of at least 1, got {tuple(batch_size)}."
-            )
+            raise ValueError(f"`batch_size` must have dimensions of at least 1, got {batch_size}.")
         if prompts is not None:
             check_ids("prompts", prompts, language.vocab_size, language.prompt_length)
             if prompts.ndim != 2 or len(prompts) == 0:
@@ -99,7 +91,7 @@ class DigitLanguageEnv(EnvBase):
                     f"`prompts` must have shape (N, {language.prompt_length}) with N >= 1, got "
                     f"{tuple(prompts.shape)}: stack the prompts along dimension 0."
                 )
-        super().__init__(device=device, batch_size=torch.Size(batch_size))
+        super().__init__(device=device, batch_size=batch_size)
         self.language, self.prompts = language, prompts
         # Not a submodule, so the env's train(), to() and state_dict() do not affect a user's model.
         object.__setattr__(self, "reward_fn", reward_fn)
@@ -111,27 +103,21 @@ class DigitLanguageEnv(EnvBase):
     def _make_specs(self) -> None:
         language, batch_size, device = self.language, self.batch_size, self.device
         text_shape = torch.Size((*batch_size, language.text_length))
+        flag_shape = torch.Size((*batch_size, 1))
+        first, last = language.context_length, language.text_length
         self.observation_spec = Composite(
             tokens=Categorical(language.n_tokens, shape=text_shape, device=device),
-            position=Bounded(
-                low=language.context_length,
-                high=language.text_length,
-                shape=batch_size,
-                dtype=torch.int64,
-                device=device,
-            ),
+            position=Bounded(first, last, shape=batch_size, dtype=torch.int64, device=device),
             shape=batch_size,
             device=device,
         )
         # A step reads its state from the tensordict only.
         self.state_spec = self.observation_spec.clone()
         self.action_spec = Categorical(language.n_tokens, shape=batch_size, device=device)
-        flag_shape = torch.Size((*batch_size, 1))
-        self.reward_spec = Unbounded(shape=flag_shape, dtype=torch.float32, device=device)
+        self.reward_spec = Unbounded(flag_shape, dtype=torch.float32, device=device)
         flag = Categorical(2, shape=flag_shape, dtype=torch.bool, device=device)
-        self.done_spec = Composite(
-            done=flag, terminated=flag.clone(), shape=batch_size, device=device
-        )
+        flags = {"done": flag, "terminated": flag.clone()}
+        self.done_spec = Composite(flags, shape=batch_size, device=device)
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is None:
@@ -164,10 +150,8 @@ class DigitLanguageEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         tokens, position, action = (tensordict[key] for key in ("tokens", "position", "action"))
-        stepped = tensordict.get("_step", None)
-        if stepped is None:
-            stepped = torch.ones_like(position, dtype=torch.bool)
-        stepped = stepped.reshape(self.batch_size)
+        everywhere = torch.ones_like(position, dtype=torch.bool)
+        stepped = tensordict.get("_step", everywhere).reshape(self.batch_size)
         self._check_step(position, action, stepped)
 
         # Excluded rows may be finished, without a slot to write to, or have any action.
@@ -192,7 +176,7 @@ class DigitLanguageEnv(EnvBase):
 
     def _reward(self, tokens: Tensor, finished: Tensor) -> Tensor:
         """Rewards of shape (*B,): from `reward_fn` where finished, else 0."""
-        reward = torch.zeros(finished.shape, dtype=torch.float32, device=finished.device)
+        reward = torch.zeros_like(finished, dtype=torch.float32)
         if not finished.any():
             return reward
         texts = tokens[finished]
@@ -203,8 +187,7 @@ class DigitLanguageEnv(EnvBase):
         if values.shape != texts.shape[:1]:
             raise ValueError(
                 f"`reward_fn` must return one reward per text, shape {tuple(texts.shape[:1])} for "
-                f"texts of shape {tuple(texts.shape)}, got {tuple(values.shape)}: squeeze a "
-                "trailing dimension of 1, or sum rewards per token."
+                f"{tuple(texts.shape)}, got {tuple(values.shape)}: squeeze a trailing dimension."
             )
         reward[finished] = values.to(reward)
         return reward
@@ -214,9 +197,8 @@ class DigitLanguageEnv(EnvBase):
         check_ids("prompt", prompt, self.language.vocab_size, length)
         if prompt.shape not in ((length,), (*self.batch_size, length)):
             raise ValueError(
-                f"`prompt` must have shape {(*self.batch_size, length)}, or {(length,)} for the "
-                f"same prompt in every row, got {tuple(prompt.shape)}: with a `_reset` mask, give "
-                "excluded rows any prompt."
+                f"`prompt` must have shape {(*self.batch_size, length)}, or {(length,)} for all "
+                f"rows, got {tuple(prompt.shape)}: rows outside a `_reset` mask need one too."
             )
 
     def _check_step(self, position: Tensor, action: Tensor, stepped: Tensor) -> None:
@@ -224,22 +206,13 @@ class DigitLanguageEnv(EnvBase):
         if action.shape != self.batch_size or action.dtype != torch.int64:
             raise ValueError(
                 f"`action` must have shape {tuple(self.batch_size)} and dtype torch.int64, got "
-                f"{tuple(action.shape)} and {action.dtype}: an action is a token id, convert "
-                "one-hot actions or logits with `argmax(-1)`."
+                f"{tuple(action.shape)} and {action.dtype}: use `argmax(-1)` of one-hot actions."
             )
-        if (((action < 0) | (action >= language.n_tokens)) & stepped).any():
-            low, high = action[stepped].aminmax()
-            raise ValueError(
-                f"`action` must be between 0 and {language.n_tokens - 1}, got values between {low} "
-                f"and {high}: the tokens are {language.vocab_size} digits and the separator."
-            )
-        first, last = language.context_length, language.text_length
-        if (((position < first) | (position > last)) & stepped).any():
-            low, high = position[stepped].aminmax()
-            raise ValueError(
-                f"`position` must be between {first} and {last}, got values between {low} and "
-                f"{high}: step a tensordict from reset or step of an env with this language."
-            )
+        first, last, most = language.context_length, language.text_length, language.n_tokens - 1
+        fix = f"the tokens are {language.vocab_size} digits and the separator"
+        check_range("action", action[stepped], 0, most, fix)
+        fix = "step a tensordict from reset or step of an env with this language"
+        check_range("position", position[stepped], first, last, fix)
         finished = (position == last) & stepped
         if finished.any():
             raise RuntimeError(

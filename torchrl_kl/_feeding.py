@@ -16,9 +16,10 @@ from torchrl_kl._tensordict import (
     as_tuple,
     expand_right,
     find_done,
+    find_ends,
     find_time_dim,
     require_order,
-    sibling,
+    steps_follow,
 )
 from torchrl_kl.controllers import (
     ConstantKLController,
@@ -95,7 +96,8 @@ class ControllerFeed(nn.Module):
             Shape of `values`, at least float32; None where the batch has no time dimension.
 
         Raises:
-            RuntimeError: if trajectories are needed and the batch has no time dimension.
+            RuntimeError: if trajectories are needed and the batch has no time dimension, joins the
+                rows of several workers along time, or numbers open trajectories anew.
             ValueError: if trajectories are needed and the steps do not follow one another, or a
                 value is NaN or infinite; nothing has changed then.
         """
@@ -219,22 +221,25 @@ def sum_trajectories(
     def per_step(entry: Tensor) -> Tensor:
         return entry.reshape(n_rows, n_steps)
 
-    done, left = step.get(done_key), tensordict.get(done_key, None)
-    terminated = step.get(sibling(done_key, "terminated"), None)
+    done = cast(Tensor, find_ends(step, done_key, values.shape))
+    terminated = find_ends(step, done_key, values.shape, "terminated")
+    left = tensordict.get(done_key, None)
     ids, is_init = tensordict.get(TRAJECTORY_KEY, None), tensordict.get("is_init", None)
     states = _States(tensordict, _observed_keys(tensordict) if observed is None else observed)
     segments = Segments(
         done=per_value(done),
         terminated=per_value(torch.zeros_like(done) if terminated is None else terminated),
-        left=None if left is None or ids is not None else per_value(left),
+        left=None if left is None else per_value(left),
         mask=None if mask is None else per_step(mask),
         ids=None if ids is None else per_step(ids).to(values.device),
         is_init=None if is_init is None or not is_init.numel() else per_step(is_init)[:, 0],
+        follows=None if mask is None or ids is None else per_step(states.follow()),
         first_states=states.first,
         last_states=states.last,
     )
     if check_order:
         _require_order(tensordict, segments, states.keys, is_init)
+        _refuse_seams(step, segments)
     flat = values.reshape(n_rows, n_steps, n_values)
     running, finished = stream.add(flat, segments, judge=judge)
     dtype = torch.promote_types(values.dtype, torch.float32)
@@ -261,6 +266,24 @@ def _require_order(
     require_order(tensordict, keys, may_differ.reshape(shape), consequence)
 
 
+def _refuse_seams(step: TensorDictBase, segments: Segments) -> None:
+    """RuntimeError if the rows of several workers follow one another along time."""
+    if segments.ids is None:
+        return
+    ends = segments.done.any(-1)
+    done = step.get("done", None)
+    if done is not None:
+        ends = ends | done.reshape(*ends.shape, -1).any(-1)
+    seams = (segments.ids[:, 1:] != segments.ids[:, :-1]) & ~ends[:, :-1]
+    if segments.mask is not None:
+        seams = seams & segments.mask[:, 1:]
+    if seams.any():
+        raise RuntimeError(
+            "a row of the batch has another trajectory behind a step that is not done: does the collector "
+            'join the rows of its workers along time (`cat_results=-1`)? Use `cat_results="stack"`.'
+        )
+
+
 def _observed_keys(tensordict: TensorDictBase) -> list[NestedKey]:
     """What a step shows and the next one begins with: what the data and "next" share, but flags."""
     step = cast(TensorDictBase, tensordict.get("next"))
@@ -269,7 +292,7 @@ def _observed_keys(tensordict: TensorDictBase) -> list[NestedKey]:
 
 
 class _States:
-    """Digests of the states that rows begin and end with: do they continue one another?"""
+    """Digests of the states that rows begin and end with, empty where nothing shows a state."""
 
     def __init__(self, tensordict: TensorDictBase, keys: Iterable[NestedKey]):
         self.tensordict = tensordict
@@ -280,6 +303,16 @@ class _States:
             if as_tuple(key)[-1] not in _FLAGS
             and not (tensordict.get(key, None) is None or step.get(key, None) is None)
         ]
+
+    def follow(self) -> Tensor:
+        """Whether each step begins in the state that the one before left, (*R, T)."""
+        follows = torch.ones(self.tensordict.batch_size, dtype=torch.bool)
+        for key in self.keys:
+            same = steps_follow(self.tensordict, key)
+            if same is not None:
+                follows = follows.to(same.device)
+                follows[..., 1:] &= same
+        return follows
 
     def first(self, rows: list[int]) -> list[bytes]:
         """Of the states in which the rows begin."""
@@ -292,6 +325,8 @@ class _States:
     def _digests(
         self, tensordict: TensorDictBase, rows: list[int], steps: list[int]
     ) -> list[bytes]:
+        if not self.keys:
+            return [b""] * len(rows)
         n_batch, n_steps = self.tensordict.batch_dims, self.tensordict.batch_size[-1]
         states = [b""] * len(rows)
         for key in self.keys:

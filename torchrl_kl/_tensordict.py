@@ -332,21 +332,51 @@ def require_order(
     """
     if not may_differ.numel():  # fewer than two steps
         return
-    step, dim = cast(TensorDictBase, tensordict.get("next")), tensordict.batch_dims - 1
     for key in keys:
-        left, right = step.get(key, None), tensordict.get(key, None)
-        if left is None or right is None or left.shape != right.shape:
-            continue
-        left = left.narrow(dim, 0, may_differ.shape[-1])
-        right = right.narrow(dim, 1, may_differ.shape[-1])
-        equal = left == right
-        if left.is_floating_point():
-            equal = equal | (left.isnan() & right.isnan())
-        while equal.ndim > may_differ.ndim:  # not by a reshape: a dimension may be empty
-            equal = equal.all(-1)
-        if not bool((equal | may_differ).all()):
+        equal = steps_follow(tensordict, key)
+        if equal is not None and not bool((equal | may_differ).all()):
             raise ValueError(
                 f"the steps of the batch do not follow one another: {key!r} is not what the step before "
                 f'has in "next", and no trajectory begins there. Is it a shuffled sample that kept the name '
                 f'"time"? {consequence}'
             )
+
+
+def steps_follow(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """Whether each step of a batch (*R, T) but the first begins with the entry that the one before left, (*R, T - 1).
+
+    None where the entry is not both in the data and in "next". NaN equals NaN.
+    """
+    before = cast(TensorDictBase, tensordict.get("next")).get(key, None)
+    after = tensordict.get(key, None)
+    if before is None or after is None or before.shape != after.shape:
+        return None
+    dim, n_steps = tensordict.batch_dims - 1, tensordict.batch_size[-1]
+    before, after = before.narrow(dim, 0, n_steps - 1), after.narrow(dim, 1, n_steps - 1)
+    equal = before == after
+    if before.is_floating_point():
+        equal = equal | (before.isnan() & after.isnan())
+    while equal.ndim > tensordict.batch_dims:  # not by a reshape: a dimension may be empty
+        equal = equal.all(-1)
+    return equal
+
+
+def find_ends(
+    step: TensorDictBase, done_key: NestedKey, shape: Sequence[int], name: str = "done"
+) -> Tensor | None:
+    """Where trajectories end in a step or batch of steps, expanded to `shape`; None without such a flag.
+
+    A flag of each agent does not say that an env resets all of them when one is done: its root does.
+
+    Args:
+        step: what is under "next".
+        done_key: from `find_done`.
+        shape: of the KL.
+        name: "done", or "terminated" for the flag of that name next to it.
+    """
+    keys = [done_key if name == "done" else sibling(done_key, name)]
+    if len(as_tuple(done_key)) > 1:
+        keys.append(name)
+    flags = [step.get(key, None) for key in keys]
+    ends = [expand_right(flag, shape) for flag in flags if flag is not None]
+    return torch.stack(ends).any(0) if ends else None

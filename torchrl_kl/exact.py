@@ -37,13 +37,10 @@ class PolicyValues:
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import Enumeration
-        >>> coin = lambda tokens: torch.zeros(len(tokens), 2)
-        >>> ones = lambda texts: texts[:, 1:].double().sum(1)
-        >>> responses = Enumeration(coin, ones, torch.tensor([[0]]), response_length=2)
-        >>> best = responses.optimum(coeff=1.0)
-        >>> f"reward {best.reward:.4f}, {best.kl:.4f} nats, objective {best.objective:.4f}"
-        'reward 1.4621, 0.2219 nats, objective 1.2402'
+        >>> from torchrl_kl import PolicyValues
+        >>> kl, probs = torch.tensor([0.25, 0.5]), torch.full((1, 2, 2), 0.5)
+        >>> PolicyValues(0.5, 1.5, kl, probs).objective
+        1.125
     """
 
     coeff: float
@@ -74,8 +71,7 @@ class ExactValues(PolicyValues):
         >>> import torch
         >>> from torchrl_kl import Enumeration
         >>> coin = lambda tokens: torch.zeros(len(tokens), 2)
-        >>> ones = lambda texts: texts.double().sum(1)
-        >>> responses = Enumeration(coin, ones, torch.tensor([[0]]), response_length=2)
+        >>> responses = Enumeration(coin, lambda texts: texts.sum(1), torch.tensor([[0]]), 2)
         >>> round(responses.values(coin, coeff=1.0).regret, 4)  # the policy is the reference
         0.2402
     """
@@ -104,7 +100,7 @@ class ExactValues(PolicyValues):
 class Enumeration:
     r"""All responses to the prompts, with their rewards and their probabilities.
 
-    It gives the exact values of any policy, and of the optimum for any coefficient. The optimum of
+    It gives exact values of any policy, and of the optimum for any coefficient. The optimum of
     :math:`E_\pi[r] - \beta KL(\pi \| \pi_{ref})` over all policies is, for each prompt,
 
     .. math:: \pi^*(y) \propto \pi_{ref}(y) \exp(r(y) / \beta), \quad
@@ -127,14 +123,13 @@ class Enumeration:
         reference_reward: E[reward] of the reference.
 
     Raises:
-        ValueError: too many texts, or wrong shapes, dtypes or values of prompts or outputs.
+        ValueError: too many texts, or a wrong shape, dtype or value of prompts or outputs.
 
     Example:
         >>> import torch
         >>> from torchrl_kl import Enumeration
         >>> coin = lambda tokens: torch.zeros(len(tokens), 2)
-        >>> heads = lambda texts: texts[:, -1].float()
-        >>> responses = Enumeration(coin, heads, torch.tensor([[0]]), response_length=1)
+        >>> responses = Enumeration(coin, lambda texts: texts[:, -1], torch.tensor([[0]]), 1)
         >>> round(responses.values(coin, coeff=1.0).optimum.objective, 4)  # J*
         0.6201
         >>> round(responses.solve_coeff(target=0.1), 4)  # its optimum has a KL of 0.1 nats
@@ -175,10 +170,6 @@ class Enumeration:
     def values(self, policy: Model, coeff: float) -> ExactValues:
         """Values of `policy` and of the optimum for E[reward] - coeff * KL(policy || reference).
 
-        Args:
-            policy: the model to evaluate.
-            coeff: coefficient of the KL, in reward per nat, >= 0.
-
         Raises:
             ValueError: `coeff` or an output of `policy` has the wrong shape or values.
         """
@@ -187,12 +178,9 @@ class Enumeration:
         return ExactValues(**vars(own), optimum=optimum, reference_reward=self.reference_reward)
 
     def optimum(self, coeff: float) -> PolicyValues:
-        """Values of the best policy for a coefficient; its KL falls as the coefficient rises.
+        """Values of the best policy for a coefficient (reward per nat); its KL falls as that rises.
 
         For coeff 0 it is the limit: the reference restricted to its texts of maximal reward.
-
-        Args:
-            coeff: coefficient of the KL, in reward per nat, >= 0.
 
         Raises:
             ValueError: `coeff` is negative or not finite.
@@ -202,19 +190,16 @@ class Enumeration:
         return self._values(self._optimal_log_probs(coeff), coeff, "optimum")
 
     def solve_coeff(self, target: float) -> float:
-        """The coefficient whose optimum has KL(optimum || reference) = target.
-
-        Args:
-            target: nats per response, above 0 and below the KL of the optimum for coeff 0.
+        """The coefficient whose optimum has KL(optimum || reference) = target, nats per response.
 
         Raises:
-            ValueError: no coefficient has this KL.
+            ValueError: `target` is not above 0 and below the KL of the optimum for coeff 0.
         """
         limit = self.optimum(0.0).kl
         if not 0 < target < limit:
             raise ValueError(
-                f"`target` must be above 0 and below {limit:.6g} nats per response, got {target}: "
-                "for this reward, the KL of the optimum lies between these for every coefficient."
+                f"`target` must be above 0 and below {limit:.6g} nats per response, the KL of the "
+                f"optimum without a penalty, got {target}."
             )
         # The tilted variance is at most spread^2 / 4, hence KL <= spread^2 / (8 coeff^2).
         gaps = self._gaps()
@@ -269,10 +254,10 @@ class Enumeration:
             return rewards.double()
 
         rewards = self._map(score, self._response_length)
-        if not rewards.isfinite().all():
+        if n_bad := int((~rewards.isfinite()).sum()):
             raise ValueError(
-                f"`reward_fn` must return finite rewards, got {int((~rewards.isfinite()).sum())} "
-                f"infinite or NaN ones on {len(rewards)} texts: also impossible texts need one."
+                f"`reward_fn` must return finite rewards, got {n_bad} infinite or NaN ones on "
+                f"{len(rewards)} texts: also impossible texts need one."
             )
         return rewards.view(len(self._prompts), -1)
 
@@ -317,13 +302,13 @@ def exact_kl(
         (R,) float64, nats; inf where the policy can write a token that the reference cannot.
 
     Raises:
-        ValueError: see :class:`Enumeration`.
+        ValueError: as for :class:`Enumeration`.
 
     Example:
         >>> import torch
         >>> from torchrl_kl import exact_kl
         >>> fair = lambda tokens: torch.zeros(len(tokens), 2)
-        >>> sure = lambda tokens: torch.tensor([[0.0, -torch.inf]]).expand(len(tokens), 2)
+        >>> sure = lambda tokens: fair(tokens).index_fill(1, torch.tensor(1), -torch.inf)
         >>> exact_kl(sure, fair, torch.tensor([[0]]), response_length=2)
         tensor([0.6931, 0.6931], dtype=torch.float64)
     """

@@ -140,9 +140,8 @@ def test_just_below_the_largest_budget_there_is_a_coefficient():
     coeff = coeff_for_budget(rewards, limit * (1 - 1e-12))
     assert 0.02 < coeff < 0.04  # 0.5 / b exp(-1 / b) / 2 + ... = 7e-13
     message = (
-        "`budget` must be below 0.693147 nats, all that these rewards can show (the log of the "
-        "samples over those of "
-        "the highest reward, per prompt), got 0.693147: draw more samples, or lower the budget."
+        "`budget` must be below 0.693147 nats, all that these samples can show, got 0.693147: "
+        "draw more samples, or lower the budget."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         coeff_for_budget(rewards, limit)
@@ -196,9 +195,8 @@ def test_rewards_that_are_not_finite_are_refused(bad):
 def test_rewards_without_a_choice_are_refused(rewards):
     rewards = torch.tensor(rewards)
     message = re.escape(
-        "`rewards` must differ between the samples of a prompt, or no policy is better than the "
-        f"reference: got shape {tuple(rewards.shape)} with all rewards of a prompt equal. The "
-        "samples of a prompt are one row: squeeze a trailing dimension of 1."
+        "`rewards` must differ between the samples of a prompt, which are one row, got shape "
+        f"{tuple(rewards.shape)} with equal rewards in each row: squeeze a trailing dimension of 1."
     )
     with pytest.raises(ValueError, match=f"^{message}$"):
         coeff_for_budget(rewards, 0.1)

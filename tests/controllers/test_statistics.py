@@ -68,10 +68,7 @@ class TestKLStatistics:
 
     def test_merging_itself_is_refused(self):
         pool = KLStatistics().add(tensor([1.0, 2.0]))
-        message = (
-            "^`other` must be another KLStatistics, got this object: every value would count "
-            "twice.$"
-        )
+        message = "^`other` must be another KLStatistics, got this object.$"
         with pytest.raises(ValueError, match=message):
             pool.merge(pool)
         assert state(pool) == (2, 3, 5)
@@ -178,9 +175,8 @@ class TestKLStatistics:
     def test_a_value_that_is_not_finite_is_refused_and_adds_nothing(self, bad):
         pool = KLStatistics().add(tensor([1.0, 2.0]))
         message = (
-            rf"^`values` must be finite, got a sum of squares of (nan|inf) over {len(bad)} "
-            rf"values: look for -inf "
-            r"log-probabilities\. The statistics are unchanged\.$"
+            rf"^`values` must be finite, got {len(bad)} values with a sum of squares of "
+            r"(nan|inf): look for -inf log-probabilities\. Nothing was added\.$"
         )
         with pytest.raises(ValueError, match=message):
             pool.add(tensor(bad))

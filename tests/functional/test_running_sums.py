@@ -138,7 +138,7 @@ class TestAgainstTheLoop:
             function(values, values)
         with pytest.raises(TypeError, match="^`values` must be floating point, got torch.int64: "):
             function(values.long(), ends)
-        message = "^`values` must have time as its last dimension, got a tensor without dimensions"
+        message = "^`values` must have time as its last dimension, got a 0-dim tensor"
         with pytest.raises(ValueError, match=message):
             function(values.sum(), ends.any())
 

@@ -61,10 +61,9 @@ class ControllerLaws:
         controller.update(0.7, 3)
         before = copy.deepcopy(controller.state_dict())
         message = (
-            rf"^`kl` must be finite, got {float(kl)}: the coefficient stays at "
-            rf"{before['coeff'].item():.6g}\. Look for "
-            r"-inf log-probabilities \(masked actions, a reference that cannot produce the "
-            r"policy's action\)\.$"
+            rf"^`kl` must be finite, got {float(kl)}: look for -inf log-probabilities "
+            r"\(masked actions, a reference without the action\)\. The coefficient stays "
+            rf"{before['coeff'].item():.6g}\.$"
         )
         with pytest.raises(ValueError, match=message):
             controller.update(kl, 3)
@@ -346,9 +345,9 @@ class ClosedLoopLaws(ControllerLaws):
         before = copy.deepcopy(controller.state_dict())
         for unknown in (None, math.nan):
             message = re.escape(
-                "`standard_error` must be known to a controller with a deadband of 2.5 standard "
-                f"errors, got {unknown}: pass that of the KLStatistics that pooled `kl`, which "
-                "needs at least two values (`update_every`), or use deadband=0."
+                f"`standard_error` must be known where deadband=2.5, got {unknown}: pass that of "
+                "the KLStatistics that pooled `kl`, which needs at least two values "
+                "(`update_every`), or use deadband=0."
             )
             with pytest.raises(ValueError, match=f"^{message}$"):
                 controller.update(5.0, 3, standard_error=unknown)

@@ -41,6 +41,7 @@ from torchrl_kl import (
     AdaptiveKLController,
     ExponentialKLController,
     KLConstrainedTransform,
+    KLKeys,
     RewardAdjustmentTransform,
 )
 
@@ -58,7 +59,7 @@ def by_trajectory(batches) -> dict[int, list[float]]:
 
 
 @pytest.mark.parametrize(("per", "moves"), [("trajectory", [0, 0, 1, 1]), ("step", [0, 1, 2, 3])])
-def test_charge_first_then_update_in_the_env(per, moves):
+def test_penalize_first_then_update_in_the_env(per, moves):
     stack, _ = spied(per, step=1.0)
     after = play(with_transforms(WalkEnv((2,), longest=2), stack), policy(), 4)["next"]
     assert after["done"].flatten().tolist() == [False, True] * 4
@@ -67,7 +68,7 @@ def test_charge_first_then_update_in_the_env(per, moves):
 
 
 @pytest.mark.parametrize("per", ["trajectory", "step"])
-def test_charge_first_then_update_on_a_batch(per):
+def test_penalize_first_then_update_on_a_batch(per):
     stack, controller = spied(per, step=1.0)
     batch = play(WalkEnv((2,)), policy())
     for n, coeff in enumerate([0.1, 1.1, 2.1]):
@@ -110,7 +111,7 @@ def test_finished_trajectories_are_pooled_and_told_once(place, update_every):
         expected, pool = [(sum(pool) / len(pool), len(pool))], []
     assert [n for _, n in controller.calls] == [n for _, n in expected]
     assert_close([kl for kl, _ in controller.calls], [kl for kl, _ in expected], atol=1e-5, rtol=0)
-    assert int(stack.adjustment.statistics.count) == len(pool)
+    assert int(stack.statistics.count) == len(pool)
     assert min(n for _, n in controller.calls) >= update_every
 
 
@@ -161,7 +162,7 @@ def test_a_deadband_leaves_the_coefficient_alone_within_the_noise(deadband, move
 
 
 def test_a_deadband_on_single_values_is_refused():
-    message = "`update_every` must be at least 2 for a controller with a deadband of 0.5 standard errors, got 1: a single"
+    message = "`update_every` must be at least 2 for a controller with a deadband, got 1: a single"
     for make in (RewardAdjustmentTransform, partial(KLConstrainedTransform, make_actor())):
         with pytest.raises(ValueError, match=message):
             make(AdaptiveKLController(0.1, 0.5, 100, deadband=0.5), update_every=1)
@@ -186,7 +187,7 @@ def test_how_a_batch_is_split_changes_nothing_in_the_pool(per):
         assert_close(pool.sum_of_squares, pools[0].sum_of_squares, rtol=0, atol=1e-12)
 
 
-def test_padding_is_charged_nothing_and_not_counted():
+def test_padding_is_not_penalized_and_not_counted():
     batch = play(WalkEnv((2,)), policy())
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[0, 5:] = False
@@ -194,6 +195,7 @@ def test_padding_is_charged_nothing_and_not_counted():
     batch["next", "done"] = torch.zeros(2, 12, 1, dtype=torch.bool)
     batch["next", "done"][:, 4] = True
     batch["next", "done"][:, 8] = True
+    del batch["next", "observation"]  # which goes on and ends where the env's own flags said
     for per, n in (("step", 17), ("trajectory", 3)):
         stack, controller = spied(per)
         after = stack(batch)["next"]
@@ -202,7 +204,7 @@ def test_padding_is_charged_nothing_and_not_counted():
         assert (after["reward"][mask] != batch["next", "reward"][mask]).all()
 
 
-def test_an_artificial_truncation_is_no_end():
+def test_an_artificial_truncation_is_not_an_end():
     batches = collect(WalkEnv((2,), longest=9), policy(), frames=8, batches=12, set_truncated=True)
     assert all(batch["next", "truncated"][:, -1].any() for batch in batches)
     stack, controller = spied()
@@ -247,8 +249,9 @@ def test_replay_sampling_leaves_open_trajectories_alone():
     replay = ReplayBuffer(storage=LazyTensorStorage(2), batch_size=2, transform=stack)
     replay.extend(without_kl(batches[0]))
     for batch in batches:
-        after = stack(without_kl(batch))
+        after = stack.train()(without_kl(batch))
         assert_same(after["next", "episode_kl"], batch["next", "episode_kl"])
+        stack.eval()
         replay.sample()
 
 
@@ -292,7 +295,7 @@ def test_agents_of_one_env_are_each_a_trajectory():
     actor = make_actor(agents=True)
     controller = SpyController()
     stack = KLConstrainedTransform(
-        actor, controller, update_every=1, reward_key=("agents", "reward")
+        actor, controller, update_every=1, keys=KLKeys(reward=("agents", "reward"))
     )
     after = play(with_transforms(WalkEnv((2,), n_agents=3), stack), moved(actor), 20)["next"]
     ended = after["done"].squeeze(-1)
@@ -331,7 +334,7 @@ def test_an_agent_that_has_left_is_counted_once(place):
     actor, controller = make_actor(agents=True), SpyController()
     env = LeavingEnv(2, longest=5)
     stack = KLConstrainedTransform(
-        actor, controller, update_every=1, reward_key=("agents", "reward")
+        actor, controller, update_every=1, keys=KLKeys(reward=("agents", "reward"))
     )
     if place == "env":
         batch = play(with_transforms(env, stack), moved(actor), 20)
@@ -369,20 +372,22 @@ def test_the_done_flag_can_be_named():
         my_end=[False, True, False, True],
     )
     controller = SpyController()
-    after = RewardAdjustmentTransform(controller, update_every=1, done_key="my_end")(batch)
+    after = RewardAdjustmentTransform(controller, update_every=1, keys=KLKeys(done="my_end"))(batch)
     assert_close(after["next", "episode_kl"].flatten(), torch.tensor([1.0, 3.0, 4.0, 12.0]))
     assert controller.calls == [(7.5, 2)]
 
 
 def test_a_done_flag_that_is_not_there_is_an_error():
     batch = step_of(reward=[1.0], kl=[1.0])
-    with pytest.raises(KeyError, match=r"there is no 'done'.*got \['kl'.*'reward'.*`done_key`"):
+    with pytest.raises(
+        KeyError, match=r"there is no 'done'.*got kl,.*reward.*: .*`KLKeys\(done=\.\.\.\)`"
+    ):
         RewardAdjustmentTransform(0.1)(batch)
     batch["next", "done"] = torch.ones(1, 1, 1, dtype=torch.bool)
     with pytest.raises(KeyError, match="nope"):
-        RewardAdjustmentTransform(0.1, done_key="nope")(batch)
+        RewardAdjustmentTransform(0.1, keys=KLKeys(done="nope"))(batch)
     with pytest.raises(KeyError, match="nope"):
-        play(with_transforms(WalkEnv(), spied(done_key="nope")[0]), policy())
+        play(with_transforms(WalkEnv(), spied(keys=KLKeys(done="nope"))[0]), policy())
 
 
 # Who moves it, and who never does.
@@ -430,11 +435,7 @@ def test_nothing_moves_it_while_frozen(per):
     stack_outside, controller_outside = spied(per)
     stack_outside.freeze()(play(WalkEnv((2,)), policy()))
     assert not controller.calls + controller_outside.calls
-    assert (
-        int(stack.adjustment.statistics.count)
-        == int(stack_outside.adjustment.statistics.count)
-        == 0
-    )
+    assert int(stack.statistics.count) == int(stack_outside.statistics.count) == 0
     assert stack.unfreeze() is stack
     play(env, policy())
     stack_outside.unfreeze()(play(WalkEnv((2,)), policy()))
@@ -442,12 +443,16 @@ def test_nothing_moves_it_while_frozen(per):
     assert controller_outside.calls
 
 
-def test_train_and_eval_do_not_freeze_it():
-    stack, controller = spied("step")
+@pytest.mark.parametrize("per", ["step", "trajectory"])
+def test_batches_do_not_move_it_after_eval_and_do_again_after_train(per):
+    stack, controller = spied(per)
     batch = play(WalkEnv((2,)), policy())
-    stack.eval()(batch)
+    after = stack.eval()(batch)["next"]
+    assert_close(after["reward"], after["task_reward"] - 0.1 * after["kl"])
+    assert not controller.calls
+    assert int(stack.statistics.count) == 0
     stack.train()(batch)
-    assert len(controller.calls) == 2
+    assert len(controller.calls) == 1
 
 
 @pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
@@ -466,7 +471,7 @@ def test_replay_sampling_never_moves_it(buffer, prefetch, appended, composed):
     for _ in range(5):
         assert (replay.sample()["next", "kl"] != 0).any()
     assert not controller.calls
-    assert int(stack.adjustment.statistics.count) == 0
+    assert int(stack.statistics.count) == 0
 
 
 def test_reading_a_replay_buffer_by_index_never_moves_it():
@@ -498,11 +503,7 @@ def test_spec_checks_and_fake_data_never_move_it(per):
     assert fake.names[-1] == "time"
     stack_outside(fake)
     assert not controller.calls + controller_outside.calls
-    assert (
-        int(stack.adjustment.statistics.count)
-        == int(stack_outside.adjustment.statistics.count)
-        == 0
-    )
+    assert int(stack.statistics.count) == int(stack_outside.statistics.count) == 0
 
 
 def test_random_actions_never_move_it():
@@ -523,27 +524,27 @@ def test_random_warm_up_frames_are_scored_zero_in_the_env_and_not_counted():
     assert total(controller)[0] == 8
 
 
-# Batches that were charged elsewhere.
+# Batches that were penalized elsewhere.
 
 
 @pytest.mark.parametrize("per", ["trajectory", "step"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_observing_a_charged_batch_tells_what_charging_it_would_have_told(per, padded):
-    (charging, one), (observing, other) = spied(per), spied(per)
+def test_observing_a_penalized_batch_tells_what_penalizing_it_would_have_told(per, padded):
+    (penalizing, one), (observing, other) = spied(per), spied(per)
     for seed in range(3):
         batch = play(WalkEnv((3,)), policy(), 7, seed=seed)
         if padded:
             batch["collector"] = TensorDict(
                 mask=torch.arange(7).expand(3, 7) < 5, batch_size=(3, 7)
             )
-        charged = charging(batch)
+        penalized = penalizing(batch)
         if padded:
-            charged["next", "kl"] = torch.where(
-                charged["collector", "mask"][..., None], charged["next", "kl"], 9.0
+            penalized["next", "kl"] = torch.where(
+                penalized["collector", "mask"][..., None], penalized["next", "kl"], 9.0
             )
-        before = charged.clone()
-        assert observing.adjustment.observe(charged) is None
-        assert (charged == before).all()
+        before = penalized.clone()
+        assert observing.observe(penalized) is None
+        assert (penalized == before).all()
     assert one.calls == other.calls != []
 
 
@@ -552,4 +553,4 @@ def test_observing_what_was_not_measured_is_an_error():
     with pytest.raises(
         KeyError, match="'kl' is not in the data.*put KLDivergenceTransform before this transform"
     ):
-        stack.adjustment.observe(play(WalkEnv((3,)), policy(), 7))
+        stack.observe(play(WalkEnv((3,)), policy(), 7))

@@ -49,7 +49,7 @@ def expected(reference, rollout, coef: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.float32], ids=str)
-def test_pendulum_with_the_result_beside_the_reward(requires_grad, dtype):
+def test_pendulum_with_the_result_next_to_the_reward(requires_grad, dtype):
     base_env = GymEnv("Pendulum-v1")
     actor = make_actor(base_env)
     reference = copy.deepcopy(actor)

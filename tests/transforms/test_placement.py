@@ -1,5 +1,6 @@
-"""Where the stack may stand: beside TorchRL's other transforms in each order, around workers and inside them."""
+"""Where the stack may be placed: with TorchRL's other transforms in each order, around workers and inside them."""
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -19,9 +20,10 @@ from torchrl.envs import (
     DoubleToFloat,
     DTypeCastTransform,
     EnvBase,
+    FrameSkipTransform,
     GymEnv,
+    MultiAction,
     ObservationNorm,
-    ParallelEnv,
     RandomTruncationTransform,
     RewardClipping,
     RewardScaling,
@@ -53,6 +55,7 @@ from torchrl_kl import (
     AdaptiveKLController,
     KLConstrainedTransform,
     KLDivergenceTransform,
+    KLKeys,
     KLRewardTransform,
     ReferenceModelLogProbTransform,
 )
@@ -72,7 +75,7 @@ def one_piece() -> KLRewardTransform:
     return KLRewardTransform(make_actor(), COEFF)
 
 
-both = pytest.mark.parametrize("charge", [stack, one_piece])
+both = pytest.mark.parametrize("penalty", [stack, one_piece])
 
 
 def adaptive(**kwargs) -> Any:
@@ -106,11 +109,11 @@ NEUTRAL: dict[str, Callable[[], Any]] = {
 @both
 @pytest.mark.parametrize("place", ["before", "after"])
 @pytest.mark.parametrize("name", NEUTRAL)
-def test_what_writes_elsewhere_changes_no_number(name, place, charge):
+def test_what_writes_elsewhere_changes_no_number(name, place, penalty):
     other = NEUTRAL[name]()
-    order = (other, charge()) if place == "before" else (charge(), other)
+    order = (other, penalty()) if place == "before" else (penalty(), other)
     check_env_specs(with_transforms(WalkEnv((2,)), *(transform.clone() for transform in order)))
-    actual, expected = walk(*order)["next"], walk(charge())["next"]
+    actual, expected = walk(*order)["next"], walk(penalty())["next"]
     for key in expected.keys(True, True):
         assert_close(actual[key], expected[key], rtol=0, atol=0)
     assert set(actual.keys()) > set(expected.keys())
@@ -142,9 +145,9 @@ def test_policy_and_reference_read_the_same_concatenation():
     for order in ("before", "after"):
         # `left` is an integer: concatenated, it is promoted.
         cat = CatTensors(["observation", "left"], out_key="cat", del_keys=False)
-        charge = KLConstrainedTransform(actor, COEFF)
+        penalty = KLConstrainedTransform(actor, COEFF)
         env = with_transforms(
-            WalkEnv((2,)), *((cat, charge) if order == "before" else (charge, cat))
+            WalkEnv((2,)), *((cat, penalty) if order == "before" else (penalty, cat))
         )
         check_env_specs(env)
         batch = play(env, moved(actor))
@@ -162,16 +165,18 @@ def test_policy_and_reference_read_the_same_concatenation():
     ids=["RewardScaling", "RewardClipping"],
 )
 @both
-def test_a_reward_that_is_rescaled_before_the_charge_is_the_task(make, expected, charge):
+def test_a_reward_that_is_rescaled_before_the_penalty_is_the_task(make, expected, penalty):
     batch = walk(
-        ReferenceModelLogProbTransform(make_actor(), ref_log_prob_key="r"), make(), charge()
+        ReferenceModelLogProbTransform(make_actor(), keys=KLKeys(ref_log_prob="r")),
+        make(),
+        penalty(),
     )
     bare = walk()
     kl = (batch["action_log_prob"].detach() - batch["next", "r"]).unsqueeze(-1)
     assert_same(batch["next", "reward"], expected(bare["next", "reward"]) - COEFF * kl)
 
 
-def test_a_running_normalisation_of_the_reward_before_the_charge():
+def test_a_running_normalisation_of_the_reward_before_the_penalty():
     batch = walk(VecNormV2(in_keys=["reward"]), stack())["next"]
     alone = walk(VecNormV2(in_keys=["reward"]))["next"]
     assert_close(batch["task_reward"], alone["reward"], rtol=0, atol=0)
@@ -194,12 +199,12 @@ def test_a_step_counter_that_truncates_ends_the_sum():
 
 
 def test_ends_that_come_before_the_stack_are_told_to_the_controller():
-    charge = KLConstrainedTransform(make_actor(), adaptive(), update_every=1000)
-    walk(StepCounter(3), charge, steps=9)
-    assert int(charge.adjustment.statistics.count) == 6
+    penalty = KLConstrainedTransform(make_actor(), adaptive(), update_every=1000)
+    walk(StepCounter(3), penalty, steps=9)
+    assert int(penalty.statistics.count) == 6
 
 
-def test_casts_after_the_stack_are_no_rescaling():
+def test_casts_after_the_stack_do_not_rescale():
     cast = DTypeCastTransform(torch.float32, torch.float64, in_keys=["reward"], out_keys=["reward"])
     batch = walk(stack(), cast)["next"]
     assert batch["reward"].dtype == torch.float64
@@ -216,20 +221,20 @@ RESCALING: dict[str, Callable[[], Any]] = {
 }
 
 
-def appended(charge, other) -> EnvBase:
-    env = with_transforms(WalkEnv((2,)), charge)
+def appended(penalty, other) -> EnvBase:
+    env = with_transforms(WalkEnv((2,)), penalty)
     check_env_specs(env)  # right until now
     return env.append_transform(other)
 
 
 ORDERS: dict[str, Callable[[Any, Any], EnvBase]] = {
-    "one Compose": lambda charge, other: with_transforms(WalkEnv((2,)), charge, other),
+    "one Compose": lambda penalty, other: with_transforms(WalkEnv((2,)), penalty, other),
     "appended": appended,
-    "within": lambda charge, other: with_transforms(
-        WalkEnv((2,)), StepCounter(), compose(charge), compose(other)
+    "within": lambda penalty, other: with_transforms(
+        WalkEnv((2,)), StepCounter(), compose(penalty), compose(other)
     ),
-    "unwrapped": lambda charge, other: TransformedEnv(
-        TransformedEnv(WalkEnv((2,)), charge, auto_unwrap=False), other, auto_unwrap=True
+    "unwrapped": lambda penalty, other: TransformedEnv(
+        TransformedEnv(WalkEnv((2,)), penalty, auto_unwrap=False), other, auto_unwrap=True
     ),
 }
 
@@ -237,29 +242,29 @@ ORDERS: dict[str, Callable[[Any, Any], EnvBase]] = {
 @both
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", RESCALING)
-def test_what_rescales_the_charged_reward_is_refused(name, order, charge):
-    text = rf"{name} stands after (RewardAdjustment|KLReward)Transform and rewrites 'reward'.*Put it before the stack"
+def test_what_rescales_the_penalized_reward_is_refused(name, order, penalty):
+    text = rf"{name} comes after KL(Constrained|Reward)Transform and rewrites 'reward'.*Put it before the KL transforms"
     with pytest.raises(RuntimeError, match=text):
-        ORDERS[order](charge(), RESCALING[name]()).reset()
+        ORDERS[order](penalty(), RESCALING[name]()).reset()
 
 
 @both
-def test_it_is_refused_in_a_postproc_and_in_a_replay_buffer_too(charge):
+def test_it_is_refused_in_a_postproc_and_in_a_replay_buffer_too(penalty):
     batch = play(WalkEnv((2,)), policy())
-    text = "RewardScaling stands after .* and rewrites 'reward'"
+    text = "RewardScaling comes after .* and rewrites 'reward'"
     with pytest.raises(RuntimeError, match=text):
-        compose(charge(), RewardScaling(0.0, 2.0))(batch)
+        compose(penalty(), RewardScaling(0.0, 2.0))(batch)
     buffer = ReplayBuffer(storage=LazyTensorStorage(24), batch_size=4)
-    buffer.append_transform(charge())
+    buffer.append_transform(penalty())
     buffer.append_transform(RewardScaling(0.0, 2.0))
     buffer.extend(batch.reshape(-1))
     with pytest.raises(RuntimeError, match=text):
         buffer.sample()
 
 
-def test_a_second_charge_is_called_by_its_name():
+def test_a_second_penalty_is_called_by_its_name():
     with pytest.raises(
-        RuntimeError, match="the batch has 'kl_coeff': 'reward' was charged for its KL before"
+        RuntimeError, match="the batch has 'kl_coeff': 'reward' was penalized for its KL before"
     ):
         compose(stack(), one_piece())(play(WalkEnv((2,)), policy()))
 
@@ -269,16 +274,17 @@ def test_the_record_is_not_to_be_rewritten(key):
     def rescale() -> ObservationNorm:
         return ObservationNorm(loc=0.0, scale=2.0, in_keys=[key])
 
-    text = rf"ObservationNorm stands after \w+ and rewrites '{key}'"
+    text = rf"ObservationNorm comes after \w+ and rewrites '{key}'"
     with pytest.raises(RuntimeError, match=text):
         with_transforms(WalkEnv((2,)), stack(), rescale()).reset()
     with pytest.raises(RuntimeError, match=text):
         compose(stack(), rescale())(play(WalkEnv((2,)), policy()))
 
 
-def test_the_kl_is_no_observation_unless_it_is_named():
+def test_the_kl_is_not_an_observation_unless_it_is_named():
     with pytest.raises(
-        RuntimeError, match=r"CatTensors stands after \w+ without `in_keys`.*name its `in_keys`"
+        RuntimeError,
+        match=r"CatTensors comes after \w+ and would make .*'kl'.* part of .*name its `in_keys`",
     ):
         with_transforms(WalkEnv(), stack(), CatTensors(out_key="cat", del_keys=False)).reset()
     named = CatTensors(["observation", "kl_coeff"], out_key="cat", del_keys=False)
@@ -296,7 +302,7 @@ ENDS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", ENDS)
 def test_ends_that_come_after_the_stack_are_refused_where_a_controller_waits_for_them(name):
     with pytest.raises(
-        RuntimeError, match=f"{name} stands after RewardAdjustmentTransform and ends trajectories"
+        RuntimeError, match=f"{name} comes after KLConstrainedTransform and ends trajectories"
     ):
         walk(KLConstrainedTransform(make_actor(), adaptive()), ENDS[name]())
 
@@ -318,65 +324,87 @@ def test_what_changes_the_action_before_the_reference_sees_it_is_refused():
         ActionDiscretizer(5, categorical=True),
     )
     with pytest.raises(
-        RuntimeError, match="ActionDiscretizer stands after .* and turns 'action' into the env's"
+        RuntimeError, match="ActionDiscretizer comes after .* and turns 'action' into the env's"
     ):
         env.reset()
     env = with_transforms(GymEnv("Pendulum-v1"), one_piece(), ActionScaling())
     with pytest.raises(
-        RuntimeError, match="ActionScaling stands after KLRewardTransform and turns 'action'"
+        RuntimeError, match="ActionScaling comes after KLRewardTransform and turns 'action'"
     ):
         env.reset()
+
+
+SEVERAL: dict[str, Callable[[], Any]] = {
+    "FrameSkipTransform": lambda: FrameSkipTransform(4),
+    "MultiAction": lambda: MultiAction(dim=-1),
+}
+
+
+@both
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", SEVERAL)
+def test_what_steps_the_env_several_times_is_refused_after_it(name, order, penalty):
+    text = f"{name} comes after KL(Constrained|Reward)Transform and steps the env several times for one"
+    with pytest.raises(RuntimeError, match=text):
+        ORDERS[order](penalty(), SEVERAL[name]()).reset()
+
+
+def test_a_frame_skip_before_the_stack_is_one_step_of_it():
+    batch = walk(FrameSkipTransform(4), stack())["next"]
+    assert_close(batch["reward"], batch["task_reward"] - COEFF * batch["kl"])
+    one = walk(stack())["next", "task_reward"]
+    assert_close(
+        batch["task_reward"][:, 0], 4 * one[:, 0]
+    )  # of an env that has no state of its own
 
 
 # Around workers and inside them.
 
 
-def charged_env(charge: Any = stack) -> EnvBase:
-    return with_transforms(WalkEnv(), charge())
+def penalized_env(penalty: Any = stack) -> EnvBase:
+    return with_transforms(WalkEnv(), penalty())
+
+
+def measured_env() -> EnvBase:
+    parts = ReferenceModelLogProbTransform(make_actor()), KLDivergenceTransform()
+    return with_transforms(WalkEnv(), *parts)
 
 
 def hidden_env() -> EnvBase:
-    """TorchRL asks only the outermost transforms whether they may stand in a worker."""
-    return TransformedEnv(charged_env(), StepCounter(), auto_unwrap=False)
+    """TorchRL asks only the outermost transforms whether they may be placed in a worker."""
+    return TransformedEnv(penalized_env(), StepCounter(), auto_unwrap=False)
 
 
-INSIDE = r"stands inside the workers of a ParallelEnv.*TransformedEnv\(ParallelEnv\(\.\.\.\), stack\), or .*=False"
-
-
-@both
-@pytest.mark.parametrize("make", ["creator", "creators", "env", "serial"])
-def test_inside_the_workers_of_a_parallel_env_it_is_refused(make, charge):
-    create: dict[str, Any] = {
-        "creator": partial(charged_env, charge),
-        "creators": [partial(charged_env, charge), partial(charged_env, charge)],
-        "env": charged_env(charge),
-        "serial": partial(SerialEnv, 2, partial(charged_env, charge)),
-    }
-    with pytest.raises(RuntimeError, match=INSIDE):
-        ParallelEnv(2, create[make])
+INSIDE = r"KL transforms are inside the workers of a ParallelEnv.*TransformedEnv\(ParallelEnv\(\.\.\.\), stack\), or .*=False"
+WORKERS: dict[str, Callable[[Any], Any]] = {
+    "creator": lambda penalty: partial(penalized_env, penalty),
+    "creators": lambda penalty: [partial(penalized_env, penalty), partial(penalized_env, penalty)],
+    "serial": lambda penalty: partial(SerialEnv, 2, partial(penalized_env, penalty)),
+    "hidden": lambda penalty: hidden_env,
+    "parts": lambda penalty: measured_env,
+}
 
 
 @forks
-def test_where_torchrl_does_not_ask_the_workers_stop(capfd):
-    env = parallel(hidden_env)
+@pytest.mark.parametrize(
+    ("make", "penalty"),
+    [("creator", stack), ("creator", one_piece), *((name, stack) for name in list(WORKERS)[1:])],
+)
+def test_inside_the_workers_of_a_parallel_env_it_is_refused(make, penalty, capfd):
+    env = parallel(WORKERS[make](penalty))
     try:
         env.reset()
         with pytest.raises(RuntimeError, match=r"At least one process failed|worker \d dead"):
             play(env, policy())
     finally:
-        with suppress(
-            RuntimeError
-        ):  # TorchRL ends what is left of the workers, and says so once more
+        with suppress(RuntimeError):  # TorchRL ends what is left of the workers, and says so again
             env.close(raise_if_closed=False)
-    assert (
-        "ReferenceModelLogProbTransform stands inside the workers of a ParallelEnv"
-        in capfd.readouterr().err
-    )
+    assert re.search(INSIDE, capfd.readouterr().err)
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_inside_the_workers_of_a_serial_env_it_works(use_buffers):
-    batch = play(SerialEnv(2, charged_env, use_buffers=use_buffers), policy())
+    batch = play(SerialEnv(2, penalized_env, use_buffers=use_buffers), policy())
     assert batch["next", "kl"].abs().max() > 1e-3
     after = stack()(without_kl(batch))["next"]
     for name in (*KL_KEYS, "reward"):
@@ -394,13 +422,3 @@ def test_without_buffers_the_workers_get_the_log_prob():
     after = stack()(without_kl(batch))["next"]
     for name in (*KL_KEYS, "reward"):
         assert_same(after[name], batch["next", name])
-
-
-def test_a_divergence_alone_is_refused_too():
-    def make():
-        return with_transforms(
-            WalkEnv(), ReferenceModelLogProbTransform(make_actor()), KLDivergenceTransform()
-        )
-
-    with pytest.raises(RuntimeError, match=INSIDE):
-        ParallelEnv(2, make)

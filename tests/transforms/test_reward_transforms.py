@@ -1,4 +1,4 @@
-"""The transform that charges: what a step costs, what cannot be charged, and what it remembers."""
+"""The transform that subtracts the penalty: from which rewards, what cannot be penalized, and what it remembers."""
 
 import copy
 import math
@@ -33,6 +33,7 @@ from torchrl_kl import (
     ExponentialKLController,
     KLConstrainedTransform,
     KLDivergenceTransform,
+    KLKeys,
     KLRewardTransform,
     ReferenceModelLogProbTransform,
     RewardAdjustmentTransform,
@@ -41,7 +42,7 @@ from torchrl_kl import (
 
 class RewardAdjustmentLaws(TransformLaws):
     writes = frozenset({"task_reward", "kl_coeff", "episode_kl"})
-    charges = True
+    penalizes = True
 
     def controller(self, coeff: float) -> Any:
         raise NotImplementedError
@@ -73,7 +74,7 @@ class TestExponentialLaws(RewardAdjustmentLaws):
         return ExponentialKLController(coeff, target=0.1)
 
 
-# The charge.
+# The penalty.
 
 
 def test_a_positive_kl_lowers_the_reward_and_a_negative_one_raises_it():
@@ -86,7 +87,7 @@ def test_a_positive_kl_lowers_the_reward_and_a_negative_one_raises_it():
 
 
 @pytest.mark.parametrize("place", ["env", "batch"])
-def test_k1_is_charged_and_the_estimate_is_fed(place):
+def test_k1_is_subtracted_and_the_estimate_is_fed(place):
     stack, controller = spied(estimator="k3")
     if place == "env":
         batch = play(with_transforms(WalkEnv((2,)), stack), policy())
@@ -116,7 +117,7 @@ def test_the_coefficient_is_cast_to_the_dtype_of_the_reward():
     assert_close(after["reward"].float().item(), 0.95, atol=2**-8, rtol=0)
 
 
-def test_an_integer_reward_is_not_charged_zero_silently():
+def test_an_integer_reward_is_not_left_alone_silently():
     batch = step_of(reward=[1], kl=[0.75], done=[True])
     with pytest.raises(
         TypeError,
@@ -125,13 +126,13 @@ def test_an_integer_reward_is_not_charged_zero_silently():
         RewardAdjustmentTransform(0.8)(batch)
 
 
-def test_the_charged_reward_has_no_bounds():
+def test_the_penalized_reward_has_no_bounds():
     env = WalkEnv((2,))
     env.reward_spec = Bounded(0.0, 1.0, shape=torch.Size((2, 1)))
-    charged = with_transforms(env, KLConstrainedTransform(make_actor(), 0.1))
-    assert charged.reward_spec.is_in(torch.full((2, 1), -7.0))
+    penalized = with_transforms(env, KLConstrainedTransform(make_actor(), 0.1))
+    assert penalized.reward_spec.is_in(torch.full((2, 1), -7.0))
     assert not env.reward_spec.is_in(torch.full((2, 1), -7.0))
-    named = with_transforms(env, KLRewardTransform(make_actor(), out_keys=["charged"]))
+    named = with_transforms(env, KLRewardTransform(make_actor(), out_keys=["penalized"]))
     assert not named.reward_spec.is_in(torch.full((2, 1), -7.0))
 
 
@@ -143,14 +144,14 @@ def test_a_coefficient_of_zero_only_measures():
     assert (after["kl"] != 0).any()
 
 
-def test_a_coefficient_of_zero_charges_nothing_for_an_infinite_kl():
+def test_a_coefficient_of_zero_subtracts_nothing_for_an_infinite_kl():
     batch = step_of(reward=[1.0, 1.0], kl=[math.inf, 0.5], done=[False, True])
     after = RewardAdjustmentTransform(0.0)(batch)["next"]
     assert_close(after["reward"].flatten(), torch.tensor([1.0, 1.0]))
 
 
 @pytest.mark.parametrize("per", ["step", "trajectory"])
-def test_an_infinite_kl_under_a_price_is_an_error_of_the_pool(per):
+def test_an_infinite_kl_with_a_coefficient_is_an_error_of_the_pool(per):
     batch = step_of(reward=[1.0, 1.0], kl=[math.inf, 0.5], done=[False, True])
     transform = RewardAdjustmentTransform(ConstantKLController(0.1, per=per))
     with pytest.raises(ValueError, match="`values` must be finite.*-inf log-probabilities"):
@@ -169,19 +170,19 @@ def test_an_infinite_kl_stays_in_its_trajectory():
     assert_close(after["episode_kl"].flatten(), torch.tensor([math.inf, math.inf, 0.5, 0.75]))
 
 
-# What cannot be charged.
+# What cannot be penalized.
 
 
-def test_a_batch_that_was_charged_is_refused():
+def test_a_batch_that_was_penalized_is_refused():
     batch = KLConstrainedTransform(make_actor(), 0.1)(play(WalkEnv((2,)), policy()))
     for second in (KLConstrainedTransform(make_actor(), 0.1), KLRewardTransform(make_actor())):
         with pytest.raises(
-            RuntimeError, match="the batch has 'kl_coeff': 'reward' was charged .* twice. Use one"
+            RuntimeError, match="the batch has 'kl_coeff': 'reward' was penalized .* twice. Use one"
         ):
             second(batch)
 
 
-def test_a_batch_charged_in_its_env_is_refused():
+def test_a_batch_penalized_in_its_env_is_refused():
     batch = play(with_transforms(WalkEnv((2,)), KLRewardTransform(make_actor())), policy())
     with pytest.raises(RuntimeError, match="the batch has 'kl_coeff'"):
         KLConstrainedTransform(make_actor(), 0.1)(batch)
@@ -189,12 +190,12 @@ def test_a_batch_charged_in_its_env_is_refused():
 
 @pytest.mark.parametrize("first", [KLConstrainedTransform, KLRewardTransform])
 @pytest.mark.parametrize("second", [KLConstrainedTransform, KLRewardTransform])
-def test_an_env_that_was_charged_is_refused_when_the_second_is_attached(first, second):
+def test_an_env_that_was_penalized_is_refused_when_the_second_is_attached(first, second):
     def make(cls):
         return cls(make_actor(), 0.1)
 
     refused = pytest.raises(
-        RuntimeError, match="the env has 'kl_coeff': 'reward' was charged .* twice. Use one"
+        RuntimeError, match="the env has 'kl_coeff': 'reward' was penalized .* twice. Use one"
     )
     with refused:
         with_transforms(WalkEnv((2,)), make(first), make(second))
@@ -209,7 +210,7 @@ def test_an_env_that_was_charged_is_refused_when_the_second_is_attached(first, s
         env.append_transform(make(second))
 
 
-def test_a_task_reward_of_the_env_is_no_sign_of_a_charge():
+def test_a_task_reward_of_the_env_is_not_a_sign_of_a_penalty():
     batch = play(WalkEnv((2,)), policy())
     batch["next", "task_reward"] = torch.zeros(2, 12, 1)
     KLConstrainedTransform(make_actor(), 0.1)(batch)
@@ -220,10 +221,9 @@ def test_two_stacks_on_two_rewards():
     batch["next", "bonus"] = torch.ones(2, 12, 1)
     other = RewardAdjustmentTransform(
         0.5,
-        reward_key="bonus",
-        kl_coeff_key="bonus_coeff",
-        task_reward_key="task_bonus",
-        episode_kl_key="bonus_kl",
+        keys=KLKeys(
+            reward="bonus", kl_coeff="bonus_coeff", task_reward="task_bonus", episode_kl="bonus_kl"
+        ),
     )
     after = compose(KLConstrainedTransform(make_actor(), 0.1), other)(batch)["next"]
     assert_close(after["reward"], batch["next", "reward"] - 0.1 * after["kl"])
@@ -252,16 +252,16 @@ def test_kl_and_reward_of_different_shapes_are_an_error():
 def test_what_is_not_there_is_named():
     batch = step_of(reward=[1.0], kl=[0.5], done=[True])
     with pytest.raises(
-        KeyError, match=r"'wage' is not in the data, got done, kl, reward: name the key"
+        KeyError, match=r"'wage' is not in the data, got done, kl, reward: name the reward"
     ):
-        RewardAdjustmentTransform(0.1, reward_key="wage")(batch)
+        RewardAdjustmentTransform(0.1, keys=KLKeys(reward="wage"))(batch)
     with pytest.raises(
         KeyError,
         match=r"'kl' is not in the data, got done, reward: put KLDivergenceTransform before",
     ):
         RewardAdjustmentTransform(0.1)(batch.exclude(("next", "kl")))
     with pytest.raises(
-        KeyError, match=r"'kl' is not in the observation spec, got \['left', 'observation'\]"
+        KeyError, match=r"'kl' is not in the observation spec, got left, observation: put"
     ):
         with_transforms(WalkEnv(), RewardAdjustmentTransform(0.1)).reset()
 
@@ -282,7 +282,7 @@ def test_a_number_is_a_constant_controller(coeff):
 @pytest.mark.parametrize("update_every", [0, -1, 2.5, True])
 def test_update_every_must_be_positive(update_every):
     with pytest.raises(
-        ValueError, match=f"`update_every` must be an int of at least 1, got {update_every}"
+        ValueError, match=f"`update_every` must be None or an int of at least 1, got {update_every}"
     ):
         RewardAdjustmentTransform(0.1, update_every=update_every)
 
@@ -318,7 +318,7 @@ def test_a_restart_goes_on_where_it_stopped():
         before(batch)
     after = make()
     after.load_state_dict(copy.deepcopy(before.state_dict()))
-    assert 0 < int(after.adjustment.statistics.count) < 20
+    assert 0 < int(after.statistics.count) < 20
     for batch in batches[3:]:
         after(batch)
     assert_close(after.state_dict(), whole.state_dict(), rtol=0, atol=0)

@@ -31,6 +31,7 @@ from tests.laws.transform_laws import TransformLaws
 from torchrl_kl import (
     KLConstrainedTransform,
     KLDivergenceTransform,
+    KLKeys,
     ReferenceModelLogProbTransform,
     kl_k2,
     kl_k3,
@@ -96,7 +97,7 @@ def test_kl_is_the_policy_first():
 
 
 @pytest.mark.parametrize(("estimator", "function"), [("k2", kl_k2), ("k3", kl_k3)])
-def test_another_estimate_stands_beside_k1(estimator: Any, function):
+def test_another_estimate_is_next_to_k1(estimator: Any, function):
     batch = play(WalkEnv((2,)), moved(make_actor()))
     plain, other = measure(make_actor())(batch), measure(make_actor(), estimator=estimator)(batch)
     assert ("next", "kl_estimate") not in plain.keys(True)
@@ -123,11 +124,11 @@ def test_shapes(batch_size, kind):
 
 
 @any_batch
-def test_agents_keep_their_own_kl_beside_their_own_reward(batch_size):
+def test_agents_keep_their_own_kl_next_to_their_own_reward(batch_size):
     actor = make_actor(agents=True)
     env = WalkEnv(batch_size, n_agents=3)
     stack, stack_again = (
-        KLConstrainedTransform(actor, 0.5, reward_key=("agents", "reward"), estimator="k2")
+        KLConstrainedTransform(actor, 0.5, keys=KLKeys(reward=("agents", "reward")), estimator="k2")
         for _ in range(2)
     )
     env = with_transforms(env, stack)
@@ -170,17 +171,15 @@ def test_all_keys_can_be_named():
     batch = play(WalkEnv((2,)), moved(make_actor())).rename_key_(
         "action_log_prob", ("old", "log_prob")
     )
+    keys = KLKeys(
+        log_prob=("old", "log_prob"),
+        ref_log_prob="anchor",
+        kl=("measured", "k1"),
+        kl_estimate=("measured", "k3"),
+    )
     transform = compose(
-        ReferenceModelLogProbTransform(
-            make_actor(), log_prob_key=("old", "log_prob"), ref_log_prob_key="anchor"
-        ),
-        KLDivergenceTransform(
-            log_prob_key=("old", "log_prob"),
-            ref_log_prob_key="anchor",
-            kl_key=("measured", "k1"),
-            kl_estimate_key=("measured", "k3"),
-            estimator="k3",
-        ),
+        ReferenceModelLogProbTransform(make_actor(), keys=keys),
+        KLDivergenceTransform(keys=keys, estimator="k3"),
     )
     after = transform(batch)["next"]
     renamed = batch.clone().rename_key_(("old", "log_prob"), "action_log_prob")
@@ -190,20 +189,20 @@ def test_all_keys_can_be_named():
     assert_close(after["measured", "k3"], expected["kl_estimate"], rtol=0, atol=0)
 
 
-def test_default_keys_stand_beside_the_log_prob():
+def test_default_keys_are_next_to_the_log_prob():
     batch = play(WalkEnv((2,)), moved(make_actor())).rename_key_(
         "action_log_prob", ("old", "log_prob")
     )
-    key = ("old", "log_prob")
+    keys = KLKeys(log_prob=("old", "log_prob"))
     transform = compose(
-        ReferenceModelLogProbTransform(make_actor(), log_prob_key=key),
-        KLDivergenceTransform(log_prob_key=key),
+        ReferenceModelLogProbTransform(make_actor(), keys=keys),
+        KLDivergenceTransform(keys=keys),
     )
     assert set(transform(batch)["next", "old"].keys()) == {"ref_log_prob", "kl"}
 
 
 @pytest.mark.parametrize("rubbish", [float("nan"), float("inf"), -1e9])
-def test_padding_has_no_kl_whatever_stands_there(rubbish):
+def test_padding_has_no_kl_whatever_is_there(rubbish):
     batch = play(WalkEnv((2,)), moved(make_actor()))
     expected = measure(make_actor(), estimator="k3")(batch)["next"]
     mask = torch.ones(2, 12, dtype=torch.bool)

@@ -1,7 +1,7 @@
 """What all controllers share: the coefficient, its unit, the target, the deadband against noise.
 
 The coefficient is what one nat of KL(policy || reference) subtracts from the reward. `kl` is always
-in the unit of `target`, and a controller declares it: nats per trajectory or nats per step.
+in the unit of `target`, which a controller declares: nats per trajectory or nats per step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ Per = Literal["trajectory", "step"]
 class KLController(Float64State, ABC):
     """Steers the coefficient of a KL penalty; the base of all controllers.
 
-    State: `coeff`, a 0-dim float64 buffer, in `state_dict` and changed in place only.
-
-    KLMonitor reads `target` (NaN where there is none), `min_coeff` and `max_coeff`. A subclass sets
-    those that it has.
+    State: `coeff`, a 0-dim float64 buffer, changed in place only. KLMonitor reads `target` (NaN:
+    there is none), `min_coeff` and `max_coeff`; a subclass sets those that it has.
 
     Args:
         init_coeff: the first coefficient, reward per nat, at least 0 and finite.
@@ -34,8 +32,6 @@ class KLController(Float64State, ABC):
         ValueError: if `init_coeff` is not finite or negative, or `per` is neither unit.
 
     Example:
-        A subclass says what the next coefficient is:
-
         >>> from torchrl_kl import KLController
         >>> class Doubling(KLController):
         ...     def _next_coeff(self, kl, n_steps):
@@ -52,10 +48,7 @@ class KLController(Float64State, ABC):
     def __init__(self, init_coeff: float, *, per: Per = "trajectory"):
         super().__init__()
         if per not in ("trajectory", "step"):
-            raise ValueError(
-                f'`per` must be "trajectory" or "step", got {per!r}: it is the unit of the KL and '
-                "of its target."
-            )
+            raise ValueError(f'`per` must be "trajectory" or "step", got {per!r}.')
         self.per: Per = per
         coeff = check_number("init_coeff", init_coeff, at_least=0.0)
         self.register_buffer("coeff", torch.tensor(coeff, dtype=torch.float64))
@@ -66,33 +59,28 @@ class KLController(Float64State, ABC):
         """Moves the coefficient after a measurement; an error leaves the controller unchanged.
 
         Args:
-            kl: mean KL(policy || reference), nats per trajectory or per step, as `per` says. It may
-                be negative, as a sample mean of k1 sometimes is.
+            kl: mean KL(policy || reference), nats per `per`; a sample mean may be negative.
             n_steps: how many trajectories (steps with `per="step"`) are in the mean, at least 1.
-            standard_error: of that mean, in its unit; only a controller with a deadband needs it.
-                NaN means that it is not known, as for the mean of a single value.
+            standard_error: of that mean, for a controller with a deadband. NaN: not known.
 
         Returns:
             The new coefficient.
 
         Raises:
-            ValueError: if `kl` is NaN or infinite, `n_steps` is less than 1, or `standard_error` is
+            ValueError: if `kl` is not finite, `n_steps` is less than 1, or `standard_error` is
                 negative, infinite, or not known to a controller with a deadband.
             TypeError: if `n_steps` is not an integer.
         """
         kl = _as_float(kl)
         if not math.isfinite(kl):
             raise ValueError(
-                f"`kl` must be finite, got {kl}: the coefficient stays at {self.coeff.item():.6g}. "
-                "Look for -inf log-probabilities (masked actions, a reference that cannot produce "
-                "the policy's action)."
+                f"`kl` must be finite, got {kl}: look for -inf log-probabilities (masked actions, "
+                f"a reference without the action). The coefficient stays {self.coeff.item():.6g}."
             )
         if isinstance(n_steps, bool) or not isinstance(n_steps, int):
             raise TypeError(f"`n_steps` must be an int, got {type(n_steps).__name__}.")
         if n_steps < 1:
-            raise ValueError(
-                f"`n_steps` must be at least 1, got {n_steps}: it counts what is in the mean `kl`."
-            )
+            raise ValueError(f"`n_steps` must be at least 1, got {n_steps}.")
         standard_error = None if standard_error is None else _as_float(standard_error)
         if standard_error is not None and (standard_error < 0 or math.isinf(standard_error)):
             raise ValueError(
@@ -104,9 +92,9 @@ class KLController(Float64State, ABC):
 
     @abstractmethod
     def _next_coeff(self, kl: float, n_steps: int) -> float:
-        """The coefficient after a valid measurement; may raise, and then changes nothing.
+        """The next coefficient, which the caller sets; other state is updated here, in place.
 
-        A subclass with more state than `coeff` updates it here, in place; the caller sets `coeff`.
+        It may raise, and then changes nothing.
         """
 
     def _ignore_noise(self, kl: float, standard_error: float | None) -> float:
@@ -121,9 +109,8 @@ class KLController(Float64State, ABC):
 class TargetKLController(KLController):
     """Holds the KL at a target; the base of the closed loops, with a deadband against noise.
 
-    A measurement within `deadband` standard errors of the target counts as the target: a rule that
-    uses only the current error then leaves the coefficient unchanged. The KL may settle anywhere in
-    that band: 2 standard errors of a tenth of the target are a band of 20 %.
+    A measurement within `deadband` standard errors of the target counts as the target: the KL may
+    settle anywhere in that band.
 
     Args:
         init_coeff: the first coefficient, reward per nat, above 0.
@@ -137,8 +124,6 @@ class TargetKLController(KLController):
             `standard_error` is not known.
 
     Example:
-        A subclass says what the next coefficient is; the deadband is already there:
-
         >>> from torchrl_kl import TargetKLController
         >>> class Steps(TargetKLController):
         ...     def _next_coeff(self, kl, n_steps):
@@ -147,6 +132,8 @@ class TargetKLController(KLController):
         >>> [controller.update(kl, n_steps=64, standard_error=0.05) for kl in (0.58, 0.62)]
         [1.0, 1.1]
     """
+
+    _settings: tuple[str, ...] = ()  # of a subclass: attributes that `repr` shows
 
     def __init__(
         self, init_coeff: float, target: float, *, deadband: float = 0.0, per: Per = "trajectory"
@@ -161,10 +148,9 @@ class TargetKLController(KLController):
             return kl
         if standard_error is None or math.isnan(standard_error):
             raise ValueError(
-                f"`standard_error` must be known to a controller with a deadband of "
-                f"{self.deadband:g} standard errors, got {standard_error}: pass that of the "
-                "KLStatistics that pooled `kl`, which needs at least two values (`update_every`), "
-                "or use deadband=0."
+                f"`standard_error` must be known where deadband={self.deadband:g}, got "
+                f"{standard_error}: pass that of the KLStatistics that pooled `kl`, which needs at "
+                "least two values (`update_every`), or use deadband=0."
             )
         return self.target if abs(kl - self.target) <= self.deadband * standard_error else kl
 
@@ -173,9 +159,9 @@ class TargetKLController(KLController):
         return min(max(kl / self.target - 1, -clip), clip)
 
     def extra_repr(self) -> str:
-        """The coefficient, the unit, the target and a deadband if there is one, for `repr`."""
-        deadband = f", deadband={self.deadband:g}" if self.deadband > 0 else ""
-        return f"{super().extra_repr()}, target={self.target:g}{deadband}"
+        """The coefficient, the unit, the target, a deadband and the settings, for `repr`."""
+        names = ("target", *(["deadband"] if self.deadband > 0 else []), *self._settings)
+        return ", ".join([super().extra_repr(), *(f"{n}={getattr(self, n):g}" for n in names)])
 
 
 def _as_float(value: float | Tensor) -> float:

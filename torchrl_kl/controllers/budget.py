@@ -18,15 +18,11 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
     .. math:: KL(\beta) = E_w[r] / \beta - \log \operatorname{mean} \exp(r / \beta),
         \quad w \propto \exp(r / \beta)
 
-    This falls in :math:`\beta`, and :math:`KL(\beta)` = `budget` is solved by bisection. With S
-    samples of each of P prompts the KL of each prompt is taken on its own samples, and their mean
-    at one coefficient is the budget. (Pooling all samples would count it as divergence that one
-    prompt is easier than another.)
+    :math:`KL(\beta)`, its mean over the prompts, falls in :math:`\beta`; bisection solves it.
 
     You may rely on: adding a constant to the rewards (of a prompt) changes nothing, and rewards k
     times as large give a coefficient k times as large, both to rounding. You may not rely on a
-    budget near the largest: S samples cannot show more than log S nats, and close to it the weight
-    rests on a few of them.
+    budget near log S, the most that S samples can show: the weight then rests on a few of them.
 
     Args:
         rewards: the reward of each response that the reference wrote, real numbers of any dtype,
@@ -56,8 +52,7 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
     limit = _kl(gaps.masked_fill(gaps < 0, -math.inf))
     if budget >= limit:
         raise ValueError(
-            f"`budget` must be below {limit:.6g} nats, all that these rewards can show (the log of "
-            "the samples over those of the highest reward, per prompt), got "
+            f"`budget` must be below {limit:.6g} nats, all that these samples can show, got "
             f"{budget:g}: draw more samples, or lower the budget."
         )
     spread = -gaps.min().item()
@@ -70,10 +65,8 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
 def _gaps(rewards: Tensor) -> Tensor:
     """How far each reward is below the prompt's best (<= 0), (P, S) in float64; checks them all."""
     if not isinstance(rewards, Tensor):
-        raise TypeError(
-            f"`rewards` must be a tensor, got {type(rewards).__name__}: pass "
-            "`torch.tensor(rewards)`."
-        )
+        got = type(rewards).__name__
+        raise TypeError(f"`rewards` must be a tensor, got {got}: pass `torch.tensor(rewards)`.")
     shape = tuple(rewards.shape)
     if rewards.ndim not in (1, 2) or rewards.numel() == 0:
         raise ValueError(
@@ -85,14 +78,13 @@ def _gaps(rewards: Tensor) -> Tensor:
     if not gaps.isfinite().all():
         bad = int((~values.isfinite()).sum())
         raise ValueError(
-            f"`rewards` and their differences must be finite, got {bad} NaN or infinite ones of "
-            f"{values.numel()}."
+            "`rewards` and their differences must be finite, got "
+            f"{bad} NaN or infinite ones of {values.numel()}."
         )
     if not (gaps < 0).any():
         raise ValueError(
-            "`rewards` must differ between the samples of a prompt, or no policy is better than "
-            f"the reference: got shape {shape} with all rewards of a prompt equal. The samples of "
-            "a prompt are one row: squeeze a trailing dimension of 1."
+            "`rewards` must differ between the samples of a prompt, which are one row, got shape "
+            f"{shape} with equal rewards in each row: squeeze a trailing dimension of 1."
         )
     return gaps
 

@@ -41,21 +41,17 @@ class AdaptiveKLController(TargetKLController):
 
     Given a KL, TorchRL's class always lowers the coefficient. The rule is that of Ziegler et al.::
 
-        error = clip(kl / target - 1, -clip, clip)
-        coeff <- coeff * (1 + error * n_steps / horizon)
+        coeff <- coeff * (1 + clip(kl / target - 1, -clip, clip) * n_steps / horizon)
 
     You may rely on: a KL above the target raises the coefficient, one below lowers it, one at the
     target leaves it unchanged; it stays positive and finite (within the range of float64).
 
     Args:
-        init_coeff: the first coefficient, reward per nat, above 0.
-        target: the KL to hold, nats per trajectory or per step, as `per` says; above 0.
+        init_coeff, target, deadband, per: as in `TargetKLController`. Ziegler et al. hold 6 nats
+            per trajectory of 24 tokens; per step 0.01 is cautious, 0.05 to 0.1 usual.
         horizon: over so many trajectories (steps) the coefficient changes by a factor of at most
-            about exp(clip); above 0. With a large horizon it moves slowly and smoothly.
+            about exp(clip); above 0.
         clip: the largest relative error that counts, above 0.
-        deadband: how many standard errors from the target count as noise; with 0 all values count.
-        per: "trajectory" (Ziegler et al.: 6 nats for a response of 24 tokens) or "step" (0.01 is
-            cautious, 0.05 to 0.1 usual, 0.1 to 0.2 large).
 
     Raises:
         ValueError: if a number is out of its range; in `update`, if `clip * n_steps >= horizon`,
@@ -70,6 +66,8 @@ class AdaptiveKLController(TargetKLController):
         >>> round(controller.update(kl=9.0, n_steps=512), 6)  # 50 % too high, clipped to 20 %
         0.202048
     """
+
+    _settings = ("horizon", "clip")
 
     def __init__(
         self,
@@ -96,31 +94,17 @@ class AdaptiveKLController(TargetKLController):
         value = self.coeff.item() * (1 + error * n_steps / self.horizon)
         return min(max(value, sys.float_info.min), sys.float_info.max)
 
-    def extra_repr(self) -> str:
-        """The coefficient, the target, the horizon and the clip, for `repr`."""
-        return f"{super().extra_repr()}, horizon={self.horizon:g}, clip={self.clip:g}"
-
 
 class _LogKLController(TargetKLController):
     """Moves the logarithm of the coefficient between two bounds; a subclass says how far."""
 
-    def __init__(
-        self,
-        init_coeff: float,
-        target: float,
-        *,
-        min_coeff: float,
-        max_coeff: float,
-        deadband: float,
-        per: Per,
-    ):
-        super().__init__(init_coeff, target, deadband=deadband, per=per)
+    def _set_bounds(self, min_coeff: float, max_coeff: float) -> None:
         self.min_coeff = check_number("min_coeff", min_coeff, above=0.0)
         self.max_coeff = check_number("max_coeff", max_coeff, at_least=self.min_coeff)
-        if not self.min_coeff <= init_coeff <= self.max_coeff:
+        if not self.min_coeff <= self.coeff.item() <= self.max_coeff:
             raise ValueError(
                 f"`init_coeff` must lie within [min_coeff, max_coeff] = {self._bounds}, got "
-                f"{init_coeff:g}: move the bound or start inside."
+                f"{self.coeff.item():g}: move the bound or start inside."
             )
 
     @abstractmethod
@@ -135,6 +119,10 @@ class _LogKLController(TargetKLController):
     def _bounds(self) -> str:
         return f"[{self.min_coeff:g}, {self.max_coeff:g}]"
 
+    def extra_repr(self) -> str:
+        """The coefficient, the unit, the target, the settings and the bounds, for `repr`."""
+        return f"{super().extra_repr()}, bounds={self._bounds}"
+
 
 class ExponentialKLController(_LogKLController):
     """Moves the logarithm of the coefficient by the relative error of the KL.
@@ -143,14 +131,13 @@ class ExponentialKLController(_LogKLController):
 
         coeff <- clamp(coeff * exp(gain * clip(kl / target - 1, -1, 1)), min_coeff, max_coeff)
 
-    You may rely on: it cannot change sign; one update moves it by a factor of at most exp(gain),
-    however many trajectories are in the mean (`n_steps` is not used); it stays within its bounds.
+    You may rely on: one update moves it by a factor of at most exp(gain), however many trajectories
+    are in the mean (`n_steps` is not used); it stays within its bounds.
 
     Args:
         init_coeff, target, deadband, per: as in `TargetKLController`; `init_coeff` within bounds.
         gain: the largest change of log(coeff) per update, above 0.
-        min_coeff: the lower bound of the coefficient, above 0.
-        max_coeff: the upper bound of the coefficient, at least `min_coeff`.
+        min_coeff, max_coeff: the bounds of the coefficient, 0 < `min_coeff` <= `max_coeff`.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -161,6 +148,8 @@ class ExponentialKLController(_LogKLController):
         >>> round(controller.update(kl=5.0, n_steps=64), 4)  # far above: the error counts as 1
         1.1052
     """
+
+    _settings = ("gain",)
 
     def __init__(
         self,
@@ -173,25 +162,19 @@ class ExponentialKLController(_LogKLController):
         deadband: float = 0.0,
         per: Per = "trajectory",
     ):
-        super().__init__(
-            init_coeff, target, min_coeff=min_coeff, max_coeff=max_coeff, deadband=deadband, per=per
-        )
+        super().__init__(init_coeff, target, deadband=deadband, per=per)
+        self._set_bounds(min_coeff, max_coeff)
         self.gain = check_number("gain", gain, above=0.0)
 
     def _log_change(self, error: float) -> float:
         return self.gain * error
 
-    def extra_repr(self) -> str:
-        """The coefficient, the target, the gain and the bounds, for `repr`."""
-        return f"{super().extra_repr()}, gain={self.gain:g}, bounds={self._bounds}"
-
 
 class PIDKLController(_LogKLController):
     """Moves the logarithm of the coefficient by the KL's error, and by how fast that error changes.
 
-    A policy responds to a new coefficient only after many updates. A rule that only sums errors
-    overshoots meanwhile; the proportional part takes back what the sum has added as soon as the
-    error shrinks. In velocity form, on the logarithm::
+    A policy responds to a new coefficient only after many updates, and a rule that only sums errors
+    overshoots. The proportional part takes back what the sum has added as the error shrinks::
 
         error    = clip(kl / target - 1, -1, 1)
         filtered = smoothing * filtered_before + (1 - smoothing) * error
@@ -199,14 +182,13 @@ class PIDKLController(_LogKLController):
         move     = ki * error + kp * change + kd * (change - change_before)
         coeff   <- clamp(coeff * exp(move), min_coeff, max_coeff)
 
-    The coefficient itself is the integral, so nothing winds up while it is at a bound. The filter
-    starts at 0, as if the KL had been at the target. The default gains suit a policy that takes 5
-    to 20 updates to respond and a noise of a tenth of the target.
+    Nothing winds up while the coefficient, which is the integral, is at a bound. The filter starts
+    at 0. The default gains suit a policy that takes 5 to 20 updates to respond.
 
     You may rely on: from the same state a higher KL never gives a lower coefficient; log(coeff)
-    moves by at most ki + 2 kp + 4 kd per update (`n_steps` is not used); the coefficient stays
-    within its bounds. You may not rely on a KL above the target raising the coefficient: while the
-    KL is coming down, the proportional part may lower it.
+    moves by at most ki + 2 kp + 4 kd per update (`n_steps` is not used) and stays within bounds.
+    You may not rely on a KL above the target raising the coefficient: while the KL is coming down,
+    the proportional part may lower it.
 
     State: `coeff`, `filtered_error` and `filtered_change`, 0-dim float64 buffers, changed in place.
 
@@ -216,8 +198,7 @@ class PIDKLController(_LogKLController):
         ki: integral gain, in (0, 100]: how fast a lasting error moves log(coeff), per update.
         kd: derivative gain, in [0, 100]: of the change of the filtered error. It amplifies noise.
         smoothing: weight of the past in the moving average of the error, in [0, 1).
-        min_coeff: the lower bound of the coefficient, above 0.
-        max_coeff: the upper bound of the coefficient, at least `min_coeff`.
+        min_coeff, max_coeff: the bounds of the coefficient, 0 < `min_coeff` <= `max_coeff`.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -229,14 +210,13 @@ class PIDKLController(_LogKLController):
     Example:
         >>> from torchrl_kl import PIDKLController
         >>> controller = PIDKLController(1.0, target=0.5, kp=0.6, ki=0.08, smoothing=0.7)
-        >>> round(controller.update(kl=1.0, n_steps=64), 4)  # exp(0.08 + 0.6 * 0.3)
-        1.2969
-        >>> round(controller.update(kl=0.6, n_steps=64), 4)  # above the target, coming down
-        1.2943
+        >>> [round(controller.update(kl, n_steps=64), 4) for kl in (1.0, 0.6)]  # 0.6: coming down
+        [1.2969, 1.2943]
     """
 
     filtered_error: Tensor
     filtered_change: Tensor
+    _settings = ("kp", "ki", "kd", "smoothing")
 
     def __init__(
         self,
@@ -252,9 +232,8 @@ class PIDKLController(_LogKLController):
         deadband: float = 0.0,
         per: Per = "trajectory",
     ):
-        super().__init__(
-            init_coeff, target, min_coeff=min_coeff, max_coeff=max_coeff, deadband=deadband, per=per
-        )
+        super().__init__(init_coeff, target, deadband=deadband, per=per)
+        self._set_bounds(min_coeff, max_coeff)
         # With gains up to 100 one update moves log(coeff) by at most 700, so exp is finite.
         self.kp = check_number("kp", kp, at_least=0.0, at_most=100.0)
         self.ki = check_number("ki", ki, above=0.0, at_most=100.0)
@@ -271,19 +250,12 @@ class PIDKLController(_LogKLController):
         self.filtered_change.fill_(change)
         return self.ki * error + self.kp * change + self.kd * (change - change_before)
 
-    def extra_repr(self) -> str:
-        """The coefficient, the target, the gains, the filter and the bounds, for `repr`."""
-        gains = f"kp={self.kp:g}, ki={self.ki:g}, kd={self.kd:g}, smoothing={self.smoothing:g}"
-        return f"{super().extra_repr()}, {gains}, bounds={self._bounds}"
-
 
 def as_controller(controller: KLController | float) -> KLController:
     """A controller unchanged, a number as a constant coefficient; TypeError for anything else."""
     if isinstance(controller, KLController):
         return controller
     if isinstance(controller, bool) or not isinstance(controller, (int, float)):
-        raise TypeError(
-            "`controller` must be a KLController or a number, got "
-            f"{type(controller).__name__}: a number is a constant coefficient."
-        )
+        got = type(controller).__name__
+        raise TypeError(f"`controller` must be a KLController or a number, got {got}.")
     return ConstantKLController(controller)

@@ -37,11 +37,11 @@ class KLStatistics(Float64State):
     def __init__(self):
         super().__init__()
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("sum", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("sum_of_squares", torch.zeros((), dtype=torch.float64))
+        for name in ("sum", "sum_of_squares"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
 
     def add(self, values: Tensor, *, mask: Tensor | None = None) -> KLStatistics:
-        """Pools values, each with the weight 1, in float64; returns this object.
+        """Pools values in float64; returns this object.
 
         Args:
             values: KL, nats per trajectory or per step, any shape.
@@ -49,22 +49,19 @@ class KLStatistics(Float64State):
 
         Raises:
             TypeError: if `values` is not a tensor.
-            ValueError: if the mask does not fit, or a value that counts is NaN or infinite. Nothing
-                is then added.
+            ValueError: if the mask does not fit, or a value that counts is not finite. Nothing is
+                then added.
         """
         if not isinstance(values, Tensor):
-            raise TypeError(
-                f"`values` must be a tensor, got {type(values).__name__}: pass "
-                "`torch.tensor(values)`."
-            )
+            got = type(values).__name__
+            raise TypeError(f"`values` must be a tensor, got {got}: pass `torch.tensor(values)`.")
         check_mask(mask, values.shape, "`values`", means="the values that count")
         values = (values if mask is None else values[mask]).detach().to(self.sum)
         total, squares = values.sum(), values.square().sum()
         if not (self.sum_of_squares + squares).isfinite():  # finite squares imply a finite sum
             raise ValueError(
-                f"`values` must be finite, got a sum of squares of {squares.item()} over "
-                f"{values.numel()} values: look for -inf log-probabilities. The statistics are "
-                "unchanged."
+                f"`values` must be finite, got {values.numel()} values with a sum of squares of "
+                f"{squares.item()}: look for -inf log-probabilities. Nothing was added."
             )
         self.count.add_(values.numel())
         self.sum.add_(total)
@@ -81,23 +78,18 @@ class KLStatistics(Float64State):
             ValueError: if `other` is this object.
         """
         if not isinstance(other, KLStatistics):
-            raise TypeError(
-                f"`other` must be a KLStatistics, got {type(other).__name__}: `add` takes values."
-            )
+            got = type(other).__name__
+            raise TypeError(f"`other` must be a KLStatistics, got {got}: `add` takes values.")
         if other is self:
-            raise ValueError(
-                "`other` must be another KLStatistics, got this object: every value would count "
-                "twice."
-            )
+            raise ValueError("`other` must be another KLStatistics, got this object.")
         for buffer, addend in zip(self.buffers(), other.buffers(), strict=True):
             buffer.add_(addend.to(buffer.device))
         return self
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> KLStatistics:
-        """Pools over all processes of a group, in each of them; all of them must call this.
+        """Pools over all processes of a group, in each; all must call this; returns this object.
 
-        Afterwards `mean` is the mean over all values, not a mean of means. Call it once and reset
-        before pooling again: a second call counts every value again. Returns this object.
+        Reset before pooling again: a second call counts every value again.
 
         Args:
             group: the processes; by default all. Its backend must support the buffers' device.
@@ -139,10 +131,7 @@ class KLStatistics(Float64State):
 
     @property
     def standard_error(self) -> float:
-        """Standard error of the mean, nats, of independent values; NaN with fewer than two.
-
-        The steps of a trajectory are not independent: pooled per step, it is too small.
-        """
+        """Of the mean of independent values (trajectories, not steps), nats; NaN with under two."""
         return (self.variance / self.count.double()).sqrt().item()
 
     def extra_repr(self) -> str:

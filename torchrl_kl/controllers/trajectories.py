@@ -27,7 +27,10 @@ class Segments(NamedTuple):
         mask: True where a step counts, (R, T), or None where all do.
         ids: numbers of the trajectories, (R, T), or None.
         is_init: True where a row begins with its trajectory, (R,), or None where that is not known.
-        first_states: for each of the given rows, a digest of the state in which the row begins.
+        follows: True where a step begins in the state that the step before it left, (R, T); only
+            needed with ids and a mask.
+        first_states: for each of the given rows, a digest of the state in which the row begins;
+            empty where nothing shows a state.
         last_states: for each of the given rows, a digest of the state after the given step of it.
     """
 
@@ -37,6 +40,7 @@ class Segments(NamedTuple):
     mask: Tensor | None
     ids: Tensor | None
     is_init: Tensor | None
+    follows: Tensor | None
     first_states: Callable[[list[int]], list[bytes]]
     last_states: Callable[[list[int], list[int]], list[bytes]]
 
@@ -53,16 +57,16 @@ class TrajectorySums(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A trajectory that a batch left unfinished.
+    """A trajectory that a batch left unfinished; a list has an entry for each agent.
 
-    `counted`: how many of its steps counted. `whole`: whether its beginning was seen. `ended`:
-    whether it is over unless the next batch goes on with it.
+    `call`: which call of `add` left it. `counted`: how many of its steps counted, -inf
+    where its beginning was not seen. `ended`: whether it is over unless a later batch goes on with it.
     """
 
+    call: int
     totals: list[float]
-    counted: float
-    whole: bool
-    ended: bool
+    counted: list[float]
+    ended: list[bool]
 
 
 class OpenTrajectories:
@@ -70,13 +74,19 @@ class OpenTrajectories:
 
     A trajectory goes on where its id comes back *and* the row begins in the state in which the
     trajectory was left: ids restart with every collector. It ends where the ids change, or at done
-    where there are none. A collector may write an artificial truncation into a batch's last step
-    (`set_truncated=True`) while the trajectory goes on, so a truncation there is judged at the next
-    call. A termination is an end at once. Trajectories that never go on are dropped, oldest first.
+    where there are none; an agent that is not done goes on when the id changes because another is.
+
+    A collector may write an artificial truncation into a batch's last step (`set_truncated=True`)
+    while the trajectory goes on, so a truncation there is judged later: by the next call, if that
+    goes on with a trajectory that was left together with it, or with none. A termination is an end
+    at once. Trajectories that never go on are dropped, oldest first.
     """
 
     def __init__(self):
-        self._open: dict[tuple[int, bytes], _Open] = {}
+        self._open: dict[tuple[int | None, bytes], _Open] = {}
+        self._calls = 0
+        # The last id of each row, of the calls that no call has followed yet.
+        self._unfollowed: dict[int, list[int]] = {}
 
     def add(self, values: Tensor, segments: Segments, *, judge: bool = True) -> TrajectorySums:
         """Adds a batch.
@@ -84,11 +94,14 @@ class OpenTrajectories:
         Args:
             values: what is summed, (R, T, F); a step outside the mask counts as 0.
             segments: how its steps form trajectories.
-            judge: whether trajectories that were truncated at the end of the last call, and do not
-                go on in this one, count as finished.
+            judge: whether trajectories that were truncated at the end of an earlier call, and do not
+                go on in this one, count as finished; those that this call truncates never do if not.
 
         Returns:
             The running sums, and the totals of the trajectories that have finished.
+
+        Raises:
+            RuntimeError: if a row of a padded batch goes on with a trajectory under another id.
         """
         values = values.detach().double()
         counts = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
@@ -98,7 +111,7 @@ class OpenTrajectories:
         if not values.numel():
             return TrajectorySums(values, values.new_zeros(0))
         ends, last = _ends(segments, counts)
-        carried, finished = self._resume(segments, values, judge)
+        carried, finished, joined = self._resume(segments, values, counts, judge)
         running = _running(values, ends, carried.totals)
         # Trajectories without a step that counts, or whose beginning is not known, are not told.
         if segments.mask is None and not carried.counted.any():
@@ -112,63 +125,129 @@ class OpenTrajectories:
             told = told & ~segments.left
         finished.append(running[told])
         if segments.ids is not None:
-            finished.append(self._suspend(segments, last, running, n_counted))
+            finished.append(
+                self._suspend(segments, last, running, n_counted, judge, judge or joined)
+            )
         return TrajectorySums(running, torch.cat(finished))
 
     def _resume(
-        self, segments: Segments, values: Tensor, judge: bool
-    ) -> tuple[_Carried, list[Tensor]]:
-        """What each row goes on from; and the totals that are now known to have ended."""
+        self, segments: Segments, values: Tensor, counts: Tensor, judge: bool
+    ) -> tuple[_Carried, list[Tensor], bool]:
+        """What each row goes on from; the totals that are now known to have ended; whether any row goes on."""
         n_rows, _, n_values = values.shape
         carried = _Carried(values.new_zeros(n_rows, n_values), values.new_zeros(n_rows, n_values))
         if segments.ids is None:
-            return carried, []
-        known = {key[0] for key in self._open}
-        first_ids = segments.ids[:, 0].tolist()
-        begins = [False] * n_rows if segments.is_init is None else segments.is_init.tolist()
-        rows = [row for row in range(n_rows) if first_ids[row] in known and not begins[row]]
-        found = {}
-        for row, state in zip(rows, segments.first_states(rows) if rows else [], strict=True):
-            left_open = self._open.pop((first_ids[row], state), None)
-            if left_open is not None:
-                found[row] = left_open
-                carried.totals[row] = values.new_tensor(left_open.totals)
-                carried.counted[row] = left_open.counted if left_open.whole else -torch.inf
-        if (
-            segments.is_init is not None
-        ):  # a row that neither begins nor goes on: its start is unknown
-            unknown = [row for row in range(n_rows) if not begins[row] and row not in found]
+            return carried, [], False
+        found, unknown = self._find(segments, counts)
+        if segments.is_init is not None:  # neither begun nor gone on with: its start is unknown
             carried.counted[unknown] = -torch.inf
-        ended = [key for key, left_open in self._open.items() if left_open.ended] if judge else []
-        over = [self._open.pop(key) for key in ended]
-        totals = [t for one in over if one.whole and one.counted > 0 for t in one.totals]
-        return carried, [values.new_tensor(totals)]
+        finished = []
+        for row, key in found.items():
+            carried.totals[row] = values.new_tensor(self._open[key].totals)
+            carried.counted[row] = values.new_tensor(self._open[key].counted)
+        calls = {self._open[key].call for key in found.values()}
+        if found and segments.left is not None:  # agents that have left do not go on
+            rows = list(found)
+            left = segments.left[rows, 0]
+            ended = torch.tensor([self._open[key].ended for key in found.values()]).to(left)
+            finished.append(carried.totals[rows][left & ended & (carried.counted[rows] > 0)])
+            for each in carried:
+                each[rows] = torch.where(left, 0.0, each[rows])
+        for key in found.values():
+            del self._open[key]
+        totals = self._judge(calls, segments.ids[:, 0].tolist(), judge)
+        return carried, [*finished, values.new_tensor(totals)], bool(calls)
+
+    def _find(
+        self, segments: Segments, counts: Tensor
+    ) -> tuple[dict[int, tuple[int | None, bytes]], list[int]]:
+        """The open trajectory of each row that goes on with one; and the rows that neither do that nor begin."""
+        ids, begins = segments.ids, segments.is_init  # type: ignore[assignment]
+        first_ids = ids[:, 0].tolist()  # type: ignore[index]
+        n_rows, known = len(first_ids), {key[0] for key in self._open}
+        inside = range(n_rows) if begins is None else (~begins).nonzero().squeeze(-1).tolist()
+        padded = segments.mask is not None and bool(((ids == ids[:, :1]) | ~counts).all())  # type: ignore[index]
+        rows = [
+            row for row in inside if known and (padded or first_ids[row] in known or None in known)
+        ]
+        states = dict(zip(rows, segments.first_states(rows) if rows else [], strict=True))
+        found: dict[int, tuple[int | None, bytes]] = {}
+        for row, state in states.items():
+            for key in ((first_ids[row], state), (None, state)):
+                if row not in found and key in self._open and key not in found.values():
+                    found[row] = key
+        unknown = [row for row in inside if row not in found]
+        if padded and known:
+            waiting = {key[1] for key in self._open if key not in found.values()} - {b""}
+            for row in unknown:
+                if counts[row].any() and (begins is not None or states[row] in waiting):
+                    raise RuntimeError(_RENUMBERED)
+        return found, unknown
+
+    def _judge(self, calls: set[int], first_ids: list[int], judge: bool) -> list[float]:
+        """The totals of truncated trajectories that this batch shows to be over.
+
+        It does if it follows the call that left them: if it goes on with another trajectory of that
+        call; or with none at all, its ids are later ones (not those of a collector that begins), and
+        no call before that one waits to be followed.
+        """
+        if judge and not calls:
+            n_rows = len(first_ids)
+            for call, ids in self._unfollowed.items():
+                if all(first_ids[min(row, n_rows - 1)] > id_ for row, id_ in enumerate(ids)):
+                    calls = {call}
+                    break
+        for call in calls:
+            self._unfollowed.pop(call, None)
+        totals = []
+        for key, one in list(self._open.items()):
+            if one.call not in calls or not any(one.ended):
+                continue
+            if not judge:  # but the next call that judges
+                self._open[key] = one._replace(call=self._calls)
+                continue
+            del self._open[key]
+            told = zip(one.totals, one.counted, one.ended, strict=True)
+            totals += [total for total, counted, ended in told if ended and counted > 0]
+        return totals
 
     def _suspend(
-        self, segments: Segments, last: Tensor, running: Tensor, n_counted: Tensor
+        self,
+        segments: Segments,
+        last: Tensor,
+        running: Tensor,
+        n_counted: Tensor,
+        judge: bool,
+        followed: bool,
     ) -> Tensor:
-        """Keeps what the rows leave open; returns the totals that have ended, (N,).
-
-        A collector begins a new id as soon as any agent is done: they all end with their id.
-        """
+        """Keeps what the rows leave open; returns the totals that have ended, (N,)."""
         rows = torch.arange(len(last), device=last.device)
-        terminated = segments.terminated[rows, last].any(-1)
-        done = segments.done[rows, last].any(-1).tolist()
+        done, terminated = segments.done[rows, last], segments.terminated[rows, last]
         totals, counted = running[rows, last], n_counted[rows, last]
-        open_rows = (~terminated).nonzero().squeeze(-1).tolist()
+        left = torch.zeros_like(done) if segments.left is None else segments.left[rows, last]
+        over = terminated | left
+        open_rows = (~over.all(-1)).nonzero().squeeze(-1).tolist()
         if open_rows:
             steps = last.tolist()
             states = segments.last_states(open_rows, [steps[row] for row in open_rows])
             ids = segments.ids[rows, last].tolist()  # type: ignore[index]
-            table, counts = totals.tolist(), counted[:, 0].tolist()
+            # The id of those that go on changes where another agent is done.
+            parted = (over.any(-1) | done.any(-1) & ~done.all(-1)).tolist()
+            kept = [torch.where(over, 0.0, each).tolist() for each in (totals, counted)]
+            ended = (done & ~over & judge).tolist()
             for row, state in zip(open_rows, states, strict=True):
-                key, whole = (ids[row], state), counts[row] >= 0
+                key = (None if parted[row] else ids[row], state)
                 self._open.pop(key, None)  # a new entry is the youngest
-                self._open[key] = _Open(table[row], max(counts[row], 0.0), whole, done[row])
+                self._open[key] = _Open(self._calls, kept[0][row], kept[1][row], ended[row])
             limit = max(_MIN_OPEN, _OPEN_PER_ROW * len(rows))
             for key in list(self._open)[: max(len(self._open) - limit, 0)]:
                 del self._open[key]
-        return totals[terminated.unsqueeze(-1) & (counted > 0)]
+        if followed:
+            self._unfollowed[self._calls] = segments.ids[rows, last].tolist()  # type: ignore[index]
+            for call in list(self._unfollowed)[:-_MIN_OPEN]:
+                del self._unfollowed[call]
+        self._calls += 1
+        return totals[terminated & ~left & (counted > 0)]
 
     def copy(self) -> OpenTrajectories:
         """An independent copy."""
@@ -177,8 +256,9 @@ class OpenTrajectories:
         return other
 
     def restore(self, other: OpenTrajectories) -> None:
-        """Goes back to the trajectories of a copy."""
-        self._open = dict(other._open)
+        """Takes over what another one, such as an earlier copy, has open."""
+        self._open, self._unfollowed = dict(other._open), dict(other._unfollowed)
+        self._calls = other._calls
 
 
 class _Carried(NamedTuple):
@@ -205,22 +285,31 @@ def _ends(segments: Segments, counts: Tensor) -> tuple[Tensor, Tensor]:
     changes = torch.zeros_like(counts)
     changes[:, :-1] = segments.ids[:, 1:] != segments.ids[:, :-1]
     changes = changes & (torch.arange(n_steps, device=counts.device) < last.unsqueeze(-1))
-    return changes.unsqueeze(-1).expand_as(segments.done), last
+    # The id changes as soon as any agent is done; the others go on.
+    goes_on = ~segments.done & segments.done.any(-1, keepdim=True)
+    return changes.unsqueeze(-1) & ~goes_on, last
 
 
 def _last_steps(segments: Segments, counts: Tensor) -> Tensor:
     """The last step of each row that is not padding, (R,).
 
-    Behind the last step that counts there may be masked steps of the same trajectory (its id goes on,
-    and it has not ended), and padding behind those. A row without a step that counts is not padding.
+    Behind the last step that counts there may be masked steps, and padding behind those. A step is
+    not padding if it goes on with the trajectory of the step before it (the same id, which has not
+    ended, in the state that was left), or begins another one (padding has the id 0).
     """
+    ids, done = segments.ids, segments.done.any(-1)
     steps = torch.arange(counts.shape[1], device=counts.device)
-    last_counted = torch.where(counts, steps, -1).amax(1)
-    at = last_counted.clamp_min(0).unsqueeze(-1)
-    same = segments.ids == segments.ids.gather(1, at)  # type: ignore[union-attr]
-    behind = steps >= at
-    done = segments.done.any(-1) & behind
-    done_before = done.long().cumsum(1) - done.long() > 0
-    goes_on = (same & ~done_before) | ~behind
-    n_going_on = goes_on.long().cumprod(1).sum(1)
-    return torch.where(last_counted < 0, counts.shape[1] - 1, n_going_on - 1)
+    last_counted = torch.where(counts, steps, -1).amax(1, keepdim=True).clamp_min(0)
+    same = ids[:, 1:] == ids[:, :-1]  # type: ignore[index]
+    real = torch.ones_like(counts)
+    real[:, 1:] = torch.where(same, ~done[:, :-1] & segments.follows[:, 1:], ids[:, 1:] > 0)  # type: ignore[index]
+    return (real | (steps <= last_counted)).long().cumprod(1).sum(1) - 1
+
+
+_RENUMBERED = (
+    "a padded row neither begins with its trajectory nor goes on with one under the id of an earlier "
+    "batch: MultiSyncCollector(split_trajs=True) numbers the trajectories of each batch anew, so their "
+    "KL cannot be added up. Use kl_collector(..., split_trajs=True), or collect without `split_trajs` "
+    "and call torchrl's `split_trajectories` on the result. (If the rows do begin with their "
+    "trajectories, an InitTracker in the env says so.)"
+)

@@ -1,15 +1,14 @@
 """The exact KL(policy || reference) of a step, from logits and between two distributions.
 
-`*B` is any leading shape, V the number of actions. Where the mask (*B) is False, a row is padding.
-It is filled with valid numbers before anything is computed from it, so that it is 0 in value and in
-gradient, never NaN * 0.
+`*B` is any leading shape, V the number of actions. Rows where the mask (*B) is False are first
+filled with valid numbers, so that their KL is 0 in value and in gradient, never NaN * 0.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,12 +42,8 @@ def split_log_ratio(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability and log-ratio where finite, 0 elsewhere; and where the log-ratio is +inf.
 
-    Where an entry is replaced, it carries no gradient: infinity has no slope. NaN is not replaced.
-
-    Args:
-        log_prob: log pi, any shape. An entry of -inf, which the policy cannot draw, does not count.
-        ref_log_prob: log pi_ref, same shape.
-        counts: where an entry counts, boolean, broadcast to the shape of both. None: everywhere.
+    All have one shape, to which `counts` (True where an entry counts) is broadcast. A replaced
+    entry carries no gradient. A log-probability of -inf does not count; NaN is not replaced.
     """
     log_ratio = log_prob - ref_log_prob
     drawn = log_prob != -torch.inf
@@ -106,8 +101,7 @@ def _fill(value: Any, mask: Tensor) -> Any:
 
 
 def _kl(policy: Distribution, reference: Distribution) -> Tensor:
-    shape, ref_shape = tuple(policy.batch_shape), tuple(reference.batch_shape)
-    _check_equal("batch_shape", policy, reference, shape, ref_shape)
+    _check_equal("batch_shape", policy, reference, lambda dist: tuple(dist.batch_shape))
     for kinds, kl in (
         (Mapping, _kl_of_composites),
         ((Categorical, OneHotCategorical), _kl_of_categoricals),
@@ -115,13 +109,11 @@ def _kl(policy: Distribution, reference: Distribution) -> Tensor:
         (TransformedDistribution, _kl_of_transformed),
     ):
         if isinstance(policy, kinds) and isinstance(reference, kinds):
-            return kl(cast(Any, policy), cast(Any, reference))
+            return kl(policy, reference)
     return _registered_kl(policy, reference)
 
 
-def _kl_of_categoricals(
-    policy: Categorical | OneHotCategorical, reference: Categorical | OneHotCategorical
-) -> Tensor:
+def _kl_of_categoricals(policy: Distribution, reference: Distribution) -> Tensor:
     # The gradient of the registered KL is NaN where the policy has a logit of -inf, as masked
     # actions have, and its value is inf where the reference's probability underflows.
     columns, ref_columns = _columns(policy), _columns(reference)
@@ -130,14 +122,11 @@ def _kl_of_categoricals(
         alike = torch.equal(columns, ref_columns)
     if not alike:
         raise ValueError(
-            "`policy` and `reference` must be over the same actions, got "
-            f"{_name(policy)} and {_name(reference)} with different `indices`: build both with the "
-            "same `indices`, or with a boolean `mask`."
+            f"`policy` and `reference` must be over the same actions, got {_name(policy)} and "
+            f"{_name(reference)} with different `indices`: give both the same `indices`, or a mask."
         )
-    log_probs, ref_log_probs = _log_probs(policy), _log_probs(reference)
-    size, ref_size = log_probs.shape[-1], ref_log_probs.shape[-1]
-    _check_equal("number of actions", policy, reference, size, ref_size)
-    return kl_of_logits(log_probs, ref_log_probs, None)
+    _check_equal("number of actions", policy, reference, lambda dist: dist._param.shape[-1])
+    return kl_of_logits(_log_probs(policy), _log_probs(reference), None)
 
 
 def _columns(dist: Distribution) -> Tensor | None:
@@ -146,12 +135,10 @@ def _columns(dist: Distribution) -> Tensor | None:
     return next((columns for columns in found if columns is not None), None)
 
 
-def _log_probs(dist: Categorical | OneHotCategorical) -> Tensor:
-    """Log-probabilities (*B, V) from what the distribution was built with.
-
-    Built from probabilities, its `logits` are clamped: 0 would become a probability of 1e-7.
-    """
-    param = cast(Tensor, dist._param)
+def _log_probs(dist: Any) -> Tensor:
+    """Log-probabilities (*B, V) from what a categorical distribution was built with."""
+    # `logits` would not do: from probabilities they are clamped, so that 0 becomes 1e-7.
+    param = dist._param
     # Probabilities add up to 1, so that one is positive; log-probabilities never are.
     are_probs = (param > 0).any(-1, keepdim=True)
     drawn = are_probs & (param != 0)
@@ -161,7 +148,7 @@ def _log_probs(dist: Categorical | OneHotCategorical) -> Tensor:
 
 def _kl_of_composites(policy: Any, reference: Any) -> Tensor:
     """Of tensordict's CompositeDistribution, a mapping of independent parts: the sum over them."""
-    _check_equal("parts", policy, reference, sorted(map(str, policy)), sorted(map(str, reference)))
+    _check_equal("parts", policy, reference, lambda dist: sorted(map(str, dist)))
     n = len(policy.batch_shape)
 
     def of_part(name: Any) -> Tensor:
@@ -172,7 +159,7 @@ def _kl_of_composites(policy: Any, reference: Any) -> Tensor:
     return sum(others, first)
 
 
-def _kl_of_independent(policy: Independent, reference: Independent) -> Tensor:
+def _kl_of_independent(policy: Any, reference: Any) -> Tensor:
     n = policy.reinterpreted_batch_ndims
     if n != reference.reinterpreted_batch_ndims:
         raise NotImplementedError
@@ -180,9 +167,7 @@ def _kl_of_independent(policy: Independent, reference: Independent) -> Tensor:
     return kl.flatten(-n).sum(-1) if n > 0 else kl
 
 
-def _kl_of_transformed(
-    policy: TransformedDistribution, reference: TransformedDistribution
-) -> Tensor:
+def _kl_of_transformed(policy: Any, reference: Any) -> Tensor:
     """Of the bases: a bijection that both share, its parameters constant, changes no divergence."""
     if policy.transforms != reference.transforms:
         try:  # a pair with a formula for its class, such as Gumbel and Gumbel
@@ -190,33 +175,28 @@ def _kl_of_transformed(
         except NotImplementedError:
             raise ValueError(
                 f"`policy` and `reference` must share one bijection, got {_name(policy)} and "
-                f"{_name(reference)} with different transforms: give both the same transforms with "
-                "the same parameters (bounds, scales)."
+                f"{_name(reference)} with different transforms: give both the same parameters."
             ) from None
     if not all(transform.bijective for transform in policy.transforms):
         raise ValueError(
-            f"`policy` and `reference` must share a bijection, got {_name(policy)} with a "
-            "transform that maps several points to one: the divergence of the bases is then only "
-            "an upper bound."
+            f"`policy` and `reference` must share a bijection, got {_name(policy)}, which maps "
+            "several points to one: the KL of the bases is then only an upper bound."
         )
     return _kl(policy.base_dist, reference.base_dist)
 
 
 def _registered_kl(policy: Distribution, reference: Distribution) -> Tensor:
     # A CompositeDistribution, paired here with another kind, has no event shape at all.
-    shape, ref_shape = (tuple(getattr(d, "_event_shape", ())) for d in (policy, reference))
-    _check_equal("event_shape", policy, reference, shape, ref_shape)
+    _check_equal("event_shape", policy, reference, lambda d: tuple(getattr(d, "_event_shape", ())))
     return kl_divergence(policy, reference)
 
 
-def _check_equal(
-    what: str, policy: Distribution, reference: Distribution, got: object, ref_got: object
-) -> None:
+def _check_equal(what: str, policy: Any, reference: Any, read: Callable[[Any], object]) -> None:
+    got, ref_got = read(policy), read(reference)
     if got != ref_got:
         raise ValueError(
             f"`policy` and `reference` must have the same {what}, got {got} of {_name(policy)} and "
-            f"{ref_got} of {_name(reference)}: broadcasting them would pair distributions of "
-            "different steps or actions."
+            f"{ref_got} of {_name(reference)}: broadcasting would pair different steps or actions."
         )
 
 

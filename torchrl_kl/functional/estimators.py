@@ -12,30 +12,25 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from torchrl_kl.functional.distributions import (
-    kl_of_distributions,
-    kl_of_logits,
-    split_log_ratio,
-)
+from torchrl_kl.functional.distributions import kl_of_distributions, kl_of_logits, split_log_ratio
 from torchrl_kl.functional.numbers import check_mask, working_dtype
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """Log-ratio estimate of KL(policy || reference): `log_prob - ref_log_prob`.
 
-    You may rely on: its mean over the policy's actions is the KL, exactly, and it is the only
-    estimate that may be subtracted from a reward. You may not rely on its sign (near the reference
-    about half of the values are negative), nor on its gradient: its expectation is zero.
+    You may rely on: its mean over the policy's actions is the KL, and it is the only estimate that
+    may be subtracted from a reward. You may not rely on its sign (near the reference half of the
+    values are negative), nor on its gradient: its expectation is zero.
 
     Args:
         log_prob: log pi(a|s), nats, shape (*B).
         ref_log_prob: log pi_ref(a|s) of the same actions, nats, shape (*B).
-        mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0, even
-            where a log-probability is NaN or infinite.
+        mask: True where a step counts, boolean, shape (*B). Elsewhere it is 0, even of NaN.
 
     Returns:
-        One estimate per step, nats, shape (*B); +inf where the reference cannot produce the action,
-        with gradient 0. A `log_prob` of -inf (the policy cannot draw the action) contributes 0.
+        One estimate per step, nats, shape (*B): 0 for a `log_prob` of -inf (the policy cannot draw
+        the action), else +inf with gradient 0 where the reference cannot produce the action.
 
     Raises:
         TypeError: if the log-probabilities are not floating point.
@@ -65,10 +60,8 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
     You may rely on: it is never negative, and as a loss its expected gradient is that of the KL
     (on-policy, one step). You may not rely on its mean, which is the KL only to second order.
 
-    The arguments, the infinite values, the errors and the reference are those of `kl_k1`.
-
-    Returns:
-        One estimate per step, nats, shape (*B).
+    The arguments, the shape and infinite values of the result, the errors and the reference are
+    those of `kl_k1`.
 
     Example:
         >>> import torch
@@ -83,14 +76,11 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
     """Never-negative estimate of KL(policy || reference): `exp(-lr) - 1 + lr`.
 
     You may rely on: no value is negative, and its mean is the KL wherever the policy's support
-    covers the reference's. You may not rely on it where the reference has mass that the policy does
-    not have (the mean is then too small by that mass), nor use it as a loss: its expected gradient
-    is that of the other divergence, KL(reference || policy).
+    covers the reference's (else it is too small by the reference's mass outside). You may not use
+    it as a loss: its expected gradient is that of the other divergence, KL(reference || policy).
 
-    The arguments, the infinite values, the errors and the reference are those of `kl_k1`.
-
-    Returns:
-        One estimate per step, nats, shape (*B).
+    The arguments, the shape and infinite values of the result, the errors and the reference are
+    those of `kl_k1`.
 
     Example:
         >>> import torch
@@ -111,30 +101,26 @@ def kl_exact(
 ) -> Tensor:
     """Exact KL(policy || reference) of each step: `sum_a pi(a) (log pi(a) - log pi_ref(a))`.
 
-    You may rely on: no sample enters, so it has the value and the gradient of the step's KL. You
-    may not rely on its gradient for what an action does to later states, nor subtract it from a
-    reward: it is the same for every action of the step. Rounding may leave it slightly below 0.
-
-    Actions that the policy cannot take add nothing. Where the reference cannot take an action that
-    the policy can, the step is +inf and its gradient 0. Half precision is computed in float32.
+    You may rely on: it has the value and the gradient of the step's KL; half precision is computed
+    in float32. You may not rely on its gradient for what an action does to later states, nor
+    subtract it from a reward: it is the same for every action. Rounding may leave it just below 0.
 
     Args:
         policy: logits or log-probabilities of all V actions, shape (*B, V), normalized here; or a
-            distribution of batch shape (*B). Supported are categorical distributions (one-hot and
-            masked ones too), independent and transformed ones (TanhNormal; both must share the
-            bijection, whose parameters count as constants), tensordict's CompositeDistribution,
-            and all pairs registered with torch.
-        reference: the same for the reference: same kind, same shape.
+            distribution of batch shape (*B): categorical (also one-hot or masked), independent,
+            transformed by a bijection with constant parameters (TanhNormal), tensordict's
+            CompositeDistribution, or of any pair registered with torch.
+        reference: the same for the reference: same kind, same shape, same bijection.
         mask: True where a step counts, boolean, shape (*B). Elsewhere the KL is 0, even where a
             parameter is invalid (NaN, or a scale of 0 with `validate_args=False`). What a
             distribution computed when it was built (Categorical normalizes) keeps its gradient.
 
     Returns:
-        The KL of each step, nats, shape (*B). NaN where a row is not a distribution.
+        The KL of each step, nats, shape (*B). It is +inf, with gradient 0, where the reference
+        cannot take an action that the policy can, and NaN where a row is not a distribution.
 
     Raises:
-        TypeError: if one is a tensor and the other a distribution, if tensors are not floating
-            point, or if no KL is registered for the pair of distributions.
+        TypeError: if the two are not alike or not floating point, or no KL is registered for them.
         ValueError: if shapes, actions or bijections differ, or the mask does not fit.
 
     Reference:
@@ -180,14 +166,14 @@ def kl_top_k(
     `w = exp(log_prob - log_prob.detach())` is 1 in value and carries the score of the sampled tail.
 
     You may rely on: its mean over the policy's actions is the KL, and so for the gradients, for any
-    choice of the k actions. k = 0 is k1 with its score, k = V is `kl_exact`. You may not rely on
+    choice of the k actions; k = 0 is k1 with its score, k = V is `kl_exact`. You may not rely on
     its sign, nor that it varies less than k1, nor subtract it from a reward.
 
     Args:
         top_log_probs: log pi of k actions, nats, shape (*B, k); normalized over all actions.
         top_ref_log_probs: log pi_ref of the same actions, nats, shape (*B, k).
         log_prob: log pi(a|s) of the action drawn, nats, shape (*B).
-        ref_log_prob: log pi_ref(a|s) of the action drawn, nats, shape (*B).
+        ref_log_prob: log pi_ref(a|s) of the same action, nats, shape (*B).
         in_top_k: True where the action drawn is one of the k, boolean, shape (*B).
         mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0.
 
@@ -210,14 +196,12 @@ def kl_top_k(
     _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
     if top_log_probs.ndim == 0 or top_log_probs.shape[:-1] != log_prob.shape:
         raise ValueError(
-            "`top_log_probs` must have the shape of `log_prob` and k actions in one more "
-            f"dimension, got {tuple(top_log_probs.shape)} and {tuple(log_prob.shape)}: k = 0 is a "
-            "last dimension of size 0."
+            "`top_log_probs` must have the shape of `log_prob` and one more dimension, of size k, "
+            f"got {tuple(top_log_probs.shape)} and {tuple(log_prob.shape)}."
         )
-    check_mask(
-        in_top_k, log_prob.shape, "`log_prob`", name="in_top_k", means="draws from the top k"
-    )
-    check_mask(mask, log_prob.shape, "`log_prob`")
+    shape = log_prob.shape
+    check_mask(in_top_k, shape, "`log_prob`", name="in_top_k", means="draws from the top k")
+    check_mask(mask, shape, "`log_prob`")
     dtype = torch.promote_types(log_prob.dtype, ref_log_prob.dtype)
     log_probs = (top_log_probs, top_ref_log_probs, log_prob, ref_log_prob)
     top, ref_top, drawn, ref_drawn = (x.to(working_dtype(dtype)) for x in log_probs)
@@ -233,9 +217,8 @@ def _check_pair(log_prob: Tensor, ref_log_prob: Tensor, name: str, ref_name: str
     if log_prob.shape != ref_log_prob.shape:
         raise ValueError(
             f"`{name}` and `{ref_name}` must have the same shape, got {tuple(log_prob.shape)} and "
-            f"{tuple(ref_log_prob.shape)}: broadcasting them would pair log-probabilities of "
-            "different actions; sum over action dimensions or squeeze a trailing dimension of one "
-            "of them."
+            f"{tuple(ref_log_prob.shape)}: broadcasting would pair log-probabilities of different "
+            "actions; sum over action dimensions or squeeze a trailing dimension."
         )
     if not (log_prob.is_floating_point() and ref_log_prob.is_floating_point()):
         raise TypeError(

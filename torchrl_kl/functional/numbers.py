@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
+from operator import ge, gt, le, lt
 
 import torch
 from torch import Tensor, nn
+
+_BOUNDS = {"above": gt, "at_least": ge, "below": lt, "at_most": le}
 
 
 class Float64State(nn.Module):
@@ -28,28 +30,14 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def check_number(
-    name: str,
-    value: float,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-) -> float:
-    """`value` as a float; TypeError for other types, ValueError if infinite or out of bounds."""
+def check_number(name: str, value: float, **bounds: float) -> float:
+    """`value` as a float, finite and within the bounds: `above`, `at_least`, `below`, `at_most`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{name}` must be a number, got {type(value).__name__}.")
-    bounds = [
-        ("above", above, operator.gt),
-        ("at least", at_least, operator.ge),
-        ("below", below, operator.lt),
-        ("at most", at_most, operator.le),
-    ]
-    given = [(words, bound, holds) for words, bound, holds in bounds if bound is not None]
-    if not (math.isfinite(value) and all(holds(value, bound) for _, bound, holds in given)):
-        wanted = " and ".join(["finite", *(f"{words} {bound:g}" for words, bound, _ in given)])
-        raise ValueError(f"`{name}` must be {wanted}, got {value}.")
+    within = all(_BOUNDS[kind](value, bound) for kind, bound in bounds.items())
+    if not (within and math.isfinite(value)):
+        wanted = [f"{kind.replace('_', ' ')} {bound:g}" for kind, bound in bounds.items()]
+        raise ValueError(f"`{name}` must be {' and '.join(['finite', *wanted])}, got {value}.")
     return float(value)
 
 
@@ -70,12 +58,9 @@ def check_mask(
 
 
 def solve_decreasing(function: Callable[[float], float], value: float, high: float) -> float:
-    """The x > 0 where a decreasing function has that value, to a relative error of 1e-12.
+    """The x > 0 where a decreasing function is `value`; at `high` > 0 it is at most `value`.
 
-    Args:
-        function: decreasing for x > 0, and above `value` somewhere.
-        value: what it is to be.
-        high: a positive number where the function is at most `value`.
+    The relative error of x is 1e-12.
     """
     low = high / 2
     while function(low) < value:

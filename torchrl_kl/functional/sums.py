@@ -1,6 +1,6 @@
 """Sums and means over the steps that count, and over trajectories that follow one another in a row.
 
-`*B` is any leading shape and T is time, the last dimension.
+`*B` is any leading shape; T is time, the last dimension. Half precision is added up in float32.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ def masked_sum(
         dim: the dimension or dimensions to sum over. None: all of them.
 
     Returns:
-        The sum, 0 where nothing counts, without the dimensions summed over, in the dtype of
-        `values`. Half precision is added up in float32.
+        The sum, 0 where nothing counts, in the dtype of `values`, added up in at least float32.
 
     Raises:
         TypeError: if the values are not floating point.
@@ -46,16 +45,11 @@ def masked_mean(
 ) -> Tensor:
     """Mean of the values that count: of a tensor, or along `dim`.
 
-    You may rely on: every value that counts has the same weight, whatever its row. Where the mask
-    is False, no value reaches the mean or its gradient, even NaN.
-
-    The arguments, the dtype and the errors are those of `masked_sum`.
-
-    Returns:
-        The mean, without the dimensions averaged over.
+    You may rely on: every value that counts has the same weight, whatever its row. The arguments,
+    the dtype of the result, the mask and the errors are as in `masked_sum`.
 
     Raises:
-        ValueError: if nothing counts, in all or in one of the means.
+        ValueError: also if nothing counts in one of the means.
 
     Example:
         >>> import torch
@@ -71,8 +65,8 @@ def masked_mean(
     if empty > 0:
         raise ValueError(
             f"`mask` must be True somewhere in each mean, got {empty} of {number.numel()} means "
-            f"over `values` of shape {tuple(values.shape)} with nothing that counts: a mean of "
-            "nothing is not defined; leave such rows out, or use `masked_sum`."
+            f"over `values` of shape {tuple(values.shape)} with nothing that counts: leave such "
+            "rows out, or use `masked_sum`."
         )
     return (total / number).to(values.dtype)
 
@@ -83,19 +77,17 @@ def sum_over_trajectories(
     """Total of the values of each trajectory; they end at `done` and follow one another in a row.
 
     You may rely on: the totals add up to the sum of all values that count, and each carries the
-    gradient of its steps. You may not rely on the first total of a row being that of a whole
-    trajectory: it may have begun before the row.
+    gradient of its steps. The first trajectory of a row may have begun before the row.
 
     Args:
         values: one number per step, floating point, shape (*B, T), time last.
-        done: True at the last step of a trajectory, boolean, shape (*B, T), even where the mask is
-            False. At the end of a row the trajectory is cut.
+        done: True at the last step of a trajectory, also of a masked one, boolean, shape (*B, T).
+            At the end of a row the trajectory is cut.
         mask: True where a step counts, boolean, shape (*B, T). Elsewhere a value is 0, even NaN.
 
     Returns:
-        The totals (N,), row by row and in the order of time within a row, and `complete` (N,),
-        False where the row ended before the trajectory did. A trajectory without a step that
-        counts, such as padding, is left out. Half precision is added up in float32.
+        The totals (N,), row by row and in the order of time, and `complete` (N,), False where the
+        row ended before the trajectory did. A trajectory without a step that counts is left out.
 
     Raises:
         TypeError: if the values are not floating point.
@@ -123,24 +115,13 @@ def sum_over_trajectories(
 
 
 def running_sum(values: Tensor, ends: Tensor, *, initial: Tensor | None = None) -> Tensor:
-    """At each step, the sum over its trajectory up to and including that step.
+    """At each step, the sum over its trajectory up to and including that step, (*B, T).
 
-    You may rely on: the steps of a trajectory are added in order, and those of others not at all:
-    an infinite or huge trajectory leaves the next one exact. On the CPU the result is, bit for bit,
-    that of a loop over the steps that adds up in float64 and rounds each sum to the dtype, because
-    `torch.cumsum` adds in order there, and in float64 for float32 too.
+    `values` and `ends`, True at the last step of a trajectory, are (*B, T). The first trajectory of
+    each row begins with `initial` (*B). The errors are those of `sum_over_trajectories`.
 
-    Args:
-        values: one number per step, floating point, shape (*B, T), time last.
-        ends: True at the last step of a trajectory, boolean, shape (*B, T).
-        initial: what the first trajectory of each row begins with, shape (*B). None: 0.
-
-    Returns:
-        The sums, shape and dtype of `values`. Half precision is added up in float32.
-
-    Raises:
-        TypeError: if the values are not floating point.
-        ValueError: if the values have no dimension, or `ends` is not boolean of their shape.
+    You may rely on: no trajectory reaches another, even if it is infinite. On the CPU the result is
+    bit for bit that of a loop that adds up in float64 and rounds each sum, as `torch.cumsum` does.
     """
     _check_rows(values, "ends", ends)
     addends = values.to(working_dtype(values.dtype))
@@ -151,8 +132,8 @@ def running_sum(values: Tensor, ends: Tensor, *, initial: Tensor | None = None) 
     lengths = begins.diff(append=begins.new_tensor([values.numel()]))  # (N,)
     flat = addends.flatten()
     longest = int(lengths.max()) if len(lengths) else 0
-    # One table of all trajectories, padded to the longest; where that would waste memory, one for each
-    # power of two, of the trajectories that are longer than half of it: at most half of it is unused.
+    # One table of all trajectories, padded to the longest. Where that would waste memory, one for
+    # each power of two, of the trajectories longer than half of it: at most half is unused.
     widths = [longest]
     if len(begins) * longest > 4 * len(flat):
         widths = [2**power for power in range(longest.bit_length() + 1)]
@@ -196,14 +177,10 @@ def _sum_counted(values: Tensor, mask: Tensor | None, dim: int | tuple[int, ...]
 def _check_rows(values: Tensor, name: str, ends: Tensor) -> None:
     _check_values(values)
     if values.ndim == 0:
-        raise ValueError(
-            "`values` must have time as its last dimension, got a tensor without dimensions."
-        )
+        raise ValueError("`values` must have time as its last dimension, got a 0-dim tensor.")
     check_mask(ends, values.shape, "`values`", name=name, means="the last step of a trajectory")
 
 
 def _check_values(values: Tensor) -> None:
     if not values.is_floating_point():
-        raise TypeError(
-            f"`values` must be floating point, got {values.dtype}: convert it, `values.float()`."
-        )
+        raise TypeError(f"`values` must be floating point, got {values.dtype}: use `.float()`.")

@@ -25,16 +25,14 @@ _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
 def values_hidden(tensor: Tensor) -> bool:
-    """Whether decisions must not depend on values: under torch.compile and torch.vmap."""
+    """True under torch.compile and torch.vmap: decisions must not depend on values."""
     return torch.compiler.is_compiling() or is_batchedtensor(tensor)
 
 
 def check_integers(name: str, tensor: Tensor) -> None:
-    """Raises a TypeError unless the tensor holds int64 or int32."""
+    """TypeError unless the tensor holds int64 or int32."""
     if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"`{name}` must be int64 or int32, got {tensor.dtype}: convert it with `.long()`."
-        )
+        raise TypeError(f"`{name}` must be int64 or int32, got {tensor.dtype}: use `.long()`.")
 
 
 class _Attention(nn.Module):
@@ -72,9 +70,6 @@ class _Block(nn.Module):
         self.project = nn.Linear(4 * n_embd, n_embd)
         self.dropout = nn.Dropout(dropout)
 
-    def attention_maps(self, x: Tensor) -> Tensor:
-        return self.attention.maps(self.attention_norm(x))
-
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         hidden = F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
@@ -84,9 +79,8 @@ class _Block(nn.Module):
 class GPT(nn.Module):
     """A causal transformer: the output at position t depends on tokens 0..t only.
 
-    The blocks (pre-norm, biases, GELU), the learned positions and the initialization are those of
-    GPT-2: weights from N(0, 0.02^2), and N(0, 0.02^2 / (2 n_layer)) where a layer writes into the
-    residual stream. The output layer has no bias and does not share weights with the embedding.
+    The blocks (pre-norm, biases, GELU), learned positions and initialization are those of GPT-2.
+    The output layer has no bias and does not share weights with the embedding.
 
     Args:
         vocab_size: number of tokens; ids are 0..vocab_size - 1.
@@ -99,9 +93,8 @@ class GPT(nn.Module):
 
     Raises:
         TypeError: a size is not an int, or the tokens are not int64 or int32.
-        ValueError: a size, dropout or the length of a text is out of range, n_embd is not a
-            multiple of n_head, or a token is outside the vocabulary (not checked under
-            torch.compile and torch.vmap).
+        ValueError: a size, dropout, a length or a token is out of range. Tokens are not checked
+            under torch.compile and torch.vmap.
 
     Reference:
         Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3.
@@ -110,11 +103,8 @@ class GPT(nn.Module):
         >>> import torch
         >>> from torchrl_kl import GPT
         >>> gpt = GPT(vocab_size=11, block_size=8)
-        >>> tokens = torch.tensor([[0, 2, 8, 6, 10]])
-        >>> gpt(tokens).shape
+        >>> gpt(torch.tensor([[0, 2, 8, 6, 10]])).shape
         torch.Size([1, 5, 11])
-        >>> gpt.attention_maps(tokens).shape
-        torch.Size([1, 3, 3, 5, 5])
     """
 
     def __init__(
@@ -159,23 +149,16 @@ class GPT(nn.Module):
         return self.head(self.hidden_states(tokens))
 
     def hidden_states(self, tokens: Tensor) -> Tensor:
-        """Inputs of the output layer: (*B, T) -> (*B, T, n_embd).
-
-        `gpt(tokens)` equals `gpt.head(gpt.hidden_states(tokens))`. If you need few positions, index
-        the hidden states first and apply `head` only to those.
-        """
+        """Inputs of the output layer `head`: (*B, T) -> (*B, T, n_embd)."""
         x = self.norm(self.blocks(self._embed(tokens)))
         return x.view(*tokens.shape, x.shape[-1])
 
     @torch.no_grad()
     def attention_maps(self, tokens: Tensor) -> Tensor:
-        """Attention weights: (*B, T) -> (*B, n_layer, n_head, T, T), from t to s at [..., t, s].
-
-        Each row sums to 1 and is 0 for s > t. The maps have no gradient and no dropout.
-        """
+        """Attention from t to s: (*B, T) -> (*B, n_layer, n_head, T, T), no gradient or dropout."""
         x, maps = self._embed(tokens), []
         for block in cast("Iterable[_Block]", self.blocks):
-            maps.append(block.attention_maps(x))
+            maps.append(block.attention.maps(block.attention_norm(x)))
             x = block(x)
         stacked = torch.stack(maps, dim=1)
         return stacked.view(*tokens.shape[:-1], *stacked.shape[1:])
@@ -191,8 +174,8 @@ class GPT(nn.Module):
         check_integers("tokens", tokens)
         if tokens.ndim == 0 or not 1 <= tokens.shape[-1] <= self.block_size:
             raise ValueError(
-                "`tokens` must have a last dimension of 1 to `block_size` = "
-                f"{self.block_size}, got shape {tuple(tokens.shape)}: build a larger GPT."
+                f"`tokens` must have a last dimension of 1 to `block_size` = {self.block_size}, "
+                f"got shape {tuple(tokens.shape)}: build a larger GPT."
             )
         if values_hidden(tokens):
             return
@@ -204,9 +187,7 @@ class GPT(nn.Module):
             )
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `config.json` and `model.safetensors`; creates the folder and its parents.
-
-        A failed write, on a full disk for example, leaves an older model in the folder loadable.
+        """Writes `config.json` and `model.safetensors`; a failed write leaves older files intact.
 
         Raises:
             ValueError: the weights do not share one floating-point dtype.
@@ -228,9 +209,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> GPT:
-        """Reads what `save_pretrained` wrote: the same weights bit for bit, on the CPU.
-
-        The model is returned in eval mode: call `train()` to activate dropout.
+        """Reads what `save_pretrained` wrote, bit for bit, on the CPU and in eval mode.
 
         Raises:
             FileNotFoundError: one of the two files is missing.
@@ -244,12 +223,13 @@ class GPT(nn.Module):
             gpt.load_state_dict(weights, assign=True)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"`folder` must contain {_CONFIG} and {_WEIGHTS}, but {error.filename} does not "
-                "exist: give a folder written by `save_pretrained`."
+                f"`folder` must contain {_CONFIG} and {_WEIGHTS}, but {error.filename} does "
+                "not exist: give a folder written by `save_pretrained`."
             ) from error
         except (TypeError, ValueError, OverflowError, RuntimeError, SafetensorError) as error:
+            name = cls.__name__
             raise ValueError(
-                f"`folder` {folder} does not contain a valid {cls.__name__}: {error}"
+                f"`folder` {folder} does not contain a valid {name}: {error}"
             ) from error
         return gpt.eval()
 
@@ -269,11 +249,9 @@ def _check_sizes(sizes: dict[str, int], dropout: float) -> None:
 
 def _check_dtypes(weights: Mapping[str, Tensor]) -> None:
     dtypes = {weight.dtype for weight in weights.values()}
-    if len(dtypes) != 1 or not dtypes.pop().is_floating_point:
-        found = sorted({str(weight.dtype) for weight in weights.values()})
-        raise ValueError(
-            f"the weights must share one floating-point dtype, got {found}: convert the GPT to one."
-        )
+    if len(dtypes) != 1 or not all(dtype.is_floating_point for dtype in dtypes):
+        got = sorted(map(str, dtypes))
+        raise ValueError(f"the weights must share one floating-point dtype, got {got}.")
 
 
 def _read_files(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -287,16 +265,11 @@ def _read_files(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tens
         raise ValueError(f"its keys must be class and {sorted(expected)}, got {sorted(config)}.")
     content = (folder / _WEIGHTS).read_bytes()
     if config.pop("weights_sha256") != sha256(content).hexdigest():
-        raise ValueError(
-            f"{_WEIGHTS} is not the file that {_CONFIG} was saved with: it is damaged, or the two "
-            "come from different calls of `save_pretrained`."
-        )
+        raise ValueError(f"{_WEIGHTS} is not the file that {_CONFIG} was saved with.")
     weights = load(content)
     _check_dtypes(weights)
     # Compared before the model is built, which takes minutes for thousands of blocks.
     n_blocks = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
-    if config["n_layer"] != n_blocks:
-        raise ValueError(
-            f"`n_layer` must be the {n_blocks} blocks of {_WEIGHTS}, got {config['n_layer']!r}."
-        )
+    if (n_layer := config["n_layer"]) != n_blocks:
+        raise ValueError(f"`n_layer` must be the {n_blocks} blocks of {_WEIGHTS}, got {n_layer!r}.")
     return config, weights

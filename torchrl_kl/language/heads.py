@@ -2,9 +2,8 @@
 
 Axes: B* any leading dimensions, L length of a whole text, N states, S segments.
 
-A state consists of two entries: `tokens` (*B, L) contains the text so far and then padding (any
-token ids; they have no effect), and `position` (*B,) is the number of tokens before the padding.
-The output for a state is the GPT's output at index `position - 1`.
+A state consists of `tokens` (*B, L), the text so far and then padding (any token ids), and
+`position` (*B,), the number of tokens before it. Its output is the GPT's at `position - 1`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ Keys = Sequence[NestedKey]
 
 
 def _segments(tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups consecutive states, each a prefix of the next one, into segments.
+    """The last row of each segment, (S, L), and the index of each state's segment, (N,).
 
-    By causality, the last row of a segment has the outputs for all its states. Only the texts are
-    compared: the states may be ordered, concatenated, cut or shuffled.
-
-    Returns the last row of each segment (S, L) and the index of each state's segment (N,).
+    A segment is a run of states that are each a prefix of the next one. By causality, its last row
+    has the outputs for all of them. Only the texts are compared: states may be in any order.
     """
     real = torch.arange(tokens.shape[1], device=tokens.device) < position[:-1, None]
     same = ((tokens[1:] == tokens[:-1]) | ~real).all(-1)
@@ -41,11 +38,9 @@ def _segments(tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
 class _StateReader(nn.Module):
     """The GPT's output for each state: (*B, L) tokens and (*B,) position -> (*B, n_out).
 
-    In TorchRL's recurrent mode, consecutive states of one text share one row of the GPT. Otherwise,
-    and where shapes must not depend on values, each state is one row. Both give the same numbers.
-
-    With `clamp_full`, a text that fills `tokens` and is longer than block_size is read up to there,
-    for an actor: such a text has no next token.
+    In TorchRL's recurrent mode, consecutive states of one text share one row of the GPT, unless
+    shapes must not depend on values. Both give the same numbers. With `clamp_full`, a text that
+    fills `tokens` and is longer than block_size is read up to there.
     """
 
     def __init__(self, gpt: GPT, *, clamp_full: bool):
@@ -70,19 +65,18 @@ class _StateReader(nn.Module):
         check_integers("position", position)
         if tokens.ndim == 0 or position.shape != tokens.shape[:-1]:
             raise ValueError(
-                "`position` must have the shape of `tokens` without its last dimension (one number "
-                f"per text, no trailing 1), got {tuple(position.shape)} and {tuple(tokens.shape)}."
+                "`position` must have one number per text (the shape of `tokens` without its last "
+                f"dimension), got {tuple(position.shape)} and {tuple(tokens.shape)}."
             )
         if values_hidden(tokens):
             return
         length, block_size = tokens.shape[-1], self.gpt.block_size
-        readable = (position >= 0) & (position <= min(length, block_size))
-        if self.clamp_full:
-            readable = readable | (position == length)
-        if not readable.all():
+        most = min(length, block_size)
+        full = (position == length) & self.clamp_full
+        if not ((position >= 0) & (position <= most) | full).all():
+            low, high = position.aminmax()
             raise ValueError(
-                f"`position` must lie in 0..{min(length, block_size)}, got "
-                f"{position.min().item()} to {position.max().item()}: it counts the tokens before "
+                f"`position` must lie in 0..{most}, got {low} to {high}: it counts tokens before "
                 f"padding, `tokens` have length {length} and the GPT `block_size` = {block_size}."
             )
 
@@ -91,18 +85,16 @@ class GPTActor(ProbabilisticActor):
     """A GPT as a policy whose action is the next token.
 
     In TorchRL's recurrent mode (losses set it) a trajectory is scored in one pass, with the same
-    log-probabilities as step by step; states may be shuffled. Actions are sampled only where the
-    exploration type is RANDOM, which collectors set.
-
-    A text that fills `tokens` has no next token, but rollouts with `break_when_all_done` call the
-    policy on it and discard the result. It may therefore be longer than block_size.
+    log-probs as step by step; states may be shuffled. Actions are sampled only where the
+    exploration type is RANDOM, which collectors set. A text that fills `tokens` may be longer than
+    block_size: rollouts call the policy on it and discard the result.
 
     Args:
         gpt: its outputs are the logits of tokens 0..n_out - 1.
         in_keys: text (*B, L) and position (*B,).
-        action_key: the token (*B,), int64. Its log-probability (*B,), in nats, has the same key
-            with "_log_prob" appended.
-        return_log_prob: whether to write the log-probability.
+        action_key: the token (*B,), int64. Its log-prob (*B,), nats, is under this key with
+            "_log_prob" appended.
+        return_log_prob: whether to write the log-prob.
 
     Raises:
         TypeError: tokens or position are not int64 or int32.
@@ -110,13 +102,12 @@ class GPTActor(ProbabilisticActor):
 
     Example:
         >>> import torch
-        >>> from tensordict import TensorDict
         >>> from torchrl_kl import GPT, GPTActor
         >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
-        >>> tokens = torch.tensor([[0, 2, 8, 6, 10, 3, 10, 10, 10]])
-        >>> state = TensorDict(tokens=tokens, position=torch.tensor([6]), batch_size=[1])
-        >>> actor(state)["action_log_prob"].shape
-        torch.Size([1])
+        >>> tokens, position = torch.tensor([[0, 2, 8, 6, 10, 3, 10, 10]]), torch.tensor([6])
+        >>> logits, action, log_prob = actor(tokens=tokens, position=position)
+        >>> logits.shape
+        torch.Size([1, 11])
     """
 
     def __init__(
@@ -132,6 +123,7 @@ class GPTActor(ProbabilisticActor):
                 "`gpt` must have one output per token (n_out from 2 to vocab_size = "
                 f"{gpt.vocab_size}), got n_out = {gpt.n_out}: a critic's GPT cannot act."
             )
+        # A text that fills `tokens` has no next token.
         reader = _StateReader(gpt, clamp_full=True)
         super().__init__(
             TensorDictModule(reader, in_keys=list(in_keys), out_keys=["logits"]),
@@ -146,8 +138,7 @@ class GPTCritic(ValueOperator):
     """A GPT as a state-value network: V(text so far), one number per state.
 
     With GAE built with `deactivate_vmap=True` and called within `set_recurrent_mode(True)`, a
-    trajectory needs one pass. The critic also reads finished texts (the terminal next state), so
-    block_size must be at least L, one more than a language model of the same texts needs.
+    trajectory needs one pass. The critic also reads finished texts: block_size must be at least L.
 
     Args:
         gpt: a GPT with n_out = 1.
@@ -160,12 +151,10 @@ class GPTCritic(ValueOperator):
 
     Example:
         >>> import torch
-        >>> from tensordict import TensorDict
         >>> from torchrl_kl import GPT, GPTCritic
-        >>> critic = GPTCritic(GPT(vocab_size=11, block_size=9, n_out=1))
-        >>> tokens = torch.tensor([[0, 2, 8, 6, 10, 3, 10, 10, 10]])
-        >>> state = TensorDict(tokens=tokens, position=torch.tensor([6]), batch_size=[1])
-        >>> critic(state)["state_value"].shape
+        >>> critic = GPTCritic(GPT(vocab_size=11, block_size=8, n_out=1))
+        >>> tokens, position = torch.tensor([[0, 2, 8, 6, 10, 3, 10, 10]]), torch.tensor([6])
+        >>> critic(tokens=tokens, position=position).shape
         torch.Size([1, 1])
     """
 
@@ -185,11 +174,11 @@ class _TextScorer(nn.Module):
         self.gpt, self.end_token = gpt, end_token
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if tokens.ndim == 0 or tokens.shape[-1] >= self.gpt.block_size:
+        most = self.gpt.block_size - 1
+        if tokens.ndim == 0 or tokens.shape[-1] > most:
             raise ValueError(
-                "`tokens` must have a last dimension of at most `block_size` - 1 = "
-                f"{self.gpt.block_size - 1}, since the end token takes one place, got shape "
-                f"{tuple(tokens.shape)}: build the GPT with a larger `block_size`."
+                f"`tokens` must have a last dimension of at most `block_size` - 1 = {most}, since "
+                f"the end token takes one place, got shape {tuple(tokens.shape)}."
             )
         text = F.pad(tokens, (0, 1), value=self.end_token)
         return self.gpt.head(self.gpt.hidden_states(text)[..., -1, :]).squeeze(-1)
@@ -211,15 +200,10 @@ class GPTRewardModel(TensorDictModule):
 
     Example:
         >>> import torch
-        >>> from tensordict import TensorDict
         >>> from torchrl_kl import GPT, GPTRewardModel
         >>> reward_model = GPTRewardModel(GPT(vocab_size=12, block_size=10, n_out=1))
-        >>> tokens = torch.tensor([[0, 2, 8, 6, 10, 7, 3, 9, 1]])
-        >>> score = reward_model(tokens)
-        >>> score.shape
+        >>> reward_model(torch.tensor([[0, 2, 8, 6, 10, 7, 3, 9, 1]])).shape
         torch.Size([1])
-        >>> torch.equal(reward_model(TensorDict(tokens=tokens, batch_size=[1]))["score"], score)
-        True
     """
 
     def __init__(
@@ -243,6 +227,4 @@ class GPTRewardModel(TensorDictModule):
 
 def _check_one_output(gpt: GPT) -> None:
     if gpt.n_out != 1:
-        raise ValueError(
-            f"`gpt` must have one output, got n_out = {gpt.n_out}: build it with `n_out=1`."
-        )
+        raise ValueError(f"`gpt` must have one output, got n_out = {gpt.n_out}: use `n_out=1`.")

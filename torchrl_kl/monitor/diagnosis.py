@@ -33,14 +33,9 @@ def find_cause(
     masks: Mapping[str, Tensor],
     tolerance: float,
 ) -> str:
-    """The first cause that explains why the recorded log-probs differ from the actor's.
+    """The first cause that explains why some `recorded` differ by more than `tolerance` (nats).
 
-    Args:
-        log_probs: (N, V).
-        action: (N,).
-        recorded: (N,); some differ from the actor's by more than `tolerance`.
-        masks: boolean entries (N, V) of the data that may have masked the sampler's actions.
-        tolerance: nats.
+    `masks` are boolean entries (N, V) of the data that may have masked the sampler's actions.
     """
     scored = take(log_probs, action)
     impossible = (scored <= _LEAST).double().mean().item()
@@ -68,7 +63,7 @@ _UNRECORDED = (
 _UNKNOWN = (
     "it cannot be told from the numbers. Were the actor's weights updated after the batch was "
     "drawn (call the monitor before the update)? Does the actor use dropout, another precision or "
-    "other inputs? Temperature, top-k and masks in combination also look like this."
+    "other inputs, or are temperature, top-k and masks combined?"
 )
 
 
@@ -83,10 +78,8 @@ def _temperature(log_probs: Tensor, action: Tensor, recorded: Tensor, limit: flo
         slope = take(logits, action) - (scaled.exp() * logits).sum(-1)
         return take(scaled, action) - recorded, slope
 
-    def loss(inverse: float) -> float:
-        return residual(inverse)[0].square().sum().item()
-
-    inverse = min((1 / t for t in TEMPERATURES), key=loss)
+    grid = (1 / t for t in TEMPERATURES)
+    inverse = min(grid, key=lambda it: residual(it)[0].square().sum().item())
     for _ in range(20):
         error, slope = residual(inverse)
         inverse -= ((error * slope).sum() / slope.square().sum().clamp_min(1e-30)).item()
@@ -122,7 +115,7 @@ def _truncation(log_probs: Tensor, scored: Tensor, gap: Tensor, limit: float) ->
         k = int(fits.all(0).int().argmax()) + 1
         return (
             f"the recorded log-probs are the actor's over its {k} most likely actions: top-k "
-            f"sampling with k = {k}. Sample without top-k, or truncate the actor in the same way."
+            f"sampling with k = {k}. Sample without top-k, or truncate the actor too."
         )
     if not bool(fits.any(1).all()):
         return None
@@ -132,9 +125,9 @@ def _truncation(log_probs: Tensor, scored: Tensor, gap: Tensor, limit: float) ->
     if low >= high:
         return None
     return (
-        "the recorded log-probs are the actor's over the most likely actions that hold a mass of "
-        f"p, p between {low:.3g} and {high:.3g}: top-p sampling. Sample without top-p, or truncate "
-        "the actor in the same way."
+        "the recorded log-probs are the actor's over the most likely actions of a mass of p, p "
+        f"between {low:.3g} and {high:.3g}: top-p sampling. Sample without top-p, or truncate the "
+        "actor too."
     )
 
 
@@ -143,28 +136,22 @@ def _subset(gap: Tensor, limit: float) -> str | None:
     if int((gap.abs() > limit).sum()) < _MIN_STEPS:
         return None
     if gap.min() >= -limit:
-        mass = (-gap).exp().mean().item()
-        return (
-            "no recorded log-prob is smaller than the actor's: the sampler seems to mask actions "
-            f"and to keep {mass:.0%} of the actor's probability on average. Give both the same "
-            "mask, top-k or top-p."
+        found = (
+            "smaller than the actor's: the sampler seems to mask actions and to keep "
+            f"{(-gap).exp().mean().item():.0%} of the actor's probability on average"
         )
-    if gap.max() <= limit:
-        return (
-            "no recorded log-prob is larger than the actor's: the actor seems to mask actions "
-            "that the sampler may draw. Give both the same mask, top-k or top-p."
-        )
-    return None
+    elif gap.max() <= limit:
+        found = "larger than the actor's: the actor seems to mask actions that the sampler may draw"
+    else:
+        return None
+    return f"no recorded log-prob is {found}. Give both the same mask, top-k or top-p."
 
 
 def log_ratios(log_probs: Tensor, action: Tensor) -> Tensor:
-    """Log-likelihood of the actions under each alternative, minus that under the actor.
+    """Log-likelihood, nats, (N_ALTERNATIVES,), under each alternative minus that under the actor.
 
     If the actions were drawn from `log_probs`, the mean of the exponential is 1 for each
     alternative, for any batch and however one step leads to the next.
-
-    Returns:
-        Nats, (N_ALTERNATIVES,): first the temperatures, then the top-k samplers.
     """
     scored = take(log_probs, action)
     logits = log_probs.clamp_min(_LEAST)
@@ -195,11 +182,9 @@ class PooledEvidence:
     """Evidence against the actor, pooled over batches between which the actor may change.
 
     It is a bet that starts with a wealth of 1. Before the n-th batch 1 / (n (n + 1)) of that is
-    spread over the alternatives; the likelihood ratios of this batch and of all later ones multiply
-    it. On the actor's own actions the expected wealth never grows, so the wealth ever exceeds
-    exp(x) with a probability of at most exp(-x), over any number of batches (Ville's inequality).
-    What is bet late finds faults that begin late. Whether a batch is added must not depend on what
-    is in it.
+    spread over the alternatives; the likelihood ratios of this and all later batches multiply it.
+    On the actor's own actions the wealth ever exceeds exp(x) with a probability of at most exp(-x)
+    (Ville's inequality), unless whether a batch is added depends on what is in it.
     """
 
     n_batches: int = 0

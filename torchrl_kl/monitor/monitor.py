@@ -44,10 +44,6 @@ class _Condition:
     absent: int = 0  # while it lasts, how often in a row it was looked for and not found
 
 
-def _new_conditions() -> dict[str, _Condition]:
-    return {name: _Condition() for name in CONDITIONS}
-
-
 @dataclass
 class _State:
     first_coeff: float
@@ -56,7 +52,13 @@ class _State:
     pools: list[list[float]] = field(default_factory=list)
     k1_sums: list[float] = field(default_factory=list)
     evidence: PooledEvidence = field(default_factory=PooledEvidence)
-    conditions: dict[str, _Condition] = field(default_factory=_new_conditions)
+    conditions: dict[str, _Condition] = field(
+        default_factory=lambda: {name: _Condition() for name in CONDITIONS}
+    )
+
+
+def _look(name: str, holds: bool, text: str, figures: dict[str, float]) -> Looks:
+    return {name: KLMessage(name, text, figures) if holds else None}
 
 
 class KLMonitor:
@@ -72,25 +74,20 @@ class KLMonitor:
     - "kl_not_finite": some steps have an infinite or NaN KL; they are left out of all means.
     - "negative_noise": the mean k1 is negative, as a sample mean near the reference can be.
     - "sampler_disagrees": the recorded log-probs are not the actor's, or the actions were not drawn
-      from it. The message names the temperature, top-k, top-p or mask that explains this, or says
-      that the cause cannot be told.
+      from it. For categorical actions, the message names the cause where it can be told.
 
     An episode ends when the monitor looked for its condition `window` times in a row in vain.
 
     You may rely on: while the actions are drawn from the policy, each test of the samples reports
     "sampler_disagrees" in a batch with a probability of at most 1e-6, however small or correlated
-    the batch. The test of the actions spends half of that on the batch alone and half on the
-    evidence of all batches so far, which is wrong in at most one of 2 million runs, however long.
-    You may not rely on this for frames of a random policy (`init_random_frames`): begin after them.
+    the batch. Half of that is for the pooled evidence, wrong in at most one of 2 million runs,
+    however long. You may not rely on it for frames of a random policy: begin after them.
 
-    With `actor`, the log-probs are recomputed in one forward pass without gradients, in every
-    `check_every`-th batch and in each batch with a negative mean k1 (with `reference`, that takes
-    one more pass). Evidence is pooled over every `check_every`-th batch; over all batches if the
-    policy records the parameters of its distribution. The log-probs of the parts of a composite
-    action are summed. Causes are named for categorical actions only.
+    With `actor`, the log-probs are recomputed without gradients, in every `check_every`-th batch
+    and in each one with a negative mean k1. Evidence is pooled over every `check_every`-th batch;
+    over all batches if the policy records the parameters of its distribution.
 
-    State: `state_dict`, plain numbers: the window, the evidence, the episodes and the counts. The
-    sums of open trajectories are not saved: a restarted collector begins new ones.
+    State: `state_dict`, plain numbers. The sums of open trajectories are not saved.
 
     Keys:
         reads ("next", keys.kl_estimate) if it is there, else ("next", keys.kl), to compare with the
@@ -103,15 +100,12 @@ class KLMonitor:
         reference: `stack.reference`, for the exact KL where the mean k1 is negative.
         window: how many batches the mean KL is taken over.
         check_every: the log-probs are recomputed in one of so many batches.
-        tolerance: by how many nats a recomputed log-prob may differ from the recorded one; half
-            precision needs about 0.05.
+        tolerance: nats by which a recomputed log-prob may differ; half precision needs about 0.05.
         keys: the names of the entries, as given to the stack.
-        time_dim: the batch dimension that is time, for batches that do not name it "time"; it must
-            be the last.
+        time_dim: the last batch dimension, if it is time and the batch does not name it "time".
 
     Raises:
-        TypeError: if `controller` is not a KLController, `actor` has no distribution or `reference`
-            is not a FrozenActor.
+        TypeError: if `controller` or `reference` has another type, or `actor` no distribution.
         ValueError: if a number is out of its range or `reference` comes without `actor`.
 
     Example:
@@ -119,14 +113,12 @@ class KLMonitor:
         >>> from tensordict import TensorDict
         >>> from torchrl_kl import ExponentialKLController, KLMonitor
         >>> controller = ExponentialKLController(1.0, target=0.05, per="step")
-        >>> monitor = KLMonitor(controller, window=2)
+        >>> monitor = KLMonitor(controller, window=1)
         >>> batch = TensorDict({("next", "kl"): torch.full((8, 1), 0.2)}, batch_size=8)
-        >>> for _ in range(3):
-        ...     for message in monitor(batch):
-        ...         print(str(message)[:83])
-        KL is 0.2 +- 0 nats per step over the last 2 batches (16 steps), 4 times the target
+        >>> str(*monitor(batch))[:82]
+        'KL is 0.2 +- 0 nats per step over the last 1 batches (8 steps), 4 times the target'
         >>> monitor.counts["kl_above"]
-        ConditionCount(batches=2, episodes=1)
+        ConditionCount(batches=1, episodes=1)
     """
 
     def __init__(
@@ -142,34 +134,27 @@ class KLMonitor:
         time_dim: int | None = None,
     ):
         if not isinstance(controller, KLController):
+            got = type(controller).__name__
             raise TypeError(
-                f"`controller` must be a KLController, got {type(controller).__name__}: pass "
-                "`stack.controller`."
+                f"`controller` must be a KLController, got {got}: use stack.controller."
             )
-        if reference is not None and not isinstance(reference, FrozenActor):
-            raise TypeError(
-                f"`reference` must be a FrozenActor, got {type(reference).__name__}: pass "
-                "`stack.reference`."
-            )
+        if not isinstance(reference, FrozenActor | None):
+            got = type(reference).__name__
+            raise TypeError(f"`reference` must be a FrozenActor, got {got}: use `stack.reference`.")
         if reference is not None and actor is None:
-            raise ValueError(
-                "`reference` needs `actor`: the exact KL is that of both distributions."
-            )
+            raise ValueError("`reference` needs `actor`: the exact KL is that of both.")
         for name, value in (("window", window), ("check_every", check_every)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
         if not 0 < tolerance < math.inf:
-            raise ValueError(
-                f"`tolerance` must be finite and above 0, got {tolerance}: rounding needs some."
-            )
+            raise ValueError(f"`tolerance` must be finite and above 0, got {tolerance}.")
         self.controller, self.window, self.check_every = controller, window, check_every
         self.time_dim, self._needs_estimate = time_dim, keys.kl_estimate is not None
-        self._check = None
+        self._check, log_prob_key = None, "action_log_prob"
         if actor is not None:
-            self._check = SamplerCheck(
-                actor, reference, keys.log_prob, tolerance=tolerance, time_dim=time_dim
-            )
-        self.keys = keys.resolve(self._check.recorded.key if self._check else "action_log_prob")
+            self._check = SamplerCheck(actor, reference, keys.log_prob, tolerance, time_dim)
+            log_prob_key = self._check.recorded.key
+        self.keys = keys.resolve(log_prob_key)
         self._state = _State(controller.coeff.item())
         self._open_trajectories = OpenTrajectories()
 
@@ -178,19 +163,14 @@ class KLMonitor:
 
         Raises:
             KeyError: if the KL, or what the actor reads, is not in the batch.
-            RuntimeError: if the target is per trajectory and the batch has no time dimension, or
-                the state of a recurrent reference is not known.
+            RuntimeError: if trajectories need a time dimension, or a recurrent state is not known.
             ValueError: if the steps of trajectories do not follow one another.
         """
         step = get_required(batch, "next", "pass a collector's batches, after the stack has run.")
         kl = get_required(cast(TensorDictBase, step), self.keys.kl, messages.NO_KL).detach()
         counted = counted_steps(batch, kl)
-        looks = (
-            self._look_finite(kl, counted)
-            | self._look_target(batch, counted)
-            | self._look_coeff()
-            | self._look_samples(batch, kl[counted].double())
-        )
+        looks = self._look_finite(kl, counted) | self._look_target(batch, counted)
+        looks |= self._look_coeff() | self._look_samples(batch, kl[counted].double())
         self._state.n_batches += 1
         return self._begun(looks)
 
@@ -210,12 +190,9 @@ class KLMonitor:
         Raises:
             KeyError: if the state is not that of a KLMonitor.
         """
-        missing = {part.name for part in fields(_State)} - set(state_dict)
+        missing = sorted({part.name for part in fields(_State)} - set(state_dict))
         if missing:
-            raise KeyError(
-                f"`state_dict` lacks {sorted(missing)}, got {sorted(state_dict)}: pass what "
-                "`KLMonitor.state_dict` gave."
-            )
+            raise KeyError(f"`state_dict` lacks {missing}, got {sorted(state_dict)}.")
         state = copy.deepcopy(dict(state_dict))
         state["evidence"] = PooledEvidence(**state["evidence"])
         state["conditions"] = {name: _Condition(**it) for name, it in state["conditions"].items()}
@@ -240,8 +217,7 @@ class KLMonitor:
     def _look_finite(self, kl: Tensor, counted: Tensor) -> Looks:
         n_bad, n_steps = int((counted & ~kl.isfinite()).sum()), int(counted.sum())
         text = f"The KL of {n_bad} of {n_steps} steps is infinite or NaN. {messages.DO_FINITE}"
-        message = KLMessage("kl_not_finite", text, {"steps": n_bad, "count": n_steps})
-        return {"kl_not_finite": message if n_bad else None}
+        return _look("kl_not_finite", n_bad > 0, text, {"steps": n_bad, "count": n_steps})
 
     def _look_target(self, batch: TensorDictBase, counted: Tensor) -> Looks:
         target, unit, pools = self.controller.target, self.controller.per, self._state.pools
@@ -268,13 +244,9 @@ class KLMonitor:
         below = mean < 0.5 * target and mean + _ERRORS * error < target
         at_bound = not self.controller.min_coeff < coeff < self.controller.max_coeff
         moved = coeff != self._state.first_coeff or at_bound
-        return {
-            name: KLMessage(name, text + advice, figures) if holds else None
-            for name, holds, advice in (
-                ("kl_above", above, messages.DO_ABOVE if moved else messages.DO_UPDATE),
-                ("kl_below", below, messages.DO_BELOW if moved else messages.DO_UPDATE),
-            )
-        }
+        advice = (messages.DO_ABOVE, messages.DO_BELOW) if moved else (messages.DO_UPDATE,) * 2
+        looks = _look("kl_above", above, text + advice[0], figures)
+        return looks | _look("kl_below", below, text + advice[1], figures)
 
     def _measured(self, batch: TensorDictBase, counted: Tensor) -> Tensor:
         """The KL in the controller's unit: of the steps, or of the trajectories that finished."""
@@ -287,51 +259,40 @@ class KLMonitor:
             return measured[counted]
         if find_time_dim(batch, self.time_dim) is None:
             raise RuntimeError(
-                "the target is in nats per trajectory, and trajectories cannot be told apart in a "
-                f"batch of shape {tuple(batch.batch_size)} without a time dimension: name the last "
-                'dimension "time" or pass `time_dim`, monitor the batches before they are '
-                "flattened, or use per='step'."
+                "the target is in nats per trajectory, got a batch of shape "
+                f"{tuple(batch.batch_size)} without a time dimension: name the last one 'time', "
+                "pass `time_dim`, do not flatten the batch, or use per='step'."
             )
-        return self._finished(batch, measured)
-
-    def _finished(self, batch: TensorDictBase, measured: Tensor) -> Tensor:
-        """The sums (N,) of the trajectories that are now finished; the only place that pools."""
-        step = cast(TensorDictBase, batch.get("next"))
         done_key = find_done(step, self.keys.done, named=self.keys.done_named)
         mask = batch.get(MASK_KEY, None)
-        sums = sum_trajectories(batch, measured, mask, done_key, self._open_trajectories)
-        return sums.finished
+        return sum_trajectories(batch, measured, mask, done_key, self._open_trajectories).finished
 
     def _look_coeff(self) -> Looks:
-        coeff, looks = self.controller.coeff.item(), {}
-        low, high = self.controller.min_coeff, self.controller.max_coeff
-        for name, bound, reached, text in (
-            ("coeff_at_max", high, coeff >= high, messages.AT_MAX),
-            ("coeff_at_min", low, coeff <= low, messages.AT_MIN),
-        ):
-            if 0 < bound < math.inf:
-                message = KLMessage(name, text.format(bound), {"coeff": coeff})
-                looks[name] = message if reached else None
+        controller, looks = self.controller, {}
+        coeff, high, low = controller.coeff.item(), controller.max_coeff, controller.min_coeff
+        figures = {"coeff": coeff}
+        if 0 < high < math.inf:
+            looks |= _look("coeff_at_max", coeff >= high, messages.AT_MAX.format(high), figures)
+        if 0 < low < math.inf:
+            looks |= _look("coeff_at_min", coeff <= low, messages.AT_MIN.format(low), figures)
         return looks
 
     def _look_samples(self, batch: TensorDictBase, k1: Tensor) -> Looks:
         """Whether the samples can be the policy's; k1: of the steps that count, flat."""
-        total, k1_sums = k1.nan_to_num(math.inf, math.inf).sum().item(), self._state.k1_sums
-        k1_sums.append(total)
-        del k1_sums[: -self.window]
+        total, state = k1.nan_to_num(math.inf, math.inf).sum().item(), self._state
+        state.k1_sums.append(total)
+        del state.k1_sums[: -self.window]
         negative = total < -_ROUNDING * k1.numel()
-        due = self._check is not None and self._state.n_batches % self.check_every == 0
-        fault, exact_kl = None, None
+        due = self._check is not None and state.n_batches % self.check_every == 0
+        fault = noise = exact_kl = None
         if self._check is not None:
-            evidence = self._state.evidence
-            fault, exact_kl = self._check.report(batch, evidence, due=due, negative=negative)
-        noise = None
+            fault, exact_kl = self._check.report(batch, state.evidence, due=due, negative=negative)
         if fault is None and negative:
             text, figures = messages.k1_figures(k1, exact_kl)
             noise = KLMessage("negative_noise", text + messages.DO_NOISE, figures)
             # E[exp(-sum of k1)] = E_pi[product of pi_ref / pi] <= 1 on the policy's own actions,
             # so that a sum below -a has a probability of at most exp(-a).
-            if max(-total, -sum(k1_sums)) >= _BEYOND_CHANCE:
+            if max(-total, -sum(state.k1_sums)) >= _BEYOND_CHANCE:
                 advice = messages.ASK_ACTOR if self._check is None else messages.OTHER_POLICY
                 fault, noise = KLMessage("sampler_disagrees", text + advice, figures), None
         looks: Looks = {"negative_noise": noise}

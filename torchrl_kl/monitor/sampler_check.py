@@ -16,6 +16,7 @@ from torchrl_kl.actors import reading
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.functional.estimators import kl_exact
 from torchrl_kl.monitor import diagnosis, messages
+from torchrl_kl.monitor.diagnosis import PooledEvidence
 from torchrl_kl.monitor.messages import KLMessage
 
 _BEYOND_CHANCE = math.log(2e6)  # nats: half of 1e-6 for the batch, half for the pooled evidence
@@ -46,8 +47,7 @@ class SamplerCheck:
         actor: nn.Module,
         reference: FrozenActor | None,
         log_prob_key: NestedKey | list[NestedKey] | None,
-        *,
-        tolerance: float,
+        tolerance: float,  # nats
         time_dim: int | None,
     ):
         reading.check_actor(actor)
@@ -63,20 +63,12 @@ class SamplerCheck:
 
     @torch.no_grad()
     def report(
-        self,
-        batch: TensorDictBase,
-        pooled: diagnosis.PooledEvidence,
-        *,
-        due: bool,
-        negative: bool,
+        self, batch: TensorDictBase, pooled: PooledEvidence, *, due: bool, negative: bool
     ) -> tuple[KLMessage | None, float | None]:
-        """What speaks against the samples of a batch, and the exact KL where it is computed.
+        """What speaks against the samples of a batch (*B), and the exact KL where it is computed.
 
-        Args:
-            batch: shape (*B).
-            pooled: the evidence of earlier batches; this one is added.
-            due: whether the actor is evaluated because it is this batch's turn.
-            negative: whether it is evaluated because the mean k1 is negative.
+        The actor is evaluated if it is this batch's turn (`due`) or the mean k1 is `negative`. The
+        evidence of the batch is added to that of earlier ones, `pooled`.
         """
         for key in self.action_keys:
             td.get_required(batch, key, "`actor` must be the policy that drew this batch.")
@@ -88,10 +80,9 @@ class SamplerCheck:
             return self._unlike_actor(table, pooled), None
         inputs = batch.select(*self._reads, strict=False)
         timed = td.find_time_dim(batch, self.time_dim) is not None
+        score = reading.log_prob_of_actions
         with set_recurrent_mode(timed):
-            scored = reading.log_prob_of_actions(
-                self.actor, inputs, self.action_keys, self.recorded
-            ).double()
+            scored = score(self.actor, inputs, self.action_keys, self.recorded).double()
         dist = self._dist(inputs)
         table = self._table(dist, batch, scored, counted)
         fault = self._unlike_recorded(batch, recorded, scored, counted, table)
@@ -117,8 +108,11 @@ class SamplerCheck:
         self, dist: Distribution | None, batch: TensorDictBase, log_prob: Tensor, counted: Tensor
     ) -> _Table | None:
         """What the policy could have drawn, and drew; None unless one categorical action a step."""
-        log_probs = _all_log_probs(dist, counted.shape)
-        if log_probs is None:
+        try:
+            log_probs = reading.categorical_log_probs(cast(Distribution, dist))
+        except TypeError:
+            return None
+        if log_probs.shape[:-1] != counted.shape:
             return None
         action = reading.action_index(batch.get(self.action_keys[0]), log_probs)
         index = counted.flatten().nonzero().squeeze(-1)
@@ -148,12 +142,12 @@ class SamplerCheck:
         cause = messages.NO_TABLE
         if table is not None:
             log_probs, action, index = table
+            shape = (*counted.shape, log_probs.shape[-1])
+            entries = batch.exclude("next").items(True, True)
             masks = {
                 repr(key): value.flatten(0, -2)[index]
-                for key, value in batch.items(True, True)
-                if td.as_tuple(key)[0] != "next"
-                and (value.shape, value.dtype)
-                == ((*counted.shape, log_probs.shape[-1]), torch.bool)
+                for key, value in entries
+                if value.shape == shape and value.dtype == torch.bool
             }
             values = recorded.flatten()[index]
             found = diagnosis.find_cause(log_probs, action, values, masks, self.tolerance)
@@ -167,7 +161,7 @@ class SamplerCheck:
         return KLMessage("sampler_disagrees", text, {"share": share, "largest_difference": largest})
 
     def _unlike_actor(
-        self, table: _Table | None, pooled: diagnosis.PooledEvidence | None
+        self, table: _Table | None, pooled: PooledEvidence | None
     ) -> KLMessage | None:
         """Actions that the actor did not draw, by this batch alone or by all that were pooled."""
         if table is None:
@@ -181,14 +175,13 @@ class SamplerCheck:
         nats = evidence.logsumexp(-1).item()
         if nats < _BEYOND_CHANCE:
             return None
+        sampler = diagnosis.describe_sampler(evidence)
         text = (
             "The sampler and the actor disagree: the recorded log-probs are the actor's, but the "
-            "actions were not drawn from it. They look like "
-            f"{diagnosis.describe_sampler(evidence)}: by chance {where} would show this with a "
-            f"probability of at most 1e-{nats / math.log(10):.0f}. Sample from the distribution "
-            "whose log-probs are recorded (temperature 1, no top-k, ExplorationType.RANDOM), or "
-            "record those of the one that is sampled: the mean of k1 is the KL only on the "
-            "policy's own actions."
+            f"actions were not drawn from it. They look like {sampler}: by chance {where} would "
+            f"show this with a probability of at most 1e-{nats / math.log(10):.0f}. Sample from "
+            "the distribution whose log-probs are recorded (temperature 1, no top-k, "
+            "ExplorationType.RANDOM), or record those of the one that is sampled."
         )
         return KLMessage("sampler_disagrees", text, {"evidence": nats})
 
@@ -202,12 +195,3 @@ def _mean_kl(dist: Distribution | None, ref_dist: Distribution, counted: Tensor)
     except (TypeError, ValueError):  # no KL is known for the pair, or the bijections differ
         return None
     return kl.double()[counted].mean().item()
-
-
-def _all_log_probs(dist: Distribution | None, shape: torch.Size) -> Tensor | None:
-    """Log-probs of all actions (*shape, V); None unless there is one categorical action a step."""
-    try:
-        log_probs = reading.categorical_log_probs(cast(Distribution, dist))
-    except TypeError:
-        return None
-    return log_probs if log_probs.shape[:-1] == shape else None

@@ -38,11 +38,11 @@ class KLPenaltyLoss(LossModule):
     r"""Minimises KL(policy || reference): next to an actor loss, around one (`loss=`), or alone.
 
     `loss_kl` is the coefficient times the mean KL over the valid steps of the batch, nats per step.
-    Added to an actor loss that is a mean over steps too, such as ClipPPOLoss, a coefficient means
-    what it means in a reward penalized by `coeff * kl` at every step (gamma = lambda = 1).
+    Added to a loss that is a mean over steps too, such as ClipPPOLoss, a coefficient means the same
+    as in a reward penalized by `coeff * kl` at every step (gamma = lambda = 1).
 
-    What is minimised, by `gradient`, with :math:`KL_t` the exact KL of the distributions at step t
-    and :math:`w_t = \pi(a_t|s_t) / \pi_{old}(a_t|s_t)` from the recorded log-prob, 1 on-policy:
+    `gradient` names what is minimised, with :math:`KL_t` the exact KL of the distributions at step
+    t and :math:`w_t = \pi(a_t|s_t) / \pi_{old}(a_t|s_t)` from the recorded log-prob, 1 on-policy:
 
     - "step": :math:`KL_t`, states taken as given. It misses that an action leads to later states
       where the policy is far from the reference. Needs no action, and takes shuffled steps.
@@ -52,56 +52,50 @@ class KLPenaltyLoss(LossModule):
     - "k2": :math:`w_t (\log \pi(a_t|s_t) - \log \pi_{ref}(a_t|s_t))^2 / 2`, weight detached: the
       expected gradient of "step" from the action alone, for distributions without a known KL.
     - "k3" warns: its expected gradient is that of the other divergence, KL(reference || policy).
-    - "k1" is refused: its expected gradient is zero (`KLConstrainedTransform` subtracts it from the
-      reward).
+    - "k1" is refused: its expected gradient is zero.
 
-    After updates on the same batch the states are still those of the old policy. `weights` says
-    what is done about it (no ratio is clipped):
+    `weights` corrects for updates on the same batch, whose states are those of the old policy:
 
     - "trajectory": every step is weighted with :math:`W_t`. Exact in expectation for whole
       trajectories; its variance grows with their length.
-    - "step": each action has only its own ratio, as in PPO. "step" and "k2" are then taken over the
-      old policy's states; "sequence" becomes :math:`KL_t + w_t \sum_{s>t} KL_s`, the sum detached.
-      An approximation off-policy, the same on-policy, and right for long trajectories.
+    - "step": each action has only its own ratio, as in PPO; "sequence" becomes
+      :math:`KL_t + w_t \sum_{s>t} KL_s`, the sum detached. Off-policy it is an approximation.
 
     You may rely on: the reference gets no gradient, is not among `parameters()`, and is in
     `state_dict`; `forward` never moves the controller; padded steps, NaN too, change neither value
     nor gradient; half precision is summed and returned in float32. You may not rely on `loss_kl`
-    being the KL for "k2" and "k3": `kl` is. With agents, everything is the mean over the agents (of
-    their joint trajectories). Rows that begin or end inside a trajectory are taken for whole ones.
+    being the KL for "k2" and "k3": `kl` is. With agents, everything is the mean over the agents.
+    Rows that begin or end inside a trajectory are taken for whole ones.
 
     Keys:
         reads the actor's in_keys; "action" and "action_log_prob" unless both `gradient` and
         `weights` are "step"; ("next", "done") or ("collector", "traj_ids") for "sequence" and
         "trajectory"; ("collector", "mask"), True where a step counts, if it is there
         (`loss_mask_key` names another); ("next", "kl_coeff"), the sign of a penalized reward.
-        writes, into a new tensordict without batch size, "loss_kl"; "kl", nats per step, detached:
-        exact for "step" and "sequence", the weighted k1 (which may be negative) for "k2" and "k3";
-        "kl_coeff", reward per nat. With `loss` also what that writes.
+        writes, without batch size, "loss_kl"; "kl", nats per step, detached: exact for "step" and
+        "sequence", the weighted k1 (which may be negative) for "k2" and "k3"; "kl_coeff", reward
+        per nat; what `loss` writes.
 
-    State: `actor_network_params`, `reference`, the controller and `statistics`, the pool since its
-    last update, and, if given, `loss`. The sums of open trajectories are not saved.
+    State: `actor_network_params`, `reference`, the controller, `statistics` and `loss`. The sums of
+    open trajectories are not saved.
 
     Args:
         actor: the policy, a probabilistic actor; it records its log-prob if that is read.
         controller: a KLController, or a float for a constant coefficient; reward per nat.
         gradient: "step", "sequence", "k2" or "k3".
         weights: "trajectory" or "step"; by default "trajectory" for "sequence" and else "step".
-        reference: as for KLConstrainedTransform; by default a copy of `actor`. The FrozenActor of a
-            transform may serve here too.
+        reference: as for KLConstrainedTransform, or its FrozenActor; by default a copy of `actor`.
         loss: an actor loss to add to; its outputs are returned too.
         reduction: over the valid steps: "mean", "sum" or "none", shape (*B), 0 on padding.
         time_dim: the last batch dimension, if it is time and the batch does not name it "time".
         allow_penalized_reward: whether the loss takes a batch whose reward was penalized already.
 
     Raises:
-        ValueError: if an option is unknown, `gradient` is "k1", the actor has several actions, a
-            time dimension is needed and there is none, the steps along it do not follow one
-            another, or `loss` writes an entry of the same name.
+        ValueError: if an option is unknown or "k1", the actor has several actions, time is missing
+            or shuffled, or `loss` writes an entry of the same name.
         KeyError: if the recorded log-prob, the action, or the ends of trajectories are missing.
         TypeError: if `controller` is neither a KLController nor a number.
-        RuntimeError: if the reward was penalized before, or the state of a recurrent reference is
-            not known.
+        RuntimeError: if the reward was penalized before, or a recurrent state is not known.
 
     Reference:
         Y. Tang, R. Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025).
@@ -112,18 +106,13 @@ class KLPenaltyLoss(LossModule):
         >>> from tensordict.nn import TensorDictModule
         >>> from torchrl.modules import ProbabilisticActor
         >>> from torchrl_kl import KLPenaltyLoss
-        >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(torch.nn.Linear(3, 2), ["observation"], ["logits"]),
-        ...     in_keys=["logits"],
-        ...     distribution_class=torch.distributions.Categorical,
-        ... )
+        >>> network = TensorDictModule(torch.nn.Linear(3, 2), ["observation"], ["logits"])
+        >>> categorical = torch.distributions.Categorical
+        >>> actor = ProbabilisticActor(network, ["logits"], distribution_class=categorical)
         >>> loss = KLPenaltyLoss(actor, 0.1)
         >>> batch = TensorDict(observation=torch.randn(5, 3), batch_size=5)
         >>> loss(batch)["loss_kl"].item()  # the policy still is the reference
         0.0
-        >>> _ = torch.nn.init.normal_(actor[0].module.weight)
-        >>> loss(batch)["loss_kl"].item() > 0
-        True
     """
 
     @dataclass
@@ -157,12 +146,9 @@ class KLPenaltyLoss(LossModule):
         check_options(gradient, weights, reduction)
         super().__init__()
         self.reference = as_reference(actor, reference)
-        action_key, *others = self.reference.action_keys
-        if others:
-            raise ValueError(
-                f"`actor` must have one action, got {self.reference.action_keys}: use one loss per "
-                "action, each with another actor."
-            )
+        actions = self.reference.action_keys
+        if len(actions) > 1:
+            raise ValueError(f"`actor` must have one action, got {actions}: use one loss for each.")
         self.convert_to_functional(cast(ProbabilisticTensorDictSequential, actor), "actor_network")
         self.feed = ControllerFeed(as_controller(controller))
         self.loss = loss
@@ -170,7 +156,7 @@ class KLPenaltyLoss(LossModule):
         self.weights: Weights = weights or ("trajectory" if gradient == "sequence" else "step")
         self.reduction: Reduction = reduction
         self.time_dim, self.allow_penalized_reward = time_dim, allow_penalized_reward
-        self.set_keys(action=action_key, sample_log_prob=self.reference.log_prob_key)
+        self.set_keys(action=actions[0], sample_log_prob=self.reference.log_prob_key)
 
     @property
     def controller(self) -> KLController:
@@ -185,7 +171,7 @@ class KLPenaltyLoss(LossModule):
     @property
     def in_keys(self) -> list[NestedKey]:
         """What `forward` reads, in the order of its positional arguments."""
-        keys: list[NestedKey] = [*self.actor_network.in_keys, self.tensor_keys.action]
+        keys = [*self.actor_network.in_keys, self.tensor_keys.action]
         if self._reads_actions:
             keys.append(self.tensor_keys.sample_log_prob)
         if self._reads_trajectories:
@@ -218,32 +204,23 @@ class KLPenaltyLoss(LossModule):
         coeff = coeff.to(value)
         # A coefficient of 0 adds nothing, not even infinity.
         penalty = torch.where(coeff == 0, 0.0, coeff * value)
-        out = TensorDict(
-            loss_kl=_reduce(penalty, mask, self.reduction),
-            kl=_reduce(kl, mask, "mean"),
-            kl_coeff=coeff.detach().clone(),
-        )
+        loss_kl, kl = _reduce(penalty, mask, self.reduction), _reduce(kl, mask, "mean")
+        out = TensorDict(loss_kl=loss_kl, kl=kl, kl_coeff=coeff.detach().clone())
         return out if self.loss is None else _join(self.loss(tensordict), out)
 
     @torch.no_grad()
     def update_controller(self, tensordict: TensorDictBase) -> float:
-        """Updates the controller, once, with the KL measured on a batch.
+        """Updates the controller, once, with the KL measured on a batch; returns the coefficient.
 
         Call it once per batch, before the updates on it: the KL is then that of the policy that
-        acted. It is the `kl` of `forward`: of each valid step for a controller that counts steps;
-        else summed over the trajectories that are now complete. A trajectory may come in pieces: a
-        row continues it that has its id and begins in the state in which it was left.
-
-        Args:
-            tensordict: batch (*B), or (*R, T) with time for a controller of trajectories.
-
-        Returns:
-            The coefficient from now on; the old one where no trajectory was completed, or only one
-            and the controller has a deadband: it then counts with the next.
+        acted. It is the `kl` of `forward`: of each valid step of (*B) for a controller that counts
+        steps; else summed over the trajectories of (*R, T) that are now complete, which may come in
+        pieces: a row continues the one that has its id and was left in the state where it begins.
+        Without a complete trajectory, or with only one and a deadband, the coefficient waits.
 
         Raises:
-            ValueError: if the KL is NaN or infinite (the coefficient is then unchanged), or
-                trajectories are needed and there is no time dimension, or another order.
+            ValueError: if the KL is NaN or infinite (the coefficient is then unchanged), or a
+                controller of trajectories gets no time dimension or steps in another order.
         """
         _, kl, mask = self._terms(tensordict)
         if self.controller.per == "step":
@@ -251,23 +228,19 @@ class KLPenaltyLoss(LossModule):
         else:
             self._require_time(tensordict, "a controller that counts nats per trajectory")
             self._done(tensordict)
+            done, observed = self.tensor_keys.done, self.actor_network.in_keys
             self.feed.add_batch(
-                tensordict,
-                kl,
-                mask,
-                done_key=self.tensor_keys.done,
-                time_dim=self.time_dim,
-                observed=self.actor_network.in_keys,
+                tensordict, kl, mask, done_key=done, time_dim=self.time_dim, observed=observed
             )
         return self.controller.coeff.item()
 
     @property
-    def _reads_actions(self) -> bool:
-        return self.gradient != "step" or self.weights == "trajectory"
-
-    @property
     def _reads_trajectories(self) -> bool:
         return self.gradient == "sequence" or self.weights == "trajectory"
+
+    @property
+    def _reads_actions(self) -> bool:
+        return self._reads_trajectories or self.gradient != "step"
 
     @property
     def _done_key(self) -> NestedKey:
@@ -280,8 +253,7 @@ class KLPenaltyLoss(LossModule):
         if mask is not None:
             keys = (*self.actor_network.in_keys, *self.reference.own_state_keys, action_key)
             tensordict = _finite_padding(tensordict, mask, keys)
-        policy, reference = self._distributions(tensordict)
-        steps = Steps(policy, reference, batch_size, mask)
+        steps = Steps(*self._distributions(tensordict), batch_size, mask)
         if self._reads_actions:
             action = get_required(tensordict, action_key, "name it with `set_keys(action=...)`.")
             recorded = get_required(tensordict, self.tensor_keys.sample_log_prob, RECORD_LOG_PROB)
@@ -321,9 +293,9 @@ class KLPenaltyLoss(LossModule):
         """ValueError unless a dimension of the batch is known to be time."""
         if find_time_dim(tensordict, self.time_dim) is None:
             raise ValueError(
-                f"{what} needs whole trajectories, and in a batch of shape "
-                f"{tuple(tensordict.batch_size)} no dimension is known to be time: name the last "
-                'one "time" (collectors do, `reshape(-1)` loses it), or pass `time_dim`.'
+                f"{what} needs whole trajectories, but a batch of shape "
+                f"{tuple(tensordict.batch_size)} has no time dimension: name the last one "
+                '"time" (collectors do, `reshape(-1)` loses it), or pass `time_dim`.'
             )
 
     def _ends(self, tensordict: TensorDictBase, mask: Tensor | None) -> Tensor:
@@ -353,10 +325,9 @@ class KLPenaltyLoss(LossModule):
         for key in step.keys(True, True):
             if as_tuple(key)[-1] == name and bool((step.get(key) != 0).any()):
                 raise RuntimeError(
-                    f"the batch has {unravel_key(('next', key))!r} other than 0: a reward was "
-                    "penalized for the KL already, and this loss would count it again. Drop the "
-                    "loss, or let the transform only measure (a coefficient of 0), or, if both are "
-                    "meant, pass `allow_penalized_reward=True`."
+                    f"the batch has {unravel_key(('next', key))!r} other than 0: this loss would "
+                    "penalize the KL again. Drop it, or set the coefficient of the transform to 0, "
+                    "or, if both are meant, pass `allow_penalized_reward=True`."
                 )
 
 
@@ -386,7 +357,7 @@ def _join(outputs: TensorDictBase, own: TensorDictBase) -> TensorDictBase:
     taken = sorted(set(own.keys()) & set(outputs.keys()))
     if taken:
         raise ValueError(
-            f"`loss` writes {taken} too, which KLPenaltyLoss would overwrite (KLPENPPOLoss calls "
-            'the divergence from the old policy "kl"): call the two losses one after the other.'
+            f"`loss` writes {taken} too, which KLPenaltyLoss would overwrite: call the two losses "
+            "one after the other."
         )
     return outputs.update(own)

@@ -25,25 +25,15 @@ _SAMPLED = {"k2": kl_k2, "k3": kl_k3}  # and from the action alone
 
 
 class Steps(NamedTuple):
-    """The steps of a batch.
-
-    Args:
-        policy: its distribution over the actions of each step.
-        reference: that of the reference.
-        batch_size: *B.
-        mask: True where a step counts, (*B); None where all do.
-        action: what the policy did; None where no action is read.
-        recorded: its log-prob when it was drawn.
-        ends: True at the last step of each trajectory, (*B); None where nothing is added up.
-    """
+    """The steps of a batch, with their distributions over actions."""
 
     policy: Distribution
     reference: Distribution
-    batch_size: torch.Size
-    mask: Tensor | None
-    action: Tensor | None = None
-    recorded: Tensor | None = None
-    ends: Tensor | None = None
+    batch_size: torch.Size  # *B
+    mask: Tensor | None  # (*B), True where a step counts; None where all do
+    action: Tensor | None = None  # what the policy did; None where no action is read
+    recorded: Tensor | None = None  # its log-prob when it was drawn
+    ends: Tensor | None = None  # (*B), True at last steps; None where nothing is added up
 
     def terms(self, gradient: Gradient, weights: Weights) -> tuple[Tensor, Tensor]:
         """What is minimised, and the measured KL; nats, (*B) each, 0 where the mask is False."""
@@ -62,17 +52,14 @@ class Steps(NamedTuple):
         if weights == "step":
             later = sum_after(kl.detach(), self.ends)
             return value + (ratio - ratio.detach()) * later, kl
-        log_way = sum_before(log_ratio, self.ends)
-        if self.mask is not None:  # on padding the weight could overflow, and inf * 0 is NaN
-            log_way = torch.where(self.mask, log_way, 0.0)
-        way = log_way.exp()
+        # Unmasked, the weight could overflow on padding, and inf * 0 is NaN.
+        way = self._masked(sum_before(log_ratio, self.ends)).exp()
         # The gradient of the probability of getting to a step is what makes "sequence" exact.
         return (way if gradient == "sequence" else way.detach()) * value, way * kl
 
     def _exact_kl(self) -> Tensor:
-        mask = self.mask
-        if mask is not None:
-            mask = expand_right(mask, self.policy.batch_shape)
+        shape = self.policy.batch_shape
+        mask = None if self.mask is None else expand_right(self.mask, shape)
         return self._sum(kl_exact(self.policy, self.reference, mask=mask))
 
     def _log_probs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,10 +67,10 @@ class Steps(NamedTuple):
         action, recorded = cast(Tensor, self.action), cast(Tensor, self.recorded)
         log_prob = self._sum(self.policy.log_prob(action))
         ref_log_prob = self._sum(self.reference.log_prob(action))
-        log_ratio = log_prob - self._sum(recorded.detach())
-        if self.mask is not None:
-            log_ratio = torch.where(self.mask, log_ratio, 0.0)
-        return log_prob, ref_log_prob, log_ratio
+        return log_prob, ref_log_prob, self._masked(log_prob - self._sum(recorded.detach()))
+
+    def _masked(self, values: Tensor) -> Tensor:
+        return values if self.mask is None else torch.where(self.mask, values, 0.0)
 
     def _sum(self, values: Tensor) -> Tensor:
         """Sums action dimensions and agents, in at least float32."""
@@ -94,9 +81,8 @@ def check_options(gradient: str, weights: str | None, reduction: str) -> None:
     """ValueError for an unknown option or "k1"; a warning for "k3"."""
     if gradient == "k1":
         raise ValueError(
-            '`gradient` must not be "k1": as a loss its expected gradient is zero, it would only '
-            "add noise. Subtract k1 from the reward (KLConstrainedTransform), or use "
-            '"sequence", which has the same expected gradient.'
+            '`gradient` must not be "k1": as a loss its expected gradient is zero. Subtract k1 '
+            'from the reward (KLConstrainedTransform), or use "sequence", the same in expectation.'
         )
     for name, value, choices in (
         ("gradient", gradient, (*_EXACT, *_SAMPLED)),
@@ -107,8 +93,7 @@ def check_options(gradient: str, weights: str | None, reduction: str) -> None:
             raise ValueError(f"`{name}` must be one of {choices}, got {value!r}.")
     if gradient == "k3":
         warnings.warn(
-            'gradient="k3" minimises the other divergence: its expected gradient as a loss is that '
-            'of KL(reference || policy). Use "k2" for the gradient of KL(policy || reference) from '
-            "the action alone.",
+            'gradient="k3" minimises the other divergence in expectation, KL(reference || policy): '
+            'use "k2" for KL(policy || reference) from the action alone.',
             stacklevel=3,
         )

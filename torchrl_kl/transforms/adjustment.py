@@ -93,8 +93,7 @@ class RewardAdjustmentTransform(PenaltyTransform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         counted = tensordict.get(hidden_key(self.keys.kl, "counted"), None)
-        counts = counted is None or bool(counted.all())
-        step = self._read(next_tensordict, tensordict.get("_step", None), counts)
+        step = self._read(next_tensordict, tensordict.get("_step", None), counted)
         self.adjust_env_step(tensordict, next_tensordict, step)
         return next_tensordict
 
@@ -109,18 +108,21 @@ class RewardAdjustmentTransform(PenaltyTransform):
         tensordict = copy_batch(tensordict)
         self.refuse_penalized_batch(tensordict)
         mask = tensordict.get(MASK_KEY, None)
-        step = self._read(tensordict.get("next"), mask, True)
+        step = self._read(tensordict.get("next"), mask)
         self.adjust_batch(tensordict, step, trace=not is_fake(tensordict))
         return tensordict
 
-    def _read(self, next_tensordict: TensorDictBase, mask: Tensor | None, counted: bool) -> KLStep:
+    def _read(
+        self, next_tensordict: TensorDictBase, mask: Tensor | None, counted: Tensor | None = None
+    ) -> KLStep:
         kl = get_required(next_tensordict, self.keys.kl, NO_KL)
         estimate = next_tensordict.get(self.keys.kl_estimate, None)
         if mask is not None:
             covered = expand_right(mask, kl.shape)
             kl = torch.where(covered, kl, 0.0)
             estimate = None if estimate is None else torch.where(covered, estimate, 0.0)
-        return KLStep(None, kl, mask, counted, kl=kl, estimate=estimate)
+        counts = True if counted is None else counted
+        return KLStep(None, kl, mask, counts, kl=kl, estimate=estimate)
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Adds the running sum to the state spec, so that batched envs carry it."""

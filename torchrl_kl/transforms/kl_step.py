@@ -16,7 +16,8 @@ class KLStep(NamedTuple):
         log_prob: of the action under the policy, (*B, *A); None where no policy ran.
         ref_log_prob: of the same action under the reference, (*B, *A).
         mask: True where a step counts, (*B); None where all do.
-        counted: whether the step may move a controller: the policy ran and drew its action.
+        counted: whether the step may move a controller: the policy ran and drew its action; or a
+            tensor that says so, the shape of `kl`.
         of_reference: what the estimator needs of the reference's pass.
         states: the next recurrent states of the reference.
         kl: k1, (*B, *A, 1), or (*B, 1) where agents are summed.
@@ -26,7 +27,7 @@ class KLStep(NamedTuple):
     log_prob: Tensor | None
     ref_log_prob: Tensor
     mask: Tensor | None = None
-    counted: bool = True
+    counted: bool | Tensor = True
     of_reference: TensorDictBase | None = None
     states: Sequence[Tensor] = ()
     kl: Tensor | None = None

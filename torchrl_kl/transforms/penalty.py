@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -19,6 +20,7 @@ from torchrl_kl._tensordict import (
     add_spec,
     expand_right,
     find_done,
+    find_ends,
     get_required,
     sibling,
     state_spec,
@@ -113,13 +115,16 @@ class PenaltyTransform(KLTransform):
             measured = measured.float()
         episode_kl = tensordict.get(self.keys.episode_kl, 0.0) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
-        if not step.counted:
-            self._excluded = torch.ones_like(episode_kl, dtype=torch.bool)
+        if step.counted is not True:
+            not_drawn = ~torch.as_tensor(step.counted).expand(episode_kl.shape)
+            known = self._excluded is not None and self._excluded.shape == not_drawn.shape
+            self._excluded = not_drawn | self._excluded if known else not_drawn
         if self.frozen:
             return
         if self.controller.per == "step":
-            values = measured if step.counted else measured[:0].flatten()
-            if step.counted and step.mask is not None:
+            counts = bool(torch.as_tensor(step.counted).all())
+            values = measured if counts else measured[:0].flatten()
+            if counts and step.mask is not None:
                 values = measured[expand_right(step.mask, measured.shape)]
         else:
             values = self._finished(tensordict, next_tensordict, step, episode_kl)
@@ -134,10 +139,9 @@ class PenaltyTransform(KLTransform):
     ) -> Tensor | None:
         """The sums of the trajectories that end with this step; None where none does."""
         done_key = find_done(next_tensordict, self.keys.done, named=self.keys.done_named)
-        done = next_tensordict.get(done_key)
-        if not done.any():
+        ended = cast(Tensor, find_ends(next_tensordict, done_key, episode_kl.shape))
+        if not ended.any():
             return None
-        ended = expand_right(done, episode_kl.shape)
         before = tensordict.get(done_key, None)
         if before is not None:  # an agent that left while others go on was counted when it left
             ended = ended & ~expand_right(before, episode_kl.shape)
