@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import cast
 
@@ -12,16 +12,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_kl._tensordict import (
-    TRAJECTORY_KEY,
-    as_tuple,
-    expand_right,
-    find_done,
-    find_ends,
-    find_time_dim,
-    require_order,
-    steps_follow,
-)
+from torchrl_kl import _tensordict as td
 from torchrl_kl.controllers import (
     ConstantKLController,
     KLController,
@@ -79,19 +70,13 @@ class ControllerFeed(nn.Module):
         move: bool = True,
         trace: bool = True,
     ) -> Tensor | None:
-        """Pools the measured KL of a batch (*B); gives the running sums of its trajectories.
+        """Pools the measured KL of a batch; gives its running sums, None where it has no time.
 
-        Args:
-            tensordict, values, mask, observed: see `sum_trajectories`.
-            done_key: what ends a trajectory, under "next".
-            done_named: False where "done" at the root of "next" may take its place.
-            time_dim: the batch dimension that is time, if it is not named "time".
-            stream: the open trajectories of the collector that the batch comes from.
-            move: whether the controller may move.
-            trace: whether the batch may leave any trace: not a sample of a replay buffer or fake.
+        The arguments are those of `sum_trajectories`, `find_done` and `find_time_dim`, and:
 
-        Returns:
-            Shape of `values`, at least float32; None where the batch has no time dimension.
+        - stream: the open trajectories of the collector that the batch comes from.
+        - move: whether the controller may move.
+        - trace: whether the batch may leave any trace: not a sample of a replay buffer or fake.
 
         Raises:
             RuntimeError: if trajectories are needed and the batch has no time dimension, joins the
@@ -103,8 +88,9 @@ class ControllerFeed(nn.Module):
         needs_trajectories = move and self.adaptive and self.controller.per == "trajectory"
         stream = self.stream if stream is None else stream
         before, running, finished = stream.copy(), None, values.new_zeros(0)
-        if find_time_dim(tensordict, time_dim) is not None:
-            done = find_done(tensordict["next"], done_key, named=done_named)
+        if td.find_time_dim(tensordict, time_dim) is not None:
+            step = cast(TensorDictBase, tensordict.get("next"))
+            done = td.find_done(step, done_key, named=done_named)
             sums = stream if trace else OpenTrajectories()
             checks = {"judge": move, "check_order": needs_trajectories}
             running, finished = sum_trajectories(
@@ -114,7 +100,7 @@ class ControllerFeed(nn.Module):
             raise RuntimeError(_NO_TIME.format(tuple(tensordict.batch_size)))
         if move:
             if self.controller.per == "step":
-                finished = values if mask is None else values[expand_right(mask, values.shape)]
+                finished = values if mask is None else values[td.expand_right(mask, values.shape)]
             try:
                 self.pool(finished)
             except ValueError:
@@ -123,11 +109,7 @@ class ControllerFeed(nn.Module):
         return running
 
     def pool(self, values: Tensor | None, *, in_env: bool = False) -> None:
-        """Adds values, nats per trajectory or per step as the controller counts; may update it.
-
-        Raises:
-            ValueError: if a value is NaN or infinite and the coefficient is not 0.
-        """
+        """Adds values, nats per trajectory or step; ValueError if one is not finite and counts."""
         if values is not None and values.numel():
             if self.controller.coeff.item() == 0:  # only measures: must not stop the training
                 values = values[values.isfinite()]
@@ -160,9 +142,9 @@ class ControllerFeed(nn.Module):
         unit = "steps" if self.controller.per == "step" else "finished trajectories"
         count, needed = int(self.statistics.count), self._needed(what == "env steps")
         warnings.warn(
-            f"the KL controller has not been updated for {_PATIENCE[what]:,} {what}: an update waits "
-            f"for {needed} {unit}, {count} came, {needed - count} are missing. Lower `update_every`, "
-            'collect longer batches, or use a controller with per="step".',
+            f"the KL controller has not been updated for {_PATIENCE[what]:,} {what}: an update "
+            f"waits for {needed} {unit}, {count} came, {needed - count} are missing. Lower "
+            '`update_every`, collect longer batches, or use a controller with per="step".',
             stacklevel=2,
         )
 
@@ -205,7 +187,7 @@ def sum_trajectories(
         mask: True where a step counts, shape (*B), or None where all do.
         done_key: what ends a trajectory, from `find_done`.
         stream: what earlier batches left open.
-        observed: what tells whether steps follow one another; by default all that is shared.
+        observed: what shows whether steps follow one another; by default all that is shared.
         judge: see `OpenTrajectories.add`.
         check_order: whether to refuse steps that do not follow one another.
 
@@ -213,20 +195,20 @@ def sum_trajectories(
         Running sums, the shape and dtype of `values` (half precision in float32), and the totals of
         the trajectories that have finished, float64, (N,).
     """
-    step = tensordict["next"]
+    step = cast(TensorDictBase, tensordict.get("next"))
     n_steps, n_rows = tensordict.batch_size[-1], tensordict.batch_size[:-1].numel()
     n_values = values.shape[tensordict.batch_dims :].numel()
 
     def per_value(flag: Tensor) -> Tensor:
-        return expand_right(flag, values.shape).reshape(n_rows, n_steps, n_values)
+        return td.expand_right(flag, values.shape).reshape(n_rows, n_steps, n_values)
 
     def per_step(entry: Tensor) -> Tensor:
         return entry.reshape(n_rows, n_steps)
 
-    done = cast(Tensor, find_ends(step, done_key, values.shape))
-    terminated = find_ends(step, done_key, values.shape, "terminated")
+    done = cast(Tensor, td.find_ends(step, done_key, values.shape))
+    terminated = td.find_ends(step, done_key, values.shape, "terminated")
     left = tensordict.get(done_key, None)
-    ids, is_init = tensordict.get(TRAJECTORY_KEY, None), tensordict.get("is_init", None)
+    ids, is_init = tensordict.get(td.TRAJECTORY_KEY, None), tensordict.get("is_init", None)
     keys = _state_keys(tensordict, observed)
     segments = Segments(
         done=per_value(done),
@@ -236,8 +218,8 @@ def sum_trajectories(
         ids=None if ids is None else per_step(ids).to(values.device),
         is_init=None if is_init is None or not is_init.numel() else per_step(is_init)[:, 0],
         follows=None if mask is None or ids is None else per_step(_follow(tensordict, keys)),
-        states_before=partial(_digests, tensordict, keys, tensordict.batch_size),
-        states_after=partial(_digests, step, keys, tensordict.batch_size),
+        states_before=partial(_digests, tensordict, keys, tensordict.batch_dims),
+        states_after=partial(_digests, step, keys, tensordict.batch_dims),
     )
     if check_order:
         _check_order(tensordict, segments, keys, is_init)
@@ -247,13 +229,12 @@ def sum_trajectories(
 
 
 def _check_order(
-    tensordict: TensorDictBase,
-    segments: Segments,
-    keys: Sequence[NestedKey],
-    is_init: Tensor | None,
+    tensordict: TensorDictBase, segments: Segments, keys: list[NestedKey], is_init: Tensor | None
 ) -> None:
     """Raises if steps do not follow one another, or rows of several workers do along time."""
     ends = segments.done.any(-1)  # (R, T)
+    if not ends.numel():
+        return
     changed = torch.zeros_like(ends[:, 1:])
     if segments.ids is not None:
         changed = segments.ids[:, 1:] != segments.ids[:, :-1]
@@ -263,8 +244,8 @@ def _check_order(
     if is_init is not None:
         may_differ = may_differ | is_init.reshape(ends.shape)[:, 1:]
     may_differ = may_differ.reshape(*tensordict.batch_size[:-1], may_differ.shape[-1])
-    require_order(tensordict, keys, may_differ, _SHUFFLED)
-    done = tensordict["next"].get("done", None)
+    td.require_order(tensordict, keys, may_differ, _SHUFFLED)
+    done = tensordict.get(("next", "done"), None)
     if done is not None:
         ends = ends | done.reshape(*ends.shape, -1).any(-1)
     seams = changed & ~ends[:, :-1]
@@ -278,23 +259,23 @@ def _state_keys(
     tensordict: TensorDictBase, observed: Iterable[NestedKey] | None
 ) -> list[NestedKey]:
     """What a step shows and the next one begins with, but flags: of `observed`, or all there is."""
-    step = tensordict["next"]
+    step = cast(TensorDictBase, tensordict.get("next"))
     if observed is None:
         leaves = (key for key in step.keys(True, True) if isinstance(step.get(key), Tensor))
         observed = sorted(leaves, key=str)
     return [
         key
         for key in observed
-        if as_tuple(key)[-1] not in _FLAGS
+        if td.as_tuple(key)[-1] not in _FLAGS
         and all(each.get(key, None) is not None for each in (tensordict, step))
     ]
 
 
-def _follow(tensordict: TensorDictBase, keys: Sequence[NestedKey]) -> Tensor:
+def _follow(tensordict: TensorDictBase, keys: list[NestedKey]) -> Tensor:
     """Whether each step begins in the state that the one before left, (*R, T)."""
     follows = torch.ones(tensordict.batch_size, dtype=torch.bool)
     for key in keys:
-        same = steps_follow(tensordict, key)
+        same = td.steps_follow(tensordict, key)
         if same is not None:
             follows = follows.to(same.device)
             follows[..., 1:] &= same
@@ -302,19 +283,15 @@ def _follow(tensordict: TensorDictBase, keys: Sequence[NestedKey]) -> Tensor:
 
 
 def _digests(
-    tensordict: TensorDictBase,
-    keys: Sequence[NestedKey],
-    batch_size: torch.Size,
-    rows: list[int],
-    steps: list[int],
+    batch: TensorDictBase, keys: list[NestedKey], n_dims: int, rows: list[int], steps: list[int]
 ) -> list[bytes]:
     """Of the state at one step of each of the rows; empty where nothing shows a state."""
     if not keys:
         return [b""] * len(rows)
     parts = []
     for key in keys:
-        value = tensordict.get(key)
-        value = value.reshape(-1, batch_size[-1], *value.shape[len(batch_size) :])[rows, steps]
+        value = batch.get(key)
+        value = value.reshape(-1, *value.shape[n_dims - 1 :])[rows, steps]
         data = value.detach().cpu().reshape(len(rows), -1).contiguous()
         parts.append(data.view(torch.uint8))
     states = torch.cat(parts, 1).numpy()
@@ -322,8 +299,8 @@ def _digests(
 
 
 _NO_TIME = (
-    "the controller is fed nats per trajectory, and in a batch of shape {} without a time dimension "
-    'trajectories cannot be told apart: name the last dimension "time" or pass `time_dim`, call '
+    "the controller is fed nats per trajectory, and in a batch of shape {} without a time dimension"
+    ' trajectories cannot be told apart: name the last dimension "time" or pass `time_dim`, call '
     "freeze() first, or use a controller with per='step'."
 )
 _SHUFFLED = (

@@ -30,28 +30,17 @@ _Digests = Callable[[list[int], list[int]], list[bytes]]
 
 
 class Segments(NamedTuple):
-    """How the steps of a batch form trajectories.
+    """How the steps of a batch form trajectories; None where nothing tells."""
 
-    Args:
-        done: True at the last step of a trajectory, (R, T, F).
-        terminated: the part of `done` that no collector writes by itself, (R, T, F).
-        left: True where an agent was done before the step, (R, T, F), or None.
-        mask: True where a step counts, (R, T), or None where all do.
-        ids: numbers of the trajectories, (R, T), or None.
-        is_init: True where a row begins with its trajectory, (R,), or None where not known.
-        follows: True where a step begins in the state that the step before it left, (R, T); only
-            needed with ids and a mask.
-        states_before, states_after: digests of the states around the steps at the given rows and
-            times; empty where nothing shows a state.
-    """
-
-    done: Tensor
-    terminated: Tensor
-    left: Tensor | None
-    mask: Tensor | None
-    ids: Tensor | None
-    is_init: Tensor | None
+    done: Tensor  # True at the last step of a trajectory, (R, T, F)
+    terminated: Tensor  # the part of `done` that no collector writes by itself, (R, T, F)
+    left: Tensor | None  # True where an agent was done before the step, (R, T, F)
+    mask: Tensor | None  # True where a step counts, (R, T); None where all do
+    ids: Tensor | None  # numbers of the trajectories, (R, T)
+    is_init: Tensor | None  # True where a row begins with its trajectory, (R,)
+    # True where a step begins in the state that the one before left, (R, T), with ids and a mask.
     follows: Tensor | None
+    # Digests of the states around the steps at rows and times; empty where nothing shows a state.
     states_before: _Digests
     states_after: _Digests
 
@@ -64,16 +53,12 @@ class TrajectorySums(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A trajectory that a batch left unfinished; a list has an entry for each agent.
+    """A trajectory that a batch left unfinished; a list has an entry for each agent."""
 
-    `call`: which call of `add` left it. `counted`: how many of its steps counted, -inf where its
-    beginning was not seen. `ended`: whether it is over unless a later batch goes on with it.
-    """
-
-    call: int
+    call: int  # which call of `add` left it
     totals: list[float]
-    counted: list[float]
-    ended: list[bool]
+    counted: list[float]  # how many steps counted, -inf where its beginning was not seen
+    ended: list[bool]  # whether it is over unless a later batch goes on with it
 
 
 class OpenTrajectories:
@@ -96,16 +81,13 @@ class OpenTrajectories:
         self._unfollowed: dict[int, list[int]] = {}
 
     def add(self, values: Tensor, segments: Segments, *, judge: bool = True) -> TrajectorySums:
-        """Adds a batch.
+        """Adds a batch; its sums are in float64, its finished trajectories known to have ended.
 
         Args:
             values: what is summed, (R, T, F); a step outside the mask counts as 0.
             segments: how its steps form trajectories.
             judge: whether trajectories that an earlier call left truncated, and that do not go on
                 in this one, count as finished; those that this call truncates never do if not.
-
-        Returns:
-            The sums in float64; a trajectory is finished when it is known to have ended.
 
         Raises:
             RuntimeError: if a row of a padded batch goes on with a trajectory under another id.
@@ -221,7 +203,7 @@ class OpenTrajectories:
     def _suspend(
         self,
         segments: Segments,
-        at: tuple[Tensor, Tensor],
+        at: tuple[Tensor, ...],
         totals: Tensor,
         counted: Tensor,
         judge: bool,
