@@ -109,13 +109,20 @@ class ControllerFeed(nn.Module):
         return running
 
     def pool(self, values: Tensor | None, *, in_env: bool = False) -> None:
-        """Adds values, nats per trajectory or step; ValueError if one is not finite and counts."""
+        """Adds values, nats per trajectory or step; may update the controller.
+
+        ValueError if a value is NaN or infinite and the coefficient is not 0.
+        """
         if values is not None and values.numel():
             if self.controller.coeff.item() == 0:  # only measures: must not stop the training
                 values = values[values.isfinite()]
             self.statistics.add(values)
-            if int(self.statistics.count) >= self._needed(in_env):
-                self._update()
+            pool = self.statistics
+            if int(pool.count) >= self._needed(in_env):
+                mean, count, standard_error = pool.mean, int(pool.count), pool.standard_error
+                pool.reset()  # first: what the controller refuses must not be offered again
+                self.controller.update(mean, count, standard_error=standard_error)
+                self._idle = dict.fromkeys(_PATIENCE, 0)
         if self.adaptive and not self._warned:
             self._count_idle("env steps" if in_env else "batches")
 
@@ -125,13 +132,6 @@ class ControllerFeed(nn.Module):
         if in_env:
             return _ENV_STEPS if self.controller.per == "step" else _ENV_TRAJECTORIES
         return 2 if _has_deadband(self.controller) else 1  # a single value has no standard error
-
-    def _update(self) -> None:
-        pool = self.statistics
-        mean, count, standard_error = pool.mean, int(pool.count), pool.standard_error
-        pool.reset()  # first: what the controller refuses must not be offered again
-        self.controller.update(mean, count, standard_error=standard_error)
-        self._idle = dict.fromkeys(_PATIENCE, 0)
 
     def _count_idle(self, what: str) -> None:
         """Warns once when a controller that should move has not been updated for long."""

@@ -203,7 +203,7 @@ def sum_action_dims(value: Tensor, batch_size: torch.Size) -> Tensor:
 
 
 def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:
-    """Expands a value of the first dimensions of `shape`, perhaps with trailing 1s, to all of it."""
+    """Expands a value of the first dimensions of `shape`, perhaps with trailing 1s, to `shape`."""
     if value.shape == torch.Size(shape):
         return value
     while value.ndim and value.shape[-1] == 1 and value.shape != torch.Size(shape[: value.ndim]):
@@ -322,8 +322,8 @@ def require_order(
         if equal is not None and not bool((equal | may_differ).all()):
             raise ValueError(
                 f"the steps of the batch do not follow one another: {key!r} is not what the step "
-                'before has in "next", and no trajectory begins there. Is it a shuffled sample that '
-                f'kept the name "time"? {consequence}'
+                'before has in "next", and no trajectory begins there. Is it a shuffled sample '
+                f'that kept the name "time"? {consequence}'
             )
 
 

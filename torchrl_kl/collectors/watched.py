@@ -109,9 +109,9 @@ class WatchedCollector(BaseCollector):
         processes = self._processes()
         if _find_failed(processes) is None:
             # A broken connection is seen before the end of the process that broke it.
-            processes_by_sentinel = {process.sentinel: process for process in processes}
-            for ending in connection.wait(list(processes_by_sentinel), timeout=_EXIT_SECONDS):
-                processes_by_sentinel[cast(int, ending)].join()
+            by_sentinel = {process.sentinel: process for process in processes}
+            for ending in connection.wait(list(by_sentinel), timeout=_EXIT_SECONDS):
+                by_sentinel[cast(int, ending)].join()
         return _find_failed(processes)
 
     def _processes(self) -> list[BaseProcess]:
