@@ -1,4 +1,4 @@
-"""Policies with a low-rank adapter, as in LoRA training: a frozen base, and a switch that turns the adapters off."""
+"""Policies with a low-rank adapter, as in LoRA training: a frozen base and a switch."""
 
 import copy
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class Adapted(nn.Module):
 
 
 def adapted_actor(kind: str = "categorical", **kwargs) -> tuple[Any, Adapted]:
-    """An actor for WalkEnv with its adapter; of an "lstm" the adapter changes what the memory sees."""
+    """An actor for WalkEnv with its adapter, which in an "lstm" changes what the memory sees."""
     if kind == "lstm":
         layer = Adapted(N_OBS, N_OBS)
         core = LSTMModule(
@@ -60,7 +60,7 @@ def adapted_actor(kind: str = "categorical", **kwargs) -> tuple[Any, Adapted]:
 
 
 def base_of(actor: Any, layer: Adapted) -> Any:
-    """A copy of the actor whose adapter is off for ever."""
+    """A copy of the actor whose adapter is always off."""
     with torch.no_grad(), layer.disable_adapter():
         return copy.deepcopy(actor)
 

@@ -329,7 +329,7 @@ def ulps(*terms: Tensor | float) -> Tensor:
 
 
 def assert_within(actual: Tensor, expected: Tensor, bound: Tensor | float) -> None:
-    """Each number of `actual` is within its bound, (*B) or (*B, 1), of that of `expected`, (*B, 1)."""
+    """Each number of `actual` is within its bound, (*B) or (*B, 1), of `expected`, (*B, 1)."""
     assert actual.shape == expected.shape
     error = (actual.detach().double() - expected.detach().double()).abs()
     bound = torch.as_tensor(bound, dtype=torch.float64)

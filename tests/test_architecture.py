@@ -13,7 +13,7 @@ PACKAGE = ROOT / "torchrl_kl"
 
 SCRIPTS = sorted(ROOT.glob("examples/*.py")) + sorted(ROOT.glob("benchmarks/*.py"))
 
-# The promise to users: a name that is added, renamed or lost must be added, renamed or struck out here too.
+# The promise to users: a name that is added, renamed or removed must be so here too.
 PUBLIC_NAMES = {
     "torchrl_kl": [
         "GPT",
@@ -61,8 +61,8 @@ TORCH_NAMES = {
     ("_param", "distributions.py"),
 }
 
-# The rooms of torchrl_kl (files and folders), lowest first: what each imports of the others. All arrows
-# point to an earlier line, and an arrow that no import uses any more must go.
+# The rooms of torchrl_kl (files and folders), lowest first: what each imports of the others. All
+# arrows point to an earlier line, and an arrow that no import uses any more must go.
 ARROWS: dict[str, set[str]] = {
     "functional": set(),
     "_tensordict": set(),
@@ -88,7 +88,7 @@ MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
 TENSORDICT = {"torch", "tensordict", "torchrl"}
 LIBRARIES = {
     **dict.fromkeys(ARROWS, TENSORDICT),
-    **dict.fromkeys(("functional", "controllers", "exact"), {"torch"}),
+    **{room: {"torch"} for room in ("functional", "controllers", "exact")},
     "language": TENSORDICT | {"safetensors"},
     "transforms": TENSORDICT | {"typing_extensions"},  # which torch needs
     "collectors": TENSORDICT | {"cloudpickle", "ray"},
@@ -96,7 +96,7 @@ LIBRARIES = {
 
 
 def read_imports(source: str, package: str) -> set[str]:
-    """Dotted names of all that a source imports, functions and conditions included: `package.module.name`."""
+    """Dotted names of all that a source imports, inside functions too: `package.module.name`."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -122,7 +122,7 @@ def package_of(path: Path) -> str:
 
 
 def imports_of(path: Path, package: str | None = None) -> tuple[set[str], set[str]]:
-    """Names of torchrl_kl that a file imports, and packages of others, without the standard library."""
+    """Names of torchrl_kl that a file imports, and packages of others but the standard library."""
     names = read_imports(path.read_text(), package or package_of(path))
     own = {".".join(name.split(".")[1:]) for name in names if name.split(".")[0] == "torchrl_kl"}
     others = {name.split(".")[0] for name in names} - {"torchrl_kl"} - sys.stdlib_module_names
@@ -279,7 +279,10 @@ class TestEnvsFolder:
             [sys.executable, "-c", "import envs"], cwd=ROOT, capture_output=True, text=True
         )
         assert result.returncode != 0
-        sentence = "ImportError: this package was imported as `envs`: import it as `torchrl_kl.envs`, never as `envs`."
+        sentence = (
+            "ImportError: this package was imported as `envs`: import it as `torchrl_kl.envs`, never "
+            "as `envs`."
+        )
         assert result.stderr.splitlines()[-1] == sentence
 
     def test_the_link_for_editors_leads_there(self):

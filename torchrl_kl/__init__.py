@@ -1,4 +1,4 @@
-"""KL control for reinforcement learning on TorchRL: measure the KL, penalize it, adapt the coefficient."""
+"""KL control for reinforcement learning on TorchRL: measures the KL and adapts its penalty."""
 
 from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.actors import FrozenActor, TopKActor

@@ -1,4 +1,4 @@
-"""Keys, shapes, masks and specs of TensorDicts: where the entries of a stack are, and how they are read."""
+"""Keys, shapes, masks and specs of TensorDicts: where entries are, and how they are read."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ class KLKeys:
 
     @classmethod
     def named(cls, name: str, **keys: NestedKey) -> KLKeys:
-        """Keys of a further stack in the same data: the default names that it writes start with `name` and "_"."""
+        """Keys of a further stack in the same data: its default names start with `name` and "_"."""
         return replace(cls(**keys), _prefix=f"{name}_")  # type: ignore[arg-type]
 
     def with_reward(self, reward: NestedKey, penalized: NestedKey) -> KLKeys:
-        """These keys for a reward whose penalized value goes elsewhere: the coefficient is next to that."""
-        coeff = self.kl_coeff or sibling(penalized, self._name("kl_coeff"))
+        """These keys for a reward whose penalized value, and the coefficient, go elsewhere."""
+        coeff = self.kl_coeff or sibling(penalized, f"{self._prefix}kl_coeff")
         return replace(self, reward=reward, kl_coeff=coeff)
 
     def resolve(
@@ -95,24 +95,21 @@ class KLKeys:
             log_prob: where the policy records its log-prob, unless these keys name it.
             sum_agents: whether the KL is one for all agents, at the root.
         """
-        recorded = LogProbKeys(self.log_prob or log_prob)
-        kl = self.kl or (self._name("kl") if sum_agents else recorded.sibling(self._name("kl")))
+        recorded, prefix = LogProbKeys(self.log_prob or log_prob), self._prefix
+        kl = self.kl or (f"{prefix}kl" if sum_agents else recorded.sibling(f"{prefix}kl"))
         default = {
-            "ref_log_prob": recorded.sibling(self._name("ref_log_prob")),
+            "ref_log_prob": recorded.sibling(f"{prefix}ref_log_prob"),
             "kl": kl,
-            "kl_estimate": sibling(kl, self._name("kl_estimate")),
-            "episode_kl": sibling(kl, self._name("episode_kl")),
+            "kl_estimate": sibling(kl, f"{prefix}kl_estimate"),
+            "episode_kl": sibling(kl, f"{prefix}episode_kl"),
             "reward": self.reward,
-            "task_reward": sibling(self.reward, self._name("task_reward")),
-            "kl_coeff": sibling(self.reward, self._name("kl_coeff")),
+            "task_reward": sibling(self.reward, f"{prefix}task_reward"),
+            "kl_coeff": sibling(self.reward, f"{prefix}kl_coeff"),
             "done": sibling(self.reward, "done"),
             "top_k": recorded.sibling("top_k"),
         }
         keys = {name: unravel_key(getattr(self, name) or key) for name, key in default.items()}
         return ResolvedKeys(recorded=recorded, done_named=self.done is not None, **keys)
-
-    def _name(self, name: str) -> str:
-        return f"{self._prefix}{name}"
 
 
 @dataclass(frozen=True)
@@ -133,18 +130,15 @@ class ResolvedKeys:
 
     @property
     def log_prob(self) -> NestedKey | list[NestedKey]:
-        """Where the policy records its log-prob: one key, or a list of those of the parts of its action."""
+        """Where the policy records its log-prob: one key, or a list for the parts of its action."""
         return self.recorded.key
 
 
 class LogProbKeys:
-    """Where the log-prob of an action is: one entry, or one for each part of a composite action.
+    """Where the log-prob of an action is: `key`, or one key for each part of a composite action.
 
-    A composite action is drawn by one policy, whose KL is the sum over the parts: it belongs to the
-    nested tensordict that holds all of them.
-
-    Args:
-        key: of the entry, or a list of those of the parts.
+    The KL of a composite action is the sum over the parts: it belongs to the nested tensordict that
+    holds all of them.
     """
 
     def __init__(self, key: NestedKey | list[NestedKey]):
@@ -173,7 +167,7 @@ class LogProbKeys:
         return [key for key in self.keys if tensordict.get(key, None) is None]
 
     def read(self, tensordict: TensorDictBase) -> Tensor | None:
-        """The log-prob of the whole action, nats, shape `batch_size`; None if an entry is missing."""
+        """The log-prob of the whole action, nats, of `batch_size`; None if an entry is missing."""
         values = [tensordict.get(key, None) for key in self.keys]
         if any(value is None for value in values):
             return None
@@ -196,7 +190,7 @@ def _add_up(parts: list[Tensor], batch_size: torch.Size) -> Tensor:
 
 
 def holder_batch_size(tensordict: TensorDictBase, key: NestedKey) -> torch.Size:
-    """Batch size of the nested tensordict that holds `key`; of the root where there is no such entry."""
+    """Batch size of the nested tensordict that holds `key`; of the root where there is none."""
     path = as_tuple(key)[:-1]
     holder = tensordict.get(path, None) if path else None
     return tensordict.batch_size if holder is None else holder.batch_size
@@ -209,10 +203,7 @@ def sum_action_dims(value: Tensor, batch_size: torch.Size) -> Tensor:
 
 
 def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:
-    """Expands a value that has the first dimensions of `shape` (or the same with trailing 1s) to all of it.
-
-    A root "done" (*B, 1) thus reaches a reward per agent (*B, n_agents, 1).
-    """
+    """Expands a value of the first dimensions of `shape`, perhaps with trailing 1s, to `shape`."""
     if value.shape == torch.Size(shape):
         return value
     while value.ndim and value.shape[-1] == 1 and value.shape != torch.Size(shape[: value.ndim]):
@@ -234,10 +225,7 @@ def get_required(tensordict: TensorDictBase, key: NestedKey, fix: str) -> Tensor
 
 
 def is_fake(tensordict: TensorDictBase) -> bool:
-    """Whether a batch is a stand-in of zeros, as `Collector.fake_tensordict` makes it, "next" included.
-
-    Scratch entries, whose names begin with "_", are not part of the data.
-    """
+    """Whether all data, but scratch entries "_...", are zeros as in `Collector.fake_tensordict`."""
     return not any(
         bool(value.any())
         for key, value in tensordict.items(True, True)
@@ -248,10 +236,7 @@ def is_fake(tensordict: TensorDictBase) -> bool:
 
 
 def counted_steps(tensordict: TensorDictBase) -> Tensor | None:
-    """True where a step of a batch (*B) counts, shape (*B); None where all do.
-
-    Padding does not count, and no step of fake data does: zeros are not parameters of a distribution.
-    """
+    """True where a step counts, (*B), so not in padding or fake data; None where all do."""
     mask = tensordict.get(MASK_KEY, None)
     if mask is None and is_fake(tensordict):
         mask = torch.zeros(tensordict.batch_size, dtype=torch.bool, device=tensordict.device)
@@ -259,11 +244,11 @@ def counted_steps(tensordict: TensorDictBase) -> Tensor | None:
 
 
 def copy_batch(tensordict: TensorDictBase) -> TensorDictBase:
-    """A shallow copy of a batch and its nested tensordicts: collectors reuse the buffer of a batch for the next."""
+    """A shallow copy of a batch, nested tensordicts too, since collectors reuse their buffers."""
     if tensordict.get("next", None) is None:
         raise KeyError(
-            f'the batch has no "next", got {existing_keys(tensordict)}: outside an env the transforms '
-            "work on the batches of a collector, a rollout or a replay buffer."
+            f'the batch has no "next", got {existing_keys(tensordict)}: outside an env the '
+            "transforms work on the batches of a collector, a rollout or a replay buffer."
         )
     return tensordict.copy()
 
@@ -271,7 +256,7 @@ def copy_batch(tensordict: TensorDictBase) -> TensorDictBase:
 def add_spec(
     spec: Composite, key: NestedKey, shape: Sequence[int], dtype: torch.dtype, holder: torch.Size
 ) -> None:
-    """Adds an unbounded leaf to an observation or state spec; missing nested specs get the shape `holder`."""
+    """Adds an unbounded leaf to a spec; missing nested specs get the shape `holder`."""
     path = as_tuple(key)
     for depth in range(1, len(path)):
         if path[:depth] not in spec.keys(True):
@@ -288,10 +273,9 @@ def state_spec(input_spec: Composite) -> Composite:
 
 
 def find_time_dim(tensordict: TensorDictBase, time_dim: int | None) -> int | None:
-    """The batch dimension that is time: the last one, if it is named "time" or given; else None.
+    """The last batch dimension if it is time, named "time" or given; else None.
 
-    Raises:
-        ValueError: if the dimension given or named is not the last one.
+    ValueError if another dimension is named or given.
     """
     if time_dim is None:
         names = tensordict.names if tensordict.batch_dims else []
@@ -302,13 +286,14 @@ def find_time_dim(tensordict: TensorDictBase, time_dim: int | None) -> int | Non
     if time_dim not in (last, -1) or last < 0:
         raise ValueError(
             f"`time_dim` must be the last batch dimension, got {time_dim} for a batch of shape "
-            f"{tuple(tensordict.batch_size)}: transpose the batch, as TorchRL's recurrent modules require too."
+            f"{tuple(tensordict.batch_size)}: transpose the batch, as TorchRL's recurrent modules "
+            "require too."
         )
     return last
 
 
 def find_done(tensordict: TensorDictBase, done_key: NestedKey, *, named: bool = True) -> NestedKey:
-    """The done flag: `done_key`, or "done" at the root of the step where that is missing and not `named`."""
+    """The done flag: `done_key`, or the step's "done" where that is missing and not `named`."""
     if tensordict.get(done_key, None) is not None:
         return done_key
     if not named and tensordict.get("done", None) is not None:
@@ -322,11 +307,11 @@ def find_done(tensordict: TensorDictBase, done_key: NestedKey, *, named: bool = 
 def require_order(
     tensordict: TensorDictBase, keys: Iterable[NestedKey], may_differ: Tensor, consequence: str
 ) -> None:
-    """ValueError if the steps of a batch (*R, T) do not follow one another: it was shuffled and kept the name "time".
+    """ValueError if the steps of a batch (*R, T) do not follow one another, as in a shuffled one.
 
     Args:
         tensordict: the batch.
-        keys: what is compared, where it is both in the data and in "next"; NaN equals NaN.
+        keys: what is compared, see `steps_follow`.
         may_differ: True where step t + 1 need not continue step t, shape (*R, T - 1).
         consequence: why the order matters and what to do, for the error.
     """
@@ -336,14 +321,14 @@ def require_order(
         equal = steps_follow(tensordict, key)
         if equal is not None and not bool((equal | may_differ).all()):
             raise ValueError(
-                f"the steps of the batch do not follow one another: {key!r} is not what the step before "
-                f'has in "next", and no trajectory begins there. Is it a shuffled sample that kept the name '
-                f'"time"? {consequence}'
+                f"the steps of the batch do not follow one another: {key!r} is not what the step "
+                'before has in "next", and no trajectory begins there. Is it a shuffled sample '
+                f'that kept the name "time"? {consequence}'
             )
 
 
 def steps_follow(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """Whether each step of a batch (*R, T) but the first begins with the entry that the one before left, (*R, T - 1).
+    """Whether each step of (*R, T) begins with what the one before left there, (*R, T - 1).
 
     None where the entry is not both in the data and in "next". NaN equals NaN.
     """
@@ -364,15 +349,10 @@ def steps_follow(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
 def find_ends(
     step: TensorDictBase, done_key: NestedKey, shape: Sequence[int], name: str = "done"
 ) -> Tensor | None:
-    """Where trajectories end in a step or batch of steps, expanded to `shape`; None without such a flag.
+    """Where trajectories end in `step`, "next", expanded to `shape`; None without such a flag.
 
-    A flag of each agent does not say that an env resets all of them when one is done: its root does.
-
-    Args:
-        step: what is under "next".
-        done_key: from `find_done`.
-        shape: of the KL.
-        name: "done", or "terminated" for the flag of that name next to it.
+    `name` is "done", or "terminated" for the flag next to `done_key`. A flag of each agent does not
+    say that an env resets all of them when one is done: its root does.
     """
     keys = [done_key if name == "done" else sibling(done_key, name)]
     if len(as_tuple(done_key)) > 1:

@@ -15,20 +15,13 @@ from torchrl_kl.functional.distributions import COLUMN_READERS
 
 
 def container_of(transform: Transform) -> object:
-    """The Compose or env that holds a transform; None if nothing does.
-
-    `Transform.container` is no substitute: it raises for a transform in a Compose that is in no
-    env.
-    """
+    """The Compose or env that holds a transform, which may be in no env; None if nothing does."""
     reference = vars(transform)["_container"]
     return None if reference is None else reference()
 
 
 def declared_keys(transform: Transform) -> tuple[set[NestedKey], set[NestedKey], set[NestedKey]]:
-    """The `out_keys`, `in_keys_inv` and `out_keys_inv` that a transform was given.
-
-    The properties of the same names ask some transforms for specs, which may be about to be made.
-    """
+    """The `out_keys`, `in_keys_inv`, `out_keys_inv` given; the properties may ask for specs."""
     names = ("_out_keys", "_in_keys_inv", "_out_keys_inv")
     found: Any = tuple(set(vars(transform).get(name) or ()) for name in names)
     return found

@@ -25,10 +25,8 @@ class KLControlHook(TrainerHookBase):
     - `task_reward`: mean reward before the penalty, per step.
 
     You may rely on: padding (("collector", "mask") False) is in no mean; a trainer's checkpoint
-    restores the controller and the reference, whatever actor the new stack was built from.
-
-    State: that of the stack. The sums of trajectories that are still open are not saved: a
-    restarted collector begins new ones.
+    restores the controller and the reference, whatever actor the new stack was built from, but not
+    the sums of open trajectories: a restarted collector begins new ones.
 
     Args:
         stack: penalizes the rewards; it must not be in an env or the collector's `postproc` too.
@@ -50,24 +48,17 @@ class KLControlHook(TrainerHookBase):
         >>> from torchrl_kl import AdaptiveKLController, KLConstrainedTransform, KLControlHook
         >>> warnings.simplefilter("ignore")  # torchrl 0.14.1 calls PPOTrainer a prototype
         >>> net = TensorDictModule(MLP(4, 2, num_cells=[32]), ["observation"], ["logits"])
-        >>> actor = ProbabilisticActor(
-        ...     net,
-        ...     in_keys=["logits"],
-        ...     distribution_class=torch.distributions.Categorical,
-        ...     return_log_prob=True,
-        ... )
+        >>> kwargs = {"distribution_class": torch.distributions.Categorical}
+        >>> actor = ProbabilisticActor(net, in_keys=["logits"], return_log_prob=True, **kwargs)
         >>> critic = ValueOperator(MLP(4, 1, num_cells=[32]), in_keys=["observation"])
         >>> loss = ClipPPOLoss(actor, critic)
         >>> env = GymEnv("CartPole-v1", categorical_action_encoding=True)
         >>> frames = {"frames_per_batch": 100, "total_frames": 200}
         >>> trainer = PPOTrainer(
         ...     collector=Collector(env, actor, **frames, auto_register_policy_transforms=False),
-        ...     total_frames=200,
-        ...     frame_skip=1,
-        ...     optim_steps_per_batch=1,
         ...     loss_module=loss,
         ...     optimizer=torch.optim.Adam(loss.parameters(), lr=1e-3),
-        ...     progress_bar=False,
+        ...     total_frames=200, frame_skip=1, optim_steps_per_batch=1, progress_bar=False,
         ... )
         >>> controller = AdaptiveKLController(0.1, target=0.01, horizon=10_000, per="step")
         >>> KLControlHook(KLConstrainedTransform(actor, controller)).register(trainer)

@@ -33,8 +33,8 @@ from torchrl_kl.envs import DigitLanguageEnv
 
 N_WORKERS, N_ROWS, FRAMES = 2, 2, 24
 N_STEPS = 4  # of a response: batches end inside of responses
-MOVED_AFTER, SET_AFTER = 1, 3
-KILLED_AFTER = 6  # every worker may have had one batch under way at 3
+MOVED_AFTER, SET_AFTER = 1, 6
+KILLED_AFTER = 9  # every worker may have had one batch under way at 6
 COEFF, NEW_COEFF = 0.5, 7.0
 
 # Only against hangs. By a thread: waits in C++ do not listen to signals.

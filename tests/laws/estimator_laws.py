@@ -31,7 +31,7 @@ def zero(policy: Tensor, reference: Tensor) -> Tensor:
 def per_row(
     function: Callable[[list[float], list[float]], float], policy: Tensor, reference: Tensor
 ) -> Tensor:
-    """A formula on the probabilities and log-ratios of each row of logits (B, V), in Python floats."""
+    """A formula on the probabilities and log-ratios of each row of logits (B, V), without torch."""
     log_ratio = policy.log_softmax(-1) - reference.log_softmax(-1)
     rows = zip(policy.softmax(-1).tolist(), log_ratio.tolist(), strict=True)
     return torch.tensor([function(probs, ratios) for probs, ratios in rows], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What every transform of the package must obey; a test class per transform supplies the factories."""
+"""What every transform must obey; a test class per transform supplies the factories."""
 
 import io
 import pickle
@@ -96,7 +96,7 @@ class TransformLaws:
         return compose(*self.before(), self.make())(without_kl(inside))
 
     def compare(self, actual: Any, expected: Any) -> None:
-        """The same results, up to the rounding of the reference's log-prob; no coefficient is above 1."""
+        """The same results, up to the reference's rounding; coefficients are at most 1."""
         step, own = expected["next"], rounding(self.reference(), expected).unsqueeze(-1)
         bounds = {"ref_log_prob": own.squeeze(-1), "kl": own, "task_reward": 0.0, "kl_coeff": 0.0}
         if "kl_estimate" in self.writes:

@@ -1,4 +1,4 @@
-"""Every kind of action: whose log-prob is summed over what, and the policy's action behind the env's."""
+"""Every kind of action: what its log-prob is summed over, and which action is scored."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -52,7 +52,7 @@ ALLOWED = torch.arange(N_ACTIONS) < torch.tensor(CHOICES).unsqueeze(-1)
 
 
 class PlayedEnv(WalkEnv):
-    """WalkEnv with another action: `spec(batch_size)` says which, `move(td)` turns it into WalkEnv's own."""
+    """WalkEnv with another action, of `spec(batch_size)`; `move(td)` turns it into WalkEnv's."""
 
     def __init__(
         self, batch_size: tuple[int, ...] = (), *, spec, move, discrete=True, masked=False

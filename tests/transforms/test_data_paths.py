@@ -1,4 +1,4 @@
-"""One rollout on every way that data take: the same numbers up to rounding, and never a second penalty."""
+"""One rollout on every data path: the same numbers up to rounding, and never a second penalty."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ def env_of(kind: str, *transforms: Any) -> Any:
 
 
 def penalized_in_env(kind: str, make: Any = stack_of) -> Any:
-    """A collector's batch (N, T), penalized step by step in the env; trajectories of 2 to 4 steps."""
+    """A collector's batch (N, T), penalized step by step in the env; trajectories of 2 to 4."""
     (batch,) = collect(env_of(kind, make(kind)), moved(actor_of(kind)), frames=N * T, batches=1)
     return batch.detach()
 
@@ -120,7 +120,7 @@ def replayed(storage: Any, batch: Any, *transforms: Any) -> Any:
 
 
 def kept(kind: str, batch: Any) -> Any:
-    """A batch without what the stack wrote, but for the state of a recurrent reference, which it cannot know."""
+    """A batch without what the stack wrote, except the state of a recurrent reference."""
     bare = without_kl(batch)
     if kind == "lstm":
         for name in ("ref_h", "ref_c"):

@@ -1,4 +1,4 @@
-"""The stack in envs of every kind: Gymnasium, vectorised, batched, auto-resetting, TorchRL's mocks, many agents."""
+"""The stack in Gymnasium, batched, auto-resetting and multi-agent envs and in TorchRL's mocks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -142,12 +142,12 @@ def judge(
     memory: Callable[[], list[Transform]] = list,
     steps: int = 12,
 ) -> Any:
-    """Everything that holds in any env; returns a penalized rollout of another policy than the reference.
+    """Everything that holds in any env; returns a penalized rollout of a policy that moved.
 
     Args:
         make_env: the env.
         actor: the reference.
-        place: the nested tensordict of the actor's action, and by default of all that is made of it.
+        place: the nested tensordict of the actor's action and of all that is made of it.
         reward: the reward that is penalized.
         sum_agents: whether the KL of all agents is summed, at the root.
         rest: the actors of the other actions.
@@ -363,9 +363,8 @@ def test_an_env_that_resets_rows_natively():
             for actor in (make_actor(), moved(make_actor()))
         )
     kl = (policy - reference).unsqueeze(-1)
-    bound = sum(rounding(actor, batch) for actor in (make_actor(), moved(make_actor())))
-    bound = bound.unsqueeze(-1)
-    # TorchRL blanks what a natively reset env observed at its ends, and with it the record of the KL.
+    bound = (rounding(make_actor(), batch) + rounding(moved(make_actor()), batch)).unsqueeze(-1)
+    # TorchRL blanks what a natively reset env observed at its ends, the record of the KL included.
     assert step["kl"][ends].isnan().all()
     assert_within(step["kl"][~ends], kl[~ends], bound[~ends])
     sums, off = torch.zeros(3, 1), torch.zeros(3, 1, dtype=torch.float64)
@@ -476,7 +475,7 @@ def test_mocks(name):
 
 @pytest.mark.parametrize("kind", [HeterogeneousCountingEnv, AutoResetHeteroCountingEnv])
 def test_agents_of_different_kinds(kind):
-    """Agents with observations and actions of different shapes have no one actor; their specs take the stack."""
+    """Agents with spaces of different shapes share no actor, but their specs take the stack."""
     actor = actor_on(
         8, 2, observation=("lazy", "lidar"), action=("lazy", "action"), distribution=TanhNormal
     )

@@ -1,4 +1,4 @@
-"""`estimator="exact"` and `"top_k"`: measured from what policy and reference left, the same in every data path."""
+"""The estimators "exact" and "top_k": measured from records, the same in every data path."""
 
 from typing import Any
 
@@ -146,7 +146,7 @@ def test_exact_is_the_enumerated_kl_of_every_state():
 
 
 def every_action(policy, observation: torch.Tensor, k: int) -> Any:
-    """A batch (n_states, n_actions) as a TopKActor would record it: each state with each of its actions."""
+    """A batch (n_states, n_actions) as a TopKActor records it: each state with each action."""
     log_probs = log_probs_of(policy, observation)[:, None].expand(-1, N_ACTIONS, -1)
     action = torch.arange(N_ACTIONS).expand(log_probs.shape[:2])
     order = log_probs.argsort(-1, descending=True)[..., :k]
@@ -172,9 +172,9 @@ def test_top_k_has_the_exact_mean_in_every_state_and_less_variance_than_k1(k):
     after = parts(reference, "top_k")(batch)["next"]
     probs = batch["action_log_prob"].exp()
     exact = enumerated_kl(policy, reference, observation).squeeze(-1)
-    # A mean over the actions of log-ratios: every log-prob is rounded, and so is every weight, whose
-    # share in the mean is multiplied by a ratio. All weights add up to 2 at most: top and tail.
-    rounded = sum(rounding(actor, batch) for actor in (policy, reference))
+    # A mean over the actions of log-ratios: every log-prob is rounded, and so is every weight,
+    # whose share is multiplied by a ratio. All weights add up to 2 at most: top and tail.
+    rounded = rounding(policy, batch) + rounding(reference, batch)
     ratio = after["kl"].abs().squeeze(-1)
     bound = 2 * (rounded.amax(-1) * (1 + ratio.amax(-1)))
     variance = {}
@@ -336,9 +336,8 @@ def rounding_of(
 
 def expected_kl(kind: str, policy, reference, batch) -> torch.Tensor:
     """The KL of each step from the bare networks, trailing 1."""
-    return kl_between(
-        kind, *(params_of(kind, actor, batch) for actor in (policy, reference)), batch
-    )
+    p, q = params_of(kind, policy, batch), params_of(kind, reference, batch)
+    return kl_between(kind, p, q, batch)
 
 
 EXACT = [("exact", kind) for kind in ("categorical", "normal", "tanh_normal", "masked", "agents")]
@@ -372,7 +371,7 @@ def test_every_data_path_gives_the_same_numbers(estimator, kind):
         bound = rounding_of(kind, estimator, policy, actor, batch, whole=False)
         bare = without_kl(batch)
         assert_within(entry(kind, postproc(bare), "kl_estimate"), inside, bound)
-        # Flat and shuffled, as a replay buffer holds it: a recurrent reference reads the state of each step.
+        # Flat and shuffled, as in a replay buffer: a recurrent reference reads the recorded states.
         flat = (
             batch.set("expected", inside)
             .set("bound", bound)
@@ -433,8 +432,8 @@ def test_padding_has_no_kl_and_needs_no_parameters(estimator, kind):
         entry(kind, transform(padded), "kl_estimate"),
     )
     bound = rounding_of(kind, estimator, None, actor, batch, whole=False).max()
-    values = [x.flatten().sort().values for x in (after[mask], expected)]
-    assert_within(*values, bound)
+    one, other = (x.flatten().sort().values for x in (after[mask], expected))
+    assert_within(one, other, bound)
     assert (after[~mask] == 0).all()
 
 
@@ -675,8 +674,8 @@ def test_what_the_policy_did_not_record(estimator, place):
     actor = make_actor()
     policy = TopKActor(moved(actor), K) if estimator == "exact" else moved(actor)
     text = {
-        "exact": r"logits.* is not in the data, got .*top_k.*Let the policy record its parameters.*TopKActor",
-        "top_k": r"\('top_k', 'actions'\) is not in the data, got .*logits.*collect with TopKActor\(actor, k\)",
+        "exact": r"logits.* is not in the data, got .*top_k.*Let the policy record .*TopKActor",
+        "top_k": r"\('top_k', 'actions'\) is not in the data, got .*logits.*collect with TopKActor",
     }[estimator]
     transform, batch = stack(actor, estimator), play(WalkEnv((2,)), policy)
     env = with_transforms(WalkEnv((2,)), stack(actor, estimator))

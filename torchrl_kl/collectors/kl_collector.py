@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,25 +13,18 @@ from torchrl.collectors.distributed import DistributedCollector, RayCollector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
+from torchrl_kl.collectors import watched
 from torchrl_kl.collectors.links import LearnerLink, WorkerLink
-from torchrl_kl.collectors.watched import (
-    WatchedCollector,
-    WatchedDistributed,
-    WatchedMultiAsync,
-    WatchedMultiSync,
-    WatchedRay,
-    WatchedSingle,
-)
 from torchrl_kl.collectors.workers import UniqueTrajectories
 from torchrl_kl.controllers import ConstantKLController
 from torchrl_kl.transforms import KLConstrainedTransform
 
-_WATCHED: dict[type, type[WatchedCollector]] = {
-    Collector: WatchedSingle,
-    MultiSyncCollector: WatchedMultiSync,
-    MultiAsyncCollector: WatchedMultiAsync,
-    DistributedCollector: WatchedDistributed,
-    RayCollector: WatchedRay,
+_WATCHED: dict[type, type[watched.WatchedCollector]] = {
+    Collector: watched.WatchedSingle,
+    MultiSyncCollector: watched.WatchedMultiSync,
+    MultiAsyncCollector: watched.WatchedMultiAsync,
+    DistributedCollector: watched.WatchedDistributed,
+    RayCollector: watched.WatchedRay,
 }
 
 
@@ -50,8 +43,7 @@ def kl_collector(
 ) -> Any:
     """A collector of TorchRL whose batches are penalized for the KL to the stack's reference.
 
-    The docstring of `torchrl_kl.collectors` compares the two values of `where`, and says what you
-    may rely on.
+    `torchrl_kl.collectors` compares the two values of `where`, and says what you may rely on.
 
     Args:
         collector_class: Collector, MultiSyncCollector, MultiAsyncCollector, DistributedCollector or
@@ -97,88 +89,66 @@ def kl_collector(
     )
 
 
-def _check_arguments(collector_class: Any, stack: Any, given: dict[str, Any]) -> None:
-    if collector_class not in _WATCHED:
+def _check_arguments(kind: Any, stack: Any, given: dict[str, Any]) -> None:
+    """Refuses arguments that would fail late, or make the KL wrong without an error."""
+    if kind not in _WATCHED:
         names = ", ".join(known.__name__ for known in _WATCHED)
-        raise TypeError(f"`collector_class` must be one of {names}, got {collector_class!r}.")
+        raise TypeError(f"`collector_class` must be one of {names}, got {kind!r}.")
     if not (isinstance(stack, KLConstrainedTransform) and stack.record):
         raise TypeError(f"`stack` must be a KLConstrainedTransform, got {type(stack).__name__}.")
-    refusal = next(_refusals(collector_class, stack, given), None)
-    if refusal is not None:
-        raise ValueError(refusal)
-
-
-def _refusals(kind: type, stack: KLConstrainedTransform, given: dict[str, Any]) -> Iterator[str]:
-    """Why arguments are refused: they would fail late, or make the KL wrong without an error."""
     where, num_workers = given["where"], given["num_workers"]
-    if stack.in_env:
-        yield "`stack` must not be in an env: `where` says where its copies go."
-    if where not in ("learner", "workers"):
-        yield f'`where` must be "learner" or "workers", got {where!r}.'
-    if num_workers < 1 or (kind is Collector and num_workers != 1):
-        yield (
-            f"`num_workers` must be at least 1, and 1 for a Collector, got {num_workers}: for "
-            "several workers use MultiSyncCollector or MultiAsyncCollector."
-        )
-    if len(given["envs"]) != num_workers:
-        yield (
-            "`create_env_fn` must be one callable or one per worker, got "
-            f"{len(given['envs'])} for {num_workers}."
-        )
-    if _given("replay_buffer", given) is not None:
-        yield (
-            "`replay_buffer` must be left out: batches that workers write into a buffer do not "
-            "reach the controller. Extend the buffer with the batches of the collector."
-        )
-    if (given.get("init_random_frames") or 0) > 0:
-        yield (
-            "`init_random_frames` must be left out: frames of a random policy have no log-prob, "
-            "and would be penalized and counted as if it were 0."
-        )
-    if _given("track_traj_ids", given) is False:
-        yield (
-            "`track_traj_ids` must be left True: without ids the KL of a trajectory that "
-            "continues in the next batch would be lost."
-        )
     moves = not (stack.frozen or isinstance(stack.controller, ConstantKLController))
-    if moves and given.get("exploration_type", ExplorationType.RANDOM) != ExplorationType.RANDOM:
-        yield (
-            "`exploration_type` must be RANDOM while the controller adapts: the KL of actions "
-            "that are not drawn from the policy is biased. Freeze the stack for an evaluation."
-        )
-    if given.get("cat_results") == -1:
-        yield (
-            "`cat_results` must not be -1: it joins the rows of several workers along time, and "
-            "their open trajectories would look finished."
-        )
+    drawn = given.get("exploration_type", ExplorationType.RANDOM) == ExplorationType.RANDOM
     is_sync = kind in (Collector, MultiSyncCollector) or given.get("sync")
-    if _given("set_truncated", given) and not is_sync:
-        yield (
-            "`set_truncated` must be left out with asynchronous workers: the batch that shows "
-            "whether a truncation ended its trajectory may come from another worker."
-        )
-    if where == "workers":
-        yield from _refusals_with_workers(kind, given)
+    ray_workers = where == "workers" and kind is RayCollector
+    distributed_workers = where == "workers" and kind is DistributedCollector
+    refused = {
+        "stack": stack.in_env,
+        "where": where not in ("learner", "workers"),
+        "num_workers": num_workers < 1 or (kind is Collector and num_workers != 1),
+        "create_env_fn": len(given["envs"]) != num_workers,
+        "replay_buffer": _given("replay_buffer", given) is not None,
+        "init_random_frames": (given.get("init_random_frames") or 0) > 0,
+        "track_traj_ids": _given("track_traj_ids", given) is False,
+        "exploration_type": moves and not drawn,
+        "cat_results": given.get("cat_results") == -1,
+        "set_truncated": _given("set_truncated", given) and not is_sync,
+        "compact_obs": where == "workers" and _given("compact_obs", given),
+        "launcher": distributed_workers and given.get("launcher", "mp") != "mp",
+        "collector_class": ray_workers and given.get("collector_class", Collector) != Collector,
+    }
+    name = next((name for name in refused if refused[name]), None)
+    if name is not None:
+        given["n_envs"] = len(given["envs"])
+        raise ValueError(f"`{name}` must {_MUST[name].format(**given)}")
 
 
-def _refusals_with_workers(kind: type, given: dict[str, Any]) -> Iterator[str]:
-    if _given("compact_obs", given):
-        yield (
-            '`compact_obs` must be left out with where="workers": it would drop the KL that the '
-            'workers write next to the observations in "next". Use where="learner".'
-        )
-    if kind is DistributedCollector and given.get("launcher", "mp") != "mp":
-        yield (
-            f'`launcher` must be "mp" with where="workers", got {given["launcher"]!r}: the workers '
-            "read the coefficient from a file of this machine. Across machines use "
-            'where="learner" or a RayCollector.'
-        )
-    if kind is RayCollector and given.get("collector_class", Collector) is not Collector:
-        yield (
-            '`collector_class` must be left out with where="workers": messages with the '
-            "coefficient reach an actor, but not the processes that it starts. Give each env its "
-            "own actor."
-        )
+# What each argument must be, and why.
+_MUST = {
+    "stack": "not be in an env: `where` says where its copies go.",
+    "where": 'be "learner" or "workers", got {where!r}.',
+    "num_workers": "be at least 1, and 1 for a Collector, got {num_workers}: for several workers "
+    "use MultiSyncCollector or MultiAsyncCollector.",
+    "create_env_fn": "be one callable or one per worker, got {n_envs} for {num_workers}.",
+    "replay_buffer": "be left out: batches that workers write into a buffer do not reach the "
+    "controller. Extend the buffer with the batches of the collector.",
+    "init_random_frames": "be left out: frames of a random policy have no log-prob, and would be "
+    "penalized and counted as if it were 0.",
+    "track_traj_ids": "be left True: without ids the KL of a trajectory that continues in the next "
+    "batch would be lost.",
+    "exploration_type": "be RANDOM while the controller adapts: the KL of actions that are not "
+    "drawn from the policy is biased. Freeze the stack for an evaluation.",
+    "cat_results": "not be -1: it joins the rows of several workers along time, and their open "
+    "trajectories would look finished.",
+    "set_truncated": "be left out with asynchronous workers: the batch that shows whether a "
+    "truncation ended its trajectory may come from another worker.",
+    "compact_obs": 'be left out with where="workers": it would drop the KL that the workers write '
+    'next to the observations in "next". Use where="learner".',
+    "launcher": 'be "mp" with where="workers", got {launcher!r}: the workers read the coefficient '
+    'from a file of this machine. Across machines use where="learner" or a RayCollector.',
+    "collector_class": 'be left out with where="workers": messages with the coefficient reach an '
+    "actor, but not the processes that it starts. Give each env its own actor.",
+}
 
 
 def _given(name: str, kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,8 @@
 """How batches reach the stack, and how its coefficient and reference reach the workers.
 
-There is one link for each place where the reference can be evaluated. `env_factory` makes what
-makes a worker's env; `send` tells the workers what has changed, before they are asked for a batch;
-`receive` penalizes a batch if that is still to be done, and moves the controller.
+There is one link for each `where`. `env_factory` makes what makes a worker's env; `send` tells the
+workers what has changed, before they are asked for a batch; `receive` penalizes a batch if that is
+still to be done, and moves the controller.
 """
 
 from __future__ import annotations
@@ -44,11 +44,9 @@ class LearnerLink:
 
 
 class WorkerLink:
-    """The workers penalize; what they measured moves the learner's controller.
+    """The workers penalize; what they measured moves the controller of the learner's stack.
 
-    Args:
-        stack: the learner's.
-        over_ray: whether messages tell the workers what has changed, else files of this machine.
+    They learn what has changed from messages over Ray, or else from files of this machine.
     """
 
     def __init__(self, stack: KLConstrainedTransform, *, over_ray: bool):

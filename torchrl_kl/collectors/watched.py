@@ -1,7 +1,6 @@
-"""TorchRL's collectors with two additions: a link to the stack, and errors for dead workers.
+"""TorchRL's collectors with a link to the stack, and with errors that name dead workers.
 
-TorchRL 0.14.1 notices most deaths by itself. What is added here covers the rest: waits without end,
-and errors that do not name the worker.
+TorchRL 0.14.1 notices most deaths by itself, but not where it waits without end.
 """
 
 from __future__ import annotations
@@ -37,12 +36,7 @@ _USER_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
 
 
 class WatchedCollector(BaseCollector):
-    """Mixin for a collector class of TorchRL, to be placed before it.
-
-    Args:
-        link: what batches go through when they arrive, and what tells the workers the coefficient.
-        split_trajs: as TorchRL's.
-    """
+    """Mixin for a collector class of TorchRL, to be placed before it; `split_trajs` is as there."""
 
     def __init__(
         self, *args: Any, link: LearnerLink | WorkerLink, split_trajs: bool = False, **kwargs: Any
@@ -115,9 +109,9 @@ class WatchedCollector(BaseCollector):
         processes = self._processes()
         if _find_failed(processes) is None:
             # A broken connection is seen before the end of the process that broke it.
-            sentinels = [process.sentinel for process in processes]
-            for ending in connection.wait(sentinels, timeout=_EXIT_SECONDS):
-                processes[sentinels.index(cast(int, ending))].join()
+            by_sentinel = {process.sentinel: process for process in processes}
+            for ending in connection.wait(list(by_sentinel), timeout=_EXIT_SECONDS):
+                by_sentinel[cast(int, ending)].join()
         return _find_failed(processes)
 
     def _processes(self) -> list[BaseProcess]:

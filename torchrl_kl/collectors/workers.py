@@ -23,13 +23,9 @@ UNIQUE_TRAJECTORY_KEY = ("collector", "unique_traj_ids")
 
 
 class SharedFiles:
-    """The learner's coefficient and moved reference, for all processes of a machine.
+    """The learner's coefficient and moved reference in a folder, for all processes of a machine.
 
     Each version of the reference replaces the file as a whole: no worker reads half of an update.
-
-    Args:
-        folder: where the files go; it must last as long as the workers.
-        coeff: the coefficient at the start, 0-dim.
     """
 
     def __init__(self, folder: Path, coeff: Tensor):
@@ -88,13 +84,9 @@ class PenalizedEnv(TransformedEnv):
 class PenalizedEnvFactory:
     """Makes a worker's env: the user's, with a frozen copy of the stack as its last transform.
 
-    Args:
-        create_env_fn: makes the user's env; or the env.
-        stack: the learner's stack. Its reference is sent to the workers, its controller is not.
-        files: what the env follows; None if messages tell it.
-        in_process: whether the env is made in the learner's process. In another process, a
-            reference that is the policy itself becomes a copy of the policy as it is now, since
-            TorchRL sends policies without their weights.
+    The env follows `files`, or messages where they are None. In another process than the learner's,
+    a reference that is the policy itself becomes a copy of the policy as it is now, since TorchRL
+    sends policies without their weights.
     """
 
     def __init__(
