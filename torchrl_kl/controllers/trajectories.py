@@ -248,7 +248,7 @@ def _ends(segments: Segments, counts: Tensor) -> tuple[Tensor, Tensor]:
 
     Behind the last step that counts there may be masked steps, and padding behind those. A step is
     not padding if it goes on with the trajectory of the step before it (the same id, which has not
-    ended, in the state that was left), or begins another one (padding has the id 0).
+    ended) or begins another one (padding has the id 0).
     """
     ids, n_steps = segments.ids, counts.shape[1]
     last = torch.full((len(counts),), n_steps - 1, device=counts.device)
@@ -262,7 +262,7 @@ def _ends(segments: Segments, counts: Tensor) -> tuple[Tensor, Tensor]:
         steps = torch.arange(n_steps, device=counts.device)
         last_counted = torch.where(counts, steps, -1).amax(1, keepdim=True).clamp_min(0)
         real = torch.ones_like(counts)
-        # Padding has the id 0, like the first trajectory; where that is left open, its row is full.
+        # Only the first trajectory has the id of padding, and a row that leaves it open is full.
         real[:, 1:] = torch.where(changed, ids[:, 1:] > 0, ~done[:, :-1])
         last = (real | (steps <= last_counted)).long().cumprod(1).sum(1) - 1
         ends &= steps < last.unsqueeze(-1)
