@@ -1,4 +1,4 @@
-"""The recurrent state of a reference: where it comes from at the first step of each row of a batch."""
+"""The recurrent state of a reference at the first step of each row of a batch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ class _Left(NamedTuple):
 class RecurrentMemory:
     """The states in which the last batch left its trajectories, by `("collector", "traj_ids")`.
 
-    Args:
-        in_keys: what the reference reads of the env.
-        init_key: the one of them that says that a trajectory begins, if there is one.
+    `in_keys`: what the reference reads; `init_key`: the one that says that a trajectory begins.
     """
 
     def __init__(self, in_keys: list[NestedKey], init_key: NestedKey | None):
@@ -39,7 +37,7 @@ class RecurrentMemory:
         *,
         carry: bool = True,
     ) -> list[Tensor]:
-        """States (*R, T, ...) that are set at the first step of each row; later trajectories begin from 0.
+        """States (*R, T, ...), set at the first step of each row; later trajectories begin from 0.
 
         `carry`: whether a row may go on from where the last call left its trajectory.
 
@@ -57,9 +55,8 @@ class RecurrentMemory:
         observed = tensordict.select(*self.in_keys, strict=False)[..., 0].reshape(-1)
         zeros = [spec.zero() for spec in specs]
         rows = []
-        for row, (begin, trajectory) in enumerate(
-            zip(begins.reshape(-1).tolist(), first_ids, strict=True)
-        ):
+        pairs = zip(begins.reshape(-1).tolist(), first_ids, strict=True)
+        for row, (begin, trajectory) in enumerate(pairs):
             state = zeros if begin else None
             if carry and not begin:
                 state = self._state_before(trajectory, observed[row])
@@ -99,7 +96,7 @@ class RecurrentMemory:
             self._left[trajectory] = _Left(states_of_row, observed[row])
 
     def _state_before(self, trajectory: int | None, first: TensorDictBase) -> list[Tensor] | None:
-        """The state that the last call left in a trajectory, if that call ended where this row begins."""
+        """The state where the last call left a trajectory, if this row begins there."""
         left = self._left.get(trajectory) if trajectory is not None else None
         if left is None:
             return None
@@ -119,7 +116,7 @@ class RecurrentMemory:
             may_differ = may_differ | ~after.get(MASK_KEY)
         keys = [key for key in self.in_keys if key != self.init_key]
         consequence = (
-            "The reference is recurrent: put ReferenceModelLogProbTransform into the env, which records "
-            "the state of each step."
+            "The reference is recurrent: put ReferenceModelLogProbTransform into the env, which "
+            "records the state of each step."
         )
         require_order(tensordict, keys, may_differ, consequence)

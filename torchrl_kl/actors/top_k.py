@@ -19,9 +19,9 @@ from torchrl_kl.actors.reading import (
 
 
 class TopKActor(ProbabilisticTensorDictSequential):
-    """An actor as a collector's policy that records its k most likely actions and not its logits: O(k) per step.
+    """An actor that records its k most likely actions and not its logits: O(k) per step.
 
-    It is the same policy with the same weights (shared, under the same names in `state_dict`): the
+    It is the same policy with the same weights (shared, under the same names in `state_dict`), the
     same actions, log-probs and `get_dist`. Collectors, losses and the transforms of this package
     take it as they take `actor`. `estimator="top_k"` reads what it records.
 
@@ -33,16 +33,15 @@ class TopKActor(ProbabilisticTensorDictSequential):
         them, (*B).
 
     Args:
-        actor: has one categorical distribution (Categorical, OneHotCategorical, MaskedCategorical)
-            of one choice per step (or per agent), and records its log-prob.
+        actor: records its log-prob and has one categorical distribution (Categorical,
+            OneHotCategorical, MaskedCategorical) of one choice per step (or per agent).
         k: how many actions, from 1 to all of them.
         top_k_key: the nested tensordict to write; by default "top_k" next to the log-prob.
 
     Raises:
-        TypeError: if `actor` is not a probabilistic actor; in a call, if its distribution is not
-            categorical.
-        ValueError: if `k` is less than 1, the log-prob is not recorded or there are several
-            distributions; in a call, if there are fewer than k actions.
+        TypeError: if `actor` is not a probabilistic actor, or (in a call) not categorical.
+        ValueError: if `k` is less than 1 or (in a call) more than the actions, the log-prob is not
+            recorded, or there are several distributions.
 
     Example:
         >>> from torchrl_kl import GPT, GPTActor, TopKActor
@@ -70,7 +69,7 @@ class TopKActor(ProbabilisticTensorDictSequential):
             "return_composite": actor.return_composite,
         }
         super().__init__(*parts, **options)
-        # The whole sequence with all its out_keys; unregistered, or its weights would be there twice.
+        # With all its out_keys; unregistered, or its weights would be in `state_dict` twice.
         self.__dict__["_whole"] = ProbabilisticTensorDictSequential(*parts, **options)
         self.k = k
         self.top_k_key = unravel_key(top_k_key or sibling(log_prob_key, "top_k"))
@@ -115,6 +114,6 @@ def _check_arguments(actor: Any, k: Any) -> None:
     log_prob_key = cast(list[NestedKey], dist_module_of(actor).log_prob_keys)[0]
     if log_prob_key not in actor.out_keys:
         raise ValueError(
-            f"`actor` must record its log-prob, got the out_keys {actor.out_keys}: the tail beyond the "
-            "top k is estimated from it. Build it with ProbabilisticActor(..., return_log_prob=True)."
+            f"`actor` must record its log-prob, got the out_keys {actor.out_keys}: build it with "
+            "ProbabilisticActor(..., return_log_prob=True)."
         )

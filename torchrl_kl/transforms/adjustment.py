@@ -1,4 +1,4 @@
-"""The part of the stack that subtracts the penalty from the reward, as a transform."""
+"""The part of the stack that subtracts the penalty from the reward."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from torchrl_kl.transforms.penalty import NO_KL, PenaltyTransform
 
 
 class RewardAdjustmentTransform(PenaltyTransform):
-    """Subtracts the KL from the reward, `reward = task_reward - coeff * kl`, and feeds the controller.
+    """Subtracts the KL, `reward = task_reward - coeff * kl`, and feeds the controller.
 
-    A step is penalized with the coefficient of that moment. What has been measured is pooled, and
-    the controller is updated once with the mean and the count: of finished trajectories, or with
+    A step is penalized with the coefficient of that moment. What was measured is pooled, and the
+    controller is updated once with its mean and count: of finished trajectories, or with
     `per="step"` of steps. (One trajectory at a time, its clip would make it steer the median.)
 
     The controller moves in the steps of an env and in calls on a batch. It does not move while
@@ -34,9 +34,8 @@ class RewardAdjustmentTransform(PenaltyTransform):
     deterministic actions (an argmax is not a sample: its k1 is biased). A batch does not say how
     its actions were chosen: freeze the transform for batches of an evaluation.
 
-    You may rely on: every step's coefficient is recorded; penalizing twice raises an error; a call
-    on a batch leaves its input alone. With gamma < 1 the reward penalizes the discounted KL, while
-    the controller holds the undiscounted one.
+    You may rely on: every step's coefficient is recorded; penalizing twice raises an error. With
+    gamma < 1 the reward penalizes the discounted KL, the controller holds the undiscounted one.
 
     Keys:
         reads ("next", "reward"), ("next", "kl"), and ("next", "kl_estimate") where there is one,
@@ -49,12 +48,7 @@ class RewardAdjustmentTransform(PenaltyTransform):
     trajectories that are still open are not saved: a restarted collector begins new ones.
 
     Args:
-        controller: a KLController, or a float for a constant coefficient.
-        update_every: how many finished trajectories (steps, if the controller counts per step) an
-            update waits for. None: a batch updates once with what it finished, however few; in an
-            env an update waits for 16 trajectories or 256 steps.
-        keys: names of the entries.
-        time_dim: the last batch dimension, if it is time and not named "time".
+        controller, update_every, keys, time_dim: as for KLConstrainedTransform.
 
     Raises:
         TypeError: if `controller` is neither a KLController nor a number.
@@ -86,7 +80,6 @@ class RewardAdjustmentTransform(PenaltyTransform):
             controller,
             resolved,
             in_keys=[resolved.kl],
-            out_keys=[],
             update_every=update_every,
             time_dim=time_dim,
         )
@@ -107,8 +100,7 @@ class RewardAdjustmentTransform(PenaltyTransform):
         self.refuse_wrong_order()
         tensordict = copy_batch(tensordict)
         self.refuse_penalized_batch(tensordict)
-        mask = tensordict.get(MASK_KEY, None)
-        step = self._read(tensordict.get("next"), mask)
+        step = self._read(tensordict.get("next"), tensordict.get(MASK_KEY, None))
         self.adjust_batch(tensordict, step, trace=not is_fake(tensordict))
         return tensordict
 
@@ -131,13 +123,7 @@ class RewardAdjustmentTransform(PenaltyTransform):
         return input_spec
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the task reward, the coefficient and the running sum.
-
-        Raises:
-            RuntimeError: if the reward was penalized by a transform before this one.
-            KeyError: if no transform before this one declares the KL.
-            ValueError: if the KL does not have the reward's shape.
-        """
+        """Adds the task reward, the coefficient and the running sum."""
         self.refuse_penalized(observation_spec.keys(True, True), "the env")
         kl = require_spec(observation_spec, self.keys.kl, NO_KL)
         self.declare_penalty(observation_spec, kl.shape, kl.dtype)

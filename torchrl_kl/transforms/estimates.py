@@ -1,4 +1,4 @@
-"""Estimators of the KL other than k1, and which outputs of the reference's pass each one needs."""
+"""Estimators of the KL other than k1, and which reference outputs each one needs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ Estimator = Literal["k1", "k2", "k3", "exact", "top_k"]
 
 
 class Estimate(nn.Module):
-    """An estimate of KL(policy || reference) for each step.
-
-    Args:
-        policy_keys: what it reads of the policy's distribution; nobody needs that afterwards.
-    """
+    """An estimate of KL(policy || reference) of each step; only it reads the `policy_keys`."""
 
     def __init__(self, policy_keys: list[NestedKey]):
         super().__init__()
@@ -39,18 +35,12 @@ class Estimate(nn.Module):
     def of_reference(
         self, tensordict: TensorDictBase, outputs: TensorDictBase, reference: nn.Module
     ) -> TensorDictBase | None:
-        """What it needs of the reference in addition to its log-prob, shape (*B); by default nothing.
-
-        Args:
-            tensordict: what the policy recorded, shape (*B).
-            outputs: what the reference read and wrote in its one pass, shape (*B).
-            reference: the actor that made the pass.
-        """
+        """What it keeps of the `outputs` (*B) of a pass of `reference`; by default nothing."""
         return None
 
     @abstractmethod
     def forward(self, tensordict: TensorDictBase, step: KLStep) -> Tensor:
-        """The estimate, nats, shape of the log-probs, 0 where `step.mask` (of that shape) is False."""
+        """The estimate, nats, shape of the log-probs; 0 where `step.mask`, of that shape, is not."""
 
 
 class SampledEstimate(Estimate):
@@ -60,22 +50,22 @@ class SampledEstimate(Estimate):
         super().__init__([])
         self.estimator = estimator
 
-    def forward(self, tensordict, step):
+    def forward(self, tensordict, step):  # noqa: D102
         return ESTIMATORS[self.estimator](step.log_prob, step.ref_log_prob, mask=step.mask)
 
 
 class ExactEstimate(Estimate):
-    """The KL of the two distributions, from the parameters that the policy recorded and the reference's."""
+    """The KL of the two distributions, from their parameters."""
 
     def __init__(self, actor: nn.Module, keys: ResolvedKeys):
         super().__init__(written_params(actor))
         self.dist_module = copy.deepcopy(dist_module_of(actor))
         self.recorded = keys.recorded
 
-    def of_reference(self, tensordict, outputs, reference):
+    def of_reference(self, tensordict, outputs, reference):  # noqa: D102
         return outputs.select(*dist_module_of(reference).in_keys).detach()
 
-    def forward(self, tensordict, step):
+    def forward(self, tensordict, step):  # noqa: D102
         for key in self.policy_keys:
             get_required(tensordict, key, _RECORD_PARAMS)
         params, mask = tensordict.select(*self.dist_module.in_keys).detach(), step.mask
@@ -83,8 +73,7 @@ class ExactEstimate(Estimate):
         if mask is not None:
             # Padding holds no valid parameters (a scale of 0, say): the reference's take their place.
             params = params.apply(
-                lambda p, ref: torch.where(expand_right(mask, p.shape), p, ref),
-                step.of_reference,
+                lambda p, ref: torch.where(expand_right(mask, p.shape), p, ref), step.of_reference
             )
         policy, reference = (self.dist_module.get_dist(td) for td in (params, step.of_reference))
         if mask is not None:
@@ -100,7 +89,7 @@ class TopKEstimate(Estimate):
         super().__init__([top_k_key])
         self.top_k_key = top_k_key
 
-    def of_reference(self, tensordict, outputs, reference):
+    def of_reference(self, tensordict, outputs, reference):  # noqa: D102
         log_probs = categorical_log_probs(dist_module_of(reference).get_dist(outputs))
         actions = self._recorded(tensordict, "actions")
         one_per_step = holder_batch_size(tensordict, self.top_k_key)
@@ -113,7 +102,7 @@ class TopKEstimate(Estimate):
             )
         return TensorDict(log_probs=log_probs.gather(-1, actions), batch_size=outputs.batch_size)
 
-    def forward(self, tensordict, step):
+    def forward(self, tensordict, step):  # noqa: D102
         return kl_top_k(
             self._recorded(tensordict, "log_probs").detach(),
             step.of_reference.get("log_probs"),
@@ -130,20 +119,15 @@ class TopKEstimate(Estimate):
 def make_estimate(
     estimator: Estimator, actor: nn.Module | None, keys: ResolvedKeys
 ) -> Estimate | None:
-    """The estimate of that name; None for k1, which is always there.
-
-    Raises:
-        ValueError: if the name is unknown, or "exact" has no actor.
-    """
-    if estimator not in get_args(Estimator):
-        raise ValueError(
-            f"`estimator` must be one of {list(get_args(Estimator))}, got {estimator!r}."
-        )
+    """The estimate of that name; None for k1, which is always there."""
+    names = get_args(Estimator)
+    if estimator not in names:
+        raise ValueError(f"`estimator` must be one of {list(names)}, got {estimator!r}.")
     if estimator == "exact":
         if actor is None:
             raise ValueError(
-                '`estimator="exact"` needs `actor`, whose distribution class turns parameters into '
-                "distributions: pass the policy (its weights are not kept)."
+                '`estimator="exact"` needs `actor`, for its distribution class: pass the policy (its '
+                "weights are not kept)."
             )
         return ExactEstimate(actor, keys)
     if estimator == "top_k":
@@ -158,15 +142,14 @@ def _check_shapes(params: TensorDictBase, of_reference: TensorDictBase) -> None:
         )
         if param.shape != ref_param.shape:
             raise ValueError(
-                f"{key!r} of policy and reference must have the same shape, got {tuple(param.shape)} and "
-                f"{tuple(ref_param.shape)}: they do not choose among the same actions."
+                f"{key!r} of policy and reference must have the same shape, got {tuple(param.shape)} "
+                f"and {tuple(ref_param.shape)}: they do not choose among the same actions."
             )
 
 
 _RECORD_PARAMS = (
-    "the exact KL is that of the policy's recorded distribution. Let the policy record its parameters, "
-    "as ProbabilisticActor does unless `select_out_keys` hides them, or use TopKActor with "
-    '`estimator="top_k"`.'
+    "let the policy record its parameters, as ProbabilisticActor does unless `select_out_keys` hides "
+    'them, or use TopKActor with `estimator="top_k"`.'
 )
 _RECORD_TOP_K = (
     "let the policy record it: collect with TopKActor(actor, k), or name its nested tensordict with "

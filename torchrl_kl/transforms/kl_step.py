@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 class KLStep(NamedTuple):
-    """What is known of a step, or of a batch of steps; nats.
+    """What is known of a batch of steps (*B), nats; *A: the agents, if the actions are nested.
 
     Args:
         log_prob: of the action under the policy, (*B, *A); None where no policy ran.
         ref_log_prob: of the same action under the reference, (*B, *A).
         mask: True where a step counts, (*B); None where all do.
-        counted: whether the step may move a controller: the policy ran and drew its action; or a
-            tensor that says so, the shape of `kl`.
+        counted: whether the step may move a controller: the policy drew its action; or a tensor
+            that says so, the shape of `kl`.
         of_reference: what the estimator needs of the reference's pass.
         states: the next recurrent states of the reference.
         kl: k1, (*B, *A, 1), or (*B, 1) where agents are summed.
-        estimate: the estimator's measurement of the same KL, or None.
+        estimate: another measurement of the same KL, or None.
     """
 
     log_prob: Tensor | None

@@ -29,7 +29,7 @@ from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.transforms.base import KLTransform, episode_dtype
 from torchrl_kl.transforms.kl_step import KLStep
-from torchrl_kl.transforms.steps import check_reward_shape, get_reward, penalize
+from torchrl_kl.transforms.steps import check_reward_shape, penalize
 
 
 class PenaltyTransform(KLTransform):
@@ -38,7 +38,7 @@ class PenaltyTransform(KLTransform):
     Args:
         controller, update_every, time_dim: as there.
         keys: of all entries.
-        in_keys, out_keys: further entries that are read and written, for TorchRL's bookkeeping.
+        in_keys, out_keys: further entries that are read and written.
         out_key: where the penalized reward goes.
         record: whether the task reward and the running sum are written.
     """
@@ -51,7 +51,7 @@ class PenaltyTransform(KLTransform):
         keys: ResolvedKeys,
         *,
         in_keys: Sequence[NestedKey],
-        out_keys: Sequence[NestedKey],
+        out_keys: Sequence[NestedKey] = (),
         update_every: int | None = None,
         out_key: NestedKey | None = None,
         record: bool = True,
@@ -96,7 +96,7 @@ class PenaltyTransform(KLTransform):
 
     def _penalize(self, next_tensordict: TensorDictBase, kl: Tensor) -> None:
         """Writes the penalized reward and its record."""
-        reward = get_reward(next_tensordict, self.keys.reward)
+        reward = get_required(next_tensordict, self.keys.reward, _NO_REWARD)
         penalized, applied = penalize(kl, reward, self.controller.coeff, self.keys.reward)
         next_tensordict.set(self.out_key, penalized)
         next_tensordict.set(self.keys.kl_coeff, applied)
@@ -127,17 +127,14 @@ class PenaltyTransform(KLTransform):
             if counts and step.mask is not None:
                 values = measured[expand_right(step.mask, measured.shape)]
         else:
-            values = self._finished(tensordict, next_tensordict, step, episode_kl)
+            values = self._finished(tensordict, next_tensordict, step)
         self.feed.pool(values, in_env=True)
 
     def _finished(
-        self,
-        tensordict: TensorDictBase,
-        next_tensordict: TensorDictBase,
-        step: KLStep,
-        episode_kl: Tensor,
+        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
     ) -> Tensor | None:
         """The sums of the trajectories that end with this step; None where none does."""
+        episode_kl = next_tensordict.get(self.keys.episode_kl)
         done_key = find_done(next_tensordict, self.keys.done, named=self.keys.done_named)
         ended = cast(Tensor, find_ends(next_tensordict, done_key, episode_kl.shape))
         if not ended.any():
@@ -159,7 +156,7 @@ class PenaltyTransform(KLTransform):
         *,
         trace: bool = True,
     ) -> None:
-        """Penalizes the rewards of a batch (a copy), adds up its trajectories, and feeds the controller."""
+        """Penalizes a batch (a copy), adds up its trajectories, and feeds the controller."""
         next_tensordict = tensordict.get("next")
         self._penalize(next_tensordict, step.kl)  # type: ignore[arg-type]
         if self.record:
@@ -169,22 +166,20 @@ class PenaltyTransform(KLTransform):
                 next_tensordict.set(self.keys.episode_kl, running)
 
     def observe(self, tensordict: TensorDictBase, stream: OpenTrajectories | None = None) -> None:
-        """Moves the controller by a batch (*B) that a collector's workers have penalized; writes nothing.
+        """Moves the controller by a batch (*B) that a collector's workers have penalized.
 
-        `stream`: the open trajectories of its collector, from `new_stream`. Raises as `forward` does.
+        Writes nothing, and raises as `forward` does. `stream`: as there.
         """
-        measured = self._measured(tensordict.get("next")).detach()
-        self._feed_batch(tensordict, measured, tensordict.get(MASK_KEY, None), stream)
+        next_tensordict = tensordict.get("next")
+        measured = next_tensordict.get(self.keys.kl_estimate, None)
+        if measured is None:
+            measured = get_required(next_tensordict, self.keys.kl, NO_KL)
+        self._feed_batch(tensordict, measured.detach(), tensordict.get(MASK_KEY, None), stream)
 
     @staticmethod
     def new_stream() -> OpenTrajectories:
         """The open trajectories of one more collector: trajectory ids restart with each."""
         return OpenTrajectories()
-
-    def _measured(self, next_tensordict: TensorDictBase) -> Tensor:
-        """What the controller is fed: the estimate where there is one, else k1."""
-        estimate = next_tensordict.get(self.keys.kl_estimate, None)
-        return get_required(next_tensordict, self.keys.kl, NO_KL) if estimate is None else estimate
 
     def _feed_batch(
         self,
@@ -207,15 +202,11 @@ class PenaltyTransform(KLTransform):
             trace=trace and self.training,
         )
 
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
+    def _reset(self, tensordict, tensordict_reset):
         self._include_again(tensordict)
         return super()._reset(tensordict, tensordict_reset)
 
-    def _reset_on_native_autoreset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
+    def _reset_on_native_autoreset(self, tensordict, tensordict_reset):
         self._include_again(tensordict)
         return super()._reset_on_native_autoreset(tensordict, tensordict_reset)
 
@@ -246,9 +237,8 @@ class PenaltyTransform(KLTransform):
         if found:
             raise RuntimeError(
                 f"{where} has {min(map(str, found))!r}: {self.keys.reward!r} was penalized for its KL "
-                "before, and a second penalty would count it twice. Use one stack, in the env or on the "
-                'batch; for another reward, give this transform other keys: `KLKeys.named("second", '
-                "reward=...)`."
+                "before, and a second penalty would count it twice. Use one stack; for another "
+                'reward, give this transform other keys: `KLKeys.named("second", reward=...)`.'
             )
 
     def refuse_penalized_batch(self, tensordict: TensorDictBase) -> None:
@@ -258,12 +248,14 @@ class PenaltyTransform(KLTransform):
             self.refuse_penalized(next_tensordict.keys(True, True), "the batch")
 
     def declare_penalty(self, spec: Composite, kl_shape: torch.Size, dtype: torch.dtype) -> None:
-        """Adds what the penalty records to the observation spec; ValueError if KL and reward differ in shape."""
+        """Adds what the penalty records; ValueError if KL and reward differ in shape."""
         check_reward_shape(kl_shape, self.reward_spec.shape, self.keys.reward)
         new = {self.keys.kl_coeff, self.out_key} - {self.keys.reward}
         new |= {self.keys.task_reward} if self.record else set()
         self.claim(spec, [*new, *([self.keys.episode_kl] if self.record else [])])
-        self.declare_like_reward(spec, *sorted(new, key=str))
+        reward = self.reward_spec
+        for key in sorted(new, key=str):
+            add_spec(spec, key, reward.shape, reward.dtype, reward.shape[:-1])
         if self.record:
             add_spec(spec, self.keys.episode_kl, kl_shape, episode_dtype(dtype), kl_shape[:-1])
 
@@ -283,3 +275,4 @@ class PenaltyTransform(KLTransform):
 
 
 NO_KL = "put KLDivergenceTransform before this transform, or name its entry with `KLKeys(kl=...)`."
+_NO_REWARD = "name the reward to penalize: `KLKeys(reward=...)`."

@@ -28,10 +28,10 @@ def refuse_wrong_order(
     *,
     needs_ends: bool,
 ) -> None:
-    """RuntimeError if a transform after `transform`, in its Compose or those around it, undoes its work.
+    """RuntimeError if a transform it undoes its work.
 
-    It must leave the keys `written` as they are and let `actions` through as the policy wrote them;
-    with `needs_ends` it must not end trajectories. Those of `own_class` are known to do so.
+    It must keep the keys `written`, let `actions` through as the policy wrote them and, with
+    `needs_ends`, end no trajectories. Those of `own_class` are known to do so.
     """
     for later in _later_transforms(transform):
         reason = None
@@ -40,10 +40,8 @@ def refuse_wrong_order(
         if reason is None and needs_ends and _ends_trajectories(later):
             reason = "ends trajectories that the controller would never be told of"
         if reason is not None:
-            raise RuntimeError(
-                f"{type(later).__name__} comes after {type(transform).__name__} and {reason}. Put it "
-                "before the KL transforms."
-            )
+            names = f"{type(later).__name__} comes after {type(transform).__name__}"
+            raise RuntimeError(f"{names} and {reason}. Put it before the KL transforms.")
 
 
 def _later_transforms(transform: Transform) -> Iterator[Transform]:
@@ -69,18 +67,18 @@ def _interference(later: Transform, written: set[NestedKey], actions: set[Nested
     out_keys, in_keys_inv, out_keys_inv = declared_keys(later)
     if spoiled := out_keys & written:
         return (
-            f"rewrites {_listed(spoiled)}: the record would no longer say what was subtracted, and a "
-            "rescaled penalty has another coefficient (or let it write to other keys)"
+            f"rewrites {_listed(spoiled)}: the record would no longer say what was subtracted (or let "
+            "it write to other keys)"
         )
     if changed := in_keys_inv & out_keys_inv & actions:
         return (
-            f"turns {_listed(changed)} into the env's action before the reference sees it: its log-prob "
-            "would be that of another action"
+            f"turns {_listed(changed)} into the env's action before the reference sees it: it would "
+            "score another action"
         )
     if isinstance(later, CatTensors) and not later.in_keys:
         return f"would make {_listed(written)} part of the observation (or name its `in_keys`)"
     if isinstance(later, (FrameSkipTransform, MultiAction)):
-        return "steps the env several times for one action: the penalty would be subtracted several times"
+        return "steps the env several times for one action: the penalty would be repeated"
     return None
 
 

@@ -1,8 +1,4 @@
-"""One path from log-prob to reward: score, measure, penalize. Each function passes on a `KLStep`.
-
-Axes: *B is the batch of steps (one env step, or a whole batch), *A the agents, if the actions are
-nested deeper than the batch.
-"""
+"""One path from log-prob to reward: score, measure, penalize. Each passes on a `KLStep`."""
 
 from __future__ import annotations
 
@@ -20,21 +16,17 @@ from torchrl_kl._tensordict import (
     existing_keys,
     expand_right,
     find_time_dim,
-    get_required,
     is_fake,
     sum_action_dims,
 )
-from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.actors.frozen import FrozenActor, Score
 from torchrl_kl.functional import kl_k1
 from torchrl_kl.transforms.estimates import Estimate
 from torchrl_kl.transforms.kl_step import KLStep
 
 
 def score_env_step(
-    reference: FrozenActor,
-    tensordict: TensorDictBase,
-    estimate: Estimate | None,
-    env: EnvBase,
+    reference: FrozenActor, tensordict: TensorDictBase, estimate: Estimate | None, env: EnvBase
 ) -> KLStep:
     """Scores the action of an env step (*B), on the policy's side of all action transforms.
 
@@ -55,12 +47,17 @@ def score_env_step(
         states = [inputs.get(key) for key in reference.own_state_keys]
         return KLStep(None, zeros, mask, counted=False, states=states)
     score = reference.step(inputs)
-    kept = None
-    if estimate is not None:
-        kept = estimate.of_reference(tensordict, score.outputs, reference.actor)
-    return KLStep(
-        log_prob, score.log_prob, mask, reference.samples(), of_reference=kept, states=score.states
-    )
+    kept = _kept(estimate, tensordict, score, reference)
+    return KLStep(log_prob, score.log_prob, mask, reference.samples(), kept, score.states)
+
+
+def _kept(
+    estimate: Estimate | None, tensordict: TensorDictBase, score: Score, reference: FrozenActor
+) -> TensorDictBase | None:
+    """What the estimate needs of the reference's pass."""
+    if estimate is None:
+        return None
+    return estimate.of_reference(tensordict, score.outputs, reference.actor)
 
 
 def score_batch(
@@ -85,18 +82,16 @@ def score_batch(
         score = reference.trajectories(tensordict)
     else:
         score = reference.step(reference.inputs(tensordict))
-    kept = None
-    if estimate is not None:
-        kept = estimate.of_reference(tensordict, score.outputs, reference.actor)
+    kept = _kept(estimate, tensordict, score, reference)
     mask = counted_steps(tensordict)
     ref_log_prob = torch.zeros_like(score.log_prob) if is_fake(tensordict) else score.log_prob
-    return KLStep(log_prob, ref_log_prob, mask, of_reference=kept, states=score.states)
+    return KLStep(log_prob, ref_log_prob, mask, True, kept, score.states)
 
 
 def measure(
     step: KLStep, tensordict: TensorDictBase, estimate: Estimate | None, *, sum_agents: bool = False
 ) -> KLStep:
-    """Adds k1 and the estimator's measurement; both are 0 outside the mask and where no policy ran."""
+    """Adds k1 and the estimate; both are 0 outside the mask and where no policy ran."""
     if step.log_prob is None:
         kl = torch.zeros_like(step.ref_log_prob)
         values = [kl, None if estimate is None else kl]
@@ -128,8 +123,8 @@ def penalize(
     check_reward_shape(kl.shape, reward.shape, reward_key)
     if not reward.is_floating_point():
         raise TypeError(
-            f"{reward_key!r} must be floating point, got {reward.dtype}: the coefficient would be rounded "
-            "to an integer. Cast the reward before the penalty."
+            f"{reward_key!r} must be floating point, got {reward.dtype}: the coefficient would be "
+            "rounded to an integer. Cast the reward before the penalty."
         )
     applied = torch.empty_like(reward).copy_(coeff)
     penalized = torch.addcmul(reward, applied, kl.to(reward.dtype), value=-1)
@@ -140,18 +135,10 @@ def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey
     """ValueError unless KL and reward have the same shape."""
     if kl != reward:
         raise ValueError(
-            f"the KL and {reward_key!r} must have the same shape, got {tuple(kl)} and {tuple(reward)}: "
-            "broadcasting would subtract the same KL several times. The KL has the batch shape of the "
-            "tensordict that holds the action, plus 1; sum it over agents for a shared reward "
-            "(`sum_agents=True`), and reduce a reward of several trailing dimensions to one."
+            f"the KL and {reward_key!r} must have the same shape, got {tuple(kl)} and "
+            f"{tuple(reward)}: sum it over agents for a shared reward (`sum_agents=True`), and "
+            "reduce a reward of several trailing dimensions to one."
         )
-
-
-def get_reward(next_tensordict: TensorDictBase, reward_key: NestedKey) -> Tensor:
-    """The reward before the penalty; KeyError if it is missing."""
-    return get_required(
-        next_tensordict, reward_key, "name the reward to penalize: `KLKeys(reward=...)`."
-    )
 
 
 def _refuse_unrecorded(
@@ -166,8 +153,8 @@ def _refuse_unrecorded(
     ]
     if traces:
         raise KeyError(
-            f"the policy ran (its {traces} are there) but left no {recorded.missing(tensordict)[0]!r}, "
-            f"got {existing_keys(tensordict)}: {RECORD_LOG_PROB}"
+            f"the policy ran (its {traces} are there) but left no "
+            f"{recorded.missing(tensordict)[0]!r}, got {existing_keys(tensordict)}: {RECORD_LOG_PROB}"
         )
 
 
@@ -182,7 +169,7 @@ def _refuse_parallel_worker(tensordict: TensorDictBase) -> None:
     masks = [key for key in tensordict.keys(True, True) if as_tuple(key)[-1] == "_reset"]
     if any(m.device.type == "cpu" and m.is_shared() for m in map(tensordict.get, masks)):
         raise RuntimeError(
-            "the KL transforms are inside the workers of a ParallelEnv, where the policy's log-prob does "
-            "not arrive: the KL would be 0. Put them around the workers, "
+            "the KL transforms are inside the workers of a ParallelEnv, where the policy's log-prob "
+            "does not arrive: the KL would be 0. Put them around the workers, "
             "TransformedEnv(ParallelEnv(...), stack), or pass `use_buffers=False` to ParallelEnv."
         )
