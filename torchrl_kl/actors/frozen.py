@@ -18,28 +18,18 @@ from torchrl.modules import recurrent_mode, set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, existing_keys, is_fake, sibling
+from torchrl_kl.actors import reading
 from torchrl_kl.actors.moving import MasterWeights
 from torchrl_kl.actors.policy import ActingPolicy
-from torchrl_kl.actors.reading import (
-    check_actor,
-    find_log_prob_keys,
-    log_prob_of_actions,
-    read_keys,
-    trace_keys,
-)
 from torchrl_kl.actors.recurrent import RecurrentMemory
 
 
 class Score(NamedTuple):
-    """What one pass of a reference gives.
+    """What one pass of a reference gives."""
 
-    `log_prob`: at least float32, batch shape of the tensordict that holds the action. `states`: in
-    the order of `own_state_keys`. `outputs`: all that the actor read and wrote.
-    """
-
-    log_prob: Tensor
-    states: list[Tensor]
-    outputs: TensorDictBase
+    log_prob: Tensor  # at least float32, batch shape of the tensordict that holds the action
+    states: list[Tensor]  # in the order of `own_state_keys`
+    outputs: TensorDictBase  # all that the actor read and wrote
 
 
 class FrozenActor(nn.Module):
@@ -96,14 +86,14 @@ class FrozenActor(nn.Module):
         recompute_log_prob: bool = False,
     ):
         super().__init__()
-        check_actor(actor)
+        reading.check_actor(actor)
         self.requires_grad, self.zero_states = requires_grad, zero_states
         self._hold(actor)
         self.master = MasterWeights()
         self.action_keys = [unravel_key(key) for key in self.actor.dist_sample_keys]
         acting = actor if policy is None else self._check_policy(policy)
-        self.recorded = LogProbKeys(log_prob_key or find_log_prob_keys(acting))
-        self.trace_keys = trace_keys(acting, self.recorded)
+        self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(acting))
+        self.trace_keys = reading.trace_keys(acting, self.recorded)
         self._policy = ActingPolicy(acting, self.recorded) if recompute_log_prob else None
         self._interaction_type = getattr(acting, "default_interaction_type", None)
         self._find_keys()
@@ -120,7 +110,7 @@ class FrozenActor(nn.Module):
         self.state_keys = [key for key in actor_in if unravel_key(("next", key)) in actor_out]
         self.own_state_keys = [sibling(key, f"ref_{as_tuple(key)[-1]}") for key in self.state_keys]
         states = (*self.state_keys, *self.action_keys)
-        self.in_keys = [key for key in read_keys(self.actor) if key not in states]
+        self.in_keys = [key for key in reading.read_keys(self.actor) if key not in states]
         self._init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
         self._cast_keys = [*self.in_keys, *self.state_keys]
         self._input_keys = [*self.in_keys, *self.action_keys, *self.own_state_keys]
@@ -128,7 +118,7 @@ class FrozenActor(nn.Module):
 
     def _check_policy(self, policy: nn.Module) -> nn.Module:
         """The policy whose actions are scored, if its actions are those of the reference."""
-        check_actor(policy)
+        reading.check_actor(policy)
         actions = [unravel_key(key) for key in policy.dist_sample_keys]  # type: ignore[union-attr]
         if actions != self.action_keys:
             raise ValueError(
@@ -165,8 +155,8 @@ class FrozenActor(nn.Module):
 
         Raises:
             TypeError: if `source` is not a module.
-            ValueError: if `tau` is out of range, or `source` has other weights (by name or shape) or
-                NaN among them; the reference is then left as it was.
+            ValueError: if `tau` is out of range, or `source` has other weights (by name or shape)
+                or NaN among them; the reference is then left as it was.
 
         Example:
             >>> from torchrl_kl import GPT, FrozenActor, GPTActor
@@ -217,7 +207,7 @@ class FrozenActor(nn.Module):
         return tensordict.select(*self._input_keys, strict=False)
 
     def step(self, inputs: TensorDictBase) -> Score:
-        """Scores the actions of what `inputs` selected, (*B); no dimension is taken for time.
+        """Scores the actions in `inputs`, (*B), of which no dimension is taken for time.
 
         Raises:
             RuntimeError: if the actor is recurrent and its own state is not in the data.
@@ -240,7 +230,7 @@ class FrozenActor(nn.Module):
         if self._carries_states(inputs):  # exact, also for a shuffled batch named "time"
             return self.step(inputs)
         fake = is_fake(tensordict)
-        self._set_first_states(tensordict, inputs, self.zero_states or fake)
+        self._set_first_states(tensordict, inputs, self.zero_states or fake, carry=True)
         score = self._score(inputs, recurrent=True)
         if not fake:
             self._memory.remember(tensordict, score.states)
@@ -250,11 +240,8 @@ class FrozenActor(nn.Module):
         """The distribution over the actions of a batch (*B), in one pass along time if `timed`.
 
         A recurrent reference reads its own state where the data carry it; else the rows of a timed
-        batch must begin with their trajectories: the last call of `trajectories` may have left this
-        batch at its end already.
-
-        Raises:
-            RuntimeError: if the actor is recurrent and its own state is not known.
+        batch must begin with their trajectories, or a RuntimeError is raised: the last call of
+        `trajectories` may have left this batch at its end already.
         """
         inputs = self.inputs(tensordict)
         timed = timed and not (self.state_keys and self._carries_states(inputs))
@@ -278,7 +265,7 @@ class FrozenActor(nn.Module):
         if any(key not in specs for key in self.state_keys):
             raise ValueError(
                 f"`actor` has the recurrent state {self.state_keys} but no `make_tensordict_primer` "
-                f"that describes it, got {list(specs)}: give its recurrent module one."
+                f"of it, got one of {list(specs)}: give its module one."
             )
         dtype, own = self._own_dtype or self._weight_dtype(), {}
         for own_key, key in zip(self.own_state_keys, self.state_keys, strict=True):
@@ -290,27 +277,23 @@ class FrozenActor(nn.Module):
         return all(inputs.get(key, None) is not None for key in self.own_state_keys)
 
     def _use_states(self, inputs: TensorDictBase) -> None:
-        """Takes each step's state from the data, zero where a trajectory begins; or RuntimeError."""
+        """Takes the state of each step from the data; RuntimeError if it is not there."""
         missing = [key for key in self.own_state_keys if inputs.get(key, None) is None]
         if missing:
             raise RuntimeError(
                 f"the reference is recurrent and its state {missing} is not in the data, got "
-                f"{existing_keys(inputs)}: put ReferenceModelLogProbTransform into the env, or pass "
-                'batches whose last dimension is time (named "time", or `time_dim=`).'
+                f"{existing_keys(inputs)}: put ReferenceModelLogProbTransform into the env, or "
+                'pass batches whose last dimension is time (named "time", or `time_dim=`).'
             )
-        # A SliceSampler sets `is_init` in the middle of trajectories, too: it must not blank states.
+        # They are zero where a trajectory begins. A SliceSampler sets `is_init` elsewhere, too.
         if self._init_key is not None and inputs.get(self._init_key, None) is not None:
             inputs.set(self._init_key, torch.zeros_like(inputs.get(self._init_key)))
 
     def _set_first_states(
-        self,
-        tensordict: TensorDictBase,
-        inputs: TensorDictBase,
-        zero_states: bool,
-        carry: bool = True,
+        self, tensordict: TensorDictBase, inputs: TensorDictBase, zero_states: bool, carry: bool
     ) -> None:
         specs = list(self.state_specs().values())
-        states = self._memory.first_states(tensordict, specs, zero_states, carry=carry)
+        states = self._memory.first_states(tensordict, specs, zero_states, carry)
         for key, state in zip(self.own_state_keys, states, strict=True):
             inputs.set(key, state)
 
@@ -338,7 +321,8 @@ class FrozenActor(nn.Module):
     def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> Score:
         self._prepare(inputs)
         with self.scoring(recurrent):
-            log_prob = log_prob_of_actions(self.actor, inputs, self.action_keys, self.recorded)
+            keys, recorded = self.action_keys, self.recorded
+            log_prob = reading.log_prob_of_actions(self.actor, inputs, keys, recorded)
         if log_prob.dtype in (torch.bfloat16, torch.float16):
             log_prob = log_prob.float()
         states = [cast(Tensor, inputs.get(("next", *as_tuple(key)))) for key in self.state_keys]

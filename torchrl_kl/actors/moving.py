@@ -81,7 +81,7 @@ def _check_entries(own: dict[str, Tensor], new: dict[str, Tensor]) -> None:
         lacks, has = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
         raise ValueError(
             f"`source` must have the weights of the reference, but lacks {lacks[:3]} and has "
-            f"{has[:3]} in addition: pass the policy that it copies, not a part of it nor a wrapper."
+            f"{has[:3]} in addition: pass the policy that it copies."
         )
     for name, value in new.items():
         if value.shape != own[name].shape:
@@ -90,6 +90,4 @@ def _check_entries(own: dict[str, Tensor], new: dict[str, Tensor]) -> None:
                 f"{name!r}, which has {tuple(own[name].shape)} there: it is another network."
             )
         if bool(value.isnan().any()):
-            raise ValueError(
-                f"`source` has NaN in {name!r}: the policy has diverged. The reference is as it was."
-            )
+            raise ValueError(f"`source` has NaN in {name!r}: the policy has diverged.")

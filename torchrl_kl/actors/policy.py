@@ -18,9 +18,8 @@ from torchrl_kl.actors.reading import check_actor, log_prob_of_actions, read_key
 Held = TypeVar("Held")
 
 _NOT_PICKLED = (
-    "a transform with `recompute_log_prob` cannot be sent to another process, where the policy would "
-    "be a copy that does not learn: let the policy record its log-prob (`return_log_prob=True`), or "
-    "make the transform the collector's `postproc`."
+    "a transform with `recompute_log_prob` cannot be sent to another process, where it would not see "
+    "the policy learn: record the log-prob (`return_log_prob=True`), or use it as a `postproc`."
 )
 
 
@@ -71,18 +70,13 @@ class ActingPolicy:
         return all(a is b for a, b in zip(own, others, strict=False))
 
     def ran(self, tensordict: TensorDictBase, action_keys: Collection[NestedKey]) -> bool:
-        """Whether it drew the action of an env step: it left other entries than the env's actions.
-
-        Raises:
-            ValueError: if it leaves none, so that one cannot tell.
-        """
+        """Whether it drew the action of an env step: it left entries other than env actions."""
         policy = self._borrowed.held
         traces = [key for key in trace_keys(policy, self.recorded) if key not in action_keys]
         if not traces:
             raise ValueError(
-                f"`actor` writes only {policy.out_keys}: with `recompute_log_prob` its actions in an env "
-                "could not be told from random ones. Let it keep another of its out_keys, such as "
-                "the parameters of its distribution."
+                f"`actor` writes only {policy.out_keys}: with `recompute_log_prob` its actions in "
+                "an env could not be told from random ones. Let it keep another of its out_keys."
             )
         return any(tensordict.get(key, None) is not None for key in traces)
 
@@ -90,7 +84,6 @@ class ActingPolicy:
     def log_prob(self, tensordict: TensorDictBase, *, timed: bool) -> Tensor:
         """Its present log-prob of a batch (*B), nats; `timed`: the last dimension is time."""
         policy = self._borrowed.held
-        keys = (*read_keys(policy), *policy.dist_sample_keys)
-        inputs = tensordict.select(*keys, strict=False)
+        inputs = tensordict.select(*read_keys(policy), *policy.dist_sample_keys, strict=False)
         with set_recurrent_mode(timed):
             return log_prob_of_actions(policy, inputs, policy.dist_sample_keys, self.recorded)

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling, sum_action_dims
 from torchrl_kl._torchrl import indices_of
 
+_PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
+
 
 def check_actor(actor: nn.Module) -> None:
-    """Refuses a module without a distribution (TypeError) or with uninitialised weights (ValueError)."""
+    """TypeError for a module without a distribution, ValueError for uninitialised weights."""
     has_dist = hasattr(actor, "get_dist") and hasattr(actor, "log_prob")
     if not (isinstance(actor, nn.Module) and has_dist):
         raise TypeError(
@@ -55,11 +57,7 @@ def trace_keys(actor: Any, recorded: LogProbKeys) -> list[NestedKey]:
 
 
 def find_log_prob_keys(actor: Any) -> list[NestedKey]:
-    """Where an actor records the log-probs of the parts of its action.
-
-    Raises:
-        ValueError: if parts share a key: the last one drawn overwrites the others there.
-    """
+    """Where an actor records the log-prob of each part of its action; ValueError if not apart."""
     keys = [unravel_key(key) for key in actor.log_prob_keys]
     if len(set(keys)) < len(keys):
         raise ValueError(
@@ -94,8 +92,8 @@ def _refuse_one_part(action_keys: Sequence[NestedKey], recorded: LogProbKeys) ->
     if len(recorded.keys) == 1 and recorded.keys[0] in parts:
         raise ValueError(
             "`KLKeys.log_prob` must not be that of one part of the action, got "
-            f"{recorded.keys[0]!r}, while `composite_lp_aggregate` is on: the reference then gives the "
-            "log-prob of the whole action. Leave it out, or call set_composite_lp_aggregate(False)."
+            f"{recorded.keys[0]!r}, while `composite_lp_aggregate` is on: leave it out, or call "
+            "set_composite_lp_aggregate(False)."
         )
 
 
@@ -112,8 +110,7 @@ def _log_prob(actor: Any, inputs: TensorDictBase, action_key: NestedKey) -> Tens
     log_probs = TensorDict(batch_size=inputs.batch_size)
     parts = actor.module
     for module in parts.values() if isinstance(parts, nn.ModuleDict) else parts:
-        probabilistic = ProbabilisticTensorDictModule | ProbabilisticTensorDictSequential
-        if not isinstance(module, probabilistic):
+        if not isinstance(module, _PROBABILISTIC):
             module(inputs)
             continue
         log_prob = _log_prob(module, inputs, module.dist_sample_keys[0])
@@ -151,8 +148,8 @@ def categorical_log_probs(dist: torch.distributions.Distribution) -> Tensor:
     # With `indices` a MaskedCategorical has no column for each action.
     if not isinstance(dist, kinds) or indices_of(dist) is not None:
         raise TypeError(
-            "the top k need a Categorical, OneHotCategorical or MaskedCategorical distribution (with "
-            f'a mask, not with indices), got {type(dist).__name__}: use `estimator="exact"`.'
+            "the top k need a Categorical, OneHotCategorical or MaskedCategorical distribution "
+            f'(with a mask, not with indices), got {type(dist).__name__}: use `estimator="exact"`.'
         )
     return dist.logits
 

@@ -30,20 +30,12 @@ class RecurrentMemory:
         self._left: dict[int, _Left] = {}
 
     def first_states(
-        self,
-        tensordict: TensorDictBase,
-        specs: list[TensorSpec],
-        zero_states: bool,
-        *,
-        carry: bool = True,
+        self, tensordict: TensorDictBase, specs: list[TensorSpec], zero_states: bool, carry: bool
     ) -> list[Tensor]:
         """States (*R, T, ...), set at the first step of each row; later trajectories begin from 0.
 
         `carry`: whether a row may go on from where the last call left its trajectory.
-
-        Raises:
-            RuntimeError: if a row begins inside a trajectory whose state is not known.
-            ValueError: if the steps do not follow one another.
+        `zero_states`: whether an unknown state is zero instead of a RuntimeError.
         """
         self._check_order(tensordict)
         shape = tensordict.batch_size
@@ -62,9 +54,9 @@ class RecurrentMemory:
                 state = self._state_before(trajectory, observed[row])
             if state is None and not zero_states:
                 raise RuntimeError(
-                    "a row of the batch begins inside a trajectory and the state that the recurrent "
-                    "reference had there is unknown: put ReferenceModelLogProbTransform into the env, "
-                    "which records it, or accept the error of a zero state with `zero_states=True`."
+                    "a row of the batch begins inside a trajectory and the state of the recurrent "
+                    "reference is unknown there: put ReferenceModelLogProbTransform into the env, "
+                    "or accept the error of a zero state with `zero_states=True`."
                 )
             rows.append(state or zeros)
         states = []

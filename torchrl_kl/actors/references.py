@@ -1,4 +1,4 @@
-"""What `reference=` may be: nothing, another actor, a FrozenActor, or a switch of the policy itself."""
+"""What `reference=` may be: nothing, an actor, a FrozenActor, or a switch of the policy."""
 
 from __future__ import annotations
 
@@ -29,11 +29,8 @@ class SwitchedActor(FrozenActor):
     A copy in another process (by pickle) has a copy of the policy, which serves as well while the
     weights that the switch leaves on, the base, do not change.
 
-    Args:
-        actor: the policy, a probabilistic actor.
-        switch: returns a context manager in which `actor` is the reference, such as PEFT's
-            `model.disable_adapter`. A TypeError follows at a pass if it does not.
-        options: as for FrozenActor.
+    `switch` returns a context manager in which `actor` is the reference, such as PEFT's
+    `model.disable_adapter`, or a pass raises a TypeError. `options`: as for FrozenActor.
     """
 
     def __init__(self, actor: nn.Module, switch: Switch, **options: Any):
@@ -52,8 +49,8 @@ class SwitchedActor(FrozenActor):
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """RuntimeError: it has no weights to move."""
         raise RuntimeError(
-            "`update_reference` needs a reference that is a copy, and this one is the policy itself "
-            "within a context: leave `reference` out, or merge the adapters into the base."
+            "`update_reference` needs a reference that is a copy, and this one is the policy "
+            "itself within a context: leave `reference` out, or merge the adapters into the base."
         )
 
     @contextmanager
@@ -101,8 +98,8 @@ def as_reference(
         given = [name for name, value in options.items() if value]
         if given:
             raise ValueError(
-                f"`{given[0]}` must be given to the FrozenActor that is the reference, got it here: "
-                f"build FrozenActor(actor, {given[0]}=True)."
+                f"`{given[0]}` must be given to the FrozenActor that is the reference: build "
+                f"FrozenActor(actor, {given[0]}=True)."
             )
         if not reference.asks(actor):
             raise ValueError(
@@ -111,8 +108,8 @@ def as_reference(
             )
         if log_prob_key not in (None, reference.log_prob_key):
             raise ValueError(
-                f"`KLKeys.log_prob` must be that of the FrozenActor, {reference.log_prob_key!r}, got "
-                f"{log_prob_key!r}."
+                "`KLKeys.log_prob` must be that of the FrozenActor, "
+                f"{reference.log_prob_key!r}, got {log_prob_key!r}."
             )
         return reference
     if isinstance(reference, AbstractContextManager) or not callable(reference):

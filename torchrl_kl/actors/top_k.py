@@ -10,12 +10,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from torch import nn
 
 from torchrl_kl._tensordict import as_tuple, sibling
-from torchrl_kl.actors.reading import (
-    action_index,
-    categorical_log_probs,
-    dist_module_of,
-    written_params,
-)
+from torchrl_kl.actors import reading
 
 
 class TopKActor(ProbabilisticTensorDictSequential):
@@ -60,7 +55,7 @@ class TopKActor(ProbabilisticTensorDictSequential):
         top_k_key: NestedKey | None = None,
     ):
         _check_arguments(actor, k)
-        log_prob_key = cast(list[NestedKey], dist_module_of(actor).log_prob_keys)[0]
+        log_prob_key = cast(list[NestedKey], reading.dist_module_of(actor).log_prob_keys)[0]
         modules = actor.module
         named = isinstance(modules, nn.ModuleDict)
         parts: list[Any] = [OrderedDict(modules.items())] if named else list(modules)
@@ -76,7 +71,7 @@ class TopKActor(ProbabilisticTensorDictSequential):
         names = ("log_probs", "actions", "in_top_k")
         self._record_keys = [(*as_tuple(self.top_k_key), name) for name in names]
         others = cast(list[NestedKey], actor.out_keys)
-        dropped = (*written_params(actor), *self._record_keys)
+        dropped = (*reading.written_params(actor), *self._record_keys)
         self.out_keys = [*(key for key in others if key not in dropped), *self._record_keys]
 
     @dispatch(auto_batch_size=False)
@@ -90,15 +85,13 @@ class TopKActor(ProbabilisticTensorDictSequential):
         return tensordict_out.update(played.select(*self.out_keys, strict=False))
 
     def _record_top_k(self, played: TensorDictBase) -> None:
-        dist_module = dist_module_of(self)
-        log_probs = categorical_log_probs(dist_module.get_dist(played))
-        n_actions = log_probs.shape[-1]
-        if self.k > n_actions:
-            raise ValueError(
-                f"`k` must be at most the number of actions, {n_actions}, got {self.k}."
-            )
+        dist_module = reading.dist_module_of(self)
+        log_probs = reading.categorical_log_probs(dist_module.get_dist(played))
+        n = log_probs.shape[-1]
+        if self.k > n:
+            raise ValueError(f"`k` must be at most the number of actions, {n}, got {self.k}.")
         top = log_probs.topk(self.k, dim=-1)
-        drawn = action_index(played.get(dist_module.dist_sample_keys[0]), log_probs)
+        drawn = reading.action_index(played.get(dist_module.dist_sample_keys[0]), log_probs)
         values = top.values, top.indices, (top.indices == drawn.unsqueeze(-1)).any(-1)
         for key, value in zip(self._record_keys, values, strict=True):
             played.set(key, value)
@@ -106,12 +99,11 @@ class TopKActor(ProbabilisticTensorDictSequential):
 
 def _check_arguments(actor: Any, k: Any) -> None:
     if not isinstance(actor, ProbabilisticTensorDictSequential):
-        raise TypeError(
-            f"`actor` must be a ProbabilisticTensorDictSequential, got {type(actor).__name__}."
-        )
+        name = type(actor).__name__
+        raise TypeError(f"`actor` must be a ProbabilisticTensorDictSequential, got {name}.")
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"`k` must be an int of at least 1, got {k!r}.")
-    log_prob_key = cast(list[NestedKey], dist_module_of(actor).log_prob_keys)[0]
+    log_prob_key = cast(list[NestedKey], reading.dist_module_of(actor).log_prob_keys)[0]
     if log_prob_key not in actor.out_keys:
         raise ValueError(
             f"`actor` must record its log-prob, got the out_keys {actor.out_keys}: build it with "

@@ -7,18 +7,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite
 
-from torchrl_kl._tensordict import (
-    MASK_KEY,
-    KLKeys,
-    copy_batch,
-    expand_right,
-    get_required,
-    hidden_key,
-    is_fake,
-)
+from torchrl_kl import _tensordict as td
+from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.controllers import KLController
 from torchrl_kl.transforms.base import require_spec
-from torchrl_kl.transforms.kl_step import KLStep
+from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.penalty import NO_KL, PenaltyTransform
 
 
@@ -52,6 +45,7 @@ class RewardAdjustmentTransform(PenaltyTransform):
 
     Raises:
         TypeError: if `controller` is neither a KLController nor a number.
+        KeyError: if the reward, the KL or, on a batch, "next" is not there.
         ValueError: if `update_every` is less than 1, or 1 for a controller with a deadband; if KL
             and reward differ in shape, or a batch for a controller of trajectories is not in order.
         RuntimeError: if the reward was penalized before, or the controller would have to be fed
@@ -75,42 +69,33 @@ class RewardAdjustmentTransform(PenaltyTransform):
         keys: KLKeys | None = None,
         time_dim: int | None = None,
     ):
-        resolved = (keys or KLKeys()).resolve()
+        named = (keys or KLKeys()).resolve()
         super().__init__(
-            controller,
-            resolved,
-            in_keys=[resolved.kl],
-            update_every=update_every,
-            time_dim=time_dim,
+            controller, named, in_keys=[named.kl], update_every=update_every, time_dim=time_dim
         )
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        counted = tensordict.get(hidden_key(self.keys.kl, "counted"), None)
+        counted = tensordict.get(td.hidden_key(self.keys.kl, "counted"), None)
         step = self._read(next_tensordict, tensordict.get("_step", None), counted)
         self.adjust_env_step(tensordict, next_tensordict, step)
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Penalizes a batch (*B) that has "next"; returns a shallow copy with the results.
-
-        Raises:
-            KeyError: if the reward, the KL or "next" is not there.
-            RuntimeError: if the reward was penalized before, or the controller cannot be fed.
-        """
+        """Penalizes a batch (*B) that has "next"; returns a shallow copy with the results."""
         self.refuse_wrong_order()
-        tensordict = copy_batch(tensordict)
+        tensordict = td.copy_batch(tensordict)
         self.refuse_penalized_batch(tensordict)
-        step = self._read(tensordict.get("next"), tensordict.get(MASK_KEY, None))
-        self.adjust_batch(tensordict, step, trace=not is_fake(tensordict))
+        step = self._read(tensordict.get("next"), tensordict.get(td.MASK_KEY, None))
+        self.adjust_batch(tensordict, step, None, trace=not td.is_fake(tensordict))
         return tensordict
 
     def _read(
         self, next_tensordict: TensorDictBase, mask: Tensor | None, counted: Tensor | None = None
     ) -> KLStep:
-        kl = get_required(next_tensordict, self.keys.kl, NO_KL)
+        kl = td.get_required(next_tensordict, self.keys.kl, NO_KL)
         estimate = next_tensordict.get(self.keys.kl_estimate, None)
         if mask is not None:
-            covered = expand_right(mask, kl.shape)
+            covered = td.expand_right(mask, kl.shape)
             kl = torch.where(covered, kl, 0.0)
             estimate = None if estimate is None else torch.where(covered, estimate, 0.0)
         counts = True if counted is None else counted

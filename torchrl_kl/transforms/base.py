@@ -1,4 +1,4 @@
-"""What the transforms share: zeros at reset, placement, the specs of what they write, a reference."""
+"""What the transforms share: zeros at reset, placement, specs, and a reference."""
 
 from __future__ import annotations
 
@@ -12,18 +12,11 @@ from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
-from torchrl_kl._tensordict import (
-    ResolvedKeys,
-    add_spec,
-    existing_keys,
-    expand_right,
-    sibling,
-    state_spec,
-)
+from torchrl_kl import _tensordict as td
+from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl._torchrl import container_of
 from torchrl_kl.actors.frozen import FrozenActor
-from torchrl_kl.transforms.estimates import Estimate
-from torchrl_kl.transforms.kl_step import KLStep
+from torchrl_kl.transforms.estimates import Estimate, KLStep
 from torchrl_kl.transforms.placement import refuse_wrong_order
 from torchrl_kl.transforms.steps import score_env_step
 
@@ -68,8 +61,9 @@ class KLTransform(Transform):
         for key in self.out_keys:
             value = tensordict_reset.get(key, None)
             if value is not None:
-                reset = tensordict.get(sibling(key, "_reset"), tensordict.get("_reset", None))
-                tensordict_reset.set(key, torch.where(expand_right(reset, value.shape), 0.0, value))
+                reset = tensordict.get(td.sibling(key, "_reset"), tensordict.get("_reset", None))
+                reset = td.expand_right(reset, value.shape)
+                tensordict_reset.set(key, torch.where(reset, 0.0, value))
         return tensordict_reset
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
@@ -79,17 +73,15 @@ class KLTransform(Transform):
 
     def refuse_wrong_order(self) -> None:
         """RuntimeError if a transform after this one undoes its work."""
-        refuse_wrong_order(
-            self, KLTransform, self.out_keys, self.action_keys, needs_ends=self.needs_ends
-        )
+        refuse_wrong_order(self, KLTransform)
 
     def claim(self, spec: Composite, keys: Iterable[NestedKey]) -> None:
         """RuntimeError if the env has one of the keys that this transform is going to declare."""
         taken = [key for key in keys if key in spec.keys(True, True)]
         if taken:
             raise RuntimeError(
-                f"{type(self).__name__} would overwrite {taken}, which the env has already: give this "
-                'transform other keys, such as `keys=KLKeys.named("second")`.'
+                f"{type(self).__name__} would overwrite {taken}, which the env has already: give "
+                'this transform other keys, such as `keys=KLKeys.named("second")`.'
             )
 
     @property
@@ -101,14 +93,14 @@ class KLTransform(Transform):
         """Adds the recurrent state of a reference to an observation or state spec."""
         batch_size = self.parent_env.batch_size
         for key, leaf in reference.state_specs().items():
-            add_spec(spec, key, (*batch_size, *leaf.shape), leaf.dtype, batch_size)
+            td.add_spec(spec, key, (*batch_size, *leaf.shape), leaf.dtype, batch_size)
 
     def declare_reference(self, spec: Composite, reference: FrozenActor) -> None:
         """Adds that state to the observation spec; RuntimeError if another reference has."""
         taken = [key for key in reference.own_state_keys if key in spec.keys(True, True)]
         if taken:
             raise RuntimeError(
-                f"the env has {taken}, the state of another recurrent reference, which this one would "
+                f"the env has {taken}, the state of another recurrent reference, which this would "
                 "overwrite: score one of them on the collector's batches."
             )
         self.declare_states(spec, reference)
@@ -146,14 +138,15 @@ class ScoringTransform(KLTransform):
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Adds the reference's recurrent state to the state spec, so that batched envs carry it."""
-        self.declare_states(state_spec(input_spec), self.reference)
+        self.declare_states(td.state_spec(input_spec), self.reference)
         return input_spec
 
 
 def require_spec(spec: Composite, key: NestedKey, fix: str) -> TensorSpec:
     """The spec of `key`; KeyError with the fix if it is missing."""
     if key not in spec.keys(True, True):
-        raise KeyError(f"{key!r} is not in the observation spec, got {existing_keys(spec)}: {fix}")
+        keys = td.existing_keys(spec)
+        raise KeyError(f"{key!r} is not in the observation spec, got {keys}: {fix}")
     return spec[key]
 
 

@@ -1,28 +1,40 @@
-"""Estimators of the KL other than k1, and which reference outputs each one needs."""
+"""What is known of a step, and the estimators of its KL other than k1."""
 
 from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_kl._tensordict import (
-    ResolvedKeys,
-    as_tuple,
-    expand_right,
-    get_required,
-    holder_batch_size,
-    sum_action_dims,
-)
+from torchrl_kl import _tensordict as td
+from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl.actors.reading import categorical_log_probs, dist_module_of, written_params
 from torchrl_kl.functional import ESTIMATORS, kl_exact, kl_top_k
-from torchrl_kl.transforms.kl_step import KLStep
 
 Estimator = Literal["k1", "k2", "k3", "exact", "top_k"]
+
+
+class KLStep(NamedTuple):
+    """What is known of a batch of steps (*B), nats; *A: the agents, if the actions are nested."""
+
+    log_prob: Tensor | None  # under the policy, (*B, *A); None where no policy ran
+    ref_log_prob: Tensor  # of the same action under the reference, (*B, *A)
+    mask: Tensor | None = None  # True where a step counts, (*B); None where all do
+    counted: bool | Tensor = True  # whether the policy drew the action, or a tensor like `kl`
+    of_reference: TensorDictBase | None = None  # what the estimator needs of the reference's pass
+    states: Sequence[Tensor] = ()  # the next recurrent states of the reference
+    kl: Tensor | None = None  # k1, (*B, *A, 1), or (*B, 1) where agents are summed
+    estimate: Tensor | None = None  # another measurement of the same KL
+
+    @property
+    def measured(self) -> Tensor:
+        """What the controller is fed: the estimate, or else k1."""
+        return self.kl if self.estimate is None else self.estimate  # type: ignore[return-value]
 
 
 class Estimate(nn.Module):
@@ -40,7 +52,7 @@ class Estimate(nn.Module):
 
     @abstractmethod
     def forward(self, tensordict: TensorDictBase, step: KLStep) -> Tensor:
-        """The estimate, nats, shape of the log-probs; 0 where `step.mask`, of that shape, is not."""
+        """The estimate, nats, shape of the log-probs and `step.mask`; 0 where that is False."""
 
 
 class SampledEstimate(Estimate):
@@ -50,7 +62,7 @@ class SampledEstimate(Estimate):
         super().__init__([])
         self.estimator = estimator
 
-    def forward(self, tensordict, step):  # noqa: D102
+    def forward(self, tensordict, step: Any):  # noqa: D102
         return ESTIMATORS[self.estimator](step.log_prob, step.ref_log_prob, mask=step.mask)
 
 
@@ -65,21 +77,22 @@ class ExactEstimate(Estimate):
     def of_reference(self, tensordict, outputs, reference):  # noqa: D102
         return outputs.select(*dist_module_of(reference).in_keys).detach()
 
-    def forward(self, tensordict, step):  # noqa: D102
+    def forward(self, tensordict, step: Any):  # noqa: D102
         for key in self.policy_keys:
-            get_required(tensordict, key, _RECORD_PARAMS)
+            td.get_required(tensordict, key, _RECORD_PARAMS)
         params, mask = tensordict.select(*self.dist_module.in_keys).detach(), step.mask
         _check_shapes(params, step.of_reference)
         if mask is not None:
-            # Padding holds no valid parameters (a scale of 0, say): the reference's take their place.
+            # Padding has no valid parameters (a scale of 0, say): take the reference's there.
             params = params.apply(
-                lambda p, ref: torch.where(expand_right(mask, p.shape), p, ref), step.of_reference
+                lambda p, ref: torch.where(td.expand_right(mask, p.shape), p, ref),
+                step.of_reference,
             )
-        policy, reference = (self.dist_module.get_dist(td) for td in (params, step.of_reference))
+        policy, reference = (self.dist_module.get_dist(one) for one in (params, step.of_reference))
         if mask is not None:
-            mask = expand_right(mask, policy.batch_shape)
+            mask = td.expand_right(mask, policy.batch_shape)
         kl = kl_exact(policy, reference, mask=mask)
-        return sum_action_dims(kl, self.recorded.batch_size(tensordict))
+        return td.sum_action_dims(kl, self.recorded.batch_size(tensordict))
 
 
 class TopKEstimate(Estimate):
@@ -92,17 +105,16 @@ class TopKEstimate(Estimate):
     def of_reference(self, tensordict, outputs, reference):  # noqa: D102
         log_probs = categorical_log_probs(dist_module_of(reference).get_dist(outputs))
         actions = self._recorded(tensordict, "actions")
-        one_per_step = holder_batch_size(tensordict, self.top_k_key)
+        one_per_step = td.holder_batch_size(tensordict, self.top_k_key)
         if not actions.shape[:-1] == log_probs.shape[:-1] == one_per_step:
             raise ValueError(
                 "the top k measure one choice per step, got choices of shape "
-                f"{tuple(actions.shape[:-1])} of the policy and {tuple(log_probs.shape[:-1])} of the "
-                f'reference in a batch of shape {tuple(one_per_step)}: use `estimator="exact"`, which '
-                "adds up action dimensions."
+                f"{tuple(actions.shape[:-1])} of the policy and {tuple(log_probs.shape[:-1])} of "
+                f"the reference in a batch of shape {tuple(one_per_step)}: use the exact estimator."
             )
         return TensorDict(log_probs=log_probs.gather(-1, actions), batch_size=outputs.batch_size)
 
-    def forward(self, tensordict, step):  # noqa: D102
+    def forward(self, tensordict, step: Any):  # noqa: D102
         return kl_top_k(
             self._recorded(tensordict, "log_probs").detach(),
             step.of_reference.get("log_probs"),
@@ -113,7 +125,7 @@ class TopKEstimate(Estimate):
         )
 
     def _recorded(self, tensordict: TensorDictBase, name: str) -> Tensor:
-        return get_required(tensordict, (*as_tuple(self.top_k_key), name), _RECORD_TOP_K)
+        return td.get_required(tensordict, (*td.as_tuple(self.top_k_key), name), _RECORD_TOP_K)
 
 
 def make_estimate(
@@ -125,10 +137,7 @@ def make_estimate(
         raise ValueError(f"`estimator` must be one of {list(names)}, got {estimator!r}.")
     if estimator == "exact":
         if actor is None:
-            raise ValueError(
-                '`estimator="exact"` needs `actor`, for its distribution class: pass the policy (its '
-                "weights are not kept)."
-            )
+            raise ValueError('`estimator="exact"` needs `actor`, got None: pass the policy.')
         return ExactEstimate(actor, keys)
     if estimator == "top_k":
         return TopKEstimate(keys.top_k)
@@ -137,21 +146,14 @@ def make_estimate(
 
 def _check_shapes(params: TensorDictBase, of_reference: TensorDictBase) -> None:
     for key, param in params.items(True, True):
-        ref_param = get_required(
-            of_reference, key, "policy and reference must name their parameters alike."
-        )
+        ref_param = td.get_required(of_reference, key, _SAME_NAMES)
         if param.shape != ref_param.shape:
             raise ValueError(
-                f"{key!r} of policy and reference must have the same shape, got {tuple(param.shape)} "
-                f"and {tuple(ref_param.shape)}: they do not choose among the same actions."
+                f"{key!r} of policy and reference must have the same shape, got "
+                f"{tuple(param.shape)} and {tuple(ref_param.shape)}: choose among the same actions."
             )
 
 
-_RECORD_PARAMS = (
-    "let the policy record its parameters, as ProbabilisticActor does unless `select_out_keys` hides "
-    'them, or use TopKActor with `estimator="top_k"`.'
-)
-_RECORD_TOP_K = (
-    "let the policy record it: collect with TopKActor(actor, k), or name its nested tensordict with "
-    "`KLKeys(top_k=...)`."
-)
+_RECORD_PARAMS = 'let the policy record its parameters, or use TopKActor with `estimator="top_k"`.'
+_RECORD_TOP_K = "collect with TopKActor(actor, k), or name its record with `KLKeys(top_k=...)`."
+_SAME_NAMES = "policy and reference must name their parameters alike."

@@ -9,18 +9,11 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Composite
 
-from torchrl_kl._tensordict import (
-    KLKeys,
-    add_spec,
-    copy_batch,
-    counted_steps,
-    get_required,
-    hidden_key,
-)
+from torchrl_kl import _tensordict as td
+from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.transforms.base import KLTransform, ScoringTransform, require_spec
-from torchrl_kl.transforms.estimates import Estimator, make_estimate
-from torchrl_kl.transforms.kl_step import KLStep
+from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.steps import measure, score_batch
 
 
@@ -34,8 +27,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         reads the actor's in_keys, its action, and its log-prob, to know whether the policy ran.
         writes ("next", "ref_log_prob"): nats per step, batch shape of the tensordict that holds the
         action, zero where a random policy acted. A recurrent reference adds its state,
-        ("next", "ref_<state>"). For "exact" and "top_k" also ("next", "_ref_log_prob_dist"), which
-        the KLDivergenceTransform after this one takes away.
+        ("next", "ref_<state>"). KLDivergenceTransform removes the scratch entries, "_ref_...".
 
     Args:
         actor, reference, keys, time_dim: as for KLConstrainedTransform.
@@ -45,7 +37,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
     Raises:
         TypeError: if `actor` has no distribution, or `reference` is nothing that is allowed.
         ValueError: if `actor` has uninitialised weights, or the estimator is unknown.
-        KeyError: in a step, if the policy ran but did not record its log-prob, or its top k.
+        KeyError: if the policy ran but did not record its log-prob, or its top k.
+        RuntimeError: on a batch, if the reference is recurrent and its state is not known.
 
     Example:
         >>> from torchrl_kl import GPT, GPTActor, ReferenceModelLogProbTransform
@@ -83,37 +76,30 @@ class ReferenceModelLogProbTransform(ScoringTransform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         step = self._take_score(next_tensordict)
         self._write(tensordict, next_tensordict, step)
-        counted = torch.full_like(step.ref_log_prob, step.counted, dtype=torch.bool)
-        tensordict.set(hidden_key(self.keys.ref_log_prob, "counted"), counted)
+        counted = torch.full_like(step.ref_log_prob, bool(step.counted), dtype=torch.bool)
+        tensordict.set(td.hidden_key(self.keys.ref_log_prob, "counted"), counted)
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Scores a batch (*B) that has "next"; returns a shallow copy.
-
-        Raises:
-            KeyError: if the policy's log-prob or "next" is not there.
-            RuntimeError: if the reference is recurrent and its state is not known.
-        """
+        """Scores a batch (*B) that has "next"; returns a shallow copy."""
         self.refuse_wrong_order()
-        tensordict = copy_batch(tensordict)
+        tensordict = td.copy_batch(tensordict)
         step = score_batch(self.reference, tensordict, self.estimate, self.time_dim)
         self._write(tensordict, tensordict.get("next"), step)
         return tensordict
 
-    def _write(
-        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
-    ) -> None:
-        next_tensordict.set(self.keys.ref_log_prob, step.ref_log_prob)
+    def _write(self, tensordict: TensorDictBase, out: TensorDictBase, step: KLStep) -> None:
+        out.set(self.keys.ref_log_prob, step.ref_log_prob)
         if step.of_reference is not None:
-            next_tensordict.set(hidden_key(self.keys.ref_log_prob, "dist"), step.of_reference)
+            out.set(td.hidden_key(self.keys.ref_log_prob, "dist"), step.of_reference)
         if step.log_prob is not None and self.keys.recorded.missing(tensordict):
-            tensordict.set(hidden_key(self.keys.ref_log_prob, "policy"), step.log_prob)
+            tensordict.set(td.hidden_key(self.keys.ref_log_prob, "policy"), step.log_prob)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the log-prob under the reference and its recurrent state."""
         self.claim(observation_spec, [self.keys.ref_log_prob])
         shape = self.log_prob_shape()
-        add_spec(observation_spec, self.keys.ref_log_prob, shape, self.reference.dtype, shape)
+        td.add_spec(observation_spec, self.keys.ref_log_prob, shape, self.reference.dtype, shape)
         self.declare_reference(observation_spec, self.reference)
         return observation_spec
 
@@ -184,26 +170,25 @@ class KLDivergenceTransform(KLTransform):
         self.estimate = estimate
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        counted = tensordict.get(hidden_key(self.keys.ref_log_prob, "counted"), None)
+        counted = tensordict.get(td.hidden_key(self.keys.ref_log_prob, "counted"), None)
         log_prob = self._log_prob(tensordict)
         if counted is not None and log_prob is None and counted.any():
             log_prob = self.keys.recorded.require(tensordict)
         counts = log_prob is not None if counted is None else bool(counted.all())
-        step = self._measure(
-            tensordict, next_tensordict, log_prob, tensordict.get("_step", None), counts
-        )
+        mask = tensordict.get("_step", None)
+        step = self._measure(tensordict, next_tensordict, log_prob, mask, counts)
         counted = torch.full_like(cast(Tensor, step.kl), counts, dtype=torch.bool)
-        tensordict.set(hidden_key(self.keys.kl, "counted"), counted)
+        tensordict.set(td.hidden_key(self.keys.kl, "counted"), counted)
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Measures a batch (*B) that has "next"; returns a shallow copy; KeyError as in a step."""
+        """Measures a batch (*B) that has "next"; returns a shallow copy."""
         self.refuse_wrong_order()
-        tensordict = copy_batch(tensordict)
+        tensordict = td.copy_batch(tensordict)
         log_prob = self._log_prob(tensordict)
         if log_prob is None:
             log_prob = self.keys.recorded.require(tensordict)
-        mask = counted_steps(tensordict)
+        mask = td.counted_steps(tensordict)
         self._measure(tensordict, tensordict.get("next"), log_prob, mask, True)
         if self.estimate is not None and not self.keep_dist_params:
             for key in self.estimate.policy_keys:
@@ -214,7 +199,7 @@ class KLDivergenceTransform(KLTransform):
         """What the policy recorded, or what it was asked for instead."""
         log_prob = self.keys.recorded.read(tensordict)
         if log_prob is None:
-            log_prob = tensordict.pop(hidden_key(self.keys.ref_log_prob, "policy"), None)
+            log_prob = tensordict.pop(td.hidden_key(self.keys.ref_log_prob, "policy"), None)
         return log_prob
 
     def _measure(
@@ -226,13 +211,13 @@ class KLDivergenceTransform(KLTransform):
         counted: bool,
     ) -> KLStep:
         """Reads what was scored, writes what is measured."""
-        ref_log_prob = get_required(next_tensordict, self.keys.ref_log_prob, _NO_REFERENCE)
+        ref_log_prob = td.get_required(next_tensordict, self.keys.ref_log_prob, _NO_REFERENCE)
         of_reference = None
         if self.estimate is not None:
-            hidden = hidden_key(self.keys.ref_log_prob, "dist")
-            of_reference = next_tensordict.pop(hidden, None)
+            hidden = td.hidden_key(self.keys.ref_log_prob, "dist")
+            of_reference = cast(TensorDictBase | None, next_tensordict.pop(hidden, None))
             if self.estimate.policy_keys and of_reference is None and log_prob is not None:
-                get_required(next_tensordict, hidden, _NO_REFERENCE_DIST)
+                td.get_required(next_tensordict, hidden, _NO_REFERENCE_DIST)
         step = KLStep(log_prob, ref_log_prob, mask, counted, of_reference)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         for key, value in zip(self.out_keys, (step.kl, step.estimate), strict=False):
@@ -245,7 +230,7 @@ class KLDivergenceTransform(KLTransform):
         self.claim(observation_spec, self.out_keys)
         shape = self.parent_env.batch_size if self.sum_agents else ref.shape
         for key in self.out_keys:
-            add_spec(observation_spec, key, (*shape, 1), ref.dtype, shape)
+            td.add_spec(observation_spec, key, (*shape, 1), ref.dtype, shape)
         return observation_spec
 
 

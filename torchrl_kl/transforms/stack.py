@@ -15,8 +15,7 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.transforms.base import ScoringTransform
-from torchrl_kl.transforms.estimates import Estimator, make_estimate
-from torchrl_kl.transforms.kl_step import KLStep
+from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.steps import measure, score_batch
 
@@ -32,11 +31,8 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
     The penalty is always k1; with another `estimator` the controller is fed that measurement (see
     KLDivergenceTransform). When the controller moves: see RewardAdjustmentTransform.
 
-    Keys: those of its three parts, ReferenceModelLogProbTransform, KLDivergenceTransform and
-    RewardAdjustmentTransform.
-
-    State: the weights of the reference, the controller and `statistics`, the pool since its last
-    update. The sums of trajectories that are still open are not saved.
+    Keys and State: those of its three parts, ReferenceModelLogProbTransform, KLDivergenceTransform
+    and RewardAdjustmentTransform.
 
     Args:
         actor: the policy; a frozen copy of it becomes the reference.
@@ -81,7 +77,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         keys = keys or KLKeys()
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob)
         resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
-        options = {"update_every": update_every, "time_dim": time_dim}
+        options: dict[str, Any] = {"update_every": update_every, "time_dim": time_dim}
         self._init(actor, frozen, controller, resolved, sum_agents, estimator, **options)
 
     def _init(
@@ -129,12 +125,6 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         Where its last dimension is time (named "time", or `time_dim`) the reference is evaluated
         once, in recurrent mode; else step by step. `stream`: from `new_stream`, the open
         trajectories of the collector of the batch, where several collectors alternate.
-
-        Raises:
-            KeyError: if the reward, the policy's log-prob or "next" is not there.
-            RuntimeError: if the reward was penalized before, the controller cannot be fed, or the
-                state of a recurrent reference is not known.
-            ValueError: if a controller of trajectories is given shuffled steps.
         """
         self.refuse_wrong_order()
         self.refuse_penalized_batch(tensordict)
@@ -143,7 +133,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         self.drop_record(tensordict)
         self._write(tensordict.get("next"), step)
-        self.adjust_batch(tensordict, step, stream, trace=trace)
+        self.adjust_batch(tensordict, step, stream, trace)
         return tensordict
 
     def drop_record(self, tensordict: TensorDictBase) -> None:
@@ -179,9 +169,8 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
 class KLRewardTransform(KLConstrainedTransform):
     """Reward minus a constant times the KL: `out = reward - coef * (log_prob - ref_log_prob)`.
 
-    A preset of KLConstrainedTransform that writes nothing but the result, with the interface of the
-    class of this name that TorchRL once had for all environments (0.7, say) and the sign right:
-    that one added the penalty.
+    A KLConstrainedTransform that writes nothing but the result, with the interface of TorchRL's
+    class of this name (up to 0.7, say) and the sign right: that one added the penalty.
 
     Keys:
         reads ("next", "reward"), the actor's in_keys, the action and its log-prob.
@@ -190,15 +179,14 @@ class KLRewardTransform(KLConstrainedTransform):
     Args:
         actor, reference, sum_agents: as for KLConstrainedTransform.
         coef: the coefficient, reward per nat, at least 0.
-        in_keys: the reward's key, a list of one; by default ["reward"].
-        out_keys: where the result goes, a list of one; by default `in_keys`.
+        in_keys, out_keys: the keys of the reward and of the result, lists of one; by default
+            ["reward"], and for the result that of the reward.
         requires_grad: whether the reference's weights receive gradients.
         keys: names of the other entries; the coefficient is next to the result by default.
 
     Raises:
-        ValueError: if `in_keys` or `out_keys` is not one key, `coef` is negative, or KL and reward
-            differ in shape.
-        RuntimeError: if the reward was penalized before.
+        ValueError: if `in_keys` or `out_keys` is not one key, or `coef` is negative.
+        TypeError, ValueError, KeyError, RuntimeError: as KLConstrainedTransform does.
 
     Example:
         >>> import torch
@@ -208,7 +196,7 @@ class KLRewardTransform(KLConstrainedTransform):
         >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
         >>> transform = KLRewardTransform(actor, out_keys="reward_kl")
         >>> rollout = TransformedEnv(DigitLanguageEnv(), transform).rollout(4, actor)
-        >>> torch.allclose(rollout["next", "reward_kl"], rollout["next", "reward"])  # is its reference
+        >>> torch.allclose(rollout["next", "reward_kl"], rollout["next", "reward"])  # its reference
         True
     """
 
@@ -251,13 +239,8 @@ def _one_key(name: str, keys: NestedKey | list[NestedKey]) -> NestedKey:
 def _one_number(coef: float | Tensor) -> float:
     value = torch.as_tensor(coef)
     if value.numel() != 1:
-        shape = tuple(value.shape)
-        raise ValueError(
-            f"`coef` must be one number, got shape {shape}: use one transform per reward."
-        )
+        raise ValueError(f"`coef` must be one number, got shape {tuple(value.shape)}.")
     number = float(coef)
     if not (value.isfinite().all() and number >= 0):
-        raise ValueError(
-            f"`coef` must be finite and at least 0, got {number}: it weighs a penalty."
-        )
+        raise ValueError(f"`coef` must be finite and at least 0, got {number}.")
     return number

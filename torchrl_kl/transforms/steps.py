@@ -9,55 +9,31 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.envs import EnvBase
 
-from torchrl_kl._tensordict import (
-    RECORD_LOG_PROB,
-    as_tuple,
-    counted_steps,
-    existing_keys,
-    expand_right,
-    find_time_dim,
-    is_fake,
-    sum_action_dims,
-)
-from torchrl_kl.actors.frozen import FrozenActor, Score
+from torchrl_kl import _tensordict as td
+from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.functional import kl_k1
-from torchrl_kl.transforms.estimates import Estimate
-from torchrl_kl.transforms.kl_step import KLStep
+from torchrl_kl.transforms.estimates import Estimate, KLStep
 
 
 def score_env_step(
     reference: FrozenActor, tensordict: TensorDictBase, estimate: Estimate | None, env: EnvBase
 ) -> KLStep:
-    """Scores the action of an env step (*B), on the policy's side of all action transforms.
-
-    Raises:
-        KeyError: if the policy ran but recorded no log-prob.
-        RuntimeError: in a worker of a ParallelEnv, where no log-prob arrives.
-    """
+    """Scores the action of an env step (*B), on the policy's side of all action transforms."""
     mask = tensordict.get("_step", None)
     log_prob = reference.recorded.read(tensordict)
     if log_prob is None:
         log_prob = reference.present_log_prob(tensordict, env_actions=env.action_keys)
     inputs = reference.inputs(tensordict)
     if log_prob is None:
-        _refuse_unrecorded(reference, tensordict, env.action_keys)
+        _refuse_unrecorded(reference, tensordict, env)
         _refuse_parallel_worker(tensordict)
         shape = reference.recorded.batch_size(tensordict)
         zeros = torch.zeros(shape, dtype=reference.dtype, device=tensordict.device)
         states = [inputs.get(key) for key in reference.own_state_keys]
         return KLStep(None, zeros, mask, counted=False, states=states)
     score = reference.step(inputs)
-    kept = _kept(estimate, tensordict, score, reference)
+    kept = estimate and estimate.of_reference(tensordict, score.outputs, reference.actor)
     return KLStep(log_prob, score.log_prob, mask, reference.samples(), kept, score.states)
-
-
-def _kept(
-    estimate: Estimate | None, tensordict: TensorDictBase, score: Score, reference: FrozenActor
-) -> TensorDictBase | None:
-    """What the estimate needs of the reference's pass."""
-    if estimate is None:
-        return None
-    return estimate.of_reference(tensordict, score.outputs, reference.actor)
 
 
 def score_batch(
@@ -66,13 +42,8 @@ def score_batch(
     estimate: Estimate | None,
     time_dim: int | None,
 ) -> KLStep:
-    """Scores a batch (*B): in one pass along time, or step by step where no dimension is time.
-
-    Raises:
-        KeyError: if the policy's log-prob is not there.
-        RuntimeError: if the reference is recurrent and its state is not known.
-    """
-    timed = find_time_dim(tensordict, time_dim) is not None
+    """Scores a batch (*B): in one pass along time, or step by step where no dimension is time."""
+    timed = td.find_time_dim(tensordict, time_dim) is not None
     log_prob = reference.recorded.read(tensordict)
     if log_prob is None:
         log_prob = reference.present_log_prob(tensordict, timed=timed)
@@ -82,9 +53,9 @@ def score_batch(
         score = reference.trajectories(tensordict)
     else:
         score = reference.step(reference.inputs(tensordict))
-    kept = _kept(estimate, tensordict, score, reference)
-    mask = counted_steps(tensordict)
-    ref_log_prob = torch.zeros_like(score.log_prob) if is_fake(tensordict) else score.log_prob
+    kept = estimate and estimate.of_reference(tensordict, score.outputs, reference.actor)
+    mask = td.counted_steps(tensordict)
+    ref_log_prob = torch.zeros_like(score.log_prob) if td.is_fake(tensordict) else score.log_prob
     return KLStep(log_prob, ref_log_prob, mask, True, kept, score.states)
 
 
@@ -98,32 +69,26 @@ def measure(
     else:
         log_prob, mask = step.log_prob.detach(), step.mask
         if mask is not None:
-            mask = expand_right(mask, log_prob.shape)
+            mask = td.expand_right(mask, log_prob.shape)
         values = [kl_k1(log_prob, step.ref_log_prob, mask=mask), None]
         if estimate is not None:
             values[1] = estimate(tensordict, step._replace(log_prob=log_prob, mask=mask))
     if sum_agents:
         batch_size = tensordict.batch_size
-        values = [None if v is None else sum_action_dims(v, batch_size) for v in values]
+        values = [None if v is None else td.sum_action_dims(v, batch_size) for v in values]
     kl, estimated = (None if value is None else value.unsqueeze(-1) for value in values)
     return step._replace(kl=kl, estimate=estimated)
 
 
-def penalize(
-    kl: Tensor, reward: Tensor, coeff: Tensor, reward_key: NestedKey
-) -> tuple[Tensor, Tensor]:
+def penalize(kl: Tensor, reward: Tensor, coeff: Tensor, key: NestedKey) -> tuple[Tensor, Tensor]:
     """The penalized reward `reward - coeff * kl`, and the coefficient of each entry.
 
-    A coefficient of 0 subtracts nothing, not even infinity.
-
-    Raises:
-        ValueError: if the shapes differ.
-        TypeError: if the reward is not floating point.
+    A coefficient of 0 subtracts nothing, not even infinity. `key`: the reward's, for errors.
     """
-    check_reward_shape(kl.shape, reward.shape, reward_key)
+    check_reward_shape(kl.shape, reward.shape, key)
     if not reward.is_floating_point():
         raise TypeError(
-            f"{reward_key!r} must be floating point, got {reward.dtype}: the coefficient would be "
+            f"{key!r} must be floating point, got {reward.dtype}: the coefficient would be "
             "rounded to an integer. Cast the reward before the penalty."
         )
     applied = torch.empty_like(reward).copy_(coeff)
@@ -141,20 +106,16 @@ def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey
         )
 
 
-def _refuse_unrecorded(
-    reference: FrozenActor, tensordict: TensorDictBase, env_actions: list[NestedKey]
-) -> None:
+def _refuse_unrecorded(reference: FrozenActor, tensordict: TensorDictBase, env: EnvBase) -> None:
     """A policy that ran without recording its log-prob must not pass for a random one."""
     keys, recorded = tensordict.keys(True, True), reference.recorded
-    traces = [
-        key
-        for key in (*reference.trace_keys, *recorded.keys)
-        if key in keys and key not in env_actions
-    ]
+    left = [key for key in (*reference.trace_keys, *recorded.keys) if key in keys]
+    traces = [key for key in left if key not in env.action_keys]
     if traces:
+        missing = recorded.missing(tensordict)[0]
         raise KeyError(
-            f"the policy ran (its {traces} are there) but left no "
-            f"{recorded.missing(tensordict)[0]!r}, got {existing_keys(tensordict)}: {RECORD_LOG_PROB}"
+            f"the policy ran (its {traces} are there) but left no {missing!r}, got "
+            f"{td.existing_keys(tensordict)}: {td.RECORD_LOG_PROB}"
         )
 
 
@@ -166,10 +127,10 @@ def _refuse_parallel_worker(tensordict: TensorDictBase) -> None:
     """
     if parent_process() is None:
         return
-    masks = [key for key in tensordict.keys(True, True) if as_tuple(key)[-1] == "_reset"]
+    masks = [key for key in tensordict.keys(True, True) if td.as_tuple(key)[-1] == "_reset"]
     if any(m.device.type == "cpu" and m.is_shared() for m in map(tensordict.get, masks)):
         raise RuntimeError(
-            "the KL transforms are inside the workers of a ParallelEnv, where the policy's log-prob "
-            "does not arrive: the KL would be 0. Put them around the workers, "
-            "TransformedEnv(ParallelEnv(...), stack), or pass `use_buffers=False` to ParallelEnv."
+            "the KL transforms are inside the workers of a ParallelEnv, where no log-prob of the "
+            "policy arrives: put them around it, TransformedEnv(ParallelEnv(...), stack), or pass "
+            "`use_buffers=False` to ParallelEnv."
         )
