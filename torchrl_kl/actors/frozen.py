@@ -264,8 +264,8 @@ class FrozenActor(nn.Module):
             specs |= {unravel_key(key): spec for key, spec in one.primers.items(True, True)}
         if any(key not in specs for key in self.state_keys):
             raise ValueError(
-                f"`actor` has the recurrent state {self.state_keys} but no `make_tensordict_primer` "
-                f"of it, got one of {list(specs)}: give its module one."
+                f"`actor` has the recurrent state {self.state_keys} but no "
+                f"`make_tensordict_primer` of it, got one of {list(specs)}: give its module one."
             )
         dtype, own = self._own_dtype or self._weight_dtype(), {}
         for own_key, key in zip(self.own_state_keys, self.state_keys, strict=True):

@@ -18,8 +18,8 @@ from torchrl_kl.actors.reading import check_actor, log_prob_of_actions, read_key
 Held = TypeVar("Held")
 
 _NOT_PICKLED = (
-    "a transform with `recompute_log_prob` cannot be sent to another process, where it would not see "
-    "the policy learn: record the log-prob (`return_log_prob=True`), or use it as a `postproc`."
+    "a transform with `recompute_log_prob` cannot be sent to another process, where it would not "
+    "see the policy learn: record the log-prob (`return_log_prob=True`), or use it as `postproc`."
 )
 
 
