@@ -81,7 +81,7 @@ def _check_entries(own: dict[str, Tensor], new: dict[str, Tensor]) -> None:
         lacks, has = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
         raise ValueError(
             f"`source` must have the weights of the reference, but lacks {lacks[:3]} and has "
-            f"{has[:3]} in addition: pass the policy that it copies."
+            f"{has[:3]} in addition: pass the policy itself, not what wraps it."
         )
     for name, value in new.items():
         if value.shape != own[name].shape:

@@ -154,6 +154,6 @@ def _check_shapes(params: TensorDictBase, of_reference: TensorDictBase) -> None:
             )
 
 
-_RECORD_PARAMS = 'let the policy record its parameters, or use TopKActor with `estimator="top_k"`.'
+_RECORD_PARAMS = 'Let the policy record its parameters, or use TopKActor with `estimator="top_k"`.'
 _RECORD_TOP_K = "collect with TopKActor(actor, k), or name its record with `KLKeys(top_k=...)`."
 _SAME_NAMES = "policy and reference must name their parameters alike."

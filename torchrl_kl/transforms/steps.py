@@ -101,8 +101,8 @@ def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey
     if kl != reward:
         raise ValueError(
             f"the KL and {reward_key!r} must have the same shape, got {tuple(kl)} and "
-            f"{tuple(reward)}: sum it over agents for a shared reward (`sum_agents=True`), and "
-            "reduce a reward of several trailing dimensions to one."
+            f"{tuple(reward)}: the KL would be broadcast; sum it over agents for a shared reward "
+            "(`sum_agents=True`), and reduce a reward of several trailing dimensions to one."
         )
 
 
