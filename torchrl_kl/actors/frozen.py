@@ -1,4 +1,4 @@
-"""A frozen actor: the reference policy, with a copy of everything and a recurrent state under its own keys."""
+"""A frozen actor: the reference, with a copy of everything and its own recurrent state."""
 
 from __future__ import annotations
 
@@ -18,28 +18,18 @@ from torchrl.modules import recurrent_mode, set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, existing_keys, is_fake, sibling
+from torchrl_kl.actors import reading
 from torchrl_kl.actors.moving import MasterWeights
 from torchrl_kl.actors.policy import ActingPolicy
-from torchrl_kl.actors.reading import (
-    check_actor,
-    find_log_prob_keys,
-    log_prob_of_actions,
-    read_keys,
-    trace_keys,
-)
 from torchrl_kl.actors.recurrent import RecurrentMemory
 
 
 class Score(NamedTuple):
-    """What one pass of a reference gives.
+    """What one pass of a reference gives."""
 
-    `log_prob` is in at least float32, in the batch shape of the tensordict that holds the action;
-    `states` are in the order of `own_state_keys`; `outputs` is all that the actor read and wrote.
-    """
-
-    log_prob: Tensor
-    states: list[Tensor]
-    outputs: TensorDictBase
+    log_prob: Tensor  # at least float32, batch shape of the tensordict that holds the action
+    states: list[Tensor]  # in the order of `own_state_keys`
+    outputs: TensorDictBase  # all that the actor read and wrote
 
 
 class FrozenActor(nn.Module):
@@ -47,9 +37,9 @@ class FrozenActor(nn.Module):
 
     You may rely on: no call on the policy (`train()`, an optimizer step, in-place edits of its
     weights) changes it, no gradient reaches it unless `requires_grad` asks for one, it moves with
-    `.to(device)` and is in `state_dict`. Its weights change by `update_reference` only. With
-    `.to(dtype)` its weights and state are cast, and observations as they are read: it may be kept
-    in bfloat16 for a policy in float32.
+    `.to(device)` and is in `state_dict`. Only `update_reference` changes its weights. `.to(dtype)`
+    casts its weights and state, and observations as they are read: it may be kept in bfloat16 for a
+    policy in float32.
 
     A recurrent actor keeps its hidden state under separate keys, `ref_<name>` next to the policy's
     `<name>`: on the policy's state the reference would score another policy's memory.
@@ -63,11 +53,10 @@ class FrozenActor(nn.Module):
         requires_grad: whether the copied weights receive gradients.
         policy: the actor whose actions are scored, if it is not `actor`.
         zero_states: whether a recurrent reference may begin inside a trajectory from a zero state
-            instead of raising; a state that is not known then costs accuracy.
-        recompute_log_prob: whether the policy itself, not a copy, is asked for its log-prob of an
-            action where it recorded none: its present log-prob, not that of when it drew the
-            action. Not possible in another process. In an env, random actions are told from the
-            policy's by the other entries that it leaves.
+            instead of raising, at the cost of accuracy.
+        recompute_log_prob: whether the policy itself, not a copy, is asked for its present log-prob
+            of an action where it recorded none; not possible in another process. In an env, random
+            actions are told from the policy's by the other entries that it leaves.
 
     Raises:
         TypeError: if the actor has no distribution.
@@ -97,14 +86,14 @@ class FrozenActor(nn.Module):
         recompute_log_prob: bool = False,
     ):
         super().__init__()
-        check_actor(actor)
+        reading.check_actor(actor)
         self.requires_grad, self.zero_states = requires_grad, zero_states
         self._hold(actor)
         self.master = MasterWeights()
         self.action_keys = [unravel_key(key) for key in self.actor.dist_sample_keys]
         acting = actor if policy is None else self._check_policy(policy)
-        self.recorded = LogProbKeys(log_prob_key or find_log_prob_keys(acting))
-        self.trace_keys = trace_keys(acting, self.recorded)
+        self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(acting))
+        self.trace_keys = reading.trace_keys(acting, self.recorded)
         self._policy = ActingPolicy(acting, self.recorded) if recompute_log_prob else None
         self._interaction_type = getattr(acting, "default_interaction_type", None)
         self._find_keys()
@@ -121,7 +110,7 @@ class FrozenActor(nn.Module):
         self.state_keys = [key for key in actor_in if unravel_key(("next", key)) in actor_out]
         self.own_state_keys = [sibling(key, f"ref_{as_tuple(key)[-1]}") for key in self.state_keys]
         states = (*self.state_keys, *self.action_keys)
-        self.in_keys = [key for key in read_keys(self.actor) if key not in states]
+        self.in_keys = [key for key in reading.read_keys(self.actor) if key not in states]
         self._init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
         self._cast_keys = [*self.in_keys, *self.state_keys]
         self._input_keys = [*self.in_keys, *self.action_keys, *self.own_state_keys]
@@ -129,18 +118,18 @@ class FrozenActor(nn.Module):
 
     def _check_policy(self, policy: nn.Module) -> nn.Module:
         """The policy whose actions are scored, if its actions are those of the reference."""
-        check_actor(policy)
+        reading.check_actor(policy)
         actions = [unravel_key(key) for key in policy.dist_sample_keys]  # type: ignore[union-attr]
         if actions != self.action_keys:
             raise ValueError(
-                f"`reference` must have the actions of the policy, got {self.action_keys} for {actions}: "
-                "build it with the same `out_keys`."
+                f"`reference` must have the actions of the policy, got {self.action_keys} for "
+                f"{actions}: build it with the same `out_keys`."
             )
         return policy
 
     @property
     def log_prob_key(self) -> NestedKey | list[NestedKey]:
-        """Where the policy records its log-prob: one key, or a list of those of the parts of its action."""
+        """Where the policy records its log-prob: one key, or a list of those of its parts."""
         return self.recorded.key
 
     @property
@@ -153,7 +142,7 @@ class FrozenActor(nn.Module):
         return next(floating, torch.get_default_dtype())
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
-        """Moves the weights towards those of `source`: to (1 - tau) * reference + tau * source, in place.
+        """Moves the weights in place, to (1 - tau) * reference + tau * source.
 
         The average of half-precision weights is kept in fp32: in bfloat16, steps of a thousandth of
         the way would be rounded off. Buffers, such as running statistics, are copied. Entries that
@@ -161,25 +150,21 @@ class FrozenActor(nn.Module):
         trajectories from the state that the old weights left there.
 
         Args:
-            source: an actor of the same structure, of any dtype and on any device, such as the policy.
+            source: an actor of the same structure, of any dtype, on any device, such as the policy.
             tau: share of the way, in (0, 1]; 1 copies.
 
         Raises:
             TypeError: if `source` is not a module.
-            ValueError: if `tau` is out of range, or `source` has other weights (by name or shape) or
-                NaN among them; the reference is then left as it was.
+            ValueError: if `tau` is out of range, or `source` has other weights (by name or shape)
+                or NaN among them; the reference is then left as it was.
 
         Example:
             >>> from torchrl_kl import GPT, FrozenActor, GPTActor
-            >>> policy = GPTActor(GPT(vocab_size=11, block_size=8)).bfloat16()
-            >>> reference = FrozenActor(policy)
-            >>> for weight in policy.parameters():
-            ...     _ = weight.data.mul_(2.0)
-            >>> for _ in range(100):  # each of these steps alone is less than bfloat16 can represent
-            ...     reference.update_reference(policy, tau=1e-3)
-            >>> own, other = next(reference.parameters()).norm(), next(policy.parameters()).norm()
-            >>> round((own / other).item(), 2)  # from 1/2 on: 1 - 0.999**100 / 2
-            0.55
+            >>> actor, policy = (GPTActor(GPT(vocab_size=11, block_size=8)) for _ in range(2))
+            >>> reference = FrozenActor(actor)
+            >>> reference.update_reference(policy)
+            >>> next(reference.parameters()).equal(next(policy.parameters()))
+            True
         """
         self.master.move(self.actor, source, tau)
 
@@ -194,11 +179,11 @@ class FrozenActor(nn.Module):
         return super().train(False)
 
     def samples(self) -> bool:
-        """Whether the policy draws its actions now: k1 of an argmax is biased and must not move a controller."""
+        """Whether the policy draws its actions now: k1 of an argmax is biased."""
         return (exploration_type() or self._interaction_type) == ExplorationType.RANDOM
 
     def asks(self, actor: nn.Module) -> bool:
-        """Whether the policy that may be asked for its log-prob, if any may, has the weights of `actor`."""
+        """Whether the policy that it may ask for log-probs, if any, has the weights of `actor`."""
         return self._policy is None or self._policy.shares_weights(actor)
 
     def present_log_prob(
@@ -208,7 +193,7 @@ class FrozenActor(nn.Module):
         timed: bool = False,
         env_actions: Collection[NestedKey] | None = None,
     ) -> Tensor | None:
-        """The policy's present log-prob of the actions, nats; None if it may not be asked or did not run.
+        """The policy's present log-prob, nats; None if it may not be asked or did not run.
 
         `timed`: the last dimension is time; `env_actions`: in an env, what a random policy writes.
         """
@@ -222,18 +207,17 @@ class FrozenActor(nn.Module):
         return tensordict.select(*self._input_keys, strict=False)
 
     def step(self, inputs: TensorDictBase) -> Score:
-        """Scores the actions of what `inputs` selected, (*B), step by step; no dimension is taken for time.
+        """Scores the actions in `inputs`, (*B), of which no dimension is taken for time.
 
         Raises:
             RuntimeError: if the actor is recurrent and its own state is not in the data.
         """
         if self.state_keys:
-            self._require_states(inputs)
-            self._trust_states(inputs)
+            self._use_states(inputs)
         return self._score(inputs, recurrent=False)
 
     def trajectories(self, tensordict: TensorDictBase) -> Score:
-        """Scores a batch (*R, T) whose last dimension is time, in one pass in TorchRL's recurrent mode.
+        """Scores a batch (*R, T) whose last dimension is time, in one pass.
 
         Raises:
             RuntimeError: if the actor is recurrent, a row begins inside a trajectory, its state is
@@ -243,98 +227,78 @@ class FrozenActor(nn.Module):
         inputs = self.inputs(tensordict)
         if not self.state_keys:
             return self._score(inputs, recurrent=True)
-        if self._carries_states(
-            inputs
-        ):  # exact, also for a shuffled batch that kept the name "time"
+        if self._carries_states(inputs):  # exact, also for a shuffled batch named "time"
             return self.step(inputs)
         fake = is_fake(tensordict)
-        self._set_first_states(tensordict, inputs, self.zero_states or fake)
+        self._set_first_states(tensordict, inputs, self.zero_states or fake, carry=True)
         score = self._score(inputs, recurrent=True)
         if not fake:
             self._memory.remember(tensordict, score.states)
         return score
 
     def get_dist(self, tensordict: TensorDictBase, *, timed: bool) -> Distribution:
-        """The distribution over the actions of each step of a batch (*B), in one pass along time if `timed`.
+        """The distribution over the actions of a batch (*B), in one pass along time if `timed`.
 
         A recurrent reference reads its own state where the data carry it; else the rows of a timed
-        batch must begin with their trajectories: the last call of `trajectories` may have left this
-        batch at its end already.
-
-        Raises:
-            RuntimeError: if the actor is recurrent and its own state is not known.
+        batch must begin with their trajectories, or a RuntimeError is raised: the last call of
+        `trajectories` may have left this batch at its end already.
         """
         inputs = self.inputs(tensordict)
-        carried = self._carries_states(inputs)
-        if self.state_keys:
-            if timed and not carried:
-                self._set_first_states(tensordict, inputs, zero_states=False, carry=False)
-            self._require_states(inputs)
-            if carried:
-                self._trust_states(inputs)
+        timed = timed and not (self.state_keys and self._carries_states(inputs))
+        if self.state_keys and timed:
+            self._set_first_states(tensordict, inputs, zero_states=False, carry=False)
+        elif self.state_keys:
+            self._use_states(inputs)
         self._prepare(inputs)
-        with self.scoring(timed and not (carried and self.state_keys)):
+        with self.scoring(timed):
             return self.actor.get_dist(inputs)
 
     def state_specs(self) -> dict[NestedKey, TensorSpec]:
-        """The specs of the reference's own state, by its keys, from the actor's `make_tensordict_primer`."""
+        """The specs of its own state by key, from the actor's `make_tensordict_primer`."""
         if not self.state_keys:
             return {}
         primer = get_primers_from_module(self.actor, warn=False)
         primers = [] if primer is None else getattr(primer, "transforms", [primer])
-        specs = {
-            unravel_key(key): spec for one in primers for key, spec in one.primers.items(True, True)
-        }
+        specs: dict[NestedKey, TensorSpec] = {}
+        for one in primers:
+            specs |= {unravel_key(key): spec for key, spec in one.primers.items(True, True)}
         if any(key not in specs for key in self.state_keys):
             raise ValueError(
-                f"`actor` has the recurrent state {self.state_keys} but no `make_tensordict_primer` that "
-                f"describes it (found {list(specs)}): give its recurrent module one, as TorchRL's "
-                "LSTMModule has."
+                f"`actor` has the recurrent state {self.state_keys} but no "
+                f"`make_tensordict_primer` of it, got one of {list(specs)}: give its module one."
             )
-        dtype = self._own_dtype or self._weight_dtype()
-        specs = {
-            key: spec.to(dtype) if spec.dtype.is_floating_point else spec
-            for key, spec in specs.items()
-        }
-        return {
-            own: specs[key] for own, key in zip(self.own_state_keys, self.state_keys, strict=True)
-        }
+        dtype, own = self._own_dtype or self._weight_dtype(), {}
+        for own_key, key in zip(self.own_state_keys, self.state_keys, strict=True):
+            spec = specs[key]
+            own[own_key] = spec.to(dtype) if spec.dtype.is_floating_point else spec
+        return own
 
     def _carries_states(self, inputs: TensorDictBase) -> bool:
         return all(inputs.get(key, None) is not None for key in self.own_state_keys)
 
-    def _require_states(self, inputs: TensorDictBase) -> None:
+    def _use_states(self, inputs: TensorDictBase) -> None:
+        """Takes the state of each step from the data; RuntimeError if it is not there."""
         missing = [key for key in self.own_state_keys if inputs.get(key, None) is None]
         if missing:
             raise RuntimeError(
                 f"the reference is recurrent and its state {missing} is not in the data, got "
-                f"{existing_keys(inputs)}: put ReferenceModelLogProbTransform into the env, which records "
-                'that state, or pass batches whose last dimension is time (named "time", or `time_dim=`).'
+                f"{existing_keys(inputs)}: put ReferenceModelLogProbTransform into the env, or "
+                'pass batches whose last dimension is time (named "time", or `time_dim=`).'
             )
-
-    def _trust_states(self, inputs: TensorDictBase) -> None:
-        """The state of each step is in the data, zero where a trajectory begins: `is_init` must not blank it.
-
-        A SliceSampler sets `is_init` wherever a slice begins, in the middle of trajectories too.
-        """
+        # They are zero where a trajectory begins. A SliceSampler sets `is_init` elsewhere, too.
         if self._init_key is not None and inputs.get(self._init_key, None) is not None:
             inputs.set(self._init_key, torch.zeros_like(inputs.get(self._init_key)))
 
     def _set_first_states(
-        self,
-        tensordict: TensorDictBase,
-        inputs: TensorDictBase,
-        zero_states: bool,
-        *,
-        carry: bool = True,
+        self, tensordict: TensorDictBase, inputs: TensorDictBase, zero_states: bool, carry: bool
     ) -> None:
         specs = list(self.state_specs().values())
-        states = self._memory.first_states(tensordict, specs, zero_states, carry=carry)
+        states = self._memory.first_states(tensordict, specs, zero_states, carry)
         for key, state in zip(self.own_state_keys, states, strict=True):
             inputs.set(key, state)
 
     def _prepare(self, inputs: TensorDictBase) -> None:
-        """Hands the actor its own state as if it were the policy's, and what it reads in the dtype of its weights."""
+        """Hands the actor its state under the policy's key, and floats in its weights' dtype."""
         for own, key in zip(self.own_state_keys, self.state_keys, strict=True):
             inputs.rename_key_(own, key)
         if self._own_dtype is None:
@@ -357,7 +321,8 @@ class FrozenActor(nn.Module):
     def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> Score:
         self._prepare(inputs)
         with self.scoring(recurrent):
-            log_prob = log_prob_of_actions(self.actor, inputs, self.action_keys, self.recorded)
+            keys, recorded = self.action_keys, self.recorded
+            log_prob = reading.log_prob_of_actions(self.actor, inputs, keys, recorded)
         if log_prob.dtype in (torch.bfloat16, torch.float16):
             log_prob = log_prob.float()
         states = [cast(Tensor, inputs.get(("next", *as_tuple(key)))) for key in self.state_keys]

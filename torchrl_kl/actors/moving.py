@@ -1,4 +1,4 @@
-"""How a frozen actor follows another: by a copy, or by an average that rounding does not stop."""
+"""How a frozen actor follows another: by a copy, or an average that rounding does not stop."""
 
 from __future__ import annotations
 
@@ -14,24 +14,15 @@ from torchrl_kl.functional.numbers import Float64State
 class MasterWeights(Float64State):
     """The fp32 weights behind an actor's half-precision ones, by name; made by the first average.
 
-    bfloat16 has 8 significant bits: a thousandth of the way to other weights would be rounded off
-    each time, and the average would stay where it is. So it is kept here, whatever `to(dtype)` does
-    to the actor, and rounded into the actor.
+    bfloat16 has 8 significant bits: it would round off a thousandth of the way to other weights. So
+    the average is kept here, whatever `to(dtype)` does to the actor, and rounded into the actor.
     """
 
     @torch.no_grad()
     def move(self, actor: nn.Module, source: nn.Module, tau: float) -> None:
-        """Moves weights in place, to (1 - tau) * actor + tau * source; buffers are copied.
-
-        Raises:
-            TypeError: if `source` is not a module.
-            ValueError: if `tau` is not in (0, 1], or `source` has other weights (by name or shape)
-                or NaN among them; nothing has moved then.
-        """
+        """Moves `actor`, as `FrozenActor.update_reference` says."""
         if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 < tau <= 1:
-            raise ValueError(
-                f"`tau` must be in (0, 1], got {tau!r}: it is the share of the way, 1 for a copy."
-            )
+            raise ValueError(f"`tau` must be in (0, 1], got {tau!r}: it is the share of the way.")
         own, new = entries_of(actor), entries_of(source)
         _check_entries(own, new)
         weights = dict(actor.named_parameters())
@@ -80,9 +71,8 @@ def _buffer_name(name: str) -> str:
 def entries_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, those that are in no state dict included."""
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"`source` must be a module, got {type(module).__name__}: pass the policy itself."
-        )
+        name = type(module).__name__
+        raise TypeError(f"`source` must be a module, got {name}: pass the policy itself.")
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
@@ -91,8 +81,7 @@ def _check_entries(own: dict[str, Tensor], new: dict[str, Tensor]) -> None:
         lacks, has = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
         raise ValueError(
             f"`source` must have the weights of the reference, but lacks {lacks[:3]} and has "
-            f"{has[:3]} in addition: pass the policy that the reference is a copy of, not a part "
-            "of it nor what wraps it."
+            f"{has[:3]} in addition: pass the policy itself, not what wraps it."
         )
     for name, value in new.items():
         if value.shape != own[name].shape:
@@ -101,7 +90,4 @@ def _check_entries(own: dict[str, Tensor], new: dict[str, Tensor]) -> None:
                 f"{name!r}, which has {tuple(own[name].shape)} there: it is another network."
             )
         if bool(value.isnan().any()):
-            raise ValueError(
-                f"`source` has NaN in {name!r}: the policy has diverged. The reference is left as "
-                "it was; load an earlier state of the policy."
-            )
+            raise ValueError(f"`source` has NaN in {name!r}: the policy has diverged.")

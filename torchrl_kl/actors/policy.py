@@ -18,23 +18,17 @@ from torchrl_kl.actors.reading import check_actor, log_prob_of_actions, read_key
 Held = TypeVar("Held")
 
 _NOT_PICKLED = (
-    "a transform with `recompute_log_prob` cannot be sent to another process, where the policy would be "
-    "a copy that does not learn: let the policy record its log-prob (`return_log_prob=True`) instead, or "
-    "keep the transform in the learner's process, as the collector's `postproc`."
+    "a transform with `recompute_log_prob` cannot be sent to another process, where it would not "
+    "see the policy learn: record the log-prob (`return_log_prob=True`), or use it as `postproc`."
 )
 
 
 class Borrowed(Generic[Held]):
     """Holds a module that somebody else owns: it is not a submodule, and deep copies share it.
 
-    The policy as a submodule of a transform would be moved and put into eval mode with the env that
-    the transform is attached to, would be in `state_dict` a second time, and a deep copy of the
-    transform would no longer see it learn.
-
-    Args:
-        held: the policy, or what leads to it.
-        refusal: why it must not be pickled: in another process it would be a copy that learns
-            nothing. None where such a copy does as well.
+    As a submodule of a transform the policy would be moved and put into eval mode with the env, be
+    in `state_dict` twice, and a deep copy of the transform would no longer see it learn. `refusal`
+    says why it must not be pickled; None where a copy in another process does as well.
     """
 
     def __init__(self, held: Held, *, refusal: str | None = None):
@@ -63,12 +57,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 class ActingPolicy:
-    """The acting policy, whose present log-probs replace those that it did not record.
-
-    Args:
-        policy: a probabilistic actor.
-        recorded: where it would record its log-prob.
-    """
+    """The acting policy, whose present log-probs replace those that it did not record."""
 
     def __init__(self, policy: nn.Module, recorded: LogProbKeys):
         check_actor(policy)
@@ -81,27 +70,20 @@ class ActingPolicy:
         return all(a is b for a, b in zip(own, others, strict=False))
 
     def ran(self, tensordict: TensorDictBase, action_keys: Collection[NestedKey]) -> bool:
-        """Whether it drew the action of an env step: it left other entries than the env's actions.
-
-        Raises:
-            ValueError: if it leaves none, so that one cannot tell.
-        """
+        """Whether it drew the action of an env step: it left entries other than env actions."""
         policy = self._borrowed.held
         traces = [key for key in trace_keys(policy, self.recorded) if key not in action_keys]
         if not traces:
             raise ValueError(
-                f"`actor` writes only {policy.out_keys}: with `recompute_log_prob` its actions in an env "
-                "could not be told from random ones (a warm-up, a check of the specs), whose log-prob is "
-                "not the policy's. Let it keep another of its out_keys, such as the parameters of its "
-                "distribution."
+                f"`actor` writes only {policy.out_keys}: with `recompute_log_prob` its actions in "
+                "an env could not be told from random ones. Let it keep another of its out_keys."
             )
         return any(tensordict.get(key, None) is not None for key in traces)
 
     @torch.no_grad()
     def log_prob(self, tensordict: TensorDictBase, *, timed: bool) -> Tensor:
-        """Its present log-prob of the actions of a batch (*B), nats; `timed`: the last dimension is time."""
+        """Its present log-prob of a batch (*B), nats; `timed`: the last dimension is time."""
         policy = self._borrowed.held
-        keys = (*read_keys(policy), *policy.dist_sample_keys)
-        inputs = tensordict.select(*keys, strict=False)
+        inputs = tensordict.select(*read_keys(policy), *policy.dist_sample_keys, strict=False)
         with set_recurrent_mode(timed):
             return log_prob_of_actions(policy, inputs, policy.dist_sample_keys, self.recorded)

@@ -17,34 +17,29 @@ from torch import Tensor, nn
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling, sum_action_dims
 from torchrl_kl._torchrl import indices_of
 
+_PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
+
 
 def check_actor(actor: nn.Module) -> None:
-    """Refuses a module without a distribution, or with uninitialised weights.
-
-    Raises:
-        TypeError: if it has no distribution.
-        ValueError: if it has uninitialised weights.
-    """
+    """TypeError for a module without a distribution, ValueError for uninitialised weights."""
     has_dist = hasattr(actor, "get_dist") and hasattr(actor, "log_prob")
     if not (isinstance(actor, nn.Module) and has_dist):
         raise TypeError(
             "`actor` must be a probabilistic actor (with `get_dist` and `log_prob`), got "
-            f"{type(actor).__name__}: wrap the network in torchrl.modules.ProbabilisticActor; a "
-            "deterministic policy has no KL."
+            f"{type(actor).__name__}: wrap the network in torchrl.modules.ProbabilisticActor."
         )
     lazy = [name for name, p in actor.named_parameters() if nn.parameter.is_lazy(p)]
     if lazy:
         raise ValueError(
-            f"`actor` has uninitialised weights ({lazy[0]}, ...): run it once on data first; a copy made "
-            "now would be initialised apart from the policy."
+            f"`actor` has uninitialised weights ({lazy[0]}, ...): run it once on data first, or a "
+            "copy would be initialised apart from it."
         )
 
 
 def read_keys(actor: Any) -> list[NestedKey]:
-    """What an actor reads from others: its `in_keys` without parameters that its own modules write."""
-    written = [
-        as_tuple(key) for module in actor.modules() for key in getattr(module, "out_keys", [])
-    ]
+    """What an actor reads: its `in_keys` without parameters that its own modules write."""
+    outs = (getattr(module, "out_keys", []) for module in actor.modules())
+    written = [as_tuple(key) for keys in outs for key in keys]
     params = [key for part in _probabilistic_modules(actor) for key in part.in_keys]
 
     def fills(key: NestedKey) -> bool:
@@ -55,23 +50,19 @@ def read_keys(actor: Any) -> list[NestedKey]:
 
 
 def trace_keys(actor: Any, recorded: LogProbKeys) -> list[NestedKey]:
-    """Entries that only its forward pass leaves: with them and without a log-prob, the policy did run."""
+    """Entries that only its forward pass leaves, from which one sees that the policy ran."""
     known = {unravel_key(key) for key in (*actor.in_keys, *actor.dist_sample_keys, *recorded.keys)}
     root_keys = [key for key in actor.out_keys if as_tuple(key)[0] != "next"]
     return [key for key in root_keys if unravel_key(key) not in known]
 
 
 def find_log_prob_keys(actor: Any) -> list[NestedKey]:
-    """Where an actor records the log-prob of its action, or those of its parts.
-
-    Raises:
-        ValueError: if parts share a key: the last one drawn overwrites the others there.
-    """
+    """Where an actor records the log-prob of each part of its action; ValueError if not apart."""
     keys = [unravel_key(key) for key in actor.log_prob_keys]
     if len(set(keys)) < len(keys):
         raise ValueError(
-            f"`actor` must record the log-prob of each part of its action under another key, got {keys}: "
-            "name them with the `log_prob_key` of each ProbabilisticTensorDictModule."
+            "`actor` must record the log-prob of each part of its action under another key, got "
+            f"{keys}: name them with the `log_prob_key` of each ProbabilisticTensorDictModule."
         )
     return keys
 
@@ -79,14 +70,10 @@ def find_log_prob_keys(actor: Any) -> list[NestedKey]:
 def log_prob_of_actions(
     actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey], recorded: LogProbKeys
 ) -> Tensor:
-    """The log-prob of the actions in `inputs`, nats, summed over the parts and dimensions of the action.
+    """The log-prob of the actions in `inputs`, nats, summed over the action's parts.
 
-    Args:
-        actor: a probabilistic actor.
-        inputs: what it reads, and the action. What it writes on the way is left there, the
-            parameters of its distribution included.
-        action_keys: its `dist_sample_keys`, which take long to find.
-        recorded: where the policy records its log-prob; the result has the shape of the batch there.
+    The actor's outputs, such as the parameters of its distribution, are left in `inputs`. The
+    result has the batch shape of `recorded`. `action_keys`: its `dist_sample_keys`, slow to find.
     """
     batch_size = recorded.batch_size(inputs)
     log_prob = _log_prob(actor, inputs, action_keys[0])
@@ -100,13 +87,13 @@ def log_prob_of_actions(
 
 
 def _refuse_one_part(action_keys: Sequence[NestedKey], recorded: LogProbKeys) -> None:
-    """ValueError if the policy's log-prob is of one part of the action, and the reference's of the whole."""
+    """ValueError if the policy's log-prob is of a part, and the reference's of the whole action."""
     parts = [sibling(key, f"{as_tuple(key)[-1]}_log_prob") for key in action_keys]
     if len(recorded.keys) == 1 and recorded.keys[0] in parts:
         raise ValueError(
             "`KLKeys.log_prob` must not be that of one part of the action, got "
-            f"{recorded.keys[0]!r}, while `composite_lp_aggregate` is on: the reference then gives the "
-            "log-prob of the whole action. Leave it out, or call set_composite_lp_aggregate(False)."
+            f"{recorded.keys[0]!r}, while `composite_lp_aggregate` is on: leave it out, or call "
+            "set_composite_lp_aggregate(False)."
         )
 
 
@@ -121,12 +108,9 @@ def _log_prob(actor: Any, inputs: TensorDictBase, action_key: NestedKey) -> Tens
     # Parts that are drawn one after another are scored each after those before it. (The actor's
     # `log_prob` draws the earlier parts anew and scores the later ones after those.)
     log_probs = TensorDict(batch_size=inputs.batch_size)
-    for module in (
-        actor.module.values() if isinstance(actor.module, nn.ModuleDict) else actor.module
-    ):
-        if not isinstance(
-            module, ProbabilisticTensorDictModule | ProbabilisticTensorDictSequential
-        ):
+    parts = actor.module
+    for module in parts.values() if isinstance(parts, nn.ModuleDict) else parts:
+        if not isinstance(module, _PROBABILISTIC):
             module(inputs)
             continue
         log_prob = _log_prob(module, inputs, module.dist_sample_keys[0])
@@ -137,46 +121,35 @@ def _log_prob(actor: Any, inputs: TensorDictBase, action_key: NestedKey) -> Tens
 
 
 def _probabilistic_modules(actor: nn.Module) -> list[Any]:
-    return [
-        module for module in actor.modules() if isinstance(module, ProbabilisticTensorDictModule)
-    ]
+    return [part for part in actor.modules() if isinstance(part, ProbabilisticTensorDictModule)]
 
 
 def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:
-    """The one module of an actor that turns parameters into a distribution; it has no weights.
-
-    Raises:
-        ValueError: if there is none, or more than one.
-    """
+    """The one module of an actor that makes its distribution; ValueError if there is not one."""
     found = _probabilistic_modules(actor)
     if len(found) != 1:
         raise ValueError(
             f"`actor` must have one ProbabilisticTensorDictModule, got {len(found)} in "
-            f"{type(actor).__name__}: the KL of the whole action cannot be read from the parameters of "
-            "one of several distributions."
+            f"{type(actor).__name__}: the KL of the whole action is not in one of its parts."
         )
     return found[0]
 
 
 def written_params(actor: nn.Module) -> list[NestedKey]:
-    """The keys of the distribution's parameters that the actor writes; others (an action mask) are the env's."""
+    """Keys of the parameters that the actor writes; others (an action mask) are the env's."""
     params = dist_module_of(actor).in_keys  # first: it refuses what has no keys
     read = read_keys(actor)
     return [key for key in params if key not in read]
 
 
 def categorical_log_probs(dist: torch.distributions.Distribution) -> Tensor:
-    """Log-probs of all actions, shape (*B, n_actions).
-
-    Raises:
-        TypeError: if the distribution is not a categorical one over all actions.
-    """
+    """Log-probs of all actions, (*B, n_actions); TypeError if the distribution has none."""
     kinds = (torch.distributions.Categorical, torch.distributions.OneHotCategorical)
     # With `indices` a MaskedCategorical has no column for each action.
     if not isinstance(dist, kinds) or indices_of(dist) is not None:
         raise TypeError(
-            "the top k need a Categorical, OneHotCategorical or MaskedCategorical distribution (with a "
-            f'mask, not with indices), got {type(dist).__name__}: use `estimator="exact"`.'
+            "the top k need a Categorical, OneHotCategorical or MaskedCategorical distribution "
+            f'(with a mask, not with indices), got {type(dist).__name__}: use `estimator="exact"`.'
         )
     return dist.logits
 

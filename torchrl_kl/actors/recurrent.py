@@ -1,4 +1,4 @@
-"""The recurrent state of a reference: where it comes from at the first step of each row of a batch."""
+"""The recurrent state of a reference at the first step of each row of a batch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ class _Left(NamedTuple):
 class RecurrentMemory:
     """The states in which the last batch left its trajectories, by `("collector", "traj_ids")`.
 
-    Args:
-        in_keys: what the reference reads of the env.
-        init_key: the one of them that says that a trajectory begins, if there is one.
+    `in_keys`: what the reference reads; `init_key`: the one that says that a trajectory begins.
     """
 
     def __init__(self, in_keys: list[NestedKey], init_key: NestedKey | None):
@@ -32,20 +30,12 @@ class RecurrentMemory:
         self._left: dict[int, _Left] = {}
 
     def first_states(
-        self,
-        tensordict: TensorDictBase,
-        specs: list[TensorSpec],
-        zero_states: bool,
-        *,
-        carry: bool = True,
+        self, tensordict: TensorDictBase, specs: list[TensorSpec], zero_states: bool, carry: bool
     ) -> list[Tensor]:
-        """States (*R, T, ...) that are set at the first step of each row; later trajectories begin from 0.
+        """States (*R, T, ...), set at the first step of each row; later trajectories begin from 0.
 
         `carry`: whether a row may go on from where the last call left its trajectory.
-
-        Raises:
-            RuntimeError: if a row begins inside a trajectory whose state is not known.
-            ValueError: if the steps do not follow one another.
+        `zero_states`: whether an unknown state is zero instead of a RuntimeError.
         """
         self._check_order(tensordict)
         shape = tensordict.batch_size
@@ -57,17 +47,16 @@ class RecurrentMemory:
         observed = tensordict.select(*self.in_keys, strict=False)[..., 0].reshape(-1)
         zeros = [spec.zero() for spec in specs]
         rows = []
-        for row, (begin, trajectory) in enumerate(
-            zip(begins.reshape(-1).tolist(), first_ids, strict=True)
-        ):
+        pairs = zip(begins.reshape(-1).tolist(), first_ids, strict=True)
+        for row, (begin, trajectory) in enumerate(pairs):
             state = zeros if begin else None
             if carry and not begin:
                 state = self._state_before(trajectory, observed[row])
             if state is None and not zero_states:
                 raise RuntimeError(
-                    "a row of the batch begins inside a trajectory and the state that the recurrent "
-                    "reference had there is unknown: put ReferenceModelLogProbTransform into the env, "
-                    "which records it, or accept the error of a zero state with `zero_states=True`."
+                    "a row of the batch begins inside a trajectory and the state of the recurrent "
+                    "reference is unknown there: put ReferenceModelLogProbTransform into the env, "
+                    "or accept the error of a zero state with `zero_states=True`."
                 )
             rows.append(state or zeros)
         states = []
@@ -99,7 +88,7 @@ class RecurrentMemory:
             self._left[trajectory] = _Left(states_of_row, observed[row])
 
     def _state_before(self, trajectory: int | None, first: TensorDictBase) -> list[Tensor] | None:
-        """The state that the last call left in a trajectory, if that call ended where this row begins."""
+        """The state where the last call left a trajectory, if this row begins there."""
         left = self._left.get(trajectory) if trajectory is not None else None
         if left is None:
             return None
@@ -119,7 +108,7 @@ class RecurrentMemory:
             may_differ = may_differ | ~after.get(MASK_KEY)
         keys = [key for key in self.in_keys if key != self.init_key]
         consequence = (
-            "The reference is recurrent: put ReferenceModelLogProbTransform into the env, which records "
-            "the state of each step."
+            "The reference is recurrent: put ReferenceModelLogProbTransform into the env, which "
+            "records the state of each step."
         )
         require_order(tensordict, keys, may_differ, consequence)

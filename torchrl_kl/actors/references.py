@@ -1,4 +1,4 @@
-"""What `reference=` may be: nothing, another actor, a FrozenActor, or a switch of the policy itself."""
+"""What `reference=` may be: nothing, an actor, a FrozenActor, or a switch of the policy."""
 
 from __future__ import annotations
 
@@ -22,29 +22,20 @@ class _Switchable(NamedTuple):
 
 
 class SwitchedActor(FrozenActor):
-    """The policy itself as reference, within a context that it is switched to: LoRA's adapters off, say.
+    """The policy itself as reference within a context: LoRA's adapters off, say.
 
-    It needs no second model. It scores without gradients and in eval mode, and leaves the policy as
-    it was: its mode, its gradients, its device. Nothing of it is in `state_dict`. Deep copies score
-    with the same policy. A copy in another process (by pickle) has a copy of the policy, which
-    serves as well while the weights that the switch leaves on, the base, do not change.
+    It scores without gradients and in eval mode, and leaves the policy as it was: its mode, its
+    gradients, its device. Nothing of it is in `state_dict`. Deep copies score with the same policy.
+    A copy in another process (by pickle) has a copy of the policy, which serves as well while the
+    weights that the switch leaves on, the base, do not change.
 
-    Args:
-        actor: the policy, a probabilistic actor.
-        switch: a callable that returns a context manager in which `actor` is the reference, such as
-            PEFT's `model.disable_adapter` of the model in `actor`.
-        options: as for FrozenActor.
-
-    Raises:
-        TypeError: if the actor has no distribution, or when it scores, if `switch` does not return
-            a context manager.
-        ValueError: if it has uninitialised weights.
+    `switch` returns a context manager in which `actor` is the reference, such as PEFT's
+    `model.disable_adapter`, or a pass raises a TypeError. `options`: as for FrozenActor.
     """
 
     def __init__(self, actor: nn.Module, switch: Switch, **options: Any):
-        self._borrowed = Borrowed(
-            _Switchable(cast(ProbabilisticTensorDictSequential, actor), switch)
-        )
+        policy = cast(ProbabilisticTensorDictSequential, actor)
+        self._borrowed = Borrowed(_Switchable(policy, switch))
         super().__init__(actor, **options)
 
     def _hold(self, actor: nn.Module) -> None:
@@ -56,15 +47,10 @@ class SwitchedActor(FrozenActor):
         return self._borrowed.held.actor
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
-        """Refuses: it has no weights to move.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """RuntimeError: it has no weights to move."""
         raise RuntimeError(
-            "`update_reference` needs a reference that is a copy, and this one is the policy itself "
-            "within a context: leave `reference` out, and a copy is made that can move, or merge the "
-            "adapters into the base."
+            "`update_reference` needs a reference that is a copy, and this one is the policy "
+            "itself within a context: leave `reference` out, or merge the adapters into the base."
         )
 
     @contextmanager
@@ -74,8 +60,7 @@ class SwitchedActor(FrozenActor):
         if not isinstance(context, AbstractContextManager):
             raise TypeError(
                 "`reference` must return a context manager when called, got "
-                f"{type(context).__name__}: pass a function that switches the adapters off for a `with` "
-                "block, such as PEFT's `model.disable_adapter`."
+                f"{type(context).__name__}: pass a function such as PEFT's `model.disable_adapter`."
             )
         with ExitStack() as stack:
             stack.enter_context(context)
@@ -93,16 +78,12 @@ def as_reference(
 ) -> FrozenActor:
     """The reference that the argument `reference` means, to score the actions of `actor`.
 
-    Args:
-        actor: the policy.
-        reference: None: a frozen copy of `actor`; an actor: a frozen copy of it; a FrozenActor:
-            itself; a callable that returns a context manager: `actor` itself, within that context.
-        log_prob_key: where the policy records its log-prob; by default `actor.log_prob_keys`.
-        options: `requires_grad`, `zero_states` and `recompute_log_prob` of FrozenActor.
+    None: a frozen copy of `actor`; an actor: a frozen copy of it; a FrozenActor: itself; a callable
+    that returns a context manager: `actor` itself, within that context.
 
     Raises:
         TypeError: if `reference` is something else.
-        ValueError: if an option is given that a FrozenActor or a context cannot take.
+        ValueError: if one of `options`, as for FrozenActor, is given that it cannot take.
     """
     if reference is None:
         return FrozenActor(actor, log_prob_key=log_prob_key, **options)
@@ -117,24 +98,24 @@ def as_reference(
         given = [name for name, value in options.items() if value]
         if given:
             raise ValueError(
-                f"`{given[0]}` must be given to the FrozenActor that is the reference, got it here: build "
+                f"`{given[0]}` must be given to the FrozenActor that is the reference: build "
                 f"FrozenActor(actor, {given[0]}=True)."
             )
         if not reference.asks(actor):
             raise ValueError(
-                "`reference` asks another policy than `actor` for log-probs that were not recorded: build "
-                "it with FrozenActor(..., policy=actor, recompute_log_prob=True)."
+                "`reference` asks another policy than `actor` for its log-probs: build it with "
+                "FrozenActor(..., policy=actor, recompute_log_prob=True)."
             )
         if log_prob_key not in (None, reference.log_prob_key):
             raise ValueError(
-                f"`KLKeys.log_prob` must be that of the FrozenActor, {reference.log_prob_key!r}, got "
-                f"{log_prob_key!r}."
+                "`KLKeys.log_prob` must be that of the FrozenActor, "
+                f"{reference.log_prob_key!r}, got {log_prob_key!r}."
             )
         return reference
     if isinstance(reference, AbstractContextManager) or not callable(reference):
         raise TypeError(
             "`reference` must be an actor or a callable that returns a context manager, got "
-            f"{type(reference).__name__}: pass `model.disable_adapter`, not `model.disable_adapter()`, "
-            "which could be entered only once."
+            f"{type(reference).__name__}: pass `model.disable_adapter`, not "
+            "`model.disable_adapter()`, which could be entered only once."
         )
     return SwitchedActor(actor, reference, log_prob_key=log_prob_key, **options)

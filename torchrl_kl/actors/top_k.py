@@ -10,18 +10,13 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from torch import nn
 
 from torchrl_kl._tensordict import as_tuple, sibling
-from torchrl_kl.actors.reading import (
-    action_index,
-    categorical_log_probs,
-    dist_module_of,
-    written_params,
-)
+from torchrl_kl.actors import reading
 
 
 class TopKActor(ProbabilisticTensorDictSequential):
-    """An actor as a collector's policy that records its k most likely actions and not its logits: O(k) per step.
+    """An actor that records its k most likely actions and not its logits: O(k) per step.
 
-    It is the same policy with the same weights (shared, under the same names in `state_dict`): the
+    It is the same policy with the same weights (shared, under the same names in `state_dict`), the
     same actions, log-probs and `get_dist`. Collectors, losses and the transforms of this package
     take it as they take `actor`. `estimator="top_k"` reads what it records.
 
@@ -33,16 +28,15 @@ class TopKActor(ProbabilisticTensorDictSequential):
         them, (*B).
 
     Args:
-        actor: has one categorical distribution (Categorical, OneHotCategorical, MaskedCategorical)
-            of one choice per step (or per agent), and records its log-prob.
+        actor: records its log-prob and has one categorical distribution (Categorical,
+            OneHotCategorical, MaskedCategorical) of one choice per step (or per agent).
         k: how many actions, from 1 to all of them.
         top_k_key: the nested tensordict to write; by default "top_k" next to the log-prob.
 
     Raises:
-        TypeError: if `actor` is not a probabilistic actor; in a call, if its distribution is not
-            categorical.
-        ValueError: if `k` is less than 1, the log-prob is not recorded or there are several
-            distributions; in a call, if there are fewer than k actions.
+        TypeError: if `actor` is not a probabilistic actor, or (in a call) not categorical.
+        ValueError: if `k` is less than 1 or (in a call) more than the actions, the log-prob is not
+            recorded, or there are several distributions.
 
     Example:
         >>> from torchrl_kl import GPT, GPTActor, TopKActor
@@ -61,7 +55,7 @@ class TopKActor(ProbabilisticTensorDictSequential):
         top_k_key: NestedKey | None = None,
     ):
         _check_arguments(actor, k)
-        log_prob_key = cast(list[NestedKey], dist_module_of(actor).log_prob_keys)[0]
+        log_prob_key = cast(list[NestedKey], reading.dist_module_of(actor).log_prob_keys)[0]
         modules = actor.module
         named = isinstance(modules, nn.ModuleDict)
         parts: list[Any] = [OrderedDict(modules.items())] if named else list(modules)
@@ -70,14 +64,14 @@ class TopKActor(ProbabilisticTensorDictSequential):
             "return_composite": actor.return_composite,
         }
         super().__init__(*parts, **options)
-        # The whole sequence with all its out_keys; unregistered, or its weights would be there twice.
+        # With all its out_keys; unregistered, or its weights would be in `state_dict` twice.
         self.__dict__["_whole"] = ProbabilisticTensorDictSequential(*parts, **options)
         self.k = k
         self.top_k_key = unravel_key(top_k_key or sibling(log_prob_key, "top_k"))
         names = ("log_probs", "actions", "in_top_k")
         self._record_keys = [(*as_tuple(self.top_k_key), name) for name in names]
         others = cast(list[NestedKey], actor.out_keys)
-        dropped = (*written_params(actor), *self._record_keys)
+        dropped = (*reading.written_params(actor), *self._record_keys)
         self.out_keys = [*(key for key in others if key not in dropped), *self._record_keys]
 
     @dispatch(auto_batch_size=False)
@@ -91,15 +85,13 @@ class TopKActor(ProbabilisticTensorDictSequential):
         return tensordict_out.update(played.select(*self.out_keys, strict=False))
 
     def _record_top_k(self, played: TensorDictBase) -> None:
-        dist_module = dist_module_of(self)
-        log_probs = categorical_log_probs(dist_module.get_dist(played))
-        n_actions = log_probs.shape[-1]
-        if self.k > n_actions:
-            raise ValueError(
-                f"`k` must be at most the number of actions, {n_actions}, got {self.k}."
-            )
+        dist_module = reading.dist_module_of(self)
+        log_probs = reading.categorical_log_probs(dist_module.get_dist(played))
+        n = log_probs.shape[-1]
+        if self.k > n:
+            raise ValueError(f"`k` must be at most the number of actions, {n}, got {self.k}.")
         top = log_probs.topk(self.k, dim=-1)
-        drawn = action_index(played.get(dist_module.dist_sample_keys[0]), log_probs)
+        drawn = reading.action_index(played.get(dist_module.dist_sample_keys[0]), log_probs)
         values = top.values, top.indices, (top.indices == drawn.unsqueeze(-1)).any(-1)
         for key, value in zip(self._record_keys, values, strict=True):
             played.set(key, value)
@@ -107,14 +99,13 @@ class TopKActor(ProbabilisticTensorDictSequential):
 
 def _check_arguments(actor: Any, k: Any) -> None:
     if not isinstance(actor, ProbabilisticTensorDictSequential):
-        raise TypeError(
-            f"`actor` must be a ProbabilisticTensorDictSequential, got {type(actor).__name__}."
-        )
+        name = type(actor).__name__
+        raise TypeError(f"`actor` must be a ProbabilisticTensorDictSequential, got {name}.")
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"`k` must be an int of at least 1, got {k!r}.")
-    log_prob_key = cast(list[NestedKey], dist_module_of(actor).log_prob_keys)[0]
+    log_prob_key = cast(list[NestedKey], reading.dist_module_of(actor).log_prob_keys)[0]
     if log_prob_key not in actor.out_keys:
         raise ValueError(
-            f"`actor` must record its log-prob, got the out_keys {actor.out_keys}: the tail beyond the "
-            "top k is estimated from it. Build it with ProbabilisticActor(..., return_log_prob=True)."
+            f"`actor` must record its log-prob, got the out_keys {actor.out_keys}: build it with "
+            "ProbabilisticActor(..., return_log_prob=True)."
         )

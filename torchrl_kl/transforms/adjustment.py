@@ -1,4 +1,4 @@
-"""The part of the stack that subtracts the penalty from the reward, as a transform."""
+"""The part of the stack that subtracts the penalty from the reward."""
 
 from __future__ import annotations
 
@@ -7,26 +7,19 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite
 
-from torchrl_kl._tensordict import (
-    MASK_KEY,
-    KLKeys,
-    copy_batch,
-    expand_right,
-    get_required,
-    hidden_key,
-    is_fake,
-)
+from torchrl_kl import _tensordict as td
+from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.controllers import KLController
 from torchrl_kl.transforms.base import require_spec
-from torchrl_kl.transforms.kl_step import KLStep
+from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.penalty import NO_KL, PenaltyTransform
 
 
 class RewardAdjustmentTransform(PenaltyTransform):
-    """Subtracts the KL from the reward, `reward = task_reward - coeff * kl`, and feeds the controller.
+    """Subtracts the KL, `reward = task_reward - coeff * kl`, and feeds the controller.
 
-    A step is penalized with the coefficient of that moment. What has been measured is pooled, and
-    the controller is updated once with the mean and the count: of finished trajectories, or with
+    A step is penalized with the coefficient of that moment. What was measured is pooled, and the
+    controller is updated once with its mean and count: of finished trajectories, or with
     `per="step"` of steps. (One trajectory at a time, its clip would make it steer the median.)
 
     The controller moves in the steps of an env and in calls on a batch. It does not move while
@@ -34,9 +27,8 @@ class RewardAdjustmentTransform(PenaltyTransform):
     deterministic actions (an argmax is not a sample: its k1 is biased). A batch does not say how
     its actions were chosen: freeze the transform for batches of an evaluation.
 
-    You may rely on: every step's coefficient is recorded; penalizing twice raises an error; a call
-    on a batch leaves its input alone. With gamma < 1 the reward penalizes the discounted KL, while
-    the controller holds the undiscounted one.
+    You may rely on: every step's coefficient is recorded; penalizing twice raises an error. With
+    gamma < 1 the reward penalizes the discounted KL, the controller holds the undiscounted one.
 
     Keys:
         reads ("next", "reward"), ("next", "kl"), and ("next", "kl_estimate") where there is one,
@@ -49,15 +41,11 @@ class RewardAdjustmentTransform(PenaltyTransform):
     trajectories that are still open are not saved: a restarted collector begins new ones.
 
     Args:
-        controller: a KLController, or a float for a constant coefficient.
-        update_every: how many finished trajectories (steps, if the controller counts per step) an
-            update waits for. None: a batch updates once with what it finished, however few; in an
-            env an update waits for 16 trajectories or 256 steps.
-        keys: names of the entries.
-        time_dim: the last batch dimension, if it is time and not named "time".
+        controller, update_every, keys, time_dim: as for KLConstrainedTransform.
 
     Raises:
         TypeError: if `controller` is neither a KLController nor a number.
+        KeyError: if the reward, the KL or, on a batch, "next" is not there.
         ValueError: if `update_every` is less than 1, or 1 for a controller with a deadband; if KL
             and reward differ in shape, or a batch for a controller of trajectories is not in order.
         RuntimeError: if the reward was penalized before, or the controller would have to be fed
@@ -81,44 +69,33 @@ class RewardAdjustmentTransform(PenaltyTransform):
         keys: KLKeys | None = None,
         time_dim: int | None = None,
     ):
-        resolved = (keys or KLKeys()).resolve()
+        named = (keys or KLKeys()).resolve()
         super().__init__(
-            controller,
-            resolved,
-            in_keys=[resolved.kl],
-            out_keys=[],
-            update_every=update_every,
-            time_dim=time_dim,
+            controller, named, in_keys=[named.kl], update_every=update_every, time_dim=time_dim
         )
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        counted = tensordict.get(hidden_key(self.keys.kl, "counted"), None)
+        counted = tensordict.get(td.hidden_key(self.keys.kl, "counted"), None)
         step = self._read(next_tensordict, tensordict.get("_step", None), counted)
         self.adjust_env_step(tensordict, next_tensordict, step)
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Penalizes a batch (*B) that has "next"; returns a shallow copy with the results.
-
-        Raises:
-            KeyError: if the reward, the KL or "next" is not there.
-            RuntimeError: if the reward was penalized before, or the controller cannot be fed.
-        """
+        """Penalizes a batch (*B) that has "next"; returns a shallow copy with the results."""
         self.refuse_wrong_order()
-        tensordict = copy_batch(tensordict)
+        tensordict = td.copy_batch(tensordict)
         self.refuse_penalized_batch(tensordict)
-        mask = tensordict.get(MASK_KEY, None)
-        step = self._read(tensordict.get("next"), mask)
-        self.adjust_batch(tensordict, step, trace=not is_fake(tensordict))
+        step = self._read(tensordict.get("next"), tensordict.get(td.MASK_KEY, None))
+        self.adjust_batch(tensordict, step, None, trace=not td.is_fake(tensordict))
         return tensordict
 
     def _read(
         self, next_tensordict: TensorDictBase, mask: Tensor | None, counted: Tensor | None = None
     ) -> KLStep:
-        kl = get_required(next_tensordict, self.keys.kl, NO_KL)
+        kl = td.get_required(next_tensordict, self.keys.kl, NO_KL)
         estimate = next_tensordict.get(self.keys.kl_estimate, None)
         if mask is not None:
-            covered = expand_right(mask, kl.shape)
+            covered = td.expand_right(mask, kl.shape)
             kl = torch.where(covered, kl, 0.0)
             estimate = None if estimate is None else torch.where(covered, estimate, 0.0)
         counts = True if counted is None else counted
@@ -131,13 +108,7 @@ class RewardAdjustmentTransform(PenaltyTransform):
         return input_spec
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the task reward, the coefficient and the running sum.
-
-        Raises:
-            RuntimeError: if the reward was penalized by a transform before this one.
-            KeyError: if no transform before this one declares the KL.
-            ValueError: if the KL does not have the reward's shape.
-        """
+        """Adds the task reward, the coefficient and the running sum."""
         self.refuse_penalized(observation_spec.keys(True, True), "the env")
         kl = require_spec(observation_spec, self.keys.kl, NO_KL)
         self.declare_penalty(observation_spec, kl.shape, kl.dtype)

@@ -1,4 +1,4 @@
-"""What all transforms of this package share: zeros at reset, placement, and the specs of what they write."""
+"""What the transforms share: zeros at reset, placement, specs, and a reference."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torch import nn
 from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
-from torchrl_kl._tensordict import (
-    ResolvedKeys,
-    add_spec,
-    existing_keys,
-    expand_right,
-    sibling,
-)
+from torchrl_kl import _tensordict as td
+from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl._torchrl import container_of
 from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.transforms.estimates import Estimate, KLStep
 from torchrl_kl.transforms.placement import refuse_wrong_order
+from torchrl_kl.transforms.steps import score_env_step
 
 # The env that each transform was put into; not part of its state, which may be copied and sent.
 _homes: weakref.WeakKeyDictionary[Transform, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
 class KLTransform(Transform):
-    """Base of the transforms: in an env they work in `_step`, on a batch in `forward`, never on their input."""
+    """Base of the transforms: they work in `_step` or `forward`, never on their input."""
 
     keys: ResolvedKeys
     action_keys: Sequence[NestedKey] = ()  # actions that must reach it as the policy wrote them
@@ -36,7 +34,7 @@ class KLTransform(Transform):
 
     @property
     def parent_env(self) -> EnvBase:
-        """The env with all transforms before this one; only there while a spec is made or an env steps."""
+        """The env up to this transform; there only while a spec is made or the env steps."""
         return cast(EnvBase, self.parent)
 
     @property
@@ -68,10 +66,8 @@ class KLTransform(Transform):
             )
         _homes[self] = weakref.ref(env)
 
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
-        """Writes zeros for the declared entries; partial resets mask them as they do observations."""
+    def _reset(self, tensordict, tensordict_reset):
+        """Writes zeros for the declared entries; TorchRL masks them in partial resets."""
         env = cast(EnvBase, self.env)
         leading = tensordict_reset.batch_size[: tensordict_reset.batch_dims - len(env.batch_size)]
         spec = env.full_observation_spec
@@ -80,15 +76,14 @@ class KLTransform(Transform):
                 tensordict_reset.set(key, spec[key].zero(leading))
         return tensordict_reset
 
-    def _reset_on_native_autoreset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
+    def _reset_on_native_autoreset(self, tensordict, tensordict_reset):
         """Writes zeros in the rows that an env has reset by itself; TorchRL masks nothing there."""
         for key in self.out_keys:
             value = tensordict_reset.get(key, None)
             if value is not None:
-                reset = tensordict.get(sibling(key, "_reset"), tensordict.get("_reset", None))
-                tensordict_reset.set(key, torch.where(expand_right(reset, value.shape), 0.0, value))
+                reset = tensordict.get(td.sibling(key, "_reset"), tensordict.get("_reset", None))
+                reset = td.expand_right(reset, value.shape)
+                tensordict_reset.set(key, torch.where(reset, 0.0, value))
         return tensordict_reset
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
@@ -98,18 +93,15 @@ class KLTransform(Transform):
 
     def refuse_wrong_order(self) -> None:
         """RuntimeError if a transform after this one undoes its work."""
-        refuse_wrong_order(
-            self, KLTransform, self.out_keys, self.action_keys, needs_ends=self.needs_ends
-        )
+        refuse_wrong_order(self, KLTransform)
 
     def claim(self, spec: Composite, keys: Iterable[NestedKey]) -> None:
         """RuntimeError if the env has one of the keys that this transform is going to declare."""
         taken = [key for key in keys if key in spec.keys(True, True)]
         if taken:
             raise RuntimeError(
-                f"{type(self).__name__} would overwrite {taken}, which the env has already (from another "
-                "stack, or its own): give this transform other keys, such as "
-                '`keys=KLKeys.named("second")`.'
+                f"{type(self).__name__} would overwrite {taken}, which the env has already: give "
+                'this transform other keys, such as `keys=KLKeys.named("second")`.'
             )
 
     @property
@@ -117,42 +109,64 @@ class KLTransform(Transform):
         """The spec of the reward in the env before this transform."""
         return self.parent_env.full_reward_spec[self.keys.reward]
 
-    def declare_like_reward(self, spec: Composite, *keys: NestedKey) -> None:
-        """Adds unbounded leaves of the reward's shape and dtype."""
-        reward = self.reward_spec
-        for key in keys:
-            add_spec(spec, key, reward.shape, reward.dtype, reward.shape[:-1])
-
     def declare_states(self, spec: Composite, reference: FrozenActor) -> None:
         """Adds the recurrent state of a reference to an observation or state spec."""
         batch_size = self.parent_env.batch_size
         for key, leaf in reference.state_specs().items():
-            add_spec(spec, key, (*batch_size, *leaf.shape), leaf.dtype, batch_size)
+            td.add_spec(spec, key, (*batch_size, *leaf.shape), leaf.dtype, batch_size)
 
     def declare_reference(self, spec: Composite, reference: FrozenActor) -> None:
-        """Adds the recurrent state of a reference to the observation spec, if no other reference has."""
+        """Adds that state to the observation spec; RuntimeError if another reference has."""
         taken = [key for key in reference.own_state_keys if key in spec.keys(True, True)]
         if taken:
             raise RuntimeError(
-                f"the env has {taken}, the state of another recurrent reference: two references in one "
-                "env would overwrite each other's memory. Score one of them on the collector's batches."
+                f"the env has {taken}, the state of another recurrent reference, which this would "
+                "overwrite: score one of them on the collector's batches."
             )
         self.declare_states(spec, reference)
 
     def log_prob_shape(self) -> torch.Size:
-        """The shape of a log-prob in the env: the batch shape of the tensordict that holds the action."""
+        """The batch shape, in the env, of the tensordict that holds the action."""
         path, spec = self.keys.recorded.branch, self.parent_env.full_action_spec
         return spec[path].shape if path and path in spec.keys(True) else self.parent_env.batch_size
 
-    def kl_shape(self, sum_agents: bool) -> torch.Size:
-        """The shape of a KL in the env, without its trailing 1."""
-        return self.parent_env.batch_size if sum_agents else self.log_prob_shape()
+
+class ScoringTransform(KLTransform):
+    """Base of the transforms that score actions under a reference."""
+
+    reference: FrozenActor
+    estimate: Estimate | None
+    _scored: KLStep | None = None  # of the env step that is being made
+
+    def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
+        """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
+        self.reference.update_reference(source, tau)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        # Action transforms before this one have not yet turned the policy's action into the env's.
+        env = self.env
+        if env is not None:
+            self._scored = score_env_step(self.reference, tensordict, self.estimate, env)
+        return tensordict
+
+    def _take_score(self, next_tensordict: TensorDictBase) -> KLStep:
+        """The score of this env step, whose next recurrent states it writes."""
+        step, self._scored = cast(KLStep, self._scored), None
+        for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
+            next_tensordict.set(key, state)
+        return step
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Adds the reference's recurrent state to the state spec, so that batched envs carry it."""
+        self.declare_states(td.state_spec(input_spec), self.reference)
+        return input_spec
 
 
 def require_spec(spec: Composite, key: NestedKey, fix: str) -> TensorSpec:
-    """The spec of `key`; KeyError with the keys that are there and the fix otherwise."""
+    """The spec of `key`; KeyError with the fix if it is missing."""
     if key not in spec.keys(True, True):
-        raise KeyError(f"{key!r} is not in the observation spec, got {existing_keys(spec)}: {fix}")
+        keys = td.existing_keys(spec)
+        raise KeyError(f"{key!r} is not in the observation spec, got {keys}: {fix}")
     return spec[key]
 
 

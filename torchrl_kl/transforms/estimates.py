@@ -1,36 +1,44 @@
-"""Estimators of the KL other than k1, and which outputs of the reference's pass each one needs."""
+"""What is known of a step, and the estimators of its KL other than k1."""
 
 from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_kl._tensordict import (
-    ResolvedKeys,
-    as_tuple,
-    expand_right,
-    get_required,
-    holder_batch_size,
-    sum_action_dims,
-)
+from torchrl_kl import _tensordict as td
+from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl.actors.reading import categorical_log_probs, dist_module_of, written_params
 from torchrl_kl.functional import ESTIMATORS, kl_exact, kl_top_k
-from torchrl_kl.transforms.kl_step import KLStep
 
 Estimator = Literal["k1", "k2", "k3", "exact", "top_k"]
 
 
-class Estimate(nn.Module):
-    """An estimate of KL(policy || reference) for each step.
+class KLStep(NamedTuple):
+    """What is known of a batch of steps (*B), nats; *A: the agents, if the actions are nested."""
 
-    Args:
-        policy_keys: what it reads of the policy's distribution; nobody needs that afterwards.
-    """
+    log_prob: Tensor | None  # under the policy, (*B, *A); None where no policy ran
+    ref_log_prob: Tensor  # of the same action under the reference, (*B, *A)
+    mask: Tensor | None = None  # True where a step counts, (*B); None where all do
+    counted: bool | Tensor = True  # whether the policy drew the action, or a tensor like `kl`
+    of_reference: TensorDictBase | None = None  # what the estimator needs of the reference's pass
+    states: Sequence[Tensor] = ()  # the next recurrent states of the reference
+    kl: Tensor | None = None  # k1, (*B, *A, 1), or (*B, 1) where agents are summed
+    estimate: Tensor | None = None  # another measurement of the same KL
+
+    @property
+    def measured(self) -> Tensor:
+        """What the controller is fed: the estimate, or else k1."""
+        return self.kl if self.estimate is None else self.estimate  # type: ignore[return-value]
+
+
+class Estimate(nn.Module):
+    """An estimate of KL(policy || reference) of each step; only it reads the `policy_keys`."""
 
     def __init__(self, policy_keys: list[NestedKey]):
         super().__init__()
@@ -39,18 +47,12 @@ class Estimate(nn.Module):
     def of_reference(
         self, tensordict: TensorDictBase, outputs: TensorDictBase, reference: nn.Module
     ) -> TensorDictBase | None:
-        """What it needs of the reference in addition to its log-prob, shape (*B); by default nothing.
-
-        Args:
-            tensordict: what the policy recorded, shape (*B).
-            outputs: what the reference read and wrote in its one pass, shape (*B).
-            reference: the actor that made the pass.
-        """
+        """What it keeps of the `outputs` (*B) of a pass of `reference`; by default nothing."""
         return None
 
     @abstractmethod
     def forward(self, tensordict: TensorDictBase, step: KLStep) -> Tensor:
-        """The estimate, nats, shape of the log-probs, 0 where `step.mask` (of that shape) is False."""
+        """The estimate, nats, shape of the log-probs and `step.mask`; 0 where that is False."""
 
 
 class SampledEstimate(Estimate):
@@ -60,37 +62,37 @@ class SampledEstimate(Estimate):
         super().__init__([])
         self.estimator = estimator
 
-    def forward(self, tensordict, step):
+    def forward(self, tensordict, step: Any):  # noqa: D102
         return ESTIMATORS[self.estimator](step.log_prob, step.ref_log_prob, mask=step.mask)
 
 
 class ExactEstimate(Estimate):
-    """The KL of the two distributions, from the parameters that the policy recorded and the reference's."""
+    """The KL of the two distributions, from their parameters."""
 
     def __init__(self, actor: nn.Module, keys: ResolvedKeys):
         super().__init__(written_params(actor))
         self.dist_module = copy.deepcopy(dist_module_of(actor))
         self.recorded = keys.recorded
 
-    def of_reference(self, tensordict, outputs, reference):
+    def of_reference(self, tensordict, outputs, reference):  # noqa: D102
         return outputs.select(*dist_module_of(reference).in_keys).detach()
 
-    def forward(self, tensordict, step):
+    def forward(self, tensordict, step: Any):  # noqa: D102
         for key in self.policy_keys:
-            get_required(tensordict, key, _RECORD_PARAMS)
+            td.get_required(tensordict, key, _RECORD_PARAMS)
         params, mask = tensordict.select(*self.dist_module.in_keys).detach(), step.mask
         _check_shapes(params, step.of_reference)
         if mask is not None:
-            # Padding holds no valid parameters (a scale of 0, say): the reference's take their place.
+            # Padding has no valid parameters (a scale of 0, say): take the reference's there.
             params = params.apply(
-                lambda p, ref: torch.where(expand_right(mask, p.shape), p, ref),
+                lambda p, ref: torch.where(td.expand_right(mask, p.shape), p, ref),
                 step.of_reference,
             )
-        policy, reference = (self.dist_module.get_dist(td) for td in (params, step.of_reference))
+        policy, reference = (self.dist_module.get_dist(one) for one in (params, step.of_reference))
         if mask is not None:
-            mask = expand_right(mask, policy.batch_shape)
+            mask = td.expand_right(mask, policy.batch_shape)
         kl = kl_exact(policy, reference, mask=mask)
-        return sum_action_dims(kl, self.recorded.batch_size(tensordict))
+        return td.sum_action_dims(kl, self.recorded.batch_size(tensordict))
 
 
 class TopKEstimate(Estimate):
@@ -100,20 +102,19 @@ class TopKEstimate(Estimate):
         super().__init__([top_k_key])
         self.top_k_key = top_k_key
 
-    def of_reference(self, tensordict, outputs, reference):
+    def of_reference(self, tensordict, outputs, reference):  # noqa: D102
         log_probs = categorical_log_probs(dist_module_of(reference).get_dist(outputs))
         actions = self._recorded(tensordict, "actions")
-        one_per_step = holder_batch_size(tensordict, self.top_k_key)
+        one_per_step = td.holder_batch_size(tensordict, self.top_k_key)
         if not actions.shape[:-1] == log_probs.shape[:-1] == one_per_step:
             raise ValueError(
                 "the top k measure one choice per step, got choices of shape "
-                f"{tuple(actions.shape[:-1])} of the policy and {tuple(log_probs.shape[:-1])} of the "
-                f'reference in a batch of shape {tuple(one_per_step)}: use `estimator="exact"`, which '
-                "adds up action dimensions."
+                f"{tuple(actions.shape[:-1])} of the policy and {tuple(log_probs.shape[:-1])} of "
+                f"the reference in a batch of shape {tuple(one_per_step)}: use the exact estimator."
             )
         return TensorDict(log_probs=log_probs.gather(-1, actions), batch_size=outputs.batch_size)
 
-    def forward(self, tensordict, step):
+    def forward(self, tensordict, step: Any):  # noqa: D102
         return kl_top_k(
             self._recorded(tensordict, "log_probs").detach(),
             step.of_reference.get("log_probs"),
@@ -124,27 +125,19 @@ class TopKEstimate(Estimate):
         )
 
     def _recorded(self, tensordict: TensorDictBase, name: str) -> Tensor:
-        return get_required(tensordict, (*as_tuple(self.top_k_key), name), _RECORD_TOP_K)
+        return td.get_required(tensordict, (*td.as_tuple(self.top_k_key), name), _RECORD_TOP_K)
 
 
 def make_estimate(
     estimator: Estimator, actor: nn.Module | None, keys: ResolvedKeys
 ) -> Estimate | None:
-    """The estimate of that name; None for k1, which is always there.
-
-    Raises:
-        ValueError: if the name is unknown, or "exact" has no actor.
-    """
-    if estimator not in get_args(Estimator):
-        raise ValueError(
-            f"`estimator` must be one of {list(get_args(Estimator))}, got {estimator!r}."
-        )
+    """The estimate of that name; None for k1, which is always there."""
+    names = get_args(Estimator)
+    if estimator not in names:
+        raise ValueError(f"`estimator` must be one of {list(names)}, got {estimator!r}.")
     if estimator == "exact":
         if actor is None:
-            raise ValueError(
-                '`estimator="exact"` needs `actor`, whose distribution class turns parameters into '
-                "distributions: pass the policy (its weights are not kept)."
-            )
+            raise ValueError('`estimator="exact"` needs `actor`, got None: pass the policy.')
         return ExactEstimate(actor, keys)
     if estimator == "top_k":
         return TopKEstimate(keys.top_k)
@@ -153,22 +146,14 @@ def make_estimate(
 
 def _check_shapes(params: TensorDictBase, of_reference: TensorDictBase) -> None:
     for key, param in params.items(True, True):
-        ref_param = get_required(
-            of_reference, key, "policy and reference must name their parameters alike."
-        )
+        ref_param = td.get_required(of_reference, key, _SAME_NAMES)
         if param.shape != ref_param.shape:
             raise ValueError(
-                f"{key!r} of policy and reference must have the same shape, got {tuple(param.shape)} and "
-                f"{tuple(ref_param.shape)}: they do not choose among the same actions."
+                f"{key!r} of policy and reference must have the same shape, got "
+                f"{tuple(param.shape)} and {tuple(ref_param.shape)}: choose among the same actions."
             )
 
 
-_RECORD_PARAMS = (
-    "the exact KL is that of the policy's recorded distribution. Let the policy record its parameters, "
-    "as ProbabilisticActor does unless `select_out_keys` hides them, or use TopKActor with "
-    '`estimator="top_k"`.'
-)
-_RECORD_TOP_K = (
-    "let the policy record it: collect with TopKActor(actor, k), or name its nested tensordict with "
-    "`KLKeys(top_k=...)`."
-)
+_RECORD_PARAMS = 'Let the policy record its parameters, or use TopKActor with `estimator="top_k"`.'
+_RECORD_TOP_K = "collect with TopKActor(actor, k), or name its record with `KLKeys(top_k=...)`."
+_SAME_NAMES = "policy and reference must name their parameters alike."

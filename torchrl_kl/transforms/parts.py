@@ -1,4 +1,4 @@
-"""The parts of the stack that measure, as transforms: the log-prob under the reference, and the KL."""
+"""The parts of the stack that measure: the log-prob under the reference, and the KL."""
 
 from __future__ import annotations
 
@@ -9,24 +9,16 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Composite
 
-from torchrl_kl._tensordict import (
-    KLKeys,
-    add_spec,
-    copy_batch,
-    counted_steps,
-    get_required,
-    hidden_key,
-    state_spec,
-)
+from torchrl_kl import _tensordict as td
+from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.actors.references import Switch, as_reference
-from torchrl_kl.transforms.base import KLTransform, require_spec
-from torchrl_kl.transforms.estimates import Estimator, make_estimate
-from torchrl_kl.transforms.kl_step import KLStep
-from torchrl_kl.transforms.steps import measure, score_batch, score_env_step
+from torchrl_kl.transforms.base import KLTransform, ScoringTransform, require_spec
+from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
+from torchrl_kl.transforms.steps import measure, score_batch
 
 
-class ReferenceModelLogProbTransform(KLTransform):
-    """Writes log pi_ref(a|s), the log-prob of the policy's action under a frozen copy of an actor.
+class ReferenceModelLogProbTransform(ScoringTransform):
+    """Writes log pi_ref(a|s), the log-prob of the policy's action under a frozen reference.
 
     Identical weights give the policy's own log-prob. The action is scored as the policy wrote it,
     before action transforms that come earlier turn it into the env's.
@@ -35,24 +27,18 @@ class ReferenceModelLogProbTransform(KLTransform):
         reads the actor's in_keys, its action, and its log-prob, to know whether the policy ran.
         writes ("next", "ref_log_prob"): nats per step, batch shape of the tensordict that holds the
         action, zero where a random policy acted. A recurrent reference adds its state,
-        ("next", "ref_<state>"). For "exact" and "top_k" also ("next", "_ref_log_prob_dist"), which
-        the KLDivergenceTransform after this one takes away.
+        ("next", "ref_<state>"). KLDivergenceTransform removes the scratch entries, "_ref_...".
 
     Args:
-        actor: the policy; a frozen copy of it becomes the reference.
+        actor, reference, keys, time_dim: as for KLConstrainedTransform.
         estimator: that of the KLDivergenceTransform that follows.
-        reference: another actor to copy and freeze; or a FrozenActor, which is used as it is; or,
-            for no copy at all, a callable that returns a context manager in which `actor` itself is
-            the reference, such as PEFT's `model.disable_adapter`.
-        keys: names of the entries: `log_prob`, `ref_log_prob` and `top_k`.
-        time_dim: the last batch dimension, if it is time and not named "time".
         zero_states, recompute_log_prob: as for FrozenActor.
 
     Raises:
-        TypeError: if `actor` has no distribution (for "top_k": a categorical one), or `reference` is
-            none of these.
+        TypeError: if `actor` has no distribution, or `reference` is nothing that is allowed.
         ValueError: if `actor` has uninitialised weights, or the estimator is unknown.
-        KeyError: in a step, if the policy ran but did not record its log-prob, or its top k.
+        KeyError: if the policy ran but did not record its log-prob, or its top k.
+        RuntimeError: on a batch, if the reference is recurrent and its state is not known.
 
     Example:
         >>> from torchrl_kl import GPT, GPTActor, ReferenceModelLogProbTransform
@@ -76,13 +62,8 @@ class ReferenceModelLogProbTransform(KLTransform):
         recompute_log_prob: bool = False,
     ):
         keys = keys or KLKeys()
-        frozen = as_reference(
-            actor,
-            reference,
-            log_prob_key=keys.log_prob,
-            zero_states=zero_states,
-            recompute_log_prob=recompute_log_prob,
-        )
+        options = {"zero_states": zero_states, "recompute_log_prob": recompute_log_prob}
+        frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, **options)
         self.keys = keys.resolve(frozen.log_prob_key)
         super().__init__(
             in_keys=[*frozen.in_keys, *frozen.action_keys],
@@ -91,73 +72,46 @@ class ReferenceModelLogProbTransform(KLTransform):
         self.reference, self.time_dim = frozen, time_dim
         self.action_keys = frozen.action_keys
         self.estimate = make_estimate(estimator, frozen.actor, self.keys)
-        self._scored: KLStep | None = None  # of the env step that is being made
-
-    def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
-        """Moves the reference towards `source`, a share `tau` of the way; see `FrozenActor.update_reference`."""
-        self.reference.update_reference(source, tau)
-
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        # Action transforms before this one have not yet turned the policy's action into the env's.
-        env = self.env
-        if env is not None:
-            self._scored = score_env_step(self.reference, tensordict, self.estimate, env)
-        return tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        step, self._scored = cast(KLStep, self._scored), None
+        step = self._take_score(next_tensordict)
         self._write(tensordict, next_tensordict, step)
         counted = torch.full_like(step.ref_log_prob, bool(step.counted), dtype=torch.bool)
-        tensordict.set(hidden_key(self.keys.ref_log_prob, "counted"), counted)
-        for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
-            next_tensordict.set(key, state)
+        tensordict.set(td.hidden_key(self.keys.ref_log_prob, "counted"), counted)
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Scores a batch (*B) that has "next"; returns a shallow copy with the results.
-
-        Raises:
-            KeyError: if the policy's log-prob or "next" is not there.
-            RuntimeError: if the reference is recurrent and its state is not known.
-        """
+        """Scores a batch (*B) that has "next"; returns a shallow copy."""
         self.refuse_wrong_order()
-        tensordict = copy_batch(tensordict)
+        tensordict = td.copy_batch(tensordict)
         step = score_batch(self.reference, tensordict, self.estimate, self.time_dim)
         self._write(tensordict, tensordict.get("next"), step)
         return tensordict
 
-    def _write(
-        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
-    ) -> None:
-        next_tensordict.set(self.keys.ref_log_prob, step.ref_log_prob)
+    def _write(self, tensordict: TensorDictBase, out: TensorDictBase, step: KLStep) -> None:
+        out.set(self.keys.ref_log_prob, step.ref_log_prob)
         if step.of_reference is not None:
-            next_tensordict.set(hidden_key(self.keys.ref_log_prob, "dist"), step.of_reference)
+            out.set(td.hidden_key(self.keys.ref_log_prob, "dist"), step.of_reference)
         if step.log_prob is not None and self.keys.recorded.missing(tensordict):
-            tensordict.set(hidden_key(self.keys.ref_log_prob, "policy"), step.log_prob)
-
-    def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Adds the reference's recurrent state to the state spec, so that batched envs carry it."""
-        self.declare_states(state_spec(input_spec), self.reference)
-        return input_spec
+            tensordict.set(td.hidden_key(self.keys.ref_log_prob, "policy"), step.log_prob)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the log-prob under the reference and its recurrent state."""
         self.claim(observation_spec, [self.keys.ref_log_prob])
         shape = self.log_prob_shape()
-        add_spec(observation_spec, self.keys.ref_log_prob, shape, self.reference.dtype, shape)
+        td.add_spec(observation_spec, self.keys.ref_log_prob, shape, self.reference.dtype, shape)
         self.declare_reference(observation_spec, self.reference)
         return observation_spec
 
 
 class KLDivergenceTransform(KLTransform):
-    """Writes the k1 estimate of KL(policy || reference) of each step, and another estimate on request.
+    """Writes k1, the estimate `log_prob - ref_log_prob` of KL(policy || reference) of each step.
 
-    `kl = log_prob - ref_log_prob` is the only one that may be subtracted from a reward. A reward is
-    not differentiated: a penalty c moves the policy along E[c grad log pi], which is the gradient
-    of the KL for k1 alone. As penalties, k2 and k3 nearly vanish at the reference, and an exact KL
-    is the same whatever action its step takes. So `estimator` chooses what is *measured* in
-    addition, for logs and controllers: "exact" has no sampling noise within a step, "top_k" only
-    that of its tail.
+    k1 alone may be subtracted from a reward. A reward is not differentiated: a penalty c moves the
+    policy along E[c grad log pi], which is the gradient of the KL for k1 only. As penalties, k2 and
+    k3 nearly vanish at the reference, and an exact KL is the same whatever action its step takes.
+    So `estimator` chooses what is *measured* in addition, for logs and controllers: "exact" has no
+    sampling noise within a step, "top_k" only that of its tail.
 
     You may rely on: the mean over the policy's actions of `kl`, "exact" and "top_k" is the KL. You
     may not rely on the sign of `kl` and "top_k", nor on the means of k2 (and of k3 where the policy
@@ -173,13 +127,11 @@ class KLDivergenceTransform(KLTransform):
         policy's record stays in the rollout.)
 
     Args:
-        estimator: what is measured: "k1", "k2", "k3", "exact" or "top_k".
+        estimator, sum_agents, keys: as for KLConstrainedTransform.
         actor: for "exact": an actor with the policy's distribution class and keys. Its weights are
             not kept.
-        sum_agents: whether agents that share a reward have one KL, the sum of theirs, at the root.
         keep_dist_params: whether a batch keeps the policy's recorded parameters (or top k), for a
             loss that reads them. ClipPPOLoss does not, KLPENPPOLoss does.
-        keys: names of the entries: `log_prob`, `ref_log_prob`, `kl`, `kl_estimate` and `top_k`.
 
     Raises:
         TypeError: if `sum_agents` is not a bool.
@@ -211,37 +163,32 @@ class KLDivergenceTransform(KLTransform):
         self.keys = (keys or KLKeys()).resolve(sum_agents=sum_agents)
         self.sum_agents, self.keep_dist_params = sum_agents, keep_dist_params
         estimate = make_estimate(estimator, actor, self.keys)
-        out_keys = [self.keys.kl, *([] if estimate is None else [self.keys.kl_estimate])]
         super().__init__(
-            in_keys=[*self.keys.recorded.keys, self.keys.ref_log_prob], out_keys=out_keys
+            in_keys=[*self.keys.recorded.keys, self.keys.ref_log_prob],
+            out_keys=[self.keys.kl, *([] if estimate is None else [self.keys.kl_estimate])],
         )
         self.estimate = estimate
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        counted = tensordict.get(hidden_key(self.keys.ref_log_prob, "counted"), None)
+        counted = tensordict.get(td.hidden_key(self.keys.ref_log_prob, "counted"), None)
         log_prob = self._log_prob(tensordict)
         if counted is not None and log_prob is None and counted.any():
             log_prob = self.keys.recorded.require(tensordict)
         counts = log_prob is not None if counted is None else bool(counted.all())
-        step = self._measure(
-            tensordict, next_tensordict, log_prob, tensordict.get("_step", None), counts
-        )
+        mask = tensordict.get("_step", None)
+        step = self._measure(tensordict, next_tensordict, log_prob, mask, counts)
         counted = torch.full_like(cast(Tensor, step.kl), counts, dtype=torch.bool)
-        tensordict.set(hidden_key(self.keys.kl, "counted"), counted)
+        tensordict.set(td.hidden_key(self.keys.kl, "counted"), counted)
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Measures a batch (*B) that has "next"; returns a shallow copy with the results.
-
-        Raises:
-            KeyError: if a log-prob or "next" is not there.
-        """
+        """Measures a batch (*B) that has "next"; returns a shallow copy."""
         self.refuse_wrong_order()
-        tensordict = copy_batch(tensordict)
+        tensordict = td.copy_batch(tensordict)
         log_prob = self._log_prob(tensordict)
         if log_prob is None:
             log_prob = self.keys.recorded.require(tensordict)
-        mask = counted_steps(tensordict)
+        mask = td.counted_steps(tensordict)
         self._measure(tensordict, tensordict.get("next"), log_prob, mask, True)
         if self.estimate is not None and not self.keep_dist_params:
             for key in self.estimate.policy_keys:
@@ -252,7 +199,7 @@ class KLDivergenceTransform(KLTransform):
         """What the policy recorded, or what it was asked for instead."""
         log_prob = self.keys.recorded.read(tensordict)
         if log_prob is None:
-            log_prob = tensordict.pop(hidden_key(self.keys.ref_log_prob, "policy"), None)
+            log_prob = tensordict.pop(td.hidden_key(self.keys.ref_log_prob, "policy"), None)
         return log_prob
 
     def _measure(
@@ -264,13 +211,13 @@ class KLDivergenceTransform(KLTransform):
         counted: bool,
     ) -> KLStep:
         """Reads what was scored, writes what is measured."""
-        ref_log_prob = get_required(next_tensordict, self.keys.ref_log_prob, _NO_REFERENCE)
+        ref_log_prob = td.get_required(next_tensordict, self.keys.ref_log_prob, _NO_REFERENCE)
         of_reference = None
         if self.estimate is not None:
-            hidden = hidden_key(self.keys.ref_log_prob, "dist")
-            of_reference = next_tensordict.pop(hidden, None)
+            hidden = td.hidden_key(self.keys.ref_log_prob, "dist")
+            of_reference = cast(TensorDictBase | None, next_tensordict.pop(hidden, None))
             if self.estimate.policy_keys and of_reference is None and log_prob is not None:
-                get_required(next_tensordict, hidden, _NO_REFERENCE_DIST)
+                td.get_required(next_tensordict, hidden, _NO_REFERENCE_DIST)
         step = KLStep(log_prob, ref_log_prob, mask, counted, of_reference)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         for key, value in zip(self.out_keys, (step.kl, step.estimate), strict=False):
@@ -278,16 +225,12 @@ class KLDivergenceTransform(KLTransform):
         return step
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the KL of the step.
-
-        Raises:
-            KeyError: if no transform before this one declares the log-prob under the reference.
-        """
+        """Adds the KL of the step."""
         ref = require_spec(observation_spec, self.keys.ref_log_prob, _NO_REFERENCE)
         self.claim(observation_spec, self.out_keys)
         shape = self.parent_env.batch_size if self.sum_agents else ref.shape
         for key in self.out_keys:
-            add_spec(observation_spec, key, (*shape, 1), ref.dtype, shape)
+            td.add_spec(observation_spec, key, (*shape, 1), ref.dtype, shape)
         return observation_spec
 
 
@@ -296,6 +239,6 @@ _NO_REFERENCE = (
     "`KLKeys(ref_log_prob=...)`."
 )
 _NO_REFERENCE_DIST = (
-    "put ReferenceModelLogProbTransform with the same `estimator` before this transform, both into the "
-    "env or both on the batch: what it keeps for this estimator is not recorded."
+    "put ReferenceModelLogProbTransform with the same `estimator` before this transform, both into "
+    "the env or both on the batch."
 )

@@ -13,34 +13,21 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 from typing_extensions import Self
 
+from torchrl_kl import _tensordict as td
 from torchrl_kl._feeding import ControllerFeed
-from torchrl_kl._tensordict import (
-    MASK_KEY,
-    ResolvedKeys,
-    add_spec,
-    expand_right,
-    find_done,
-    find_ends,
-    get_required,
-    sibling,
-    state_spec,
-)
+from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.transforms.base import KLTransform, episode_dtype
-from torchrl_kl.transforms.kl_step import KLStep
-from torchrl_kl.transforms.steps import check_reward_shape, get_reward, penalize
+from torchrl_kl.transforms.estimates import KLStep
+from torchrl_kl.transforms.steps import check_reward_shape, penalize
 
 
 class PenaltyTransform(KLTransform):
     """Base of the transforms that subtract the penalty; see RewardAdjustmentTransform.
 
-    Args:
-        controller, update_every, time_dim: as there.
-        keys: of all entries.
-        in_keys, out_keys: further entries that are read and written, for TorchRL's bookkeeping.
-        out_key: where the penalized reward goes.
-        record: whether the task reward and the running sum are written.
+    `in_keys`, `out_keys`: further entries that are read and written; `out_key`: where the penalized
+    reward goes; `record`: whether the task reward and the running sum are written.
     """
 
     observed: Sequence[NestedKey] | None = None  # tell whether steps follow one another
@@ -51,7 +38,7 @@ class PenaltyTransform(KLTransform):
         keys: ResolvedKeys,
         *,
         in_keys: Sequence[NestedKey],
-        out_keys: Sequence[NestedKey],
+        out_keys: Sequence[NestedKey] = (),
         update_every: int | None = None,
         out_key: NestedKey | None = None,
         record: bool = True,
@@ -96,7 +83,7 @@ class PenaltyTransform(KLTransform):
 
     def _penalize(self, next_tensordict: TensorDictBase, kl: Tensor) -> None:
         """Writes the penalized reward and its record."""
-        reward = get_reward(next_tensordict, self.keys.reward)
+        reward = td.get_required(next_tensordict, self.keys.reward, _NO_REWARD)
         penalized, applied = penalize(kl, reward, self.controller.coeff, self.keys.reward)
         next_tensordict.set(self.out_key, penalized)
         next_tensordict.set(self.keys.kl_coeff, applied)
@@ -117,8 +104,9 @@ class PenaltyTransform(KLTransform):
         next_tensordict.set(self.keys.episode_kl, episode_kl)
         if step.counted is not True:
             not_drawn = ~torch.as_tensor(step.counted).expand(episode_kl.shape)
-            if self._excluded is not None and self._excluded.shape == not_drawn.shape:
-                not_drawn = not_drawn | self._excluded
+            excluded = self._excluded
+            if excluded is not None and excluded.shape == not_drawn.shape:
+                not_drawn = not_drawn | excluded
             self._excluded = not_drawn
         if self.frozen:
             return
@@ -126,79 +114,64 @@ class PenaltyTransform(KLTransform):
             counts = bool(torch.as_tensor(step.counted).all())
             values = measured if counts else measured[:0].flatten()
             if counts and step.mask is not None:
-                values = measured[expand_right(step.mask, measured.shape)]
+                values = measured[td.expand_right(step.mask, measured.shape)]
         else:
-            values = self._finished(tensordict, next_tensordict, step, episode_kl)
+            values = self._finished(tensordict, next_tensordict, step)
         self.feed.pool(values, in_env=True)
 
     def _finished(
-        self,
-        tensordict: TensorDictBase,
-        next_tensordict: TensorDictBase,
-        step: KLStep,
-        episode_kl: Tensor,
+        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
     ) -> Tensor | None:
         """The sums of the trajectories that end with this step; None where none does."""
-        done_key = find_done(next_tensordict, self.keys.done, named=self.keys.done_named)
-        ended = cast(Tensor, find_ends(next_tensordict, done_key, episode_kl.shape))
+        episode_kl = next_tensordict.get(self.keys.episode_kl)
+        done_key = td.find_done(next_tensordict, self.keys.done, named=self.keys.done_named)
+        ended = cast(Tensor, td.find_ends(next_tensordict, done_key, episode_kl.shape))
         if not ended.any():
             return None
         before = tensordict.get(done_key, None)
         if before is not None:  # an agent that left while others go on was counted when it left
-            ended = ended & ~expand_right(before, episode_kl.shape)
+            ended = ended & ~td.expand_right(before, episode_kl.shape)
         if step.mask is not None:
-            ended = ended & expand_right(step.mask, episode_kl.shape)
+            ended = ended & td.expand_right(step.mask, episode_kl.shape)
         if self._excluded is not None and self._excluded.shape == ended.shape:
             ended = ended & ~self._excluded
         return episode_kl[ended]
 
     def adjust_batch(
-        self,
-        tensordict: TensorDictBase,
-        step: KLStep,
-        stream: OpenTrajectories | None = None,
-        *,
-        trace: bool = True,
+        self, tensordict: TensorDictBase, step: KLStep, stream: OpenTrajectories | None, trace: bool
     ) -> None:
-        """Penalizes the rewards of a batch (a copy), adds up its trajectories, and feeds the controller."""
+        """Penalizes a batch (a copy), adds up its trajectories, and feeds the controller."""
         next_tensordict = tensordict.get("next")
         self._penalize(next_tensordict, step.kl)  # type: ignore[arg-type]
         if self.record:
-            measured = step.measured.detach()
-            running = self._feed_batch(tensordict, measured, step.mask, stream, trace)
+            running = self._feed_batch(tensordict, step, stream, trace)
             if running is not None:
                 next_tensordict.set(self.keys.episode_kl, running)
 
     def observe(self, tensordict: TensorDictBase, stream: OpenTrajectories | None = None) -> None:
-        """Moves the controller by a batch (*B) that a collector's workers have penalized; writes nothing.
+        """Moves the controller by a batch (*B) that a collector's workers have penalized.
 
-        `stream`: the open trajectories of its collector, from `new_stream`. Raises as `forward` does.
+        Writes nothing, and raises as `forward` does. `stream`: as there.
         """
-        measured = self._measured(tensordict.get("next")).detach()
-        self._feed_batch(tensordict, measured, tensordict.get(MASK_KEY, None), stream)
+        next_tensordict = tensordict.get("next")
+        measured = next_tensordict.get(self.keys.kl_estimate, None)
+        if measured is None:
+            measured = td.get_required(next_tensordict, self.keys.kl, NO_KL)
+        step = KLStep(None, measured, tensordict.get(td.MASK_KEY, None), kl=measured)
+        self._feed_batch(tensordict, step, stream, trace=True)
 
     @staticmethod
     def new_stream() -> OpenTrajectories:
         """The open trajectories of one more collector: trajectory ids restart with each."""
         return OpenTrajectories()
 
-    def _measured(self, next_tensordict: TensorDictBase) -> Tensor:
-        """What the controller is fed: the estimate where there is one, else k1."""
-        estimate = next_tensordict.get(self.keys.kl_estimate, None)
-        return get_required(next_tensordict, self.keys.kl, NO_KL) if estimate is None else estimate
-
     def _feed_batch(
-        self,
-        tensordict: TensorDictBase,
-        measured: Tensor,
-        mask: Tensor | None,
-        stream: OpenTrajectories | None,
-        trace: bool = True,
+        self, tensordict: TensorDictBase, step: KLStep, stream: OpenTrajectories | None, trace: bool
     ) -> Tensor | None:
         return self.feed.add_batch(
             tensordict,
-            measured,
-            mask,
+            step.measured.detach(),
+            step.mask,
             done_key=self.keys.done,
             done_named=self.keys.done_named,
             time_dim=self.time_dim,
@@ -208,15 +181,11 @@ class PenaltyTransform(KLTransform):
             trace=trace and self.training,
         )
 
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
+    def _reset(self, tensordict, tensordict_reset):
         self._include_again(tensordict)
         return super()._reset(tensordict, tensordict_reset)
 
-    def _reset_on_native_autoreset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
+    def _reset_on_native_autoreset(self, tensordict, tensordict_reset):
         self._include_again(tensordict)
         return super()._reset_on_native_autoreset(tensordict, tensordict_reset)
 
@@ -224,10 +193,10 @@ class PenaltyTransform(KLTransform):
         """Rows that are reset begin a trajectory that may count."""
         if self._excluded is None:
             return
-        reset = tensordict.get(sibling(self.keys.episode_kl, "_reset"), None)
+        reset = tensordict.get(td.sibling(self.keys.episode_kl, "_reset"), None)
         reset = tensordict.get("_reset", None) if reset is None else reset
         if reset is not None:
-            self._excluded = self._excluded & ~expand_right(reset, self._excluded.shape)
+            self._excluded = self._excluded & ~td.expand_right(reset, self._excluded.shape)
         if reset is None or not self._excluded.any():
             self._excluded = None
 
@@ -242,14 +211,13 @@ class PenaltyTransform(KLTransform):
         """RuntimeError if the coefficient is among the keys: the reward was penalized before."""
         signs = {self.keys.kl_coeff}
         if self.out_key != self.keys.reward:  # which must not be penalized either
-            signs.add(sibling(self.keys.reward, "kl_coeff"))
+            signs.add(td.sibling(self.keys.reward, "kl_coeff"))
         found = signs & {unravel_key(key) for key in keys}
         if found:
             raise RuntimeError(
-                f"{where} has {min(map(str, found))!r}: {self.keys.reward!r} was penalized for its KL "
-                "before, and a second penalty would count it twice. Use one stack, in the env or on the "
-                'batch; for another reward, give this transform other keys: `KLKeys.named("second", '
-                "reward=...)`."
+                f"{where} has {min(map(str, found))!r}: {self.keys.reward!r} was penalized for its "
+                "KL before, and a second penalty would count it twice. Use one stack; for another "
+                'reward use other keys: `KLKeys.named("second", reward=...)`.'
             )
 
     def refuse_penalized_batch(self, tensordict: TensorDictBase) -> None:
@@ -259,28 +227,31 @@ class PenaltyTransform(KLTransform):
             self.refuse_penalized(next_tensordict.keys(True, True), "the batch")
 
     def declare_penalty(self, spec: Composite, kl_shape: torch.Size, dtype: torch.dtype) -> None:
-        """Adds what the penalty records to the observation spec; ValueError if KL and reward differ in shape."""
+        """Adds what the penalty records; ValueError if KL and reward differ in shape."""
         check_reward_shape(kl_shape, self.reward_spec.shape, self.keys.reward)
         new = {self.keys.kl_coeff, self.out_key} - {self.keys.reward}
         new |= {self.keys.task_reward} if self.record else set()
         self.claim(spec, [*new, *([self.keys.episode_kl] if self.record else [])])
-        self.declare_like_reward(spec, *sorted(new, key=str))
+        reward = self.reward_spec
+        for key in sorted(new, key=str):
+            td.add_spec(spec, key, reward.shape, reward.dtype, reward.shape[:-1])
         if self.record:
-            add_spec(spec, self.keys.episode_kl, kl_shape, episode_dtype(dtype), kl_shape[:-1])
+            td.add_spec(spec, self.keys.episode_kl, kl_shape, episode_dtype(dtype), kl_shape[:-1])
 
     def declare_episode_kl(self, input_spec: Composite, dtype: torch.dtype) -> None:
         """Adds the running sum to the state spec, so that batched envs carry it."""
         if self.record:
             shape = self.reward_spec.shape
-            spec = state_spec(input_spec)
-            add_spec(spec, self.keys.episode_kl, shape, episode_dtype(dtype), shape[:-1])
+            spec = td.state_spec(input_spec)
+            td.add_spec(spec, self.keys.episode_kl, shape, episode_dtype(dtype), shape[:-1])
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """The penalized reward has no bounds."""
         if self.out_key == self.keys.reward:
             leaf = reward_spec[self.out_key]
-            add_spec(reward_spec, self.out_key, leaf.shape, leaf.dtype, reward_spec.shape)
+            td.add_spec(reward_spec, self.out_key, leaf.shape, leaf.dtype, reward_spec.shape)
         return reward_spec
 
 
 NO_KL = "put KLDivergenceTransform before this transform, or name its entry with `KLKeys(kl=...)`."
+_NO_REWARD = "name the reward to penalize: `KLKeys(reward=...)`."

@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from tensordict import NestedKey
-from torchrl.envs.transforms import (
-    CatTensors,
-    Compose,
-    DTypeCastTransform,
-    FrameSkipTransform,
-    MultiAction,
-    RandomTruncationTransform,
-    StepCounter,
-    TerminateTransform,
-    Transform,
-)
+from torchrl.envs import transforms as tr
+from torchrl.envs.transforms import Compose, Transform
 
 from torchrl_kl._torchrl import container_of, declared_keys
 
 
-def refuse_wrong_order(
-    transform: Transform,
-    own_class: type[Transform],
-    written: Iterable[NestedKey],
-    actions: Iterable[NestedKey],
-    *,
-    needs_ends: bool,
-) -> None:
-    """RuntimeError if a transform after `transform`, in its Compose or those around it, undoes its work.
+def refuse_wrong_order(transform: Any, own_class: type[Transform]) -> None:
+    """RuntimeError if a transform after it, in its Compose or those around it, undoes its work.
 
-    It must leave the keys `written` as they are and let `actions` through as the policy wrote them;
-    with `needs_ends` it must not end trajectories. Those of `own_class` are known to do so.
+    It must keep the `out_keys`, let the `action_keys` through as the policy wrote them and, if the
+    transform `needs_ends`, end no trajectories. Those of `own_class` are known to do so.
     """
     for later in _later_transforms(transform):
         reason = None
-        if not isinstance(later, (own_class, DTypeCastTransform)):  # a cast keeps the values
-            reason = _interference(later, set(written), set(actions))
-        if reason is None and needs_ends and _ends_trajectories(later):
+        if not isinstance(later, (own_class, tr.DTypeCastTransform)):  # a cast keeps the values
+            reason = _interference(later, set(transform.out_keys), set(transform.action_keys))
+        if reason is None and transform.needs_ends and _ends_trajectories(later):
             reason = "ends trajectories that the controller would never be told of"
         if reason is not None:
-            raise RuntimeError(
-                f"{type(later).__name__} comes after {type(transform).__name__} and {reason}. Put it "
-                "before the KL transforms."
-            )
+            names = f"{type(later).__name__} comes after {type(transform).__name__}"
+            raise RuntimeError(f"{names} and {reason}. Put it before the KL transforms.")
 
 
 def _later_transforms(transform: Transform) -> Iterator[Transform]:
@@ -69,24 +52,24 @@ def _interference(later: Transform, written: set[NestedKey], actions: set[Nested
     out_keys, in_keys_inv, out_keys_inv = declared_keys(later)
     if spoiled := out_keys & written:
         return (
-            f"rewrites {_listed(spoiled)}: the record would no longer say what was subtracted, and a "
-            "rescaled penalty has another coefficient (or let it write to other keys)"
+            f"rewrites {_listed(spoiled)}: the record would no longer say what was subtracted (or "
+            "let it write to other keys)"
         )
     if changed := in_keys_inv & out_keys_inv & actions:
         return (
-            f"turns {_listed(changed)} into the env's action before the reference sees it: its log-prob "
-            "would be that of another action"
+            f"turns {_listed(changed)} into the env's action before the reference sees it, which "
+            "would score another action"
         )
-    if isinstance(later, CatTensors) and not later.in_keys:
+    if isinstance(later, tr.CatTensors) and not later.in_keys:
         return f"would make {_listed(written)} part of the observation (or name its `in_keys`)"
-    if isinstance(later, (FrameSkipTransform, MultiAction)):
-        return "steps the env several times for one action: the penalty would be subtracted several times"
+    if isinstance(later, (tr.FrameSkipTransform, tr.MultiAction)):
+        return "steps the env several times for one action: the penalty would be repeated"
     return None
 
 
 def _ends_trajectories(later: Transform) -> bool:
-    counts = isinstance(later, StepCounter) and later.max_steps is not None
-    return counts or isinstance(later, (TerminateTransform, RandomTruncationTransform))
+    counts = isinstance(later, tr.StepCounter) and later.max_steps is not None
+    return counts or isinstance(later, (tr.TerminateTransform, tr.RandomTruncationTransform))
 
 
 def _listed(keys: Iterable[NestedKey]) -> str:

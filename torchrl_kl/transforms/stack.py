@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
 from torchrl.data import Composite
 
-from torchrl_kl._tensordict import (
-    KLKeys,
-    ResolvedKeys,
-    add_spec,
-    as_tuple,
-    copy_batch,
-    is_fake,
-    state_spec,
-)
+from torchrl_kl._tensordict import KLKeys, ResolvedKeys, add_spec, as_tuple, copy_batch, is_fake
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.controllers.trajectories import OpenTrajectories
-from torchrl_kl.transforms.estimates import Estimator, make_estimate
-from torchrl_kl.transforms.kl_step import KLStep
+from torchrl_kl.transforms.base import ScoringTransform
+from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
-from torchrl_kl.transforms.steps import measure, score_batch, score_env_step
+from torchrl_kl.transforms.steps import measure, score_batch
 
 
-class KLConstrainedTransform(PenaltyTransform):
-    """Measures KL(policy || reference) and subtracts it from the reward, with a coefficient that adapts.
+class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
+    """Measures KL(policy || reference) and subtracts it from the reward, with a coefficient.
 
     It scores each action under a frozen reference, measures the KL, and writes `reward =
     task_reward - coeff * kl`. Put it last in an env's transforms: a transform before it sees the
     task's reward, one after it would take penalties for rewards. Outside an env, pass it as a
-    collector's `postproc` or call it on a batch.
+    collector's `postproc` or call it on a batch, of which it returns a shallow copy.
 
     The penalty is always k1; with another `estimator` the controller is fed that measurement (see
     KLDivergenceTransform). When the controller moves: see RewardAdjustmentTransform.
 
-    Keys: those of its three parts, ReferenceModelLogProbTransform, KLDivergenceTransform and
-    RewardAdjustmentTransform.
-
-    State: the weights of the reference, the controller and `statistics`, the pool since its last
-    update. The sums of trajectories that are still open are not saved.
+    Keys and State: those of its three parts, ReferenceModelLogProbTransform, KLDivergenceTransform
+    and RewardAdjustmentTransform.
 
     Args:
         actor: the policy; a frozen copy of it becomes the reference.
@@ -68,7 +57,7 @@ class KLConstrainedTransform(PenaltyTransform):
         >>> from torchrl_kl import GPT, GPTActor, KLConstrainedTransform
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
-        >>> env = TransformedEnv(DigitLanguageEnv(batch_size=(2,)), KLConstrainedTransform(actor, 0.1))
+        >>> env = TransformedEnv(DigitLanguageEnv(), KLConstrainedTransform(actor, 0.1))
         >>> env.rollout(4, actor)["next", "kl"].abs().max() < 1e-6  # the policy is its reference
         tensor(True)
     """
@@ -88,13 +77,8 @@ class KLConstrainedTransform(PenaltyTransform):
         keys = keys or KLKeys()
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob)
         resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
-        written = [resolved.ref_log_prob, resolved.kl]
-        if estimator != "k1":
-            written.append(resolved.kl_estimate)
-        self._init(
-            actor, frozen, controller, resolved, written, estimator, sum_agents,
-            update_every=update_every, time_dim=time_dim,
-        )  # fmt: skip
+        options: dict[str, Any] = {"update_every": update_every, "time_dim": time_dim}
+        self._init(actor, frozen, controller, resolved, sum_agents, estimator, **options)
 
     def _init(
         self,
@@ -102,50 +86,34 @@ class KLConstrainedTransform(PenaltyTransform):
         reference: FrozenActor,
         controller: KLController | float,
         keys: ResolvedKeys,
-        written: Sequence[NestedKey],
-        estimator: Estimator,
         sum_agents: bool,
-        **options,
+        estimator: Estimator = "k1",
+        *,
+        record: bool = True,
+        **options: Any,
     ) -> None:
         if not isinstance(sum_agents, bool):
             raise TypeError(f"`sum_agents` must be True or False, got {sum_agents!r}.")
-        super().__init__(
-            controller,
-            keys,
-            in_keys=[*reference.in_keys, *reference.action_keys],
-            out_keys=[*written, *reference.own_state_keys],
-            **options,
-        )
-        self.reference = reference
+        self._written = [keys.ref_log_prob, keys.kl] if record else []
+        if estimator != "k1":
+            self._written.append(keys.kl_estimate)
+        in_keys = [*reference.in_keys, *reference.action_keys]
+        out_keys = [*self._written, *reference.own_state_keys]
+        options |= {"in_keys": in_keys, "out_keys": out_keys, "record": record}
+        super().__init__(controller, keys, **options)
+        self.reference, self.sum_agents = reference, sum_agents
         self.estimate = make_estimate(estimator, actor, keys)
-        self.sum_agents = sum_agents
-        self.action_keys = reference.action_keys
-        self.observed = reference.in_keys
-        self._written = list(written)
-        self._scored: KLStep | None = None  # of the env step that is being made
+        self.action_keys, self.observed = reference.action_keys, reference.in_keys
 
     @property
     def measured_key(self) -> NestedKey:
         """The entry that the controller is fed."""
         return self.keys.kl if self.estimate is None else self.keys.kl_estimate
 
-    def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
-        """Moves the reference towards `source`, a share `tau` of the way; see `FrozenActor.update_reference`."""
-        self.reference.update_reference(source, tau)
-
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        # Action transforms before this one have not yet turned the policy's action into the env's.
-        env = self.env
-        if env is not None:
-            self._scored = score_env_step(self.reference, tensordict, self.estimate, env)
-        return tensordict
-
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        scored, self._scored = self._scored, None
-        step = measure(scored, tensordict, self.estimate, sum_agents=self.sum_agents)  # type: ignore[arg-type]
+        step = self._take_score(next_tensordict)
+        step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         self._write(next_tensordict, step)
-        for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
-            next_tensordict.set(key, state)
         self.adjust_env_step(tensordict, next_tensordict, step)
         return next_tensordict
 
@@ -154,15 +122,9 @@ class KLConstrainedTransform(PenaltyTransform):
     ) -> TensorDictBase:
         """Scores, measures and penalizes a batch (*B) that has "next"; returns a shallow copy.
 
-        Where its last dimension is time (named "time", or given as `time_dim`) the reference is
-        evaluated once, in recurrent mode; else step by step. `stream`: the open trajectories of the
-        collector that the batch comes from, from `new_stream`, where several collectors alternate.
-
-        Raises:
-            KeyError: if the reward, the policy's log-prob or "next" is not there.
-            RuntimeError: if the reward was penalized before, the controller cannot be fed, or the
-                state of a recurrent reference is not known.
-            ValueError: if a controller of trajectories is given steps that do not follow one another.
+        Where its last dimension is time (named "time", or `time_dim`) the reference is evaluated
+        once, in recurrent mode; else step by step. `stream`: from `new_stream`, the open
+        trajectories of the collector of the batch, where several collectors alternate.
         """
         self.refuse_wrong_order()
         self.refuse_penalized_batch(tensordict)
@@ -171,42 +133,34 @@ class KLConstrainedTransform(PenaltyTransform):
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         self.drop_record(tensordict)
         self._write(tensordict.get("next"), step)
-        self.adjust_batch(tensordict, step, stream, trace=trace)
+        self.adjust_batch(tensordict, step, stream, trace)
         return tensordict
 
     def drop_record(self, tensordict: TensorDictBase) -> None:
-        """Takes from a measured batch what the policy recorded for the measurement only."""
+        """Drops from a measured batch what the policy recorded for the measurement only."""
         for key in [] if self.estimate is None else self.estimate.policy_keys:
             tensordict.pop(key, None)
 
     def _write(self, next_tensordict: TensorDictBase, step: KLStep) -> None:
-        """Writes what was measured."""
         values = (step.ref_log_prob, step.kl, step.estimate)
         for key, value in zip(self._written, values, strict=False):
             next_tensordict.set(key, value)
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Adds the reference's recurrent state and the running sum to the state spec."""
-        self.declare_states(state_spec(input_spec), self.reference)
         self.declare_episode_kl(input_spec, self.reference.dtype)
-        return input_spec
+        return super().transform_input_spec(input_spec)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds all entries but the reward.
-
-        Raises:
-            RuntimeError: if the reward was penalized by a transform before this one, or the env has
-                one of the entries.
-            ValueError: if the KL does not have the reward's shape.
-        """
+        """Adds all entries but the reward."""
         self.refuse_penalized(observation_spec.keys(True, True), "the env")
         self.claim(observation_spec, self._written)
-        shape, dtype = self.kl_shape(self.sum_agents), self.reference.dtype
-        for index, key in enumerate(self._written):
-            if index == 0:
-                add_spec(observation_spec, key, self.log_prob_shape(), dtype, self.log_prob_shape())
-            else:
-                add_spec(observation_spec, key, (*shape, 1), dtype, shape)
+        acting, dtype = self.log_prob_shape(), self.reference.dtype
+        shape = self.parent_env.batch_size if self.sum_agents else acting
+        for key in self._written[:1]:
+            add_spec(observation_spec, key, acting, dtype, acting)
+        for key in self._written[1:]:
+            add_spec(observation_spec, key, (*shape, 1), dtype, shape)
         self.declare_penalty(observation_spec, torch.Size((*shape, 1)), dtype)
         self.declare_reference(observation_spec, self.reference)
         return observation_spec
@@ -215,27 +169,24 @@ class KLConstrainedTransform(PenaltyTransform):
 class KLRewardTransform(KLConstrainedTransform):
     """Reward minus a constant times the KL: `out = reward - coef * (log_prob - ref_log_prob)`.
 
-    A preset of KLConstrainedTransform that writes nothing but the result, with the interface of the
-    class of this name that TorchRL once had for all environments (0.7, say) and the sign right:
-    that one added the penalty.
+    A KLConstrainedTransform that writes nothing but the result, with the interface of TorchRL's
+    class of this name (up to 0.7, say) and the sign right: that one added the penalty.
 
     Keys:
         reads ("next", "reward"), the actor's in_keys, the action and its log-prob.
         writes ("next", out_keys[0]) and ("next", "kl_coeff"): the reward's shape.
 
     Args:
-        actor: the policy; a frozen copy of it becomes the reference.
+        actor, reference, sum_agents: as for KLConstrainedTransform.
         coef: the coefficient, reward per nat, at least 0.
-        in_keys: the reward's key, a list of one; by default ["reward"].
-        out_keys: where the result goes, a list of one; by default `in_keys`.
+        in_keys, out_keys: the keys of the reward and of the result, lists of one; by default
+            ["reward"], and for the result that of the reward.
         requires_grad: whether the reference's weights receive gradients.
-        reference, sum_agents: as for KLConstrainedTransform.
         keys: names of the other entries; the coefficient is next to the result by default.
 
     Raises:
-        ValueError: if `in_keys` or `out_keys` is not one key, `coef` is negative, or KL and reward
-            differ in shape.
-        RuntimeError: if the reward was penalized before.
+        ValueError: if `in_keys` or `out_keys` is not one key, or `coef` is negative.
+        TypeError, ValueError, KeyError, RuntimeError: as KLConstrainedTransform does.
 
     Example:
         >>> import torch
@@ -244,8 +195,8 @@ class KLRewardTransform(KLConstrainedTransform):
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
         >>> transform = KLRewardTransform(actor, out_keys="reward_kl")
-        >>> rollout = TransformedEnv(DigitLanguageEnv(batch_size=(2,)), transform).rollout(4, actor)
-        >>> torch.allclose(rollout["next", "reward_kl"], rollout["next", "reward"])  # is its reference
+        >>> rollout = TransformedEnv(DigitLanguageEnv(), transform).rollout(4, actor)
+        >>> torch.allclose(rollout["next", "reward_kl"], rollout["next", "reward"])  # its reference
         True
     """
 
@@ -270,10 +221,7 @@ class KLRewardTransform(KLConstrainedTransform):
         keys = keys.with_reward(reward_key, out_key)
         resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
         controller = ConstantKLController(_one_number(coef))
-        self._init(
-            actor, frozen, controller, resolved, [], "k1", sum_agents,
-            out_key=out_key, record=False,
-        )  # fmt: skip
+        self._init(actor, frozen, controller, resolved, sum_agents, out_key=out_key, record=False)
 
     @property
     def coef(self) -> Tensor:
@@ -291,12 +239,8 @@ def _one_key(name: str, keys: NestedKey | list[NestedKey]) -> NestedKey:
 def _one_number(coef: float | Tensor) -> float:
     value = torch.as_tensor(coef)
     if value.numel() != 1:
-        raise ValueError(
-            f"`coef` must be one number, got shape {tuple(value.shape)}: use one transform per reward."
-        )
+        raise ValueError(f"`coef` must be one number, got shape {tuple(value.shape)}.")
     number = float(coef)
     if not (value.isfinite().all() and number >= 0):
-        raise ValueError(
-            f"`coef` must be finite and at least 0, got {number}: it weighs a penalty."
-        )
+        raise ValueError(f"`coef` must be finite and at least 0, got {number}.")
     return number

@@ -1,8 +1,4 @@
-"""One path from log-prob to reward: score, measure, penalize. Each function passes on a `KLStep`.
-
-Axes: *B is the batch of steps (one env step, or a whole batch), *A the agents, if the actions are
-nested deeper than the batch.
-"""
+"""One path from log-prob to reward: score, measure, penalize. Each passes on a `KLStep`."""
 
 from __future__ import annotations
 
@@ -13,54 +9,31 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.envs import EnvBase
 
-from torchrl_kl._tensordict import (
-    RECORD_LOG_PROB,
-    as_tuple,
-    counted_steps,
-    existing_keys,
-    expand_right,
-    find_time_dim,
-    get_required,
-    is_fake,
-    sum_action_dims,
-)
+from torchrl_kl import _tensordict as td
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.functional import kl_k1
-from torchrl_kl.transforms.estimates import Estimate
-from torchrl_kl.transforms.kl_step import KLStep
+from torchrl_kl.transforms.estimates import Estimate, KLStep
 
 
 def score_env_step(
-    reference: FrozenActor,
-    tensordict: TensorDictBase,
-    estimate: Estimate | None,
-    env: EnvBase,
+    reference: FrozenActor, tensordict: TensorDictBase, estimate: Estimate | None, env: EnvBase
 ) -> KLStep:
-    """Scores the action of an env step (*B), on the policy's side of all action transforms.
-
-    Raises:
-        KeyError: if the policy ran but recorded no log-prob.
-        RuntimeError: in a worker of a ParallelEnv, where no log-prob arrives.
-    """
+    """Scores the action of an env step (*B), on the policy's side of all action transforms."""
     mask = tensordict.get("_step", None)
     log_prob = reference.recorded.read(tensordict)
     if log_prob is None:
         log_prob = reference.present_log_prob(tensordict, env_actions=env.action_keys)
     inputs = reference.inputs(tensordict)
     if log_prob is None:
-        _refuse_unrecorded(reference, tensordict, env.action_keys)
+        _refuse_unrecorded(reference, tensordict, env)
         _refuse_parallel_worker(tensordict)
         shape = reference.recorded.batch_size(tensordict)
         zeros = torch.zeros(shape, dtype=reference.dtype, device=tensordict.device)
         states = [inputs.get(key) for key in reference.own_state_keys]
         return KLStep(None, zeros, mask, counted=False, states=states)
     score = reference.step(inputs)
-    kept = None
-    if estimate is not None:
-        kept = estimate.of_reference(tensordict, score.outputs, reference.actor)
-    return KLStep(
-        log_prob, score.log_prob, mask, reference.samples(), of_reference=kept, states=score.states
-    )
+    kept = estimate and estimate.of_reference(tensordict, score.outputs, reference.actor)
+    return KLStep(log_prob, score.log_prob, mask, reference.samples(), kept, score.states)
 
 
 def score_batch(
@@ -69,13 +42,8 @@ def score_batch(
     estimate: Estimate | None,
     time_dim: int | None,
 ) -> KLStep:
-    """Scores a batch (*B): in one pass along time, or step by step where no dimension is time.
-
-    Raises:
-        KeyError: if the policy's log-prob is not there.
-        RuntimeError: if the reference is recurrent and its state is not known.
-    """
-    timed = find_time_dim(tensordict, time_dim) is not None
+    """Scores a batch (*B): in one pass along time, or step by step where no dimension is time."""
+    timed = td.find_time_dim(tensordict, time_dim) is not None
     log_prob = reference.recorded.read(tensordict)
     if log_prob is None:
         log_prob = reference.present_log_prob(tensordict, timed=timed)
@@ -85,51 +53,43 @@ def score_batch(
         score = reference.trajectories(tensordict)
     else:
         score = reference.step(reference.inputs(tensordict))
-    kept = None
-    if estimate is not None:
-        kept = estimate.of_reference(tensordict, score.outputs, reference.actor)
-    mask = counted_steps(tensordict)
-    ref_log_prob = torch.zeros_like(score.log_prob) if is_fake(tensordict) else score.log_prob
-    return KLStep(log_prob, ref_log_prob, mask, of_reference=kept, states=score.states)
+    kept = estimate and estimate.of_reference(tensordict, score.outputs, reference.actor)
+    mask = td.counted_steps(tensordict)
+    ref_log_prob = torch.zeros_like(score.log_prob) if td.is_fake(tensordict) else score.log_prob
+    return KLStep(log_prob, ref_log_prob, mask, True, kept, score.states)
 
 
 def measure(
     step: KLStep, tensordict: TensorDictBase, estimate: Estimate | None, *, sum_agents: bool = False
 ) -> KLStep:
-    """Adds k1 and the estimator's measurement; both are 0 outside the mask and where no policy ran."""
+    """Adds k1 and the estimate; both are 0 outside the mask and where no policy ran."""
     if step.log_prob is None:
         kl = torch.zeros_like(step.ref_log_prob)
         values = [kl, None if estimate is None else kl]
     else:
         log_prob, mask = step.log_prob.detach(), step.mask
         if mask is not None:
-            mask = expand_right(mask, log_prob.shape)
+            mask = td.expand_right(mask, log_prob.shape)
         values = [kl_k1(log_prob, step.ref_log_prob, mask=mask), None]
         if estimate is not None:
             values[1] = estimate(tensordict, step._replace(log_prob=log_prob, mask=mask))
     if sum_agents:
         batch_size = tensordict.batch_size
-        values = [None if v is None else sum_action_dims(v, batch_size) for v in values]
+        values = [None if v is None else td.sum_action_dims(v, batch_size) for v in values]
     kl, estimated = (None if value is None else value.unsqueeze(-1) for value in values)
     return step._replace(kl=kl, estimate=estimated)
 
 
-def penalize(
-    kl: Tensor, reward: Tensor, coeff: Tensor, reward_key: NestedKey
-) -> tuple[Tensor, Tensor]:
+def penalize(kl: Tensor, reward: Tensor, coeff: Tensor, key: NestedKey) -> tuple[Tensor, Tensor]:
     """The penalized reward `reward - coeff * kl`, and the coefficient of each entry.
 
-    A coefficient of 0 subtracts nothing, not even infinity.
-
-    Raises:
-        ValueError: if the shapes differ.
-        TypeError: if the reward is not floating point.
+    A coefficient of 0 subtracts nothing, not even infinity. `key`: the reward's, for errors.
     """
-    check_reward_shape(kl.shape, reward.shape, reward_key)
+    check_reward_shape(kl.shape, reward.shape, key)
     if not reward.is_floating_point():
         raise TypeError(
-            f"{reward_key!r} must be floating point, got {reward.dtype}: the coefficient would be rounded "
-            "to an integer. Cast the reward before the penalty."
+            f"{key!r} must be floating point, got {reward.dtype}: the coefficient would be "
+            "rounded to an integer. Cast the reward before the penalty."
         )
     applied = torch.empty_like(reward).copy_(coeff)
     penalized = torch.addcmul(reward, applied, kl.to(reward.dtype), value=-1)
@@ -140,34 +100,22 @@ def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey
     """ValueError unless KL and reward have the same shape."""
     if kl != reward:
         raise ValueError(
-            f"the KL and {reward_key!r} must have the same shape, got {tuple(kl)} and {tuple(reward)}: "
-            "broadcasting would subtract the same KL several times. The KL has the batch shape of the "
-            "tensordict that holds the action, plus 1; sum it over agents for a shared reward "
+            f"the KL and {reward_key!r} must have the same shape, got {tuple(kl)} and "
+            f"{tuple(reward)}: the KL would be broadcast; sum it over agents for a shared reward "
             "(`sum_agents=True`), and reduce a reward of several trailing dimensions to one."
         )
 
 
-def get_reward(next_tensordict: TensorDictBase, reward_key: NestedKey) -> Tensor:
-    """The reward before the penalty; KeyError if it is missing."""
-    return get_required(
-        next_tensordict, reward_key, "name the reward to penalize: `KLKeys(reward=...)`."
-    )
-
-
-def _refuse_unrecorded(
-    reference: FrozenActor, tensordict: TensorDictBase, env_actions: list[NestedKey]
-) -> None:
+def _refuse_unrecorded(reference: FrozenActor, tensordict: TensorDictBase, env: EnvBase) -> None:
     """A policy that ran without recording its log-prob must not pass for a random one."""
     keys, recorded = tensordict.keys(True, True), reference.recorded
-    traces = [
-        key
-        for key in (*reference.trace_keys, *recorded.keys)
-        if key in keys and key not in env_actions
-    ]
+    left = [key for key in (*reference.trace_keys, *recorded.keys) if key in keys]
+    traces = [key for key in left if key not in env.action_keys]
     if traces:
+        missing = recorded.missing(tensordict)[0]
         raise KeyError(
-            f"the policy ran (its {traces} are there) but left no {recorded.missing(tensordict)[0]!r}, "
-            f"got {existing_keys(tensordict)}: {RECORD_LOG_PROB}"
+            f"the policy ran (its {traces} are there) but left no {missing!r}, got "
+            f"{td.existing_keys(tensordict)}: {td.RECORD_LOG_PROB}"
         )
 
 
@@ -179,10 +127,10 @@ def _refuse_parallel_worker(tensordict: TensorDictBase) -> None:
     """
     if parent_process() is None:
         return
-    masks = [key for key in tensordict.keys(True, True) if as_tuple(key)[-1] == "_reset"]
+    masks = [key for key in tensordict.keys(True, True) if td.as_tuple(key)[-1] == "_reset"]
     if any(m.device.type == "cpu" and m.is_shared() for m in map(tensordict.get, masks)):
         raise RuntimeError(
-            "the KL transforms are inside the workers of a ParallelEnv, where the policy's log-prob does "
-            "not arrive: the KL would be 0. Put them around the workers, "
-            "TransformedEnv(ParallelEnv(...), stack), or pass `use_buffers=False` to ParallelEnv."
+            "the KL transforms are inside the workers of a ParallelEnv, where no log-prob of the "
+            "policy arrives: put them around it, TransformedEnv(ParallelEnv(...), stack), or pass "
+            "`use_buffers=False` to ParallelEnv."
         )
