@@ -1,4 +1,6 @@
-"""Streams of steps as the envs of a collector give them, the batches that they are cut into, and a loop over them."""
+"""Streams of steps as the envs of a collector give them, the batches that they are cut into, and a
+loop over them.
+"""
 
 import itertools
 import random
@@ -15,7 +17,7 @@ from torchrl_kl.controllers.trajectories import OpenTrajectories, TrajectorySums
 def add(
     trajectories: OpenTrajectories, batch: TensorDictBase, values: torch.Tensor, done: Any, **kwargs
 ) -> TrajectorySums:
-    """Adds the values of a batch whose last dimension is time; padding is where its mask is False."""
+    """Adds the values of a batch, time last; padding is where its mask is False."""
     mask = batch.get(("collector", "mask"), None)
     return sum_trajectories(batch, values, mask, done, trajectories, **kwargs)
 
@@ -42,7 +44,9 @@ class Step:
 def make_stream(
     rng: random.Random, ids, n_steps: int, n_features: int, shared_done: bool
 ) -> list[Step]:
-    """What one env gives, with trajectories of 1 to 6 steps; as in a collector, the end of any agent ends the id."""
+    """What one env gives, with trajectories of 1 to 6 steps; as in a collector, the end of any
+    agent ends the id.
+    """
     steps, trajectory, is_init = [], next(ids), True
     for state in range(n_steps):
         ends = [rng.random() < 0.3 for _ in range(n_features)]
@@ -62,7 +66,9 @@ def make_stream(
 def make_streams(
     rng: random.Random, n_envs: int, n_steps: int, n_features: int = 1, *, shared_done: bool = True
 ) -> list[list[Step]]:
-    """Streams whose trajectories are numbered in the order in which they begin, as a collector does."""
+    """Streams whose trajectories are numbered in the order in which they begin, as a collector
+    does.
+    """
     streams = [
         make_stream(rng, itertools.count(1000 * env), n_steps, n_features, shared_done)
         for env in range(n_envs)
@@ -76,7 +82,9 @@ def make_streams(
 
 @dataclass
 class Loop:
-    """The slow, obvious version: walks through one env's steps; knows nothing of batches but where they end."""
+    """The slow, obvious version: walks through one env's steps; knows nothing of batches but where
+    they end.
+    """
 
     sums: list[float]
     finished: list[float] = field(default_factory=list)
@@ -107,7 +115,9 @@ def make_batch(
     states: bool = False,
     mask: bool = False,
 ) -> TensorDict:
-    """The batch (n_envs, T) that a collector would give; flags are (n_envs, T, 1), or one per agent."""
+    """The batch (n_envs, T) that a collector would give; flags are (n_envs, T, 1), or one per
+    agent.
+    """
 
     def flags(name: str) -> torch.Tensor:
         flag = torch.tensor([[getattr(step, name) for step in row] for row in rows])

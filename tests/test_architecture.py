@@ -280,8 +280,8 @@ class TestEnvsFolder:
         )
         assert result.returncode != 0
         sentence = (
-            "ImportError: this package was imported as `envs`: import it as `torchrl_kl.envs`, never "
-            "as `envs`."
+            "ImportError: this package was imported as `envs`: import it as `torchrl_kl.envs`, "
+            "never as `envs`."
         )
         assert result.stderr.splitlines()[-1] == sentence
 

@@ -38,7 +38,7 @@ MASKS: dict[str, Callable[[Step, random.Random], bool]] = {
 
 
 def counted_totals(streams: list[list[Step]]) -> list[float]:
-    """Of each trajectory that ended and had a step that counts: the loop that sees streams whole."""
+    """Of each trajectory that ended with a step that counts: the loop that sees streams whole."""
     totals = []
     for stream in streams:
         total, counted = 0.0, False
@@ -51,7 +51,9 @@ def counted_totals(streams: list[list[Step]]) -> list[float]:
 
 
 class TestMasks:
-    """Prompt tokens, first and last steps, holes, whole rows: what does not count adds 0 and cuts nothing."""
+    """Prompt tokens, first and last steps, holes, whole rows: what does not count adds 0 and cuts
+    nothing.
+    """
 
     @seeds
     @pytest.mark.parametrize("kind", MASKS)
@@ -117,7 +119,7 @@ class TestMasks:
 
 
 class TestIdentity:
-    """Ids restart with each collector: a trajectory goes on where its id and its state come back."""
+    """Ids restart with each collector: a trajectory goes on where id and state come back."""
 
     def one(self, trajectory: int, state: float, value: float, **kwargs) -> list[list[Step]]:
         flags = {"is_init": False, "terminated": [False], "truncated": [False]} | kwargs
@@ -235,7 +237,9 @@ class TestIdentity:
 
 
 class TestAgents:
-    """Agents with done flags of their own: one that is done ends its trajectory, and the others go on."""
+    """Agents with done flags of their own: one that is done ends its trajectory, and the others go
+    on.
+    """
 
     @seeds
     @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ class TestWithIds:
             expected = split_trajectories(batch, prefix="collector")["running"]
             mask = padded["collector", "mask"]
             assert_close(running[mask], expected[mask], rtol=0, atol=0)
-        # Each padded row ends at its trajectory's end, whose truncation is believed at the next call.
+        # Each padded row ends at its trajectory's end, whose truncation is believed at the next
+        # call.
         batch = make_batch([[Step(1000 + r, [0.0], True, [False], [False])] for r in range(3)])
         for trajectories, pool in ((whole, totals), (split, split_totals)):
             pool += add(trajectories, batch, torch.zeros(3, 1, 1), "done").finished.tolist()
@@ -135,7 +136,9 @@ class TestWithIds:
         assert add(trajectories, goes_on, torch.ones(1, 1, 1), "done").finished.tolist() == [3.0]
 
     def test_an_id_that_begins_anew_is_another_collectors(self):
-        """Ids restart with each collector: no sum goes on, and whether a truncation was an end is not told."""
+        """Ids restart with each collector: no sum goes on, and whether a truncation was an end is
+        not told.
+        """
         trajectories = OpenTrajectories()
         first = [[Step(0, [3.0], True, [False], [False])], [Step(1, [5.0], True, [False], [True])]]
         assert (
@@ -294,7 +297,10 @@ class TestFindDone:
 
     def test_neither_is_an_error_that_says_what_is_there(self):
         step = TensorDict({"agents": {"reward": torch.zeros(1)}})
-        message = r"no .*'agents.*'done.* and no .*'done.* in the step, got .*agents.*reward.*`KLKeys\(done=\.\.\.\)`"
+        message = (
+            r"no .*'agents.*'done.* and no .*'done.* in the step, got .*agents.*reward"
+            r".*`KLKeys\(done=\.\.\.\)`"
+        )
         with pytest.raises(KeyError, match=message):
             find_done(step, ("agents", "done"), named=False)
 

@@ -1,4 +1,4 @@
-"""A stack in an env: what it adds up in half precision, whom it counts, and what is put around it."""
+"""A stack in an env: sums of half precision, what it counts, and what is put around it."""
 
 import gc
 from typing import Any
@@ -125,7 +125,9 @@ def test_a_trajectory_that_did_not_begin_with_samples_is_not_told(first, per, ma
 
 
 class OneForAll(WalkEnv):
-    """Agents with a flag each, of which only the first is ever done: the env resets all of them then."""
+    """Agents with a flag each, of which only the first is ever done: the env resets all of them
+    then.
+    """
 
     def __init__(self):
         super().__init__((2,), n_agents=3)

@@ -154,7 +154,8 @@ def test_a_single_value_has_no_standard_error():
 
 @pytest.mark.parametrize(("deadband", "moves"), [(1.9, True), (2.1, False)])
 def test_a_deadband_leaves_the_coefficient_alone_within_the_noise(deadband, moves):
-    # Four trajectories of mean 0.7 and variance 0.04 * 4 / 3: a standard error of 0.1155, and 0.2309 from the target.
+    # Four trajectories of mean 0.7 and variance 0.04 * 4 / 3: a standard error of 0.1155, and
+    # 0.2309 from the target.
     batch = step_of(reward=[1.0] * 4, kl=[0.5, 0.9, 0.5, 0.9], done=[True] * 4)
     controller = AdaptiveKLController(0.1, 0.7 - 2 * math.sqrt(0.04 / 3), 100, deadband=deadband)
     RewardAdjustmentTransform(controller, update_every=4)(batch)
@@ -182,7 +183,8 @@ def test_how_a_batch_is_split_changes_nothing_in_the_pool(per):
         pools.append(transform.statistics)
     for pool in pools:
         assert pool.count == pools[0].count > 50
-        # Some hundred values of order 1, the same in every split, summed in another order: 1e2 * 1e2 * 1e-16.
+        # Some hundred values of order 1, the same in every split, summed in another order: 1e2 *
+        # 1e2 * 1e-16.
         assert_close(pool.sum, pools[0].sum, rtol=0, atol=1e-12)
         assert_close(pool.sum_of_squares, pools[0].sum_of_squares, rtol=0, atol=1e-12)
 

@@ -1,4 +1,6 @@
-"""Names of the entries: the defaults, what is next to what, further stacks, and a log-prob in parts."""
+"""Names of the entries: the defaults, what is next to what, further stacks, and a log-prob in
+parts.
+"""
 
 import dataclasses
 
@@ -10,7 +12,8 @@ from tests.helpers import WalkEnv, compose, make_actor, play, policy, with_trans
 from torchrl_kl import KLConstrainedTransform, KLKeys
 
 NAMES = (
-    "ref_log_prob", "kl", "kl_estimate", "episode_kl", "reward", "task_reward", "kl_coeff", "done", "top_k",
+    "ref_log_prob", "kl", "kl_estimate", "episode_kl", "reward", "task_reward", "kl_coeff", "done",
+    "top_k",
 )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Where the stack may be placed: with TorchRL's other transforms in each order, around workers and inside them."""
+"""Where the stack may be placed: with TorchRL's other transforms in each order, around workers and
+inside them.
+"""
 
 import re
 from collections.abc import Callable
@@ -60,7 +62,8 @@ from torchrl_kl import (
     ReferenceModelLogProbTransform,
 )
 
-# TorchRL calls VecNormV2 experimental in envs with a batch size; what it computes there is not asked here.
+# TorchRL calls VecNormV2 experimental in envs with a batch size; what it computes there is not
+# asked here.
 pytestmark = pytest.mark.filterwarnings("ignore:Support of VecNormV2:UserWarning")
 
 KL_KEYS = ("kl", "kl_coeff", "episode_kl")
@@ -243,7 +246,10 @@ ORDERS: dict[str, Callable[[Any, Any], EnvBase]] = {
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", RESCALING)
 def test_what_rescales_the_penalized_reward_is_refused(name, order, penalty):
-    text = rf"{name} comes after KL(Constrained|Reward)Transform and rewrites 'reward'.*Put it before the KL transforms"
+    text = (
+        rf"{name} comes after KL(Constrained|Reward)Transform and rewrites 'reward'"
+        r".*Put it before the KL transforms"
+    )
     with pytest.raises(RuntimeError, match=text):
         ORDERS[order](penalty(), RESCALING[name]()).reset()
 
@@ -344,7 +350,7 @@ SEVERAL: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", SEVERAL)
 def test_what_steps_the_env_several_times_is_refused_after_it(name, order, penalty):
-    text = f"{name} comes after KL(Constrained|Reward)Transform and steps the env several times for one"
+    text = f"{name} comes after KL(Constrained|Reward)Transform and steps the env several times"
     with pytest.raises(RuntimeError, match=text):
         ORDERS[order](penalty(), SEVERAL[name]()).reset()
 
@@ -375,7 +381,10 @@ def hidden_env() -> EnvBase:
     return TransformedEnv(penalized_env(), StepCounter(), auto_unwrap=False)
 
 
-INSIDE = r"KL transforms are inside the workers of a ParallelEnv.*TransformedEnv\(ParallelEnv\(\.\.\.\), stack\), or .*=False"
+INSIDE = (
+    r"KL transforms are inside the workers of a ParallelEnv"
+    r".*TransformedEnv\(ParallelEnv\(\.\.\.\), stack\), or .*=False"
+)
 WORKERS: dict[str, Callable[[Any], Any]] = {
     "creator": lambda penalty: partial(penalized_env, penalty),
     "creators": lambda penalty: [partial(penalized_env, penalty), partial(penalized_env, penalty)],

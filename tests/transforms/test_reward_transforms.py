@@ -1,4 +1,6 @@
-"""The transform that subtracts the penalty: from which rewards, what cannot be penalized, and what it remembers."""
+"""The transform that subtracts the penalty: from which rewards, what cannot be penalized, and what
+it remembers.
+"""
 
 import copy
 import math
@@ -242,7 +244,10 @@ def test_two_stacks_on_two_rewards():
 def test_kl_and_reward_of_different_shapes_are_an_error():
     actor = make_actor(agents=True)
     env = WalkEnv((2,), n_agents=3, shared_reward=True)
-    text = r"KL and 'reward' must have the same shape, got \(2, 3, 1\) and \(2, 1\): .* sum it over agents"
+    text = (
+        r"KL and 'reward' must have the same shape, got \(2, 3, 1\) and \(2, 1\): "
+        r".* sum it over agents"
+    )
     with pytest.raises(ValueError, match=text):
         with_transforms(env, KLConstrainedTransform(actor, 0.1)).reset()
     with pytest.raises(ValueError, match=text.replace("(2, ", "(2, 12, ")):

@@ -1,4 +1,6 @@
-"""Trajectories that go on from batch to batch: several collectors, evaluations, masks, order, and what it costs."""
+"""Trajectories that go on from batch to batch: several collectors, evaluations, masks, order, and
+what it costs.
+"""
 
 import pickle
 import random
@@ -32,14 +34,16 @@ from torchrl_kl import AdaptiveKLController, KLConstrainedTransform, RewardAdjus
 
 
 class Sums:
-    """A loop over the steps of collectors: the sum of each trajectory so far, and of those that ended."""
+    """A loop over the steps of collectors: the sum of each trajectory so far, and of those that
+    ended.
+    """
 
     def __init__(self) -> None:
         self.open: defaultdict[Any, float] = defaultdict(float)
         self.ended: list[float] = []
 
     def expect(self, collector: int, batch: Any) -> torch.Tensor:
-        """The running sums of a measured batch (*R, T) of a collector whose env truncates nothing."""
+        """The running sums of a measured batch (*R, T) whose env truncates nothing."""
         shape, batch = batch.shape, batch.reshape(-1, batch.shape[-1])
         sums = torch.empty(batch.shape, dtype=torch.float64)
         for row, t in torch.cartesian_prod(*map(torch.arange, batch.shape)).tolist():
@@ -129,9 +133,8 @@ def test_rows_that_torchrl_numbers_anew_in_each_batch_are_refused():
     )
     sums, n_right = Sums(), 0
     try:
-        with pytest.raises(
-            RuntimeError, match=r"padded row .*MultiSyncCollector\(split_trajs=True\)"
-        ):
+        error = r"padded row .*MultiSyncCollector\(split_trajs=True\)"
+        with pytest.raises(RuntimeError, match=error):  # noqa: PT012
             for batch in collector:
                 right = batch["collector", "mask"]
                 expected = sums.expect(0, batch)[right]
@@ -148,7 +151,7 @@ def test_rows_that_torchrl_numbers_anew_in_each_batch_are_refused():
 @pytest.mark.parametrize("ids", [False, True], ids=["done_flags", "ids"])
 @pytest.mark.parametrize("kind", ["prompt", "last", "holes", "a batch"])
 def test_a_mask_that_is_not_a_prefix(kind, ids):
-    """Masked steps add nothing, and end nothing; a trajectory that has a step that counts is told."""
+    """Masked steps add and end nothing; a trajectory with a step that counts is told."""
     stack, controller = spied()
     rng, running, expected = random.Random(0), [0.0] * 3, []
     counted = [False] * 3
@@ -207,7 +210,7 @@ def test_a_shuffled_batch_that_kept_the_name_time_is_refused():
 
 
 def test_observations_that_are_nan_are_in_order():
-    stack, controller = spied()
+    _, controller = spied()
     batch = play(WalkEnv((2,)), policy())
     for step in (batch, batch["next"]):
         step["observation"][..., 0] = float("nan")
@@ -251,7 +254,8 @@ def test_sums_of_trajectories_that_never_go_on_do_not_pile_up():
     sizes = [len(pickle.dumps(stack)) for _ in collector]
     collector.shutdown()
     assert len(sizes) == 301
-    # At most 64 open sums for each of the 8 envs, of which the numbers get longer: 3 times as many else.
+    # At most 64 open sums for each of the 8 envs, of which the numbers get longer: 3 times as many
+    # else.
     assert sizes[300] < 1.15 * sizes[100]
     assert sizes[300] < 100_000
 

@@ -1,4 +1,6 @@
-"""The transforms that measure: whose log-prob, of which action, in which shape, and when there is none."""
+"""The transforms that measure: whose log-prob, of which action, in which shape, and when there is
+none.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Two stacks in one env, one reward for several agents, and batches that only look like trajectories."""
+"""Two stacks in one env, one reward for several agents, and batches that only look like
+trajectories.
+"""
 
 from functools import partial
 from typing import Any

@@ -115,7 +115,8 @@ def test_ten_batches_without_an_update_warn_once_with_the_missing_count_and_the_
         for _ in range(8):
             stack(long_batch())
     message = (
-        r"has not been updated for 10 batches: an update waits for 7 finished trajectories, 2 came, "
+        r"has not been updated for 10 batches: an update waits for 7 finished trajectories, "
+        r"2 came, "
         r'5 are missing\. Lower `update_every`, collect longer batches, or use .* per="step"'
     )
     with pytest.warns(UserWarning, match=message):

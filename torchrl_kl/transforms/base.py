@@ -61,8 +61,9 @@ class KLTransform(Transform):
         )
         if any(one is self for one in elsewhere):
             raise RuntimeError(
-                f"{type(self).__name__} is in another env already, whose running sums it would mix with "
-                "those of this one: build one for each env, with the same `controller` if they share it."
+                f"{type(self).__name__} is in another env already, whose running sums it would mix "
+                "with those of this one: build one for each env, with the same `controller` if "
+                "they share it."
             )
         _homes[self] = weakref.ref(env)
 
