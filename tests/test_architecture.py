@@ -141,7 +141,7 @@ def module_of(name: str) -> str:
 
 
 def depth(node: str, arrows: dict[str, set[str]], above: tuple[str, ...] = ()) -> int:
-    """How many floors a node stands on, itself included; fails on a circle."""
+    """The floor of a node, counted from 1; fails on a circle."""
     assert node not in above, f"a circle: {above}"
     return 1 + max((depth(n, arrows, (*above, node)) for n in arrows.get(node, ())), default=0)
 

@@ -155,9 +155,9 @@ def test_the_policy_itself_is_the_reference(where):
     ("kind", "where", "kwargs"),
     [
         (MultiSyncCollector, "learner", {}),
-        (MultiSyncCollector, "workers", {}),
-        (MultiAsyncCollector, "workers", {}),
-        (DistributedCollector, "workers", {"sync": True}),
+        pytest.param(MultiSyncCollector, "workers", {}, marks=pytest.mark.slow),
+        pytest.param(MultiAsyncCollector, "workers", {}, marks=pytest.mark.slow),
+        pytest.param(DistributedCollector, "workers", {"sync": True}, marks=pytest.mark.slow),
         (RayCollector, "workers", {"sync": True}),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),

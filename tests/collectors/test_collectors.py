@@ -331,12 +331,9 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "end"),
-    [
-        ("MultiSyncCollector", "Ctrl-C"),
-        ("MultiAsyncCollector", "break"),
-    ],
+    ("kind", "end"), [("MultiSyncCollector", "Ctrl-C"), ("MultiAsyncCollector", "break")]
 )
 def test_a_process_ends_whose_loop_was_left_without_shutdown(kind, end, tmp_path):
     script = tmp_path / "script.py"

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from tensordict import NestedKey, TensorDictBase
-from torch import nn
+from tensordict import NestedKey
 from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
@@ -17,9 +16,7 @@ from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl._torchrl import container_of
 from torchrl_kl.actors.frozen import FrozenActor
-from torchrl_kl.transforms.estimates import Estimate, KLStep
 from torchrl_kl.transforms.placement import refuse_wrong_order
-from torchrl_kl.transforms.steps import score_env_step
 
 # The env that each transform was put into; not part of its state, which may be copied and sent.
 _homes: weakref.WeakKeyDictionary[Transform, Callable[[], Any]] = weakref.WeakKeyDictionary()
@@ -130,37 +127,6 @@ class KLTransform(Transform):
         """The batch shape, in the env, of the tensordict that holds the action."""
         path, spec = self.keys.recorded.branch, self.parent_env.full_action_spec
         return spec[path].shape if path and path in spec.keys(True) else self.parent_env.batch_size
-
-
-class ScoringTransform(KLTransform):
-    """Base of the transforms that score actions under a reference."""
-
-    reference: FrozenActor
-    estimate: Estimate | None
-    _scored: KLStep | None = None  # of the env step that is being made
-
-    def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
-        """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
-        self.reference.update_reference(source, tau)
-
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        # Action transforms before this one have not yet turned the policy's action into the env's.
-        env = self.env
-        if env is not None:
-            self._scored = score_env_step(self.reference, tensordict, self.estimate, env)
-        return tensordict
-
-    def _take_score(self, next_tensordict: TensorDictBase) -> KLStep:
-        """The score of this env step, whose next recurrent states it writes."""
-        step, self._scored = cast(KLStep, self._scored), None
-        for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
-            next_tensordict.set(key, state)
-        return step
-
-    def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Adds the reference's recurrent state to the state spec, so that batched envs carry it."""
-        self.declare_states(td.state_spec(input_spec), self.reference)
-        return input_spec
 
 
 def require_spec(spec: Composite, key: NestedKey, fix: str) -> TensorSpec:

@@ -12,9 +12,9 @@ from torchrl.data import Composite
 from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.actors.references import Switch, as_reference
-from torchrl_kl.transforms.base import KLTransform, ScoringTransform, require_spec
+from torchrl_kl.transforms.base import KLTransform, require_spec
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
-from torchrl_kl.transforms.steps import measure, score_batch
+from torchrl_kl.transforms.steps import ScoringTransform, measure, score_batch
 
 
 class ReferenceModelLogProbTransform(ScoringTransform):

@@ -14,10 +14,9 @@ from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.controllers.trajectories import OpenTrajectories
-from torchrl_kl.transforms.base import ScoringTransform
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
-from torchrl_kl.transforms.steps import measure, score_batch
+from torchrl_kl.transforms.steps import ScoringTransform, measure, score_batch
 
 
 class KLConstrainedTransform(ScoringTransform, PenaltyTransform):

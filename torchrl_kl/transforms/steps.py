@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from multiprocessing import parent_process
+from typing import cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
+from torchrl.data import Composite
 from torchrl.envs import EnvBase
 
 from torchrl_kl import _tensordict as td
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.functional import kl_k1
+from torchrl_kl.transforms.base import KLTransform
 from torchrl_kl.transforms.estimates import Estimate, KLStep
 
 
@@ -134,3 +137,34 @@ def _refuse_parallel_worker(tensordict: TensorDictBase) -> None:
             "policy arrives: put them around it, TransformedEnv(ParallelEnv(...), stack), or pass "
             "`use_buffers=False` to ParallelEnv."
         )
+
+
+class ScoringTransform(KLTransform):
+    """Base of the transforms that score actions under a reference."""
+
+    reference: FrozenActor
+    estimate: Estimate | None
+    _scored: KLStep | None = None  # of the env step that is being made
+
+    def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
+        """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
+        self.reference.update_reference(source, tau)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        # Action transforms before this one have not yet turned the policy's action into the env's.
+        env = self.env
+        if env is not None:
+            self._scored = score_env_step(self.reference, tensordict, self.estimate, env)
+        return tensordict
+
+    def _take_score(self, next_tensordict: TensorDictBase) -> KLStep:
+        """The score of this env step, whose next recurrent states it writes."""
+        step, self._scored = cast(KLStep, self._scored), None
+        for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
+            next_tensordict.set(key, state)
+        return step
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Adds the reference's recurrent state to the state spec, so that batched envs carry it."""
+        self.declare_states(td.state_spec(input_spec), self.reference)
+        return input_spec
