@@ -56,7 +56,8 @@ STORIES = [
         for kind in ("multi-sync", "multi-async", "gloo-async", "ray-sync")
     ],
     *[(kind, "workers", "weights") for kind in ("multi-sync", "multi-async", "gloo-sync")],
-    *[(kind, "workers", "batch") for kind in ("gloo-async", "ray-async")],
+    ("gloo-async", "workers", "batch"),
+    pytest.param(("ray-async", "workers", "batch"), marks=pytest.mark.slow, id="ray-async-workers"),
 ]
 
 
