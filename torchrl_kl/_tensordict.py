@@ -235,10 +235,10 @@ def is_fake(tensordict: TensorDictBase) -> bool:
     )
 
 
-def counted_steps(tensordict: TensorDictBase) -> Tensor | None:
+def counted_steps(tensordict: TensorDictBase, fake: bool) -> Tensor | None:
     """True where a step counts, (*B), so not in padding or fake data; None where all do."""
     mask = tensordict.get(MASK_KEY, None)
-    if mask is None and is_fake(tensordict):
+    if mask is None and fake:
         mask = torch.zeros(tensordict.batch_size, dtype=torch.bool, device=tensordict.device)
     return mask
 

@@ -84,7 +84,9 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         """Scores a batch (*B) that has "next"; returns a shallow copy."""
         self.refuse_wrong_order()
         tensordict = td.copy_batch(tensordict)
-        step = score_batch(self.reference, tensordict, self.estimate, self.time_dim)
+        step = score_batch(
+            self.reference, tensordict, self.estimate, self.time_dim, fake=td.is_fake(tensordict)
+        )
         self._write(tensordict, tensordict.get("next"), step)
         return tensordict
 
@@ -188,7 +190,7 @@ class KLDivergenceTransform(KLTransform):
         log_prob = self._log_prob(tensordict)
         if log_prob is None:
             log_prob = self.keys.recorded.require(tensordict)
-        mask = td.counted_steps(tensordict)
+        mask = td.counted_steps(tensordict, td.is_fake(tensordict))
         self._measure(tensordict, tensordict.get("next"), log_prob, mask, True)
         if self.estimate is not None and not self.keep_dist_params:
             for key in self.estimate.policy_keys:

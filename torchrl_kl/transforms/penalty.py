@@ -103,7 +103,8 @@ class PenaltyTransform(KLTransform):
         episode_kl = tensordict.get(self.keys.episode_kl, 0.0) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
         if step.counted is not True:
-            not_drawn = ~torch.as_tensor(step.counted).expand(episode_kl.shape)
+            counted = torch.as_tensor(step.counted, device=episode_kl.device)
+            not_drawn = ~counted.expand(episode_kl.shape)
             excluded = self._excluded
             if excluded is not None and excluded.shape == not_drawn.shape:
                 not_drawn = not_drawn | excluded

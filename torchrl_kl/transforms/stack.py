@@ -127,12 +127,12 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         """
         self.refuse_wrong_order()
         self.refuse_penalized_batch(tensordict)
-        tensordict, trace = copy_batch(tensordict), not is_fake(tensordict)
-        step = score_batch(self.reference, tensordict, self.estimate, self.time_dim)
+        tensordict, fake = copy_batch(tensordict), is_fake(tensordict)
+        step = score_batch(self.reference, tensordict, self.estimate, self.time_dim, fake=fake)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         self.drop_record(tensordict)
         self._write(tensordict.get("next"), step)
-        self.adjust_batch(tensordict, step, stream, trace)
+        self.adjust_batch(tensordict, step, stream, trace=not fake)
         return tensordict
 
     def drop_record(self, tensordict: TensorDictBase) -> None:

@@ -44,6 +44,8 @@ def score_batch(
     tensordict: TensorDictBase,
     estimate: Estimate | None,
     time_dim: int | None,
+    *,
+    fake: bool,
 ) -> KLStep:
     """Scores a batch (*B): in one pass along time, or step by step where no dimension is time."""
     timed = td.find_time_dim(tensordict, time_dim) is not None
@@ -57,8 +59,8 @@ def score_batch(
     else:
         score = reference.step(reference.inputs(tensordict))
     kept = estimate and estimate.of_reference(tensordict, score.outputs, reference.actor)
-    mask = td.counted_steps(tensordict)
-    ref_log_prob = torch.zeros_like(score.log_prob) if td.is_fake(tensordict) else score.log_prob
+    mask = td.counted_steps(tensordict, fake)
+    ref_log_prob = torch.zeros_like(score.log_prob) if fake else score.log_prob
     return KLStep(log_prob, ref_log_prob, mask, True, kept, score.states)
 
 
