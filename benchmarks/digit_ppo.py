@@ -14,7 +14,7 @@ from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from torchrl_kl import GPT, GPTActor, GPTCritic, KLConstrainedTransform, KLPenaltyLoss
+from torchrl_kl import GPT, CausalLMActor, CausalLMCritic, KLConstrainedTransform, KLPenaltyLoss
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
 
 EPOCHS, MINIBATCH = 2, 256
@@ -94,7 +94,7 @@ def train(
     """
     policy = copy.deepcopy(reference)
     critic = GPT(language.n_tokens, language.text_length, n_layer=1, n_out=1)
-    actor, value = GPTActor(policy), GPTCritic(critic)
+    actor, value = CausalLMActor(policy), CausalLMCritic(critic)
     stack = KLConstrainedTransform(actor, coeff if loss_args is None else 0.0)  # 0 only measures
     loss = ClipPPOLoss(
         actor, value, clip_epsilon=0.2, entropy_bonus=False, critic_coeff=1.0, loss_critic_type="l2"

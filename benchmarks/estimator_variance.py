@@ -37,8 +37,8 @@ from torchrl.envs import ExplorationType, set_exploration_type
 
 from torchrl_kl import (
     GPT,
+    CausalLMActor,
     Enumeration,
-    GPTActor,
     KLConstrainedTransform,
     TopKActor,
     kl_exact,
@@ -178,9 +178,9 @@ def enumerate_steps(
 @torch.no_grad()
 def sample_totals(policy: GPT, reference: GPT, prompts: Tensor, args: Args) -> dict[str, Tensor]:
     """Each estimator's sum over sampled responses, by the transforms, (P, samples)."""
-    actor, ref_actor = GPTActor(policy), GPTActor(reference)
+    actor, ref_actor = CausalLMActor(policy), CausalLMActor(reference)
     # Each policy, and the estimators that what it records is enough for.
-    recorders: list[tuple[GPTActor | TopKActor, dict[str, Any]]]
+    recorders: list[tuple[CausalLMActor | TopKActor, dict[str, Any]]]
     recorders = [(actor, {"k1": "k1", "k3": "k3", "exact": "exact"})]
     recorders += [(TopKActor(actor, k), {f"top-{k}": "top_k"}) for k in TOP_KS]
     env = DigitLanguageEnv(DigitLanguage(), batch_size=(args.samples,))

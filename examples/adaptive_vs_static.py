@@ -62,10 +62,10 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_kl import (
     GPT,
     AdaptiveKLController,
+    CausalLMActor,
     ConstantKLController,
     Enumeration,
     ExponentialKLController,
-    GPTActor,
     KLController,
     PIDKLController,
     PolicyValues,
@@ -187,7 +187,7 @@ def sample_rewards(problem: Problem, args: Args) -> torch.Tensor:
     with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
         responses = env.rollout(
             problem.language.response_length,
-            GPTActor(problem.language_model),
+            CausalLMActor(problem.language_model),
             auto_reset=False,
             tensordict=env.reset(prompt=prompts),
         )

@@ -17,7 +17,7 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 from tqdm import tqdm
 
-from torchrl_kl import GPT, GPTActor, GPTCritic, KLConstrainedTransform, KLController
+from torchrl_kl import GPT, CausalLMActor, CausalLMCritic, KLConstrainedTransform, KLController
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
 
 # The part of a learning rate that is left when a part of the batches is done.
@@ -141,7 +141,7 @@ class PPO:
         # token more than the policy: the last one, in the final state.
         critic = GPT(language.n_tokens, language.text_length, n_layer=1, n_out=1)
         self.args = args
-        self.actor, value = GPTActor(policy), GPTCritic(critic)
+        self.actor, value = CausalLMActor(policy), CausalLMCritic(critic)
         # gamma = lambda = 1: a token is penalized for all of the KL that it brings about later.
         self.gae = GAE(
             gamma=1.0, lmbda=1.0, value_network=value, deactivate_vmap=True, shifted=False

@@ -59,9 +59,9 @@ from tqdm import tqdm
 from torchrl_kl import (
     GPT,
     AdaptiveKLController,
+    CausalLMRewardModel,
     ConstantKLController,
     Enumeration,
-    GPTRewardModel,
     exact_kl,
 )
 from torchrl_kl.envs import DigitLanguage
@@ -162,7 +162,7 @@ def train_reward_model(
         for name, value in language_model.named_parameters():
             if name != "head.weight":
                 weights[name][tuple(slice(n) for n in value.shape)] = value
-    score = GPTRewardModel(gpt)
+    score = CausalLMRewardModel(gpt, end_token=language.n_tokens)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=args.rm_lr, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.rm_lr, total_steps=args.rm_iterations
@@ -228,7 +228,7 @@ def main() -> None:
 
     with stage("reward_model"):
         reward_model = train_reward_model(language_model, language, prompts, args, metrics)
-        score = GPTRewardModel(reward_model).requires_grad_(False)
+        score = CausalLMRewardModel(reward_model, end_token=language.n_tokens).requires_grad_(False)
         accepted, rejected = score(
             torch.stack(preference_pairs(language, draw(heldout, args.rm_heldout_pairs)))
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib
 import torch
 
-from torchrl_kl import GPT, ExactValues, GPTRewardModel, PolicyValues
+from torchrl_kl import GPT, CausalLMRewardModel, ExactValues, PolicyValues
 from torchrl_kl.envs import DigitLanguage
 
 matplotlib.use("Agg")
@@ -50,7 +50,9 @@ def describe(values: ExactValues, right: torch.Tensor) -> dict:
     }
 
 
-def print_checks(language: DigitLanguage, language_model: Callable, score: GPTRewardModel) -> None:
+def print_checks(
+    language: DigitLanguage, language_model: Callable, score: CausalLMRewardModel
+) -> None:
     """Two checks by eye: the likely first digits, and the scores of each possible first digit."""
     prompt = torch.tensor([0, 2, 8, 6])
     separator = torch.tensor([language.separator])

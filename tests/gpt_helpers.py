@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 from torchrl.modules import set_recurrent_mode
 
-from torchrl_kl.language import GPT, GPTActor, GPTCritic
+from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic
 
 PROMPT, LENGTH, SEPARATOR = 4, 9, 10  # a text: prompt, separator, response
 
@@ -60,11 +60,11 @@ def trajectories(texts) -> Any:
 
 
 def make_actor(**kwargs):
-    return GPTActor(sharp(GPT(11, 8)), **kwargs)
+    return CausalLMActor(sharp(GPT(11, 8)), **kwargs)
 
 
 def make_critic():
-    return GPTCritic(sharp(GPT(11, 9, n_out=1), seed=1))
+    return CausalLMCritic(sharp(GPT(11, 9, n_out=1), seed=1))
 
 
 def logits_of(actor, states, recurrent):

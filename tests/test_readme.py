@@ -9,7 +9,7 @@ import pytest
 from torchrl.envs import TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from torchrl_kl import GPT, GPTActor, KLConstrainedTransform
+from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform
 from torchrl_kl.envs import DigitLanguageEnv
 
 ROOT = Path(__file__).parents[1]
@@ -79,7 +79,7 @@ def calls_of(function: Callable[[], object]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("column", "length"), [(0, 10), (-1, 9)], ids=["env step", "batch"])
 def test_the_figure_names_what_is_called_in_this_order(column, length):
-    actor = GPTActor(GPT(vocab_size=11, block_size=8))
+    actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
     stack = KLConstrainedTransform(actor, 0.1)
     with set_exploration_type(ExplorationType.RANDOM):
         if column == 0:

@@ -24,7 +24,13 @@ from torchrl_kl.functional import (
     masked_sum,
     sum_over_trajectories,
 )
-from torchrl_kl.language import GPT, GPTActor, GPTCritic, GPTRewardModel
+from torchrl_kl.language import (
+    GPT,
+    CausalLMActor,
+    CausalLMCritic,
+    CausalLMRewardModel,
+    sample_responses,
+)
 from torchrl_kl.monitor import KLMonitor
 from torchrl_kl.objectives import KLPenaltyLoss
 from torchrl_kl.trainers import KLControlHook
@@ -39,14 +45,14 @@ from torchrl_kl.transforms import (
 __all__ = [
     "GPT",
     "AdaptiveKLController",
+    "CausalLMActor",
+    "CausalLMCritic",
+    "CausalLMRewardModel",
     "ConstantKLController",
     "Enumeration",
     "ExactValues",
     "ExponentialKLController",
     "FrozenActor",
-    "GPTActor",
-    "GPTCritic",
-    "GPTRewardModel",
     "KLConstrainedTransform",
     "KLControlHook",
     "KLController",
@@ -72,5 +78,6 @@ __all__ = [
     "kl_top_k",
     "masked_mean",
     "masked_sum",
+    "sample_responses",
     "sum_over_trajectories",
 ]

@@ -35,7 +35,7 @@ from tests.helpers import (
 )
 from torchrl_kl import (
     GPT,
-    GPTActor,
+    CausalLMActor,
     KLConstrainedTransform,
     ReferenceModelLogProbTransform,
 )
@@ -173,7 +173,7 @@ def test_identical_weights_have_no_kl(make):
 
 
 def test_a_gpt_has_no_kl_from_itself_anywhere():
-    actor = sharp(GPTActor(GPT(11, 8)), scale=0.1)
+    actor = sharp(CausalLMActor(GPT(11, 8)), scale=0.1)
     env = with_transforms(DigitLanguageEnv(batch_size=(4,)), KLConstrainedTransform(actor, 0.5))
     for batch in collect(env, copy.deepcopy(actor), frames=40, batches=2):
         assert batch["next", "done"].any()

@@ -29,8 +29,8 @@ from tests.helpers import (
 )
 from torchrl_kl import (
     GPT,
+    CausalLMActor,
     FrozenActor,
-    GPTActor,
     KLConstrainedTransform,
     KLRewardTransform,
     ReferenceModelLogProbTransform,
@@ -252,7 +252,7 @@ def test_an_agent_reference_may_read_the_root_too():
 
 
 def test_a_gpt_scores_trajectories_and_shuffled_states_alike():
-    actor = GPTActor(GPT(11, 8))
+    actor = CausalLMActor(GPT(11, 8))
     policy = moved(actor, scale=0.2)
     batch = play(DigitLanguageEnv(batch_size=(4,)), policy, 10)
     timed = ref_log_prob(ReferenceModelLogProbTransform(actor), batch)

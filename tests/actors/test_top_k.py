@@ -34,7 +34,7 @@ from tests.helpers import (
     sharp,
     with_transforms,
 )
-from torchrl_kl import GPT, FrozenActor, GPTActor, KLConstrainedTransform, TopKActor
+from torchrl_kl import GPT, CausalLMActor, FrozenActor, KLConstrainedTransform, TopKActor
 from torchrl_kl.envs import DigitLanguageEnv
 
 NAMES = ("log_probs", "actions", "in_top_k")
@@ -157,7 +157,7 @@ def test_it_remembers(kind):
 
 
 def test_a_gpt_records_its_top_k():
-    actor = GPTActor(GPT(11, 8))
+    actor = CausalLMActor(GPT(11, 8))
     batch = play(DigitLanguageEnv(batch_size=(4,), seed=0), TopKActor(actor, 3), 10)
     stack = KLConstrainedTransform(actor, 0.1, estimator="top_k")
     policy = TopKActor(moved(actor, scale=0.2), 11)

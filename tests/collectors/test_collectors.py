@@ -28,7 +28,7 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.collectors.distributed import DistributedCollector, RayCollector
 
 from tests.helpers import SpyController, moved, total
-from torchrl_kl import GPT, GPTActor, KLConstrainedTransform, kl_collector
+from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform, kl_collector
 from torchrl_kl.envs import DigitLanguageEnv
 
 N_WORKERS, N_ROWS, FRAMES = 2, 2, 24
@@ -132,7 +132,7 @@ def story(request) -> Story:
         request.getfixturevalue("no_threads_set")
     torch.manual_seed(0)
     collector_class, arguments = KINDS[kind]
-    policy = GPTActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
+    policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
     controller = SpyController(COEFF)
     stack = KLConstrainedTransform(policy, controller, update_every=1)
     before = workers_alive()
@@ -277,7 +277,7 @@ def test_workers_have_one_thread_and_the_learner_keeps_its_own(story):
 
 def test_a_worker_that_cannot_start_leaves_nothing():
     before = workers_alive()
-    policy = GPTActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
+    policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
     with pytest.raises(TypeError, match="`language` must be a DigitLanguage"):
         kl_collector(
             DistributedCollector,
@@ -294,7 +294,7 @@ def test_a_worker_that_cannot_start_leaves_nothing():
 def test_the_only_worker_dies_in_the_middle_of_a_batch():
     """TorchRL would ask for its status for ever."""
     before = workers_alive()
-    policy = GPTActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
+    policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
     collector = kl_collector(
         DistributedCollector,
         functools.partial(DigitLanguageEnv, batch_size=(N_ROWS,), reward_fn=DieAt(8)),
@@ -315,11 +315,11 @@ import functools, os, signal, sys
 import psutil
 import tests.collectors.conftest
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
-from torchrl_kl import GPT, GPTActor, KLConstrainedTransform, kl_collector
+from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform, kl_collector
 from torchrl_kl.envs import DigitLanguageEnv
 
 if __name__ == "__main__":
-    policy = GPTActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
+    policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
     make_env = functools.partial(DigitLanguageEnv, batch_size=(2,))
     stack = KLConstrainedTransform(policy, 0.1)
     arguments = {"num_workers": 2, "frames_per_batch": 24, "total_frames": 2400}

@@ -26,7 +26,7 @@ from tests.gpt_helpers import (
     trajectories,
 )
 from torchrl_kl.envs import DigitLanguageEnv
-from torchrl_kl.language import GPT, GPTActor, GPTCritic, GPTRewardModel
+from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic, CausalLMRewardModel
 
 
 def ordered() -> Any:
@@ -88,7 +88,7 @@ LAYOUTS = [
 
 def rows_read(actor, states, recurrent):
     """How many rows the GPT was run on."""
-    blocks, rows = actor[0].module.gpt.blocks, []
+    blocks, rows = actor[0].module.lm.model.blocks[0], []
     handle = blocks.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
     logits_of(actor, states, recurrent)
     handle.remove()
@@ -102,7 +102,7 @@ class TestStates:
         """Against the bare GPT on each text without its padding."""
         gpt, states = sharp(GPT(11, 9, n_out=1)), layout()
         with set_recurrent_mode(recurrent):
-            value = GPTCritic(gpt)(states.clone())["state_value"]
+            value = CausalLMCritic(gpt)(states.clone())["state_value"]
         flat = states.reshape(-1)
         lengths = flat["position"].clamp(min=1).tolist()
         expected = [gpt(text[:n])[-1] for text, n in zip(flat["tokens"], lengths, strict=True)]
@@ -173,7 +173,7 @@ class TestStates:
                 (2, 9),
                 [5, 10],
                 ValueError,
-                r"must lie in 0..8, got 5 to 10: .* have length 9 and .* `block_size` = 8",
+                r"must lie in 0..8, got 5 to 10: .* have length 9 and .* at most 8",
             ),
             ((2, 9), [-1, 5], ValueError, r"must lie in 0..8, got -1 to 5"),
             ((2, 12), [5, 10], ValueError, r"must lie in 0..8, got 5 to 10: .* have length 12 and"),
@@ -185,7 +185,7 @@ class TestStates:
             make_actor()(TensorDict(state))
 
     def test_a_critic_values_no_text_that_it_cannot_read(self):
-        critic = GPTCritic(GPT(11, 8, n_out=1))
+        critic = CausalLMCritic(GPT(11, 8, n_out=1))
         with pytest.raises(ValueError, match=r"`position` must lie in 0..8, got 5 to 9"):
             critic(states_of(make_texts(2)))
 
@@ -219,7 +219,7 @@ class TestHeads:
         actor, states = make_actor(), ordered()
         expected = logits_of(actor, states, False)
         twin = copy.deepcopy(actor)
-        fresh = GPTActor(GPT(11, 8))
+        fresh = CausalLMActor(GPT(11, 8))
         fresh.load_state_dict(actor.state_dict())
         sharp(actor, seed=9)
         assert_close(logits_of(twin, states, False), expected)
@@ -230,38 +230,40 @@ class TestHeads:
 
     def test_reward_model(self):
         gpt, texts = sharp(GPT(12, 10, n_out=1)), make_texts(6)
-        model = GPTRewardModel(gpt)
+        model = CausalLMRewardModel(gpt, end_token=11)
         expected = gpt(torch.cat([texts, torch.full((6, 1), 11)], dim=1))[:, -1, 0]
         assert_close(model(texts), expected)
         assert_same(model(texts.view(2, 3, 9)), expected.view(2, 3))
         assert_same(model(texts[0]), expected[0])
-        nested = GPTRewardModel(gpt, in_keys=[("a", "text")], out_keys=["b"], end_token=3)
+        nested = CausalLMRewardModel(gpt, in_keys=[("a", "text")], out_keys=["b"], end_token=3)
         out = nested(TensorDict(a={"text": texts[:, :5]}, batch_size=[6]))
         ended = torch.cat([texts[:, :5], torch.full((6, 1), 3)], dim=1)
         assert_close(out["b"], gpt(ended)[:, -1, 0])
 
     def test_bad_gpts(self):
-        with pytest.raises(ValueError, match=r"n_out from 2 to vocab_size = 11.*got n_out = 1:"):
-            GPTActor(GPT(11, 8, n_out=1))
-        with pytest.raises(ValueError, match="got n_out = 12: a critic's GPT cannot act"):
-            GPTActor(GPT(11, 8, n_out=12))
-        for head in (GPTCritic, GPTRewardModel):
-            with pytest.raises(ValueError, match="must have one output, got n_out = 11"):
-                head(GPT(11, 9))
+        with pytest.raises(ValueError, match=r"from 2 to vocab_size = 11.*got 1 outputs:"):
+            CausalLMActor(GPT(11, 8, n_out=1))
+        with pytest.raises(ValueError, match="got 12 outputs: a critic's model cannot act"):
+            CausalLMActor(GPT(11, 8, n_out=12))
+        for head in (CausalLMCritic, CausalLMRewardModel):
+            with pytest.raises(ValueError, match="must have one output per position, got 11"):
+                head(GPT(11, 9), **({"end_token": 3} if head is CausalLMRewardModel else {}))
         for end_token in (-1, 12):
-            with pytest.raises(ValueError, match=rf"must lie in 0..11, got {end_token}: build"):
-                GPTRewardModel(GPT(12, 10, n_out=1), end_token=end_token)
+            with pytest.raises(
+                ValueError, match=rf"in the vocabulary of 12 tokens, got {end_token}: build"
+            ):
+                CausalLMRewardModel(GPT(12, 10, n_out=1), end_token=end_token)
 
     @pytest.mark.parametrize("shape", [(2, 10), ()])
     def test_reward_model_needs_room_for_the_end_token(self, shape):
-        with pytest.raises(ValueError, match=r"at most `block_size` - 1 = 9, since"):
-            GPTRewardModel(GPT(12, 10, n_out=1))(torch.zeros(shape).long())
+        with pytest.raises(ValueError, match=r"at most 9, since the end token"):
+            CausalLMRewardModel(GPT(12, 10, n_out=1), end_token=11)(torch.zeros(shape).long())
 
 
 def scored_batch(actor, critic, **kwargs) -> Any:
     """Trajectories with old log-probs (of another policy) and the advantage by GAE."""
     batch = trajectories(make_texts(6))
-    old = GPTActor(sharp(GPT(11, 8), seed=7))
+    old = CausalLMActor(sharp(GPT(11, 8), seed=7))
     with torch.no_grad():
         batch["action_log_prob"] = old.log_prob(batch.select("tokens", "position", "action"))
         GAE(gamma=1.0, lmbda=0.9, value_network=critic, **kwargs)(batch)
@@ -302,7 +304,7 @@ class TestInTorchRL:
         order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
         layouts = [batch, batch.reshape(-1), batch.reshape(-1)[order]]
         fast = [losses(loss, layout) for layout in layouts]
-        monkeypatch.setattr("torchrl_kl.language.heads.recurrent_mode", lambda: False)
+        monkeypatch.setattr("torchrl_kl.language.reader.recurrent_mode", lambda: False)
         for value, layout in zip(fast, layouts, strict=True):
             assert_same(value, losses(loss, layout))
             assert_same(value, fast[0])
@@ -341,7 +343,7 @@ class TestInTorchRL:
         from torchrl.collectors import Collector
 
         actor = make_actor()
-        reward_model = GPTRewardModel(sharp(GPT(12, 10, n_out=1)))
+        reward_model = CausalLMRewardModel(sharp(GPT(12, 10, n_out=1)), end_token=11)
         env = DigitLanguageEnv(batch_size=[3], seed=0, reward_fn=reward_model)
         torch.manual_seed(0)
         collector = Collector(

@@ -60,7 +60,7 @@ from tests.helpers import (
     with_transforms,
 )
 from tests.laws.transform_laws import forks, parallel
-from torchrl_kl import GPT, GPTActor, KLConstrainedTransform, KLKeys
+from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform, KLKeys
 from torchrl_kl._tensordict import as_tuple
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
 
@@ -496,7 +496,7 @@ def test_agents_of_different_kinds(kind):
 
 @pytest.mark.parametrize("batch_size", [(), (4,)], ids=str)
 def test_the_digit_language(batch_size):
-    actor: Any = sharp_gpt(GPTActor(GPT(11, 9, n_layer=1, n_head=2, n_embd=8)))
+    actor: Any = sharp_gpt(CausalLMActor(GPT(11, 9, n_layer=1, n_head=2, n_embd=8)))
     batch = judge(lambda: DigitLanguageEnv(DigitLanguage(), batch_size=batch_size, seed=0), actor)
     assert_sums_restart(batch)
     assert batch["next", "done"][..., 3::4, :].all()

@@ -63,9 +63,9 @@ class FrozenActor(nn.Module):
         ValueError: if it has uninitialised weights, or other actions than `policy`.
 
     Example:
-        >>> from torchrl_kl import GPT, FrozenActor, GPTActor
+        >>> from torchrl_kl import GPT, FrozenActor, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
-        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> reference = FrozenActor(actor)
         >>> step = actor(DigitLanguageEnv(batch_size=(5,)).reset())
         >>> log_prob = reference.step(reference.inputs(step)).log_prob
@@ -159,8 +159,8 @@ class FrozenActor(nn.Module):
                 or NaN among them; the reference is then left as it was.
 
         Example:
-            >>> from torchrl_kl import GPT, FrozenActor, GPTActor
-            >>> actor, policy = (GPTActor(GPT(vocab_size=11, block_size=8)) for _ in range(2))
+            >>> from torchrl_kl import GPT, FrozenActor, CausalLMActor
+            >>> actor, policy = (CausalLMActor(GPT(vocab_size=11, block_size=8)) for _ in range(2))
             >>> reference = FrozenActor(actor)
             >>> reference.update_reference(policy)
             >>> next(reference.parameters()).equal(next(policy.parameters()))

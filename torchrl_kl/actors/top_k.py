@@ -39,9 +39,9 @@ class TopKActor(ProbabilisticTensorDictSequential):
             recorded, or there are several distributions.
 
     Example:
-        >>> from torchrl_kl import GPT, GPTActor, TopKActor
+        >>> from torchrl_kl import GPT, CausalLMActor, TopKActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
-        >>> actor = TopKActor(GPTActor(GPT(vocab_size=11, block_size=8)), k=3)
+        >>> actor = TopKActor(CausalLMActor(GPT(vocab_size=11, block_size=8)), k=3)
         >>> step = actor(DigitLanguageEnv(batch_size=(5,)).reset())
         >>> step["top_k", "log_probs"].shape, "logits" in step
         (torch.Size([5, 3]), False)

@@ -63,10 +63,10 @@ def kl_collector(
 
     Example:
         >>> from torchrl.collectors import Collector
-        >>> from torchrl_kl import GPT, AdaptiveKLController, GPTActor, KLConstrainedTransform
+        >>> from torchrl_kl import GPT, AdaptiveKLController, CausalLMActor, KLConstrainedTransform
         >>> from torchrl_kl import kl_collector
         >>> from torchrl_kl.envs import DigitLanguageEnv
-        >>> policy = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> policy = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> controller = AdaptiveKLController(init_coeff=0.1, target=0.5, horizon=1000)
         >>> stack = KLConstrainedTransform(policy, controller, update_every=8)
         >>> make_env = lambda: DigitLanguageEnv(batch_size=(8,))

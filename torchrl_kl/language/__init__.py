@@ -1,6 +1,7 @@
-"""A small causal language model, and its use as an actor, a critic and a reward model."""
+"""Causal language models as actors, critics and reward models, and a small GPT."""
 
 from torchrl_kl.language.gpt import GPT
-from torchrl_kl.language.heads import GPTActor, GPTCritic, GPTRewardModel
+from torchrl_kl.language.heads import CausalLMActor, CausalLMCritic, CausalLMRewardModel
+from torchrl_kl.language.sampling import sample_responses
 
-__all__ = ["GPT", "GPTActor", "GPTCritic", "GPTRewardModel"]
+__all__ = ["GPT", "CausalLMActor", "CausalLMCritic", "CausalLMRewardModel", "sample_responses"]

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
@@ -36,9 +36,9 @@ def check_integers(name: str, tensor: Tensor) -> None:
 
 
 class _Attention(nn.Module):
-    def __init__(self, n_head: int, n_embd: int, dropout: float):
+    def __init__(self, layer: int, n_head: int, n_embd: int, dropout: float):
         super().__init__()
-        self.n_head, self.dropout = n_head, dropout
+        self.layer, self.n_head, self.dropout = layer, n_head, dropout
         self.query_key_value = nn.Linear(n_embd, 3 * n_embd)
         self.project = nn.Linear(n_embd, n_embd)
 
@@ -53,25 +53,34 @@ class _Attention(nn.Module):
         future = torch.ones_like(scores, dtype=torch.bool).triu(1)
         return scores.masked_fill(future, -math.inf).softmax(-1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: Any = None, mask: Tensor | None = None) -> Tensor:
         query, key, value = self.heads(x)
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer)
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            # One new position attends to all that is cached.
+            is_causal=mask is None and query.shape[2] == key.shape[2],
+        )
         return self.project(mixed.transpose(1, 2).flatten(2))
 
 
 class _Block(nn.Module):
-    def __init__(self, n_head: int, n_embd: int, dropout: float):
+    def __init__(self, layer: int, n_head: int, n_embd: int, dropout: float):
         super().__init__()
         self.attention_norm = nn.LayerNorm(n_embd)
-        self.attention = _Attention(n_head, n_embd, dropout)
+        self.attention = _Attention(layer, n_head, n_embd, dropout)
         self.mlp_norm = nn.LayerNorm(n_embd)
         self.expand = nn.Linear(n_embd, 4 * n_embd)
         self.project = nn.Linear(4 * n_embd, n_embd)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, cache: Any = None, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cache, mask))
         hidden = F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
         return x + self.dropout(self.project(hidden))
 
@@ -128,7 +137,9 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(vocab_size, n_embd)
         self.position_embedding = nn.Embedding(block_size, n_embd)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(_Block(n_head, n_embd, dropout) for _ in range(n_layer)))
+        self.blocks = nn.ModuleList(
+            _Block(layer, n_head, n_embd, dropout) for layer in range(n_layer)
+        )
         self.norm = nn.LayerNorm(n_embd)
         self.head = nn.Linear(n_embd, n_out, bias=False)
         self._init_weights()
@@ -144,31 +155,56 @@ class GPT(nn.Module):
             if name.endswith("project.weight"):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * len(self.blocks)))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Outputs at every position: (*B, T) -> (*B, T, n_out), T from 1 to block_size."""
-        return self.head(self.hidden_states(tokens))
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        past_key_values: Any = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+    ) -> Tensor:
+        """Outputs at every position: (*B, T) -> (*B, T, n_out), T from 1 to block_size.
 
-    def hidden_states(self, tokens: Tensor) -> Tensor:
-        """Inputs of the output layer `head`: (*B, T) -> (*B, T, n_embd)."""
-        x = self.norm(self.blocks(self._embed(tokens)))
-        return x.view(*tokens.shape, x.shape[-1])
+        The keywords are those of Hugging Face's causal language models.
+
+        Args:
+            tokens: ids, (*B, T).
+            past_key_values: a cache of keys and values with a method `update`; `tokens` are then
+                the next ones, of the texts that it holds.
+            position_ids: the position of each token in its text, (N, T). Default: 0 to T - 1.
+            attention_mask: (N, 1, T, S), added to the scores of the S cached positions.
+            logits_to_keep: which positions reach the output layer: the last ones, if it is a
+                number other than 0, or those of an index (K,). T is then their number.
+        """
+        x = self._embed(tokens, position_ids)
+        for block in self.blocks:
+            x = block(x, past_key_values, attention_mask)
+        if isinstance(logits_to_keep, Tensor):
+            x = x[:, logits_to_keep]
+        elif logits_to_keep:
+            x = x[:, -logits_to_keep:]
+        output = self.head(self.norm(x))
+        return output.view(*tokens.shape[:-1], *output.shape[1:])
 
     @torch.no_grad()
     def attention_maps(self, tokens: Tensor) -> Tensor:
         """Attention from t to s: (*B, T) -> (*B, n_layer, n_head, T, T), no gradient or dropout."""
         x, maps = self._embed(tokens), []
-        for block in cast("Iterable[_Block]", self.blocks):
+        for block in cast("list[_Block]", self.blocks):
             maps.append(block.attention.maps(block.attention_norm(x)))
             x = block(x)
         stacked = torch.stack(maps, dim=1)
         return stacked.view(*tokens.shape[:-1], *stacked.shape[1:])
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Embeddings of the flattened texts: (*B, T) -> (N, T, n_embd)."""
         self._check_tokens(tokens)
         n_tokens = tokens.shape[-1]
-        x = self.token_embedding(tokens.reshape(-1, n_tokens))
-        return self.dropout(x + self.position_embedding.weight[:n_tokens])
+        positions = self.position_embedding.weight[:n_tokens]
+        if position_ids is not None:
+            positions = self.position_embedding(position_ids)
+        return self.dropout(self.token_embedding(tokens.reshape(-1, n_tokens)) + positions)
 
     def _check_tokens(self, tokens: Tensor) -> None:
         check_integers("tokens", tokens)
@@ -180,10 +216,13 @@ class GPT(nn.Module):
         if values_hidden(tokens):
             return
         # Checked here because a bad index ends the process on an accelerator.
-        if ((tokens < 0) | (tokens >= self.vocab_size)).any():
+        if tokens.numel() == 0:
+            return
+        low, high = (int(value) for value in tokens.aminmax())
+        if low < 0 or high >= self.vocab_size:
             raise ValueError(
-                f"`tokens` must lie in 0..{self.vocab_size - 1}, got {tokens.min().item()} to "
-                f"{tokens.max().item()}: `vocab_size` must count special tokens (separator, end)."
+                f"`tokens` must lie in 0..{self.vocab_size - 1}, got {low} to {high}: `vocab_size` "
+                "must count special tokens (separator, end)."
             )
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:

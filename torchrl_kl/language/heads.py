@@ -1,9 +1,6 @@
-"""Actor, critic and reward model over a GPT.
+"""Actor, critic and reward model over a causal language model.
 
-Axes: B* any leading dimensions, L length of a whole text, N states, S segments.
-
-A state consists of `tokens` (*B, L), the text so far and then padding (any token ids), and
-`position` (*B,), the number of tokens before it. Its output is the GPT's at `position - 1`.
+Axes: B* any leading dimensions, L length of a whole text.
 """
 
 from __future__ import annotations
@@ -15,95 +12,96 @@ from tensordict import NestedKey
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchrl.modules import ProbabilisticActor, ValueOperator, recurrent_mode
+from torchrl.modules import ProbabilisticActor, ValueOperator
 
-from torchrl_kl.language.gpt import GPT, check_integers, values_hidden
+from torchrl_kl.language.causal_lm import CausalLM
+from torchrl_kl.language.reader import StateReader
 
 Keys = Sequence[NestedKey]
 
 
-def _segments(tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """The last row of each segment, (S, L), and the index of each state's segment, (N,).
+class LogitsReader(StateReader):
+    """Next-token logits of each state, divided by the temperature."""
 
-    A segment is a run of states that are each a prefix of the next one. By causality, its last row
-    has the outputs for all of them. Only the texts are compared: states may be in any order.
-    """
-    real = torch.arange(tokens.shape[1], device=tokens.device) < position[:-1, None]
-    same = ((tokens[1:] == tokens[:-1]) | ~real).all(-1)
-    last = torch.ones_like(position, dtype=torch.bool)
-    last[:-1] = ~(same & (position[1:] >= position[:-1]))
-    return tokens[last], last.cumsum(0) - last.long()
-
-
-class _StateReader(nn.Module):
-    """The GPT's output for each state: (*B, L) tokens and (*B,) position -> (*B, n_out).
-
-    In TorchRL's recurrent mode, consecutive states of one text share one row of the GPT, unless
-    shapes must not depend on values. Both give the same numbers. With `clamp_full`, a text that
-    fills `tokens` and is longer than block_size is read up to there.
-    """
-
-    def __init__(self, gpt: GPT, *, clamp_full: bool):
-        super().__init__()
-        self.gpt, self.clamp_full = gpt, clamp_full
+    def __init__(self, model: nn.Module, temperature: float, cache_bytes: int | None):
+        super().__init__(model, clamp_full=True, cache_bytes=cache_bytes)
+        if not temperature > 0:
+            raise ValueError(f"`temperature` must be greater than 0, got {temperature}.")
+        self.temperature = temperature
+        self._check(self.lm.n_out)
 
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
-        self._check_state(tokens, position)
-        n_tokens = min(self.gpt.block_size, tokens.shape[-1])
-        rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
-        # Rows that split_trajs padded are all zeros: position 0 is treated as 1.
-        index = position.clamp(1, n_tokens).reshape(-1)
-        if recurrent_mode() and not values_hidden(tokens):
-            rows, row = _segments(rows, index)
-        else:
-            row = torch.arange(len(index), device=index.device)
-        hidden = self.gpt.hidden_states(rows).flatten(0, 1)
-        output = self.gpt.head(hidden.index_select(0, row * n_tokens + index - 1))
-        return output.view(*position.shape, self.gpt.n_out)
+        """The logits for each state, (*B, V)."""
+        return self.scale(super().forward(tokens, position))
 
-    def _check_state(self, tokens: Tensor, position: Tensor) -> None:
-        check_integers("position", position)
-        if tokens.ndim == 0 or position.shape != tokens.shape[:-1]:
+    def scale(self, logits: Tensor) -> Tensor:
+        """The logits of the policy, from those of the model."""
+        self._check(logits.shape[-1])
+        return logits if self.temperature == 1 else logits / self.temperature
+
+    def _check(self, n_out: int | None) -> None:
+        size = self.lm.vocab_size
+        if n_out is not None and not 2 <= n_out <= (size or n_out):
             raise ValueError(
-                "`position` must have one number per text (the shape of `tokens` without its last "
-                f"dimension), got {tuple(position.shape)} and {tuple(tokens.shape)}."
-            )
-        if values_hidden(tokens):
-            return
-        length, block_size = tokens.shape[-1], self.gpt.block_size
-        most = min(length, block_size)
-        full = (position == length) & self.clamp_full
-        if not ((position >= 0) & (position <= most) | full).all():
-            low, high = position.aminmax()
-            raise ValueError(
-                f"`position` must lie in 0..{most}, got {low} to {high}: it counts tokens before "
-                f"padding, `tokens` have length {length} and the GPT `block_size` = {block_size}."
+                f"`model` must have one output per token (from 2 to vocab_size = {size}), got "
+                f"{n_out} outputs: a critic's model cannot act."
             )
 
 
-class GPTActor(ProbabilisticActor):
-    """A GPT as a policy whose action is the next token.
+class _Value(StateReader):
+    """The single output for each state, (*B, 1)."""
 
-    In TorchRL's recurrent mode (losses set it) a trajectory is scored in one pass, with the same
-    log-probs as step by step; states may be shuffled. Actions are sampled only where the
-    exploration type is RANDOM, which collectors set. A text that fills `tokens` may be longer than
-    block_size: rollouts call the policy on it and discard the result.
+    def __init__(self, model: nn.Module, cache_bytes: int | None):
+        super().__init__(model, clamp_full=False, cache_bytes=cache_bytes)
+        _check_one_output(self.lm.n_out)
+
+    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
+        value = super().forward(tokens, position)
+        _check_one_output(value.shape[-1])
+        return value
+
+
+class CausalLMActor(ProbabilisticActor):
+    """A causal language model as a policy whose action is the next token.
+
+    The model is a GPT or a Hugging Face causal language model, also with PEFT's adapters, or any
+    module that maps ids (N, T) to logits (N, T, V).
+
+    - In TorchRL's recurrent mode (losses set it) a trajectory is scored in one pass, with the same
+      log-probs as step by step; states may be shuffled.
+    - In a rollout without gradients (as collectors make it) the keys and values of what was read
+      are cached: a step computes one new position of each text. Texts that do not go on from
+      those of the last step are read anew. The cache is dropped when weights, adapters or modes of
+      the model change. An edit through `.data` of single elements may go unseen: see `clear_cache`.
+      Texts of N rows take N * L * 2 * layers * heads * (width of a head) numbers. Copies,
+      pickles and `state_dict` do not hold them.
+    - Actions are sampled only where the exploration type is RANDOM, which collectors set.
+
+    A text that fills `tokens` may be longer than the model reads: rollouts call the policy on it
+    and discard the result. Hugging Face's models may be built in train mode: call `eval()` to turn
+    dropout off, or the recorded log-probs are those of a policy with noise.
 
     Args:
-        gpt: its outputs are the logits of tokens 0..n_out - 1.
-        in_keys: text (*B, L) and position (*B,).
+        model: its outputs are the logits of tokens 0 to V - 1.
+        temperature: the logits are divided by it, in rollouts and in losses alike.
+        in_keys: text (*B, L) and position (*B,), the number of tokens before the padding.
         action_key: the token (*B,), int64. Its log-prob (*B,), nats, is under this key with
             "_log_prob" appended.
         return_log_prob: whether to write the log-prob.
+        return_logits: whether to write the logits (*B, V) under "logits". For a large vocabulary
+            they fill the memory of a batch; the exact estimator needs them, the others do not.
+        cache_bytes: most bytes of cached keys and values, beyond which whole texts are read in
+            each step; None: any number; 0: no cache.
 
     Raises:
-        TypeError: tokens or position are not int64 or int32.
-        ValueError: gpt has one output or more outputs than tokens, or it cannot read a state.
+        TypeError: `model` is not a module, or tokens or position are not int64 or int32.
+        ValueError: `temperature` or `cache_bytes` is out of range, the model has one output, or it
+            cannot read a state.
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import GPT, GPTActor
-        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> from torchrl_kl import GPT, CausalLMActor
+        >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> tokens, position = torch.tensor([[0, 2, 8, 6, 10, 3, 10, 10]]), torch.tensor([6])
         >>> logits, action, log_prob = actor(tokens=tokens, position=position)
         >>> logits.shape
@@ -112,19 +110,16 @@ class GPTActor(ProbabilisticActor):
 
     def __init__(
         self,
-        gpt: GPT,
+        model: nn.Module,
         *,
+        temperature: float = 1.0,
         in_keys: Keys = ("tokens", "position"),
         action_key: NestedKey = "action",
         return_log_prob: bool = True,
+        return_logits: bool = True,
+        cache_bytes: int | None = None,
     ):
-        if not 2 <= gpt.n_out <= gpt.vocab_size:
-            raise ValueError(
-                "`gpt` must have one output per token (n_out from 2 to vocab_size = "
-                f"{gpt.vocab_size}), got n_out = {gpt.n_out}: a critic's GPT cannot act."
-            )
-        # A text that fills `tokens` has no next token.
-        reader = _StateReader(gpt, clamp_full=True)
+        reader = LogitsReader(model, temperature, cache_bytes)
         super().__init__(
             TensorDictModule(reader, in_keys=list(in_keys), out_keys=["logits"]),
             in_keys=["logits"],
@@ -132,99 +127,133 @@ class GPTActor(ProbabilisticActor):
             distribution_class=torch.distributions.Categorical,
             return_log_prob=return_log_prob,
         )
+        if not return_logits:
+            self.select_out_keys(*(key for key in self.out_keys if key != "logits"))
+
+    @property
+    def reader(self) -> LogitsReader:
+        """The part that maps states to logits."""
+        return self[0].module  # type: ignore[index, return-value]
+
+    def clear_cache(self) -> None:
+        """Drops the cached keys and values, and their memory."""
+        self.reader.clear_cache()
 
 
-class GPTCritic(ValueOperator):
-    """A GPT as a state-value network: V(text so far), one number per state.
+class CausalLMCritic(ValueOperator):
+    """A causal language model as a state-value network: V(text so far), one number per state.
+
+    The model is a GPT with `n_out=1`, a Hugging Face `...ForTokenClassification` with
+    `num_labels=1`, or any module that maps ids (N, T) to (N, T, 1).
 
     With GAE built with `deactivate_vmap=True` and called within `set_recurrent_mode(True)`, a
-    trajectory needs one pass. The critic also reads finished texts: block_size must be at least L.
+    trajectory needs one pass. The critic also reads finished texts: it must take L tokens.
 
     Args:
-        gpt: a GPT with n_out = 1.
+        model: has one output per position.
         in_keys: text (*B, L) and position (*B,).
         out_keys: the value (*B, 1).
+        cache_bytes: as for CausalLMActor.
 
     Raises:
-        TypeError: tokens or position are not int64 or int32.
-        ValueError: gpt has several outputs, or it cannot read a state.
+        TypeError: `model` is not a module, or tokens or position are not int64 or int32.
+        ValueError: the model has several outputs, or it cannot read a state.
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import GPT, GPTCritic
-        >>> critic = GPTCritic(GPT(vocab_size=11, block_size=8, n_out=1))
-        >>> tokens, position = torch.tensor([[0, 2, 8, 6, 10, 3, 10, 10]]), torch.tensor([6])
+        >>> from torchrl_kl import GPT, CausalLMCritic
+        >>> critic = CausalLMCritic(GPT(vocab_size=11, block_size=9, n_out=1))
+        >>> tokens, position = torch.tensor([[0, 2, 8, 6, 10, 3, 10, 10, 10]]), torch.tensor([6])
         >>> critic(tokens=tokens, position=position).shape
         torch.Size([1, 1])
     """
 
     def __init__(
-        self, gpt: GPT, *, in_keys: Keys = ("tokens", "position"), out_keys: Keys = ("state_value",)
+        self,
+        model: nn.Module,
+        *,
+        in_keys: Keys = ("tokens", "position"),
+        out_keys: Keys = ("state_value",),
+        cache_bytes: int | None = None,
     ):
-        _check_one_output(gpt)
-        reader = _StateReader(gpt, clamp_full=False)
+        reader = _Value(model, cache_bytes)
         super().__init__(reader, in_keys=list(in_keys), out_keys=list(out_keys))
 
 
 class _TextScorer(nn.Module):
-    """The GPT's single output at an end token appended to each text: (*B, L) -> (*B,)."""
+    """The single output at an end token after each text: (*B, L) -> (*B,)."""
 
-    def __init__(self, gpt: GPT, end_token: int):
+    def __init__(self, model: nn.Module, end_token: int):
         super().__init__()
-        self.gpt, self.end_token = gpt, end_token
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        most = self.gpt.block_size - 1
-        if tokens.ndim == 0 or tokens.shape[-1] > most:
+        self.lm, self.end_token = CausalLM(model), end_token
+        size, most = self.lm.vocab_size, self.lm.max_tokens
+        _check_one_output(self.lm.n_out)
+        if end_token < 0 or (size is not None and end_token >= size):
             raise ValueError(
-                f"`tokens` must have a last dimension of at most `block_size` - 1 = {most}, since "
-                f"the end token takes one place, got shape {tuple(tokens.shape)}."
+                f"`end_token` must lie in the vocabulary of {size} tokens, got {end_token}: build "
+                "the model with a `vocab_size` that counts it."
             )
-        text = F.pad(tokens, (0, 1), value=self.end_token)
-        return self.gpt.head(self.gpt.hidden_states(text)[..., -1, :]).squeeze(-1)
+        self.max_length = None if most is None else most - 1
+
+    def forward(self, tokens: Tensor, position: Tensor | None = None) -> Tensor:
+        n_tokens, most = tokens.shape[-1] if tokens.ndim else 0, self.max_length
+        if tokens.ndim == 0 or (most is not None and n_tokens > most):
+            raise ValueError(
+                f"`tokens` must have a last dimension of at most {most}, since the end token takes "
+                f"one of the model's places, got shape {tuple(tokens.shape)}."
+            )
+        texts = F.pad(tokens, (0, 1), value=self.end_token).reshape(-1, n_tokens + 1)
+        rows = torch.arange(len(texts), device=texts.device)
+        end = torch.full_like(rows, n_tokens)
+        if position is not None:
+            end = position.flatten()
+            texts[rows, end] = self.end_token
+        output = self.lm.at(texts, rows, end)
+        _check_one_output(output.shape[-1])
+        return output.view(tokens.shape[:-1])
 
 
-class GPTRewardModel(TensorDictModule):
-    """A GPT that scores whole texts: its output at an end token appended to the text.
+class CausalLMRewardModel(TensorDictModule):
+    """A causal language model that scores whole texts: its output at an end token after the text.
 
     Call it with a tensordict, or with tokens as the `reward_fn` of an env.
 
     Args:
-        gpt: a GPT with n_out = 1 and a block_size of at least L + 1.
-        in_keys: whole text (*B, L), without padding.
+        model: has one output per position, as for CausalLMCritic, and reads at least L + 1 tokens.
+        end_token: id of the token that is written after the text.
+        in_keys: whole text (*B, L); and position (*B,), the number of its tokens before padding,
+            where texts are of several lengths.
         out_keys: the score (*B,), in the units of its training loss.
-        end_token: id of the appended token. Default: vocab_size - 1.
 
     Raises:
-        ValueError: gpt has several outputs, end_token is outside the vocabulary, or L is too large.
+        TypeError: `model` is not a module.
+        ValueError: the model has several outputs, `end_token` is outside its vocabulary, or L is
+            too large.
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import GPT, GPTRewardModel
-        >>> reward_model = GPTRewardModel(GPT(vocab_size=12, block_size=10, n_out=1))
+        >>> from torchrl_kl import GPT, CausalLMRewardModel
+        >>> gpt = GPT(vocab_size=12, block_size=10, n_out=1)
+        >>> reward_model = CausalLMRewardModel(gpt, end_token=11)
         >>> reward_model(torch.tensor([[0, 2, 8, 6, 10, 7, 3, 9, 1]])).shape
         torch.Size([1])
     """
 
     def __init__(
         self,
-        gpt: GPT,
+        model: nn.Module,
         *,
+        end_token: int,
         in_keys: Keys = ("tokens",),
         out_keys: Keys = ("score",),
-        end_token: int | None = None,
     ):
-        _check_one_output(gpt)
-        end_token = gpt.vocab_size - 1 if end_token is None else end_token
-        if not 0 <= end_token < gpt.vocab_size:
-            raise ValueError(
-                f"`end_token` must lie in 0..{gpt.vocab_size - 1}, got {end_token}: build the GPT "
-                "with a `vocab_size` that counts it."
-            )
-        scorer = _TextScorer(gpt, end_token)
+        scorer = _TextScorer(model, end_token)
         super().__init__(scorer, in_keys=list(in_keys), out_keys=list(out_keys))
 
 
-def _check_one_output(gpt: GPT) -> None:
-    if gpt.n_out != 1:
-        raise ValueError(f"`gpt` must have one output, got n_out = {gpt.n_out}: use `n_out=1`.")
+def _check_one_output(n_out: int | None) -> None:
+    if n_out not in (None, 1):
+        raise ValueError(
+            f"`model` must have one output per position, got {n_out}: use GPT(..., n_out=1), or a "
+            "Hugging Face model for token classification with num_labels=1."
+        )

@@ -41,9 +41,9 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         RuntimeError: on a batch, if the reference is recurrent and its state is not known.
 
     Example:
-        >>> from torchrl_kl import GPT, GPTActor, ReferenceModelLogProbTransform
+        >>> from torchrl_kl import GPT, CausalLMActor, ReferenceModelLogProbTransform
         >>> from torchrl_kl.envs import DigitLanguageEnv
-        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> rollout = DigitLanguageEnv(batch_size=(2,)).rollout(4, actor)
         >>> batch = ReferenceModelLogProbTransform(actor)(rollout)
         >>> (batch["next", "ref_log_prob"] - batch["action_log_prob"]).abs().max() < 1e-6

@@ -53,9 +53,9 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
 
     Example:
         >>> from torchrl.envs import TransformedEnv
-        >>> from torchrl_kl import GPT, GPTActor, KLConstrainedTransform
+        >>> from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform
         >>> from torchrl_kl.envs import DigitLanguageEnv
-        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> env = TransformedEnv(DigitLanguageEnv(), KLConstrainedTransform(actor, 0.1))
         >>> env.rollout(4, actor)["next", "kl"].abs().max() < 1e-6  # the policy is its reference
         tensor(True)
@@ -190,9 +190,9 @@ class KLRewardTransform(KLConstrainedTransform):
     Example:
         >>> import torch
         >>> from torchrl.envs import TransformedEnv
-        >>> from torchrl_kl import GPT, GPTActor, KLRewardTransform
+        >>> from torchrl_kl import GPT, CausalLMActor, KLRewardTransform
         >>> from torchrl_kl.envs import DigitLanguageEnv
-        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> transform = KLRewardTransform(actor, out_keys="reward_kl")
         >>> rollout = TransformedEnv(DigitLanguageEnv(), transform).rollout(4, actor)
         >>> torch.allclose(rollout["next", "reward_kl"], rollout["next", "reward"])  # its reference

@@ -1,0 +1,79 @@
+"""Calling a causal language model, whoever wrote it. Axes: N texts, T tokens, K positions."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class CausalLM(nn.Module):
+    """A module that maps token ids (N, T) to outputs (N, T, n_out), such as next-token logits.
+
+    The result may have the outputs as `.logits`. Keywords of Hugging Face's models are used where
+    the model's `forward` has them.
+
+    Args:
+        model: a GPT, a Hugging Face model, also with PEFT's adapters or compiled, or any module.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+        self.model = model
+        self._keywords = frozenset(inspect.signature(_innermost(model).forward).parameters)
+        self.caches = "past_key_values" in self._keywords and _attends_to_all(model)
+        # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
+        inner = _innermost(model)
+        config = getattr(inner, "config", None)
+        self.n_out: int | None = getattr(inner, "n_out", None)
+        vocab_size = getattr(config, "vocab_size", None)
+        self.vocab_size: int | None = getattr(inner, "vocab_size", vocab_size)
+        max_tokens = getattr(config, "max_position_embeddings", None)
+        self.max_tokens: int | None = getattr(inner, "block_size", max_tokens)
+
+    def forward(self, tokens: Tensor, keep: Tensor | None = None, **options: Any) -> Tensor:
+        """Outputs at the positions `keep` (K,), or at all: (N, K, n_out), at least float32.
+
+        `options`: past_key_values, position_ids and attention_mask, for models that cache.
+        """
+        if "use_cache" in self._keywords:
+            options["use_cache"] = "past_key_values" in options
+        if keep is not None and "logits_to_keep" in self._keywords:
+            options["logits_to_keep"] = keep
+        output = self.model(tokens, **options)
+        output = getattr(output, "logits", output)
+        if keep is not None and "logits_to_keep" not in options:
+            output = output[:, keep]
+        # A log-softmax in bfloat16 would be off by a hundredth of a nat.
+        return output.to(torch.promote_types(output.dtype, torch.float32))
+
+    def at(self, tokens: Tensor, row: Tensor, last: Tensor, **options: Any) -> Tensor:
+        """Outputs of texts (N, T) at pairs of a row and a position, (K,) each: (K, n_out).
+
+        Only positions from the first to the last one asked for go through the output layer.
+        """
+        first, final = (int(value) for value in last.aminmax()) if len(last) else (0, 0)
+        keep = torch.arange(first, final + 1, device=tokens.device)
+        output = self(tokens[:, : final + 1], keep, **options)
+        return output[row, last - first]
+
+
+def _innermost(model: nn.Module) -> nn.Module:
+    """The module whose `forward` names its arguments, inside PEFT and torch.compile."""
+    model = getattr(model, "_orig_mod", model)
+    if hasattr(model, "get_base_model"):
+        return _innermost(model.get_base_model())
+    return model
+
+
+def _attends_to_all(model: nn.Module) -> bool:
+    """Whether all layers attend to the whole text, as a model without a `config` is taken to do."""
+    config = getattr(_innermost(model), "config", None)
+    layers = getattr(config, "layer_types", None) or ["full_attention"]
+    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    masks = getattr(config, "_attn_implementation", "sdpa") in ("sdpa", "eager")
+    return masks and not slides and set(layers) == {"full_attention"}

@@ -1,0 +1,97 @@
+"""Whether a model would still compute what it computed before."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Values(NamedTuple):
+    """What is compared of a model's tensors."""
+
+    versions: tuple[int, int]  # how often tensors were replaced, and edited in place
+    sample: list[Tensor]  # elements of each of them, one tensor per device
+
+    def equal(self, other: Values) -> bool:
+        """Whether no change was seen between the two."""
+        samples = zip(self.sample, other.sample, strict=True)
+        return self.versions == other.versions and all(a.equal(b) for a, b in samples)
+
+
+class Fingerprint:
+    """Tells whether the weights, buffers, modules, adapters or modes of a model have changed.
+
+    PyTorch counts edits in place, but not those through `.data`, which many libraries use, nor
+    those of another process. So one element of each row is compared too, in another column for
+    each row: an edit of a whole tensor, row or (in a tall matrix) column is always seen.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self._n_replaced = 0
+        self._find_parts()
+
+    def modes(self) -> tuple[Any, ...]:
+        """All that decides what the model computes, other than its tensors."""
+        device = self._tensors[0].device.type if self._tensors else "cpu"
+        return (
+            tuple(module.training for module in self._modules),
+            tuple(_adapter_state(layer) for layer in self._adapters),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        )
+
+    def values(self) -> Values:
+        """What is compared of the tensors, as they are now."""
+        if not self._parts_are_held():
+            self._n_replaced += 1
+            self._find_parts()
+        edits = sum(0 if t.is_inference() else t._version for t in self._tensors)
+        sample = [torch.cat(views) for views in self._views.values()]
+        return Values((self._n_replaced, edits), sample)
+
+    def _find_parts(self) -> None:
+        self._modules = list(self.model.modules())
+        self._adapters = [module for module in self._modules if _has_adapters(module)]
+        held = [
+            entries
+            for module in self._modules
+            for entries in (module._parameters, module._buffers, module._modules)
+        ]
+        self._sizes = [(entries, len(entries)) for entries in held]
+        self._entries = [(entries, name, entries[name]) for entries in held for name in entries]
+        found = {id(t): t for _, _, t in self._entries if isinstance(t, Tensor)}
+        self._tensors = [t for t in found.values() if t.numel()]
+        self._pointers = [t.data_ptr() for t in self._tensors]
+        self._views: dict[torch.device, list[Tensor]] = {}
+        for tensor in self._tensors:
+            self._views.setdefault(tensor.device, []).append(_one_per_row(tensor.detach()))
+
+    def _parts_are_held(self) -> bool:
+        return (
+            all(len(entries) == size for entries, size in self._sizes)
+            and all(entries[name] is part for entries, name, part in self._entries)
+            and self._pointers == [t.data_ptr() for t in self._tensors]
+        )
+
+
+def _one_per_row(tensor: Tensor) -> Tensor:
+    """A view of one element of each row, or more where rows are short: (elements,)."""
+    if not tensor.is_contiguous():
+        return tensor.select(-1, 0).flatten() if tensor.ndim > 1 else tensor
+    # A row begins every `width` elements, so that a step of `width - 1` misses none of them.
+    width = tensor.shape[-1] if tensor.ndim > 1 else 1
+    return tensor.view(-1)[:: max(1, width - 1)]
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    """Whether it is a layer with PEFT's adapters, which are switched without any new weight."""
+    return isinstance(getattr(type(module), "disable_adapters", None), property)
+
+
+def _adapter_state(layer: Any) -> tuple[Any, ...]:
+    """Which adapters of a layer are on, merged into the weights, and how strong they are."""
+    strengths = tuple(getattr(layer, "scaling", {}).items())
+    return layer.disable_adapters, layer.merged, tuple(layer.active_adapters), strengths

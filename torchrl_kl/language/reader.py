@@ -1,0 +1,124 @@
+"""The outputs of a causal language model for the states of an environment of texts.
+
+Axes: B* any leading dimensions, L length of a whole text, N states, S texts.
+
+A state consists of `tokens` (*B, L), the text so far and then padding (any token ids), and
+`position` (*B,), the number of tokens before it. Its output is the model's at `position - 1`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrl.modules import recurrent_mode
+
+from torchrl_kl.language.cache import RolloutCache
+from torchrl_kl.language.causal_lm import CausalLM
+from torchrl_kl.language.gpt import check_integers, values_hidden
+
+
+class StateReader(nn.Module):
+    """The model's output for each state: (*B, L) tokens and (*B,) position -> (*B, n_out).
+
+    - In TorchRL's recurrent mode, states of one text share one row of the model.
+    - Elsewhere, without gradients, the keys and values of texts are cached: a rollout computes one
+      new position per step.
+    - With gradients, or where shapes must not depend on values, each state is read in whole.
+
+    All give the same numbers but for rounding.
+
+    Args:
+        model: maps ids to outputs.
+        clamp_full: whether a text that fills `tokens` and is longer than the model's block_size is
+            read up to there, since a rollout calls the policy on it and drops the result.
+        cache_bytes: most bytes of cached keys and values; None: any number; 0: no cache.
+    """
+
+    def __init__(self, model: nn.Module, *, clamp_full: bool, cache_bytes: int | None):
+        super().__init__()
+        _check_cache_bytes(cache_bytes)
+        self.lm, self.clamp_full, self.cache_bytes = CausalLM(model), clamp_full, cache_bytes
+        self._cache: RolloutCache | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles begin without a cache.
+        return {**self.__dict__, "_cache": None}
+
+    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """The output for each state."""
+        hidden = values_hidden(tokens)
+        n_tokens = self._check_state(tokens, position, hidden)
+        # Rows that split_trajs padded are all zeros: position 0 is treated as 1.
+        length = position.clamp(1, n_tokens).flatten()
+        output = None
+        if hidden:
+            rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
+            output = self.lm(rows)[torch.arange(len(length), device=rows.device), length - 1]
+        elif recurrent_mode():
+            output = self.lm.at(*_find_texts(tokens[..., :n_tokens], length), length - 1)
+        elif self._may_cache() and len(length):
+            self._cache = self._cache or RolloutCache(self.lm, self.cache_bytes)
+            output = self._cache.read(tokens[..., :n_tokens].reshape(-1, n_tokens), length)
+        if output is None:
+            rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
+            output = self.lm.at(rows, torch.arange(len(rows), device=rows.device), length - 1)
+        return output.view(*position.shape, output.shape[-1])
+
+    def clear_cache(self) -> None:
+        """Drops the cached keys and values."""
+        self._cache = None
+
+    def _may_cache(self) -> bool:
+        return self.lm.caches and self.cache_bytes != 0 and not torch.is_grad_enabled()
+
+    def _check_state(self, tokens: Tensor, position: Tensor, hidden: bool) -> int:
+        """How much of `tokens` the model may read."""
+        check_integers("position", position)
+        if tokens.ndim == 0 or position.shape != tokens.shape[:-1]:
+            raise ValueError(
+                "`position` must have one number per text (the shape of `tokens` without its last "
+                f"dimension), got {tuple(position.shape)} and {tuple(tokens.shape)}."
+            )
+        length, limit = tokens.shape[-1], self.lm.max_tokens
+        most = length if limit is None else min(length, limit)
+        if hidden or not position.numel():
+            return most
+        low, high = (int(value) for value in position.aminmax())
+        too_long = high > most and ((position > most) & (position != length)).any()
+        if low < 0 or too_long or (high > most and not self.clamp_full):
+            raise ValueError(
+                f"`position` must lie in 0..{most}, got {low} to {high}: it counts tokens before "
+                f"padding, `tokens` have length {length} and the model reads at most {limit}."
+            )
+        return most
+
+
+def _find_texts(tokens: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """Texts that contain all states: (*B, L) and (N,) to (S, L) and the row of each state, (N,)."""
+    if tokens.ndim > 2 and tokens.stride(-2) == 0:  # each text is stored once for all its states
+        rows = tokens[..., 0, :].reshape(-1, tokens.shape[-1])
+        states = tokens.shape[-2]
+        return rows, torch.arange(len(rows), device=rows.device).repeat_interleave(states)
+    return _segments(tokens.reshape(-1, tokens.shape[-1]), length)
+
+
+def _segments(tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """The last row of each segment, (S, L), and the index of each state's segment, (N,).
+
+    A segment is a run of states that are each a prefix of the next one. By causality, its last row
+    has the outputs for all of them. Only the texts are compared: states may be in any order.
+    """
+    real = torch.arange(tokens.shape[1], device=tokens.device) < position[:-1, None]
+    same = ((tokens[1:] == tokens[:-1]) | ~real).all(-1)
+    last = torch.ones_like(position, dtype=torch.bool)
+    last[:-1] = ~(same & (position[1:] >= position[:-1]))
+    return tokens[last], last.cumsum(0) - last.long()
+
+
+def _check_cache_bytes(cache_bytes: int | None) -> None:
+    if isinstance(cache_bytes, bool) or not (cache_bytes is None or isinstance(cache_bytes, int)):
+        raise TypeError(f"`cache_bytes` must be an int or None, got {cache_bytes!r}.")
+    if cache_bytes is not None and cache_bytes < 0:
+        raise ValueError(f"`cache_bytes` must be at least 0, got {cache_bytes}.")

@@ -1,0 +1,196 @@
+"""Whole responses of a causal language model, without an environment.
+
+Axes: N texts, P tokens of a prompt, T tokens of a response at most, L = P + T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from tensordict import NestedKey, TensorDict
+from torch import Tensor
+
+from torchrl_kl.language.cache import KeyValueCache
+from torchrl_kl.language.gpt import check_integers
+from torchrl_kl.language.heads import CausalLMActor, LogitsReader
+
+
+@torch.no_grad()
+def sample_responses(
+    actor: CausalLMActor,
+    prompts: Tensor | Sequence[Tensor],
+    max_new_tokens: int,
+    *,
+    pad_token: int,
+    eos_token: int | None = None,
+    reward_fn: Callable[[Tensor], Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> TensorDict:
+    """Samples a response to each prompt, in the layout that collectors of a text env return.
+
+    The batch is (N, T), its last dimension is named "time", and each text is stored once. A
+    KL stack, GAE, the losses and KLMonitor take it as it is, each with one pass per text. The model
+    samples in the mode, train or eval, that it is in.
+
+    Keys (under the names that the actor has):
+        "tokens": (N, T, L), whole texts: prompt, response, then `pad_token`.
+        "position": (N, T), the number of tokens before the action.
+        "action", "action_log_prob": (N, T); nats, 0 after the end.
+        ("collector", "mask"): (N, T), False after the end of the response.
+        ("next", "reward"): (N, T, 1), that of the text at its last token, and 0 elsewhere.
+        ("next", "done"), ("next", "terminated"), ("next", "truncated"): (N, T, 1), at that token;
+        a response that never says `eos_token` is truncated.
+        ("next", "tokens"), ("next", "position"): what a critic reads.
+
+    Args:
+        actor: the policy; its temperature applies.
+        prompts: ids (N, P), or N tensors of any lengths, at least 1.
+        max_new_tokens: T, at least 1.
+        pad_token: id that fills texts after the response; it may be `eos_token`.
+        eos_token: id that ends a response and belongs to it. None: all have T tokens.
+        reward_fn: maps whole texts (N, L) to rewards (N,). None: rewards are 0.
+        generator: of the samples.
+
+    Raises:
+        TypeError: `actor` is not a CausalLMActor, or prompts are not int64 or int32.
+        ValueError: a number, shape or reward is out of range, or texts are too long for the model.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform, sample_responses
+        >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=9))
+        >>> prompts = torch.tensor([[0, 2, 8, 6, 10], [5, 7, 1, 5, 10]])
+        >>> batch = sample_responses(actor, prompts, 4, pad_token=10)
+        >>> KLConstrainedTransform(actor, 0.1)(batch)["next", "kl"].shape
+        torch.Size([2, 4, 1])
+    """
+    texts, start = _lay_out(prompts, max_new_tokens, pad_token)
+    reader = _reader_of(actor, texts.shape[1] - 1)
+    end = start + max_new_tokens
+    log_probs = torch.zeros(len(texts), max_new_tokens, device=texts.device)
+    ended = torch.zeros_like(start, dtype=torch.bool)
+    for t, logits in enumerate(_next_logits(reader, texts, start, max_new_tokens)):
+        log_prob = logits.log_softmax(-1)
+        token = log_prob.exp().multinomial(1, generator=generator)
+        if eos_token is None:
+            log_probs[:, t] = log_prob.gather(1, token)[:, 0]
+        else:
+            token.masked_fill_(ended[:, None], pad_token)
+            log_probs[:, t] = log_prob.gather(1, token)[:, 0].masked_fill_(ended, 0.0)
+        # Texts (N, L) grow in place: `_next_logits` reads them.
+        texts.scatter_(1, (start + t)[:, None], token)
+        if eos_token is not None:
+            said = (token[:, 0] == eos_token) & ~ended
+            end = torch.where(said, start + t + 1, end)
+            ended |= said
+            if ended.all():
+                break
+    truncated = ~ended if eos_token is not None else ended
+    return _batch(actor, texts, start, end, truncated, log_probs, _rewards(reward_fn, texts))
+
+
+def _lay_out(
+    prompts: Tensor | Sequence[Tensor], max_new_tokens: int, pad_token: int
+) -> tuple[Tensor, Tensor]:
+    """Padded texts (N, L), and the lengths of their prompts (N,)."""
+    if max_new_tokens < 1:
+        raise ValueError(f"`max_new_tokens` must be at least 1, got {max_new_tokens}.")
+    for prompt in [prompts] if isinstance(prompts, Tensor) else prompts:
+        check_integers("prompts", prompt)
+    shapes = {prompt.ndim for prompt in prompts}
+    lengths = [len(prompt) for prompt in prompts] if shapes == {1} else [0]
+    if min(lengths) < 1:
+        raise ValueError(
+            "`prompts` must be ids (N, P), or a list of 1-dimensional tensors, each of at least "
+            f"one token, got shapes {[tuple(prompt.shape) for prompt in prompts]}."
+        )
+    device = prompts[0].device
+    texts = torch.full(
+        (len(lengths), max(lengths) + max_new_tokens), pad_token, dtype=torch.int64, device=device
+    )
+    for text, prompt in zip(texts, prompts, strict=True):
+        text[: len(prompt)] = prompt
+    return texts, torch.tensor(lengths, device=device)
+
+
+def _reader_of(actor: CausalLMActor, n_read: int) -> LogitsReader:
+    """What maps states to logits; ValueError if the model reads less than `n_read` tokens."""
+    if not isinstance(actor, CausalLMActor):
+        raise TypeError(f"`actor` must be a CausalLMActor, got {type(actor).__name__}.")
+    limit = actor.reader.lm.max_tokens
+    if limit is not None and n_read > limit:
+        raise ValueError(
+            f"prompts and `max_new_tokens` must leave at most {limit} tokens to be read, which is "
+            f"what the model takes, got {n_read}: shorten them, or build a larger model."
+        )
+    return actor.reader
+
+
+def _next_logits(
+    reader: LogitsReader, texts: Tensor, start: Tensor, steps: int
+) -> Iterator[Tensor]:
+    """The logits (N, V) after each of `steps` prefixes of texts that are being written."""
+    lm, shortest, longest = reader.lm, int(start.min()), int(start.max())
+    cache = KeyValueCache(*texts.shape) if lm.caches and reader.cache_bytes != 0 else None
+    rows = torch.arange(len(texts), device=texts.device)
+    for t in range(steps):
+        last, width = start + (t - 1), longest + t
+        if cache is None:
+            output = lm.at(texts[:, :width], rows, last)
+        elif t == 0:
+            output = cache.read_texts(lm, texts[:, :width], last)
+        else:
+            slots = width - 1 if shortest == longest else last
+            output = cache.read_next(lm, texts.gather(1, last[:, None])[:, 0], slots, width)
+        yield reader.scale(output)
+
+
+def _rewards(reward_fn: Callable[[Tensor], Tensor] | None, texts: Tensor) -> Tensor:
+    """Rewards of whole texts: (N, L) -> (N,)."""
+    if reward_fn is None:
+        return torch.zeros(len(texts), device=texts.device)
+    rewards = reward_fn(texts)
+    if not isinstance(rewards, Tensor) or rewards.shape != texts.shape[:1]:
+        got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
+        raise ValueError(f"`reward_fn` must return a tensor ({len(texts)},), got {got}.")
+    return rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def _batch(
+    actor: CausalLMActor,
+    texts: Tensor,
+    start: Tensor,
+    end: Tensor,
+    truncated: Tensor,
+    log_probs: Tensor,
+    rewards: Tensor,
+) -> TensorDict:
+    """The layout (N, T) of texts whose responses are the tokens from `start` to `end`."""
+    shape = log_probs.shape
+    position = start[:, None] + torch.arange(shape[1], device=texts.device)
+    tokens = texts[:, None].expand(*shape, -1)
+    done = (position == end[:, None] - 1).unsqueeze(-1)
+    cut = done & truncated[:, None, None]
+    tokens_key, position_key = actor.in_keys
+    batch = TensorDict(batch_size=shape, device=texts.device, names=[None, "time"])
+    entries: dict[NestedKey, Tensor] = {
+        tokens_key: tokens,
+        position_key: position,
+        actor.dist_sample_keys[0]: texts.gather(1, position),
+        actor.log_prob_keys[0]: log_probs,
+        ("collector", "mask"): position < end[:, None],
+        ("next", *_path(tokens_key)): tokens,
+        ("next", *_path(position_key)): position + 1,
+        ("next", "reward"): done * rewards[:, None, None],
+        ("next", "done"): done,
+        ("next", "terminated"): done & ~cut,
+        ("next", "truncated"): cut,
+    }
+    for key, value in entries.items():
+        batch.set(key, value)
+    return batch
+
+
+def _path(key: NestedKey) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else tuple(key)
