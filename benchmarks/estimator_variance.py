@@ -25,12 +25,12 @@ sum_t E n_t^2 + 2 E n_t f_t.
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench_report import Result, arg, parse_args, quick_flag
 from digit_ppo import count_even, language_model, next_token, train
 from torch import Tensor
 from torchrl.envs import ExplorationType, set_exploration_type
@@ -51,11 +51,6 @@ from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
 TOP_KS = (1, 2, 3)
 
 
-def arg(default, help):
-    """A field of Args with its sentence for `--help`."""
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
 class Args:
     """What can be set from the command line."""
@@ -70,38 +65,13 @@ class Args:
         0, "Seed of the split of the prompts, the initial weights, the data and the responses."
     )
     coeff: float = arg(1.0, "Coefficient of the KL that PPO trains with, reward per nat.")
-    batches: int = arg(70, "Batches of responses that training is planned for.")
+    batches: int = arg(70, "Batches of responses that training is planned for.", quick=4)
     stop: float = arg(0.5, "The part of these batches after which training is stopped.")
-    responses: int = arg(512, "Responses per batch.")
-    lm_updates: int = arg(1200, "Updates of the language model.")
-    prompts: int = arg(16, "Held-out prompts that the estimates are compared on.")
-    samples: int = arg(2048, "Responses sampled per prompt.")
-    quick: bool = arg(
-        False, "Run everything at a small size, in seconds; the policy is then hardly trained."
-    )
-
-
-def parse_args() -> Args:
-    """Args from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for f in fields(Args):
-        flag, text = f"--{f.name.replace('_', '-')}", f"{f.metadata['help']} ({f.default})"
-        if f.default is False:
-            parser.add_argument(flag, action="store_true", help=text)
-        else:
-            parser.add_argument(flag, type=type(f.default), default=f.default, help=text)
-    args = Args(**vars(parser.parse_args()))
-    if args.quick:
-        args.batches, args.responses, args.lm_updates, args.prompts, args.samples = (
-            4,
-            64,
-            20,
-            2,
-            512,
-        )
-    return args
+    responses: int = arg(512, "Responses per batch.", quick=64)
+    lm_updates: int = arg(1200, "Updates of the language model.", quick=20)
+    prompts: int = arg(16, "Held-out prompts that the estimates are compared on.", quick=2)
+    samples: int = arg(2048, "Responses sampled per prompt.", quick=512)
+    quick: bool = quick_flag()
 
 
 @dataclass
@@ -207,8 +177,12 @@ def sample_totals(policy: GPT, reference: GPT, prompts: Tensor, args: Args) -> d
 
 def print_estimators(
     probs: Tensor, steps: dict[str, Tensor], sampled: dict[str, Tensor]
-) -> dict[str, Moments]:
-    """Prints a row per estimator; returns the enumerated moments."""
+) -> tuple[dict[str, Moments], float]:
+    """Prints a row per estimator.
+
+    Returns the enumerated moments, and the largest deviation of a sampled one, in standard errors.
+    """
+    largest = 0.0
     truth = {name: Moments.of(values.sum(-1), probs) for name, values in steps.items()}
     k1 = truth["k1"].variance.mean()
     print(
@@ -222,13 +196,14 @@ def print_estimators(
         own.variance *= n / (n - 1)
         mean_off = (own.mean - true.mean).mean() / true.mean_error(n)
         variance_off = (own.variance - true.variance).mean() / true.variance_error(n)
+        largest = max(largest, abs(mean_off.item()), abs(variance_off.item()))
         print(
             f"| {name} | {own.mean.mean():.5f} ± {own.mean_error(n):.5f} | {true.mean.mean():.5f} "
             f"| {own.variance.mean():.5f} ± {own.variance_error(n):.5f} "
             f"| {true.variance.mean():.5f} | {true.variance.mean() / k1:.4f} "
             f"| {mean_off:+.1f}, {variance_off:+.1f} |"
         )
-    return truth
+    return truth, largest
 
 
 def print_positions(probs: Tensor, steps: dict[str, Tensor], n_tokens: int) -> None:
@@ -259,16 +234,19 @@ def print_positions(probs: Tensor, steps: dict[str, Tensor], n_tokens: int) -> N
         print(f"| {name} | " + " | ".join(f"{x:.5f}" for x in row.tolist()) + " |")
 
 
-def main() -> None:
-    """Trains, measures, prints the tables and the verdict."""
-    args = parse_args()
+def split_prompts(language: DigitLanguage, args: Args) -> tuple[Tensor, Tensor]:
+    """Held-out prompts, and all others."""
+    everything = torch.cartesian_prod(*[torch.arange(language.vocab_size)] * language.prompt_length)
+    generator = torch.Generator().manual_seed(args.seed)
+    shuffled = everything[torch.randperm(len(everything), generator=generator)]
+    return shuffled[: args.prompts], shuffled[args.prompts :]
+
+
+def results(args: Args) -> list[Result]:
+    """Trains, measures, prints the tables and the verdict, and returns what they say."""
     torch.set_num_threads(1)
     language = DigitLanguage()
-    everything = torch.cartesian_prod(*[torch.arange(language.vocab_size)] * language.prompt_length)
-    shuffled = everything[
-        torch.randperm(len(everything), generator=torch.Generator().manual_seed(args.seed))
-    ]
-    heldout, prompts = shuffled[: args.prompts], shuffled[args.prompts :]
+    heldout, prompts = split_prompts(language, args)
     contexts = torch.cat([heldout, torch.full((args.prompts, 1), language.separator)], 1)
     folder = Path(args.reference or f"{args.out}/language_model_{args.seed}")
     reference = language_model(language, folder, args.lm_updates, prompts=prompts, seed=args.seed)
@@ -286,8 +264,28 @@ def main() -> None:
         f"optimum {values.optimum.reward:.4f}, {values.optimum.kl:.4f})"
     )
     probs, steps = enumerate_steps(policy, reference, contexts, language.response_length)
-    truth = print_estimators(probs, steps, sample_totals(policy, reference, heldout, args))
+    sampled = sample_totals(policy, reference, heldout, args)
+    truth, largest = print_estimators(probs, steps, sampled)
     print_positions(probs, steps, language.n_tokens)
+    print_verdict(truth)
+    variances = {name: moments.variance.mean().item() for name, moments in truth.items()}
+    found = [
+        Result.cost(
+            f"variance of the KL of a response, {name} against k1",
+            variance,
+            variances["k1"],
+            0.5 if name == "exact" else None,
+            unit="nats^2",
+        )
+        for name, variance in variances.items()
+        if name != "k1"
+    ]
+    question = "sampled mean or variance of an estimate against enumeration, largest deviation"
+    return [*found, Result.error(question, largest, 5.0, unit="standard errors")]
+
+
+def print_verdict(truth: dict[str, Moments]) -> None:
+    """Prints how the variance of exact compares with that of k1."""
     by_prompt = truth["exact"].variance / truth["k1"].variance
     ratio = (truth["exact"].variance.mean() / truth["k1"].variance.mean()).item()
     verdict = "at most" if ratio <= 0.5 else "more than"
@@ -295,8 +293,13 @@ def main() -> None:
     n_half = int((by_prompt <= 0.5).sum())
     print(
         f"By prompt: {by_prompt.min():.4f} to {by_prompt.max():.4f}, at most half in {n_half} of "
-        f"{args.prompts}."
+        f"{len(by_prompt)}."
     )
+
+
+def main() -> None:
+    """Prints the tables and the verdict."""
+    results(parse_args(Args, __doc__))
 
 
 if __name__ == "__main__":

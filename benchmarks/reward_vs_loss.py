@@ -17,11 +17,12 @@ trained first and kept in the folder `--out`.
 
 from __future__ import annotations
 
-import argparse
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from bench_report import Result, arg, parse_args, quick_flag
 from digit_ppo import count_even, language_model, next_token, train
 
 from torchrl_kl import Enumeration
@@ -37,58 +38,29 @@ VARIANTS: dict[str, dict | None] = {
 }
 
 
-def main() -> None:
-    """Prints one row per run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@dataclass
+class Args:
+    """What can be set from the command line."""
+
+    out: str = arg("runs/reward_vs_loss", "Folder of the language model.")
+    reward: str = arg("first", "What is rewarded.", choices=["first", "even"])
+    coeffs: tuple[float, ...] = arg((0.5,), "Coefficients, reward per nat.")
+    seeds: tuple[int, ...] = arg((0, 1), "One run of each variant per seed.", quick=(0,))
+    variants: tuple[str, ...] = arg(
+        tuple(VARIANTS), "Where the penalty is.", choices=tuple(VARIANTS)
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/reward_vs_loss"),
-        help="Folder of the language model.",
-    )
-    parser.add_argument(
-        "--reward", choices=["first", "even"], default="first", help="What is rewarded."
-    )
-    parser.add_argument(
-        "--coeffs", type=float, nargs="+", default=[0.5], help="Coefficients, reward per nat."
-    )
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1], help="One run of each variant per seed."
-    )
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        choices=VARIANTS,
-        default=list(VARIANTS),
-        help="Where the penalty is.",
-    )
-    parser.add_argument("--batches", type=int, default=70, help="Batches of responses per run.")
-    parser.add_argument("--responses", type=int, default=512, help="Responses per batch.")
-    parser.add_argument(
-        "--lm-updates", type=int, default=1200, help="Updates of the language model."
-    )
-    parser.add_argument(
-        "--prompts", type=int, default=16, help="Prompts over which the exact values are taken."
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="Run at a small size, in seconds; the results are poor.",
-    )
-    args = parser.parse_args()
-    if args.quick:
-        args.batches, args.responses, args.lm_updates, args.prompts, args.seeds = (
-            2,
-            32,
-            20,
-            1,
-            args.seeds[:1],
-        )
+    batches: int = arg(70, "Batches of responses per run.", quick=2)
+    responses: int = arg(512, "Responses per batch.", quick=32)
+    lm_updates: int = arg(1200, "Updates of the language model.", quick=20)
+    prompts: int = arg(16, "Prompts over which the exact values are taken.", quick=1)
+    quick: bool = quick_flag()
+
+
+def results(args: Args) -> list[Result]:
+    """Prints one row per run, and returns the regrets."""
     torch.set_num_threads(1)
     language = DigitLanguage()
-    reference = language_model(language, args.out / "language_model", args.lm_updates)
+    reference = language_model(language, Path(args.out) / "language_model", args.lm_updates)
     prompts = language.sample_prompts(args.prompts, generator=torch.Generator().manual_seed(0))
     contexts = torch.cat([prompts, torch.full((args.prompts, 1), language.separator)], 1)
     reward_fn = language.preference if args.reward == "first" else count_even
@@ -98,6 +70,7 @@ def main() -> None:
         "| gain | seconds |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
+    found = []
     for coeff in args.coeffs:
         best = exact.optimum(coeff)
         print(
@@ -105,31 +78,47 @@ def main() -> None:
             "| 0 | 100 % | |"
         )
         for seed in args.seeds:
+            regrets: dict[str, float] = {}
             for name in args.variants:
                 torch.manual_seed(seed)
                 start = time.perf_counter()
-                policy = train(
-                    reference,
-                    language,
-                    reward_fn,
-                    coeff,
-                    batches=args.batches,
-                    responses=args.responses,
-                    loss_args=VARIANTS[name],
-                )
+                plan = {"batches": args.batches, "responses": args.responses}
+                loss_args = VARIANTS[name]
+                policy = train(reference, language, reward_fn, coeff, loss_args=loss_args, **plan)
                 seconds = time.perf_counter() - start
                 own = exact.values(next_token(policy), coeff)
+                regrets[name] = own.regret
                 print(
                     f"| {coeff} | {seed} | {name} | {own.reward:.4f} | {positions(own)} "
                     f"| {own.kl:.4f} | {own.regret:.4f} | {own.fraction_of_gain:.2%} "
                     f"| {seconds:.0f} |",
                     flush=True,
                 )
+            found += compare(regrets, f"coeff {coeff}, seed {seed}")
+    return found
+
+
+def compare(regrets: dict[str, float], setting: str) -> list[Result]:
+    """The regret of each variant, compared with that of the penalty in the reward."""
+    in_reward = regrets.get("reward (k1)")
+    found = []
+    for name, regret in regrets.items():
+        question = f"regret of PPO, penalty in {name}, {setting}"
+        if name == "reward (k1)" or in_reward is None:
+            found.append(Result(question, regret, unit="reward"))
+        else:
+            found.append(Result.cost(question, regret, in_reward, unit="reward"))
+    return found
 
 
 def positions(values) -> str:
     """The KL at each response position, nats."""
     return " ".join(f"{kl:.4f}" for kl in values.kl_per_position.tolist())
+
+
+def main() -> None:
+    """Prints one row per run."""
+    results(parse_args(Args, __doc__))
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ that of the fastest batch.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 
 import torch
+from bench_report import Result, arg, parse_args, quick_flag
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
@@ -48,38 +48,16 @@ CONTROLLERS: dict[str, Callable[[], KLController]] = {
 }
 
 
-def arg(default, help):
-    """A field of Args with its sentence for `--help`."""
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
 class Args:
     """What can be set from the command line."""
 
-    blocks: int = arg(60, "Short blocks, over whose medians the smallest is taken.")
-    steps: int = arg(50, "Steps per block, each of every kind in turn.")
-    warmup: int = arg(200, "Steps of every kind before the first block.")
-    batches: int = arg(15, "Batches of each collector.")
-    frames: int = arg(1000, "Frames per batch.")
-    quick: bool = arg(False, "Run at a small size, in seconds; the figures are then rough.")
-
-
-def parse_args() -> Args:
-    """Args from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for f in fields(Args):
-        text = f"{f.metadata['help']} ({f.default})"
-        if f.default is False:
-            parser.add_argument(f"--{f.name}", action="store_true", help=text)
-        else:
-            parser.add_argument(f"--{f.name}", type=int, default=f.default, help=text)
-    args = Args(**vars(parser.parse_args()))
-    if args.quick:
-        args.blocks, args.steps, args.warmup, args.batches, args.frames = 2, 10, 5, 3, 100
-    return args
+    blocks: int = arg(60, "Short blocks, over whose medians the smallest is taken.", quick=2)
+    steps: int = arg(50, "Steps per block, each of every kind in turn.", quick=10)
+    warmup: int = arg(200, "Steps of every kind before the first block.", quick=5)
+    batches: int = arg(15, "Batches of each collector.", quick=3)
+    frames: int = arg(1000, "Frames per batch.", quick=100)
+    quick: bool = quick_flag()
 
 
 def make_actor() -> ProbabilisticActor:
@@ -184,17 +162,19 @@ def measure_frames(args: Args) -> tuple[float, dict[str, list[float]]]:
     return best[0], {name: list(pair) for name, pair in zip(CONTROLLERS, pairs, strict=True)}
 
 
-def main() -> None:
-    """Measures and prints the tables."""
-    args = parse_args()
+def results(args: Args) -> list[Result]:
+    """Measures, prints the tables, and returns what they say."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     times = measure_steps(args)
+    found = []
     print(f"plain step {times['plain']:.0f} us, bare call {times['bare']:.0f} us\n")
     print("| controller | step, us | overhead, us | overhead / bare |\n|---|---|---|---|")
     for name in CONTROLLERS:
         overhead = times[name] - times["plain"]
-        print(f"| {name} | {times[name]:.0f} | {overhead:.0f} | {overhead / times['bare']:.2f} |")
+        question = f"CartPole, stack ({name}): time per step, against a bare reference call"
+        found.append(Result.cost(question, overhead, times["bare"], unit="us"))
+        print(f"| {name} | {times[name]:.0f} | {overhead:.0f} | {found[-1].ratio:.2f} |")
     plain_rate, rates = measure_frames(args)
     print(f"\n{plain_rate:.0f} frames per second without a stack\n")
     print(
@@ -203,6 +183,16 @@ def main() -> None:
     for name, pair in rates.items():
         cells = [f"{rate:.0f} ({rate / plain_rate:.0%})" for rate in pair]
         print(f"| {name} | {' | '.join(cells)} |")
+        for place, rate in zip(("in the env", "as postproc"), pair, strict=True):
+            question = f"CartPole, Collector with the stack ({name}) {place}, against none"
+            shares = (rate, plain_rate, rate / plain_rate)
+            found.append(Result(question, *shares, unit="frames/s"))
+    return found
+
+
+def main() -> None:
+    """Measures and prints the tables."""
+    results(parse_args(Args, __doc__))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+"""The parts of torchrl_kl that the benchmarks of language models use, in one place."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.collectors import Collector
+from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
+
+from torchrl_kl import GPT, KLConstrainedTransform
+from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
+
+COEFF = 0.1
+_package = importlib.import_module("torchrl_kl")
+# The sampler of whole responses and actors over models of transformers came with this class.
+COMPLETE = hasattr(_package, "CausalLMActor")
+
+
+def actor_of(model: Any) -> Any:
+    """The policy over a GPT or a causal language model of transformers."""
+    return getattr(_package, "CausalLMActor" if COMPLETE else "GPTActor")(model)
+
+
+def critic_of(gpt: GPT) -> Any:
+    """The critic over a GPT with one output."""
+    return getattr(_package, "CausalLMCritic" if COMPLETE else "GPTCritic")(gpt)
+
+
+def sample_responses(
+    actor: Any, prompts: Tensor, n_tokens: int, pad_token: int, reward_fn: Callable
+) -> TensorDictBase:
+    """A batch [N, T] of responses to prompts (N, P), which a stack takes."""
+    return _package.sample_responses(
+        actor, prompts, n_tokens, pad_token=pad_token, reward_fn=reward_fn
+    )
+
+
+def gpt_of(language: DigitLanguage, **sizes: int) -> GPT:
+    """An untrained policy of the digit job, in eval mode."""
+    return GPT(language.n_tokens, language.text_length - 1, **sizes).eval()
+
+
+@dataclass
+class Job:
+    """N responses per batch in a digit language, by a policy that is penalized by a stack."""
+
+    language: DigitLanguage
+    policy: Any
+    reference: Any
+    n_texts: int
+
+    def __post_init__(self):
+        self.actor = actor_of(self.policy)
+
+    @classmethod
+    def of_gpt(cls, n_texts: int, n_tokens: int) -> Job:
+        """With two GPTs of 3 layers, 3 heads and width 48."""
+        language = DigitLanguage(response_length=n_tokens)
+        return cls(language, gpt_of(language), gpt_of(language), n_texts)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens per response."""
+        return self.language.response_length
+
+    def prompts(self) -> Tensor:
+        """New prompts with their separators, (N, P)."""
+        prompts = self.language.sample_prompts(self.n_texts)
+        return torch.nn.functional.pad(prompts, (0, 1), value=self.language.separator)
+
+    def stack(self) -> KLConstrainedTransform:
+        """A stack with its own frozen copy of the reference."""
+        return KLConstrainedTransform(self.actor, COEFF, reference=actor_of(self.reference))
+
+    def env(self, *transforms: Transform) -> EnvBase:
+        """The token env with transforms."""
+        env = DigitLanguageEnv(self.language, batch_size=(self.n_texts,), seed=0)
+        return TransformedEnv(env, Compose(*transforms))
+
+    def collected(self, env: EnvBase | None = None, stack: Any = None) -> Iterator[TensorDictBase]:
+        """Batches [N, T] of a Collector, without end, with the stack as its `postproc`."""
+        return iter(
+            Collector(
+                self.env() if env is None else env,
+                self.actor,
+                frames_per_batch=self.n_texts * self.n_tokens,
+                total_frames=-1,
+                postproc=stack,
+                auto_register_policy_transforms=False,
+            )
+        )
+
+    def sampled(self) -> TensorDictBase:
+        """A batch [N, T] of `sample_responses`."""
+        language = self.language
+        return sample_responses(
+            self.actor, self.prompts(), self.n_tokens, language.separator, language.preference
+        )
