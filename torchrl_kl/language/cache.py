@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.fingerprint import Fingerprint, Values
+from torchrl_kl.language.gpt import SHORT_TEXT
 
 
 class CacheTooLargeError(MemoryError):
@@ -60,7 +61,7 @@ class KeyValueCache:
         self._rows, self._slots, self._width = None, slots, width
         options: dict[str, Any] = {"past_key_values": self}
         if isinstance(slots, int):
-            options["position_ids"] = token.new_full((1, 1), slots).expand(self.n_rows, 1)
+            options["position_ids"] = token.new_full((1, 1), slots)
         else:
             options["position_ids"] = slots[:, None]
             unread = torch.arange(width, device=token.device) > slots[:, None]
@@ -80,7 +81,7 @@ class KeyValueCache:
         held = self.buffers[layer_idx]
         for buffer, new in zip(held, (keys, values), strict=True):
             if isinstance(self._slots, int):
-                buffer[:, :, self._slots] = new[:, :, 0]
+                buffer.select(2, self._slots).copy_(new.select(2, 0))
             elif self._slots is not None:
                 every = torch.arange(self.n_rows, device=new.device)
                 buffer[every, :, self._slots] = new[:, :, 0]
@@ -98,7 +99,12 @@ class KeyValueCache:
         if self.max_bytes is not None and needed > self.max_bytes:
             raise CacheTooLargeError(f"{needed} bytes of keys and values exceed {self.max_bytes}.")
         # Zeros, since slots that a mask hides must not hold NaN.
-        self.buffers.append((keys.new_zeros(shape), keys.new_zeros(shape)))
+        if self.capacity > SHORT_TEXT:
+            self.buffers.append((keys.new_zeros(shape), keys.new_zeros(shape)))
+        else:  # slots first in memory, as sums over slots are fastest
+            shape = (self.capacity, *shape[:2], shape[3])
+            buffers = keys.new_zeros(2, *shape).permute(0, 2, 3, 1, 4)
+            self.buffers.append((buffers[0], buffers[1]))
 
     # Hugging Face's models build their masks from these.
 
@@ -183,10 +189,11 @@ class RolloutCache:
             return None
         values, modes = self._fingerprint.values(), self._fingerprint.modes()
         texts = self._sets.pop(modes, None)
-        if texts is None or not texts.fits(tokens, values):
-            texts = CachedTexts(tokens, values, self.max_bytes)
         try:
-            output = texts.read(self.lm, tokens, length)
+            with torch.inference_mode():  # PyTorch's fastest
+                if texts is None or not texts.fits(tokens, values):
+                    texts = CachedTexts(tokens, values, self.max_bytes)
+                output = texts.read(self.lm, tokens, length)
         except CacheTooLargeError:
             self._too_large.add(tokens.shape)
             warnings.warn(
@@ -199,4 +206,4 @@ class RolloutCache:
         self._sets[modes] = texts
         while len(self._sets) > 2:
             del self._sets[next(iter(self._sets))]
-        return output
+        return output.clone()  # a tensor that a loss may use

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+READ_TOGETHER = 2048  # tokens, without gradients on a CPU
+
 
 class CausalLM(nn.Module):
     """A module that maps token ids (N, T) to outputs (N, T, n_out), such as next-token logits.
@@ -45,11 +47,11 @@ class CausalLM(nn.Module):
         if keep is not None and "logits_to_keep" in self._keywords:
             options["logits_to_keep"] = keep
         output = self.model(tokens, **options)
-        output = getattr(output, "logits", output)
+        output = output if isinstance(output, Tensor) else output.logits
         if keep is not None and "logits_to_keep" not in options:
             output = output[:, keep]
         # A log-softmax in bfloat16 would be off by a hundredth of a nat.
-        return output.to(torch.promote_types(output.dtype, torch.float32))
+        return output.float() if output.element_size() < 4 else output
 
     def at(self, tokens: Tensor, row: Tensor, last: Tensor, **options: Any) -> Tensor:
         """Outputs of texts (N, T) at pairs of a row and a position, (K,) each: (K, n_out).
@@ -58,8 +60,12 @@ class CausalLM(nn.Module):
         """
         first, final = (int(value) for value in last.aminmax()) if len(last) else (0, 0)
         keep = torch.arange(first, final + 1, device=tokens.device)
-        output = self(tokens[:, : final + 1], keep, **options)
-        return output[row, last - first]
+        tokens = tokens[:, : final + 1]
+        if options or torch.is_grad_enabled() or tokens.device.type != "cpu":
+            return self(tokens, keep, **options)[row, last - first]
+        # What a few texts compute stays in the processor's cache.
+        parts = tokens.split(max(1, READ_TOGETHER // (final + 1)))
+        return torch.cat([self(part, keep) for part in parts])[row, last - first]
 
 
 def _innermost(model: nn.Module) -> nn.Module:

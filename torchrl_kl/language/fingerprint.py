@@ -39,7 +39,6 @@ class Fingerprint:
         return (
             tuple(module.training for module in self._modules),
             tuple(_adapter_state(layer) for layer in self._adapters),
-            torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         )
 

@@ -21,6 +21,9 @@ from tensordict import is_batchedtensor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# Up to this length, attention of one position is a product and a sum of whole tensors.
+SHORT_TEXT = 16
+
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -42,10 +45,12 @@ class _Attention(nn.Module):
         self.query_key_value = nn.Linear(n_embd, 3 * n_embd)
         self.project = nn.Linear(n_embd, n_embd)
 
-    def heads(self, x: Tensor) -> list[Tensor]:
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, each (N, n_head, T, n_embd / n_head)."""
-        joint = self.query_key_value(x).unflatten(-1, (3 * self.n_head, -1))
-        return list(joint.transpose(1, 2).chunk(3, dim=1))
+        n_texts, n_tokens, width = x.shape
+        shape = n_texts, n_tokens, 3, self.n_head, width // self.n_head
+        joint = self.query_key_value(x).view(shape)
+        return joint.permute(2, 0, 3, 1, 4).unbind(0)
 
     def maps(self, x: Tensor) -> Tensor:
         query, key, _ = self.heads(x)
@@ -57,16 +62,39 @@ class _Attention(nn.Module):
         query, key, value = self.heads(x)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
-        mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            # One new position attends to all that is cached.
-            is_causal=mask is None and query.shape[2] == key.shape[2],
-        )
-        return self.project(mixed.transpose(1, 2).flatten(2))
+        if query.shape[2] == 1:
+            mixed = _attend_one(query, key, value, mask)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=self.dropout if self.training else 0.0,
+                is_causal=mask is None,
+            )
+        return self.project(mixed.transpose(1, 2).reshape(x.shape))
+
+
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of one position, (N, H, 1, D), to S keys and values (N, H, S, D).
+
+    It is faster on a CPU than the fused kernel, which is made for many positions.
+    """
+    scale = query.shape[-1] ** -0.5
+    if key.shape[2] <= SHORT_TEXT:  # faster than as many tiny matrix products
+        key, value = key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)  # (S, N, H, D)
+        scores = (key * query.squeeze(2)).sum(-1).mul(scale)
+        scores = scores if mask is None else scores + mask[:, :, 0].permute(2, 0, 1)
+        return (scores.softmax(0).unsqueeze(-1) * value).sum(0).unsqueeze(2)
+    n_texts, n_head = query.shape[:2]
+    query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+    if mask is None:
+        scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scale)
+    else:
+        mask = mask.expand(-1, n_head, -1, -1).flatten(0, 1)
+        scores = torch.baddbmm(mask, query, key.mT, alpha=scale)
+    return torch.bmm(scores.softmax(-1), value).view(n_texts, n_head, *query.shape[1:])
 
 
 class _Block(nn.Module):
@@ -77,12 +105,17 @@ class _Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(n_embd)
         self.expand = nn.Linear(n_embd, 4 * n_embd)
         self.project = nn.Linear(4 * n_embd, n_embd)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(self, x: Tensor, cache: Any = None, mask: Tensor | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cache, mask))
+        drop = self.dropout if self.training else 0.0
+        x = x + _drop(self.attention(self.attention_norm(x), cache, mask), drop)
         hidden = F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
-        return x + self.dropout(self.project(hidden))
+        return x + _drop(self.project(hidden), drop)
+
+
+def _drop(x: Tensor, p: float) -> Tensor:
+    return F.dropout(x, p) if p else x
 
 
 class GPT(nn.Module):
@@ -136,7 +169,7 @@ class GPT(nn.Module):
         self.vocab_size, self.block_size, self.n_out = vocab_size, block_size, n_out
         self.token_embedding = nn.Embedding(vocab_size, n_embd)
         self.position_embedding = nn.Embedding(block_size, n_embd)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
         self.blocks = nn.ModuleList(
             _Block(layer, n_head, n_embd, dropout) for layer in range(n_layer)
         )
@@ -204,7 +237,8 @@ class GPT(nn.Module):
         positions = self.position_embedding.weight[:n_tokens]
         if position_ids is not None:
             positions = self.position_embedding(position_ids)
-        return self.dropout(self.token_embedding(tokens.reshape(-1, n_tokens)) + positions)
+        x = self.token_embedding(tokens.reshape(-1, n_tokens)) + positions
+        return _drop(x, self.dropout if self.training else 0.0)
 
     def _check_tokens(self, tokens: Tensor) -> None:
         check_integers("tokens", tokens)
@@ -218,7 +252,7 @@ class GPT(nn.Module):
         # Checked here because a bad index ends the process on an accelerator.
         if tokens.numel() == 0:
             return
-        low, high = (int(value) for value in tokens.aminmax())
+        low, high = (value.item() for value in tokens.aminmax())
         if low < 0 or high >= self.vocab_size:
             raise ValueError(
                 f"`tokens` must lie in 0..{self.vocab_size - 1}, got {low} to {high}: `vocab_size` "

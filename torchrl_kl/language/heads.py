@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tensordict import NestedKey
-from tensordict.nn import TensorDictModule
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import TensorDictModule, dispatch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from torchrl_kl.language.causal_lm import CausalLM
+from torchrl_kl.language.distribution import NextToken
 from torchrl_kl.language.reader import StateReader
 
 Keys = Sequence[NestedKey]
@@ -124,11 +126,32 @@ class CausalLMActor(ProbabilisticActor):
             TensorDictModule(reader, in_keys=list(in_keys), out_keys=["logits"]),
             in_keys=["logits"],
             out_keys=[action_key],
-            distribution_class=torch.distributions.Categorical,
+            distribution_class=NextToken,
             return_log_prob=return_log_prob,
         )
+        self._drawn_keys = [action_key, *(self.log_prob_keys if return_log_prob else [])]
+        self._logits_key = "logits" if return_logits else None
         if not return_logits:
             self.select_out_keys(*(key for key in self.out_keys if key != "logits"))
+
+    @dispatch(auto_batch_size=False)
+    def forward(  # type: ignore[override]
+        self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None = None, **kwargs
+    ) -> TensorDictBase:
+        """Draws a token for each state; writes it, its log-prob and the logits."""
+        state = [tensordict.get(key, None) for key in self.in_keys]
+        plain = not kwargs and tensordict_out is None and all(part is not None for part in state)
+        if not plain or exploration_type() != ExplorationType.RANDOM:
+            return super().forward(tensordict, tensordict_out, **kwargs)
+        # What the superclass does in a rollout, without its general machinery.
+        logits = self.reader(*state)
+        dist = NextToken(logits)
+        token = dist.sample()
+        for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
+            tensordict.set(key, value)
+        if self._logits_key is not None:
+            tensordict.set(self._logits_key, logits)
+        return tensordict
 
     @property
     def reader(self) -> LogitsReader:

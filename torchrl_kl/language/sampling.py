@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from tensordict import NestedKey, TensorDict
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from torchrl_kl.language.cache import KeyValueCache
+from torchrl_kl.language.distribution import draw
 from torchrl_kl.language.gpt import check_integers
 from torchrl_kl.language.heads import CausalLMActor, LogitsReader
 
@@ -26,6 +28,7 @@ def sample_responses(
     eos_token: int | None = None,
     reward_fn: Callable[[Tensor], Tensor] | None = None,
     generator: torch.Generator | None = None,
+    chunk_size: int = 256,
 ) -> TensorDict:
     """Samples a response to each prompt, in the layout that collectors of a text env return.
 
@@ -51,6 +54,7 @@ def sample_responses(
         eos_token: id that ends a response and belongs to it. None: all have T tokens.
         reward_fn: maps whole texts (N, L) to rewards (N,). None: rewards are 0.
         generator: of the samples.
+        chunk_size: how many texts are sampled together; keys and values are kept for so many.
 
     Raises:
         TypeError: `actor` is not a CausalLMActor, or prompts are not int64 or int32.
@@ -65,53 +69,40 @@ def sample_responses(
         >>> KLConstrainedTransform(actor, 0.1)(batch)["next", "kl"].shape
         torch.Size([2, 4, 1])
     """
-    texts, start = _lay_out(prompts, max_new_tokens, pad_token)
-    reader = _reader_of(actor, texts.shape[1] - 1)
-    end = start + max_new_tokens
+    prompts, start = _pad(prompts, pad_token)
+    for name, number in (("max_new_tokens", max_new_tokens), ("chunk_size", chunk_size)):
+        if number < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {number}.")
+    reader = _reader_of(actor, prompts.shape[1] + max_new_tokens - 1)
+    texts = F.pad(prompts, (0, max_new_tokens), value=pad_token)
     log_probs = torch.zeros(len(texts), max_new_tokens, device=texts.device)
-    ended = torch.zeros_like(start, dtype=torch.bool)
-    for t, logits in enumerate(_next_logits(reader, texts, start, max_new_tokens)):
-        log_prob = logits.log_softmax(-1)
-        token = log_prob.exp().multinomial(1, generator=generator)
-        if eos_token is None:
-            log_probs[:, t] = log_prob.gather(1, token)[:, 0]
-        else:
-            token.masked_fill_(ended[:, None], pad_token)
-            log_probs[:, t] = log_prob.gather(1, token)[:, 0].masked_fill_(ended, 0.0)
-        # Texts (N, L) grow in place: `_next_logits` reads them.
-        texts.scatter_(1, (start + t)[:, None], token)
-        if eos_token is not None:
-            said = (token[:, 0] == eos_token) & ~ended
-            end = torch.where(said, start + t + 1, end)
-            ended |= said
-            if ended.all():
-                break
-    truncated = ~ended if eos_token is not None else ended
+    end = start + max_new_tokens
+    # Written in place, part by part.
+    for part in zip(*(x.split(chunk_size) for x in (texts, start, end, log_probs)), strict=True):
+        with torch.inference_mode():
+            _write(reader, *part, eos_token, pad_token, generator)
+    final = texts.gather(1, end[:, None] - 1)  # (N, 1)
+    truncated = final != (final if eos_token is None else eos_token)
     return _batch(actor, texts, start, end, truncated, log_probs, _rewards(reward_fn, texts))
 
 
-def _lay_out(
-    prompts: Tensor | Sequence[Tensor], max_new_tokens: int, pad_token: int
-) -> tuple[Tensor, Tensor]:
-    """Padded texts (N, L), and the lengths of their prompts (N,)."""
-    if max_new_tokens < 1:
-        raise ValueError(f"`max_new_tokens` must be at least 1, got {max_new_tokens}.")
-    for prompt in [prompts] if isinstance(prompts, Tensor) else prompts:
-        check_integers("prompts", prompt)
-    shapes = {prompt.ndim for prompt in prompts}
-    lengths = [len(prompt) for prompt in prompts] if shapes == {1} else [0]
-    if min(lengths) < 1:
+def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Tensor]:
+    """Prompts (N, P), padded on the right, and their lengths (N,)."""
+    rows = [prompts] if isinstance(prompts, Tensor) else list(prompts)
+    for row in rows:
+        check_integers("prompts", row)
+    shapes = [tuple(row.shape) for row in rows]
+    n_dims = 2 if isinstance(prompts, Tensor) else 1
+    if not rows or any(len(shape) != n_dims or 0 in shape for shape in shapes):
         raise ValueError(
             "`prompts` must be ids (N, P), or a list of 1-dimensional tensors, each of at least "
-            f"one token, got shapes {[tuple(prompt.shape) for prompt in prompts]}."
+            f"one token, got shapes {shapes}."
         )
-    device = prompts[0].device
-    texts = torch.full(
-        (len(lengths), max(lengths) + max_new_tokens), pad_token, dtype=torch.int64, device=device
-    )
-    for text, prompt in zip(texts, prompts, strict=True):
-        text[: len(prompt)] = prompt
-    return texts, torch.tensor(lengths, device=device)
+    if isinstance(prompts, Tensor):
+        return prompts.long(), torch.full_like(prompts[:, 0], prompts.shape[1]).long()
+    lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token)
+    return padded.long(), lengths
 
 
 def _reader_of(actor: CausalLMActor, n_read: int) -> LogitsReader:
@@ -125,6 +116,32 @@ def _reader_of(actor: CausalLMActor, n_read: int) -> LogitsReader:
             f"what the model takes, got {n_read}: shorten them, or build a larger model."
         )
     return actor.reader
+
+
+def _write(
+    reader: LogitsReader,
+    texts: Tensor,
+    start: Tensor,
+    end: Tensor,
+    log_probs: Tensor,
+    eos_token: int | None,
+    pad_token: int,
+    generator: torch.Generator | None,
+) -> None:
+    """Writes responses into texts (N, L), their ends (N,) and log-probs (N, T), in place."""
+    ended = torch.zeros_like(start, dtype=torch.bool)
+    for t, logits in enumerate(_next_logits(reader, texts, start, log_probs.shape[1])):
+        log_prob = logits.log_softmax(-1)
+        token = draw(log_prob, generator)
+        log_probs[:, t] = log_prob.gather(1, token)[:, 0]
+        if eos_token is not None:
+            token[ended], log_probs[ended, t] = pad_token, 0.0
+            said = (token[:, 0] == eos_token) & ~ended
+            torch.where(said, start + t + 1, end, out=end)
+            ended |= said
+        texts.scatter_(1, (start + t)[:, None], token)  # `_next_logits` reads it
+        if eos_token is not None and ended.all():
+            return
 
 
 def _next_logits(
@@ -171,7 +188,7 @@ def _batch(
     position = start[:, None] + torch.arange(shape[1], device=texts.device)
     tokens = texts[:, None].expand(*shape, -1)
     done = (position == end[:, None] - 1).unsqueeze(-1)
-    cut = done & truncated[:, None, None]
+    cut = done & truncated[:, None]
     tokens_key, position_key = actor.in_keys
     batch = TensorDict(batch_size=shape, device=texts.device, names=[None, "time"])
     entries: dict[NestedKey, Tensor] = {

@@ -1,0 +1,64 @@
+"""The distribution of the next token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution
+
+
+class NextToken(Categorical):
+    """A Categorical over the vocabulary that does little more than a rollout needs.
+
+    Args:
+        logits: (*B, V), normalised or not.
+
+    Raises:
+        ValueError: when it is sampled, if logits of a row are NaN or all of them infinite.
+    """
+
+    def __init__(self, logits: Tensor):
+        self.logits = self._param = logits.log_softmax(-1)
+        self._num_events = logits.shape[-1]
+        # Ids are checked where they are read, and logits where they are sampled.
+        Distribution.__init__(self, logits.shape[:-1], validate_args=False)
+
+    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
+        """Token ids, (*sample_shape, *B)."""
+        log_probs = self.logits.expand(*sample_shape, *self.logits.shape).flatten(0, -2)
+        return draw(log_probs).view(*sample_shape, *self.batch_shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-probs of token ids (*B), nats."""
+        return self.logits.gather(-1, value.unsqueeze(-1)).squeeze(-1)
+
+    @property
+    def deterministic_sample(self) -> Tensor:
+        """The most likely tokens, (*B)."""
+        return self.logits.argmax(-1)
+
+    def expand(self, batch_shape, _instance=None) -> NextToken:
+        """The same rows in a larger batch."""
+        return NextToken(self.logits.expand(*batch_shape, self._num_events))
+
+
+def draw(log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One token per row of log-probs (N, V): (N, 1), by inverting the cumulative distribution.
+
+    It needs one random number per row, where `torch.multinomial` needs V. In float64, in which the
+    sum of the probabilities before a rare token leaves room for it.
+    """
+    cumulative = log_probs.double().exp_().cumsum_(-1)
+    total = cumulative[:, -1:]
+    if not (total > 0).all():
+        bad = (~(total > 0)).flatten().nonzero().flatten().tolist()
+        raise ValueError(
+            f"the logits must be numbers, got NaN, or infinity for all tokens, in rows {bad[:5]} "
+            f"({len(bad)} of {len(total)}): the model's weights may have diverged."
+        )
+    threshold = torch.rand(
+        total.shape, dtype=torch.float64, device=log_probs.device, generator=generator
+    )
+    # Scaled by the total, which rounding keeps from being 1.
+    drawn = torch.searchsorted(cumulative, threshold.mul_(total), right=True)
+    return drawn.clamp_(max=log_probs.shape[-1] - 1)
