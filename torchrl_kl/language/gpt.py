@@ -62,17 +62,12 @@ class _Attention(nn.Module):
         query, key, value = self.heads(x)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
-        if query.shape[2] == 1:
+        drop, one = self.dropout if self.training else 0.0, query.shape[2] == 1
+        if one and not drop:
             mixed = _attend_one(query, key, value, mask)
         else:
-            mixed = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                dropout_p=self.dropout if self.training else 0.0,
-                is_causal=mask is None,
-            )
+            causal = mask is None and not one
+            mixed = F.scaled_dot_product_attention(query, key, value, mask, drop, is_causal=causal)
         return self.project(mixed.transpose(1, 2).reshape(x.shape))
 
 
