@@ -15,7 +15,14 @@ from torch import Tensor
 
 TEMPERATURES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 TOP_KS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
-N_ALTERNATIVES = len(TEMPERATURES) + len(TOP_KS)
+# What a sampler looks like under each alternative, in the order of `log_ratios`.
+_LOOKS = (
+    *(f"a lower temperature (near {t:g}), top-k or top-p sampling" for t in TEMPERATURES if t < 1),
+    *(f"a higher temperature (near {t:g})" for t in TEMPERATURES if t > 1),
+    "the most likely action each time",
+    *(f"top-k sampling with k near {k}" for k in TOP_KS if k > 1),
+)
+N_ALTERNATIVES = len(_LOOKS)
 _LEAST = -1e5  # replaces -inf where it is multiplied: 0 * -inf is NaN
 _MIN_STEPS = 20  # differences of one sign before the sign counts: 2 ** -19 by chance
 _MOST_WEALTH = 30.0  # nats; evidence beyond this would have to decay after a fault is repaired
@@ -51,20 +58,11 @@ def find_cause(
         _temperature(log_probs, action, recorded, limit)
         or _mask(log_probs, action, recorded, masks, limit)
         or _truncation(log_probs, scored, gap, limit)
-        or (_UNRECORDED if not recorded.any() else _subset(gap, limit))
-        or _UNKNOWN
+        or _subset(recorded, gap, limit)
+        or "it cannot be told from the numbers. Were the actor's weights updated after the batch "
+        "was drawn (call the monitor before the update)? Does the actor use dropout, another "
+        "precision or other inputs, or are temperature, top-k and masks combined?"
     )
-
-
-_UNRECORDED = (
-    "every recorded log-prob is 0, which a collector writes for the random actions of "
-    "`init_random_frames`. Call the monitor only after these frames."
-)
-_UNKNOWN = (
-    "it cannot be told from the numbers. Were the actor's weights updated after the batch was "
-    "drawn (call the monitor before the update)? Does the actor use dropout, another precision or "
-    "other inputs, or are temperature, top-k and masks combined?"
-)
 
 
 def _temperature(log_probs: Tensor, action: Tensor, recorded: Tensor, limit: float) -> str | None:
@@ -131,8 +129,13 @@ def _truncation(log_probs: Tensor, scored: Tensor, gap: Tensor, limit: float) ->
     )
 
 
-def _subset(gap: Tensor, limit: float) -> str | None:
+def _subset(recorded: Tensor, gap: Tensor, limit: float) -> str | None:
     """A distribution that is renormalised over some of the actions is larger on each of them."""
+    if not recorded.any():
+        return (
+            "every recorded log-prob is 0, which a collector writes for the random actions of "
+            "`init_random_frames`. Call the monitor only after these frames."
+        )
     if int((gap.abs() > limit).sum()) < _MIN_STEPS:
         return None
     if gap.min() >= -limit:
@@ -167,14 +170,7 @@ def log_ratios(log_probs: Tensor, action: Tensor) -> Tensor:
 
 def describe_sampler(evidence: Tensor) -> str:
     """The alternative with the most evidence, (N_ALTERNATIVES,), in words."""
-    best = int(evidence.argmax())
-    if best >= len(TEMPERATURES):
-        k = TOP_KS[best - len(TEMPERATURES)]
-        return "the most likely action each time" if k == 1 else f"top-k sampling with k near {k}"
-    t = TEMPERATURES[best]
-    if t > 1:
-        return f"a higher temperature (near {t:g})"
-    return f"a lower temperature (near {t:g}), top-k or top-p sampling"
+    return _LOOKS[int(evidence.argmax())]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, NamedTuple, cast
 
@@ -15,9 +16,10 @@ from torchrl_kl import _tensordict as td
 from torchrl_kl.actors import reading
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.functional.estimators import kl_exact
-from torchrl_kl.monitor import diagnosis, messages
+from torchrl_kl.monitor import diagnosis
 from torchrl_kl.monitor.diagnosis import PooledEvidence
-from torchrl_kl.monitor.messages import KLMessage
+
+Finding = tuple[str, dict[str, float]]  # what is wrong and what to do; the numbers in it, by name
 
 _BEYOND_CHANCE = math.log(2e6)  # nats: half of 1e-6 for the batch, half for the pooled evidence
 _TABLE_SIZE = 2**23  # numbers in a table of log-probs, 64 MiB: many actions, fewer steps
@@ -33,10 +35,8 @@ class _Table(NamedTuple):
 
 def counted_steps(batch: TensorDictBase, values: Tensor) -> Tensor:
     """True where a step is not padding, the shape of `values`."""
-    mask = batch.get(td.MASK_KEY, None)
-    if mask is None:
-        return torch.ones_like(values, dtype=torch.bool)
-    return td.expand_right(mask, values.shape)
+    every = torch.ones((), dtype=torch.bool, device=values.device)
+    return td.expand_right(batch.get(td.MASK_KEY, every), values.shape)
 
 
 class SamplerCheck:
@@ -64,7 +64,7 @@ class SamplerCheck:
     @torch.no_grad()
     def report(
         self, batch: TensorDictBase, pooled: PooledEvidence, *, due: bool, negative: bool
-    ) -> tuple[KLMessage | None, float | None]:
+    ) -> tuple[Finding | None, float | None]:
         """What speaks against the samples of a batch (*B), and the exact KL where it is computed.
 
         The actor is evaluated if it is this batch's turn (`due`) or the mean k1 is `negative`. The
@@ -72,27 +72,30 @@ class SamplerCheck:
         """
         for key in self.action_keys:
             td.get_required(batch, key, "`actor` must be the policy that drew this batch.")
-        recorded = self.recorded.require(batch).double()
+        recorded = self.recorded.require(batch).double()  # (*B), as all that follows
         counted = counted_steps(batch, recorded)
         recorded_dist = self._dist(batch)
-        if not (due or negative):
-            table = self._table(recorded_dist, batch, recorded, counted)
-            return self._unlike_actor(table, pooled), None
-        inputs = batch.select(*self._reads, strict=False)
+        scored, dist, gap = recorded, recorded_dist, recorded.new_zeros(0)
         timed = td.find_time_dim(batch, self.time_dim) is not None
-        score = reading.log_prob_of_actions
-        with set_recurrent_mode(timed):
-            scored = score(self.actor, inputs, self.action_keys, self.recorded).double()
-        dist = self._dist(inputs)
+        if due or negative:
+            inputs = batch.select(*self._reads, strict=False)
+            score = reading.log_prob_of_actions
+            with set_recurrent_mode(timed):
+                scored = score(self.actor, inputs, self.action_keys, self.recorded).double()
+            dist, gap = self._dist(inputs), (recorded - scored)[counted]
         table = self._table(dist, batch, scored, counted)
-        fault = self._unlike_recorded(batch, recorded, scored, counted, table)
         # A batch that is checked only for its negative mean is not pooled: its content chose it.
         pools = due or recorded_dist is not None
+        fault = self._unlike_recorded(batch, recorded, gap, table)
         fault = fault or self._unlike_actor(table, pooled if pools else None)
-        if fault is not None or not negative or self.reference is None:
-            return fault, None
-        ref_dist = self.reference.get_dist(batch, timed=timed)
-        return None, _mean_kl(dist, ref_dist, counted)
+        exact_kl = None
+        if fault is None and negative and self.reference is not None:
+            ref_dist = self.reference.get_dist(batch, timed=timed)
+            # A TypeError or ValueError means that no closed form is known.
+            with contextlib.suppress(TypeError, ValueError):
+                kl = td.sum_action_dims(kl_exact(cast(Distribution, dist), ref_dist), counted.shape)
+                exact_kl = kl.double()[counted].mean().item()
+        return fault, exact_kl
 
     def _dist(self, params: TensorDictBase) -> Distribution | None:
         """The distribution from parameters that the actor wrote; None where they are missing."""
@@ -109,7 +112,7 @@ class SamplerCheck:
     ) -> _Table | None:
         """What the policy could have drawn, and drew; None unless one categorical action a step."""
         try:
-            log_probs = reading.categorical_log_probs(cast(Distribution, dist))
+            log_probs = reading.categorical_log_probs(cast(Distribution, dist))  # (*B, V)
         except TypeError:
             return None
         if log_probs.shape[:-1] != counted.shape:
@@ -126,27 +129,25 @@ class SamplerCheck:
         return _Table(log_probs, action, index)
 
     def _unlike_recorded(
-        self,
-        batch: TensorDictBase,
-        recorded: Tensor,
-        scored: Tensor,
-        counted: Tensor,
-        table: _Table | None,
-    ) -> KLMessage | None:
-        gap = (recorded - scored)[counted]
+        self, batch: TensorDictBase, recorded: Tensor, gap: Tensor, table: _Table | None
+    ) -> Finding | None:
+        """Recorded log-probs (*B) that are not the actor's by `gap` (N,), nats, and why."""
         differs = ~(gap.abs() <= self.tolerance)  # NaN differs
         if not bool(differs.any()):
             return None
         share = differs.double().mean().item()
         largest = gap.abs().nan_to_num(math.inf, math.inf).max().item()
-        cause = messages.NO_TABLE
+        cause = (
+            "Do both use the same temperature, bounds, masks and weights? An action at the bound "
+            "of a squashed distribution (TanhNormal) loses its log-prob to rounding."
+        )
         if table is not None:
             log_probs, action, index = table
-            shape = (*counted.shape, log_probs.shape[-1])
-            entries = batch.exclude("next").items(True, True)
+            shape = (*recorded.shape, log_probs.shape[-1])
+            # Any boolean entry with a number for each action may be the sampler's mask.
             masks = {
                 repr(key): value.flatten(0, -2)[index]
-                for key, value in entries
+                for key, value in batch.exclude("next").items(True, True)
                 if value.shape == shape and value.dtype == torch.bool
             }
             values = recorded.flatten()[index]
@@ -158,11 +159,9 @@ class SamplerCheck:
             f"{gap.numel()} steps. {cause} Until this is repaired, the KL is that of another "
             "policy than the one that is trained."
         )
-        return KLMessage("sampler_disagrees", text, {"share": share, "largest_difference": largest})
+        return text, {"share": share, "largest_difference": largest}
 
-    def _unlike_actor(
-        self, table: _Table | None, pooled: PooledEvidence | None
-    ) -> KLMessage | None:
+    def _unlike_actor(self, table: _Table | None, pooled: PooledEvidence | None) -> Finding | None:
         """Actions that the actor did not draw, by this batch alone or by all that were pooled."""
         if table is None:
             return None
@@ -183,15 +182,4 @@ class SamplerCheck:
             "the distribution whose log-probs are recorded (temperature 1, no top-k, "
             "ExplorationType.RANDOM), or record those of the one that is sampled."
         )
-        return KLMessage("sampler_disagrees", text, {"evidence": nats})
-
-
-def _mean_kl(dist: Distribution | None, ref_dist: Distribution, counted: Tensor) -> float | None:
-    """The exact KL, nats per step; None where no closed form is known."""
-    if dist is None:
-        return None
-    try:
-        kl = td.sum_action_dims(kl_exact(dist, ref_dist), counted.shape)
-    except (TypeError, ValueError):  # no KL is known for the pair, or the bijections differ
-        return None
-    return kl.double()[counted].mean().item()
+        return text, {"evidence": nats}
