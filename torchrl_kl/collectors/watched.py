@@ -26,8 +26,7 @@ from torchrl.collectors.utils import split_trajectories
 from torchrl.weight_update import SharedMemWeightSyncScheme
 
 from torchrl_kl import _torchrl
-from torchrl_kl.collectors.links import LearnerLink, WorkerLink
-from torchrl_kl.collectors.workers import restore_trajectories
+from torchrl_kl.collectors.links import LearnerLink, WorkerLink, restore_trajectories
 
 _POLL_SECONDS = 1.0
 _EXIT_SECONDS = 5.0
