@@ -39,28 +39,24 @@ class KLControlHook(TrainerHookBase):
     Example:
         >>> import warnings
         >>> import torch
-        >>> from tensordict.nn import TensorDictModule
         >>> from torchrl.collectors import Collector
-        >>> from torchrl.envs import GymEnv
-        >>> from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
         >>> from torchrl.objectives import ClipPPOLoss
         >>> from torchrl.trainers.algorithms import PPOTrainer
-        >>> from torchrl_kl import AdaptiveKLController, KLConstrainedTransform, KLControlHook
+        >>> from torchrl_kl import GPT, AdaptiveKLController, GPTActor, GPTCritic
+        >>> from torchrl_kl import KLConstrainedTransform, KLControlHook
+        >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> warnings.simplefilter("ignore")  # torchrl 0.14.1 calls PPOTrainer a prototype
-        >>> net = TensorDictModule(MLP(4, 2, num_cells=[32]), ["observation"], ["logits"])
-        >>> kwargs = {"distribution_class": torch.distributions.Categorical}
-        >>> actor = ProbabilisticActor(net, in_keys=["logits"], return_log_prob=True, **kwargs)
-        >>> critic = ValueOperator(MLP(4, 1, num_cells=[32]), in_keys=["observation"])
-        >>> loss = ClipPPOLoss(actor, critic)
-        >>> env = GymEnv("CartPole-v1", categorical_action_encoding=True)
-        >>> frames = {"frames_per_batch": 100, "total_frames": 200}
+        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> loss = ClipPPOLoss(actor, GPTCritic(GPT(vocab_size=11, block_size=8, n_out=1)))
+        >>> kwargs = {"total_frames": 64, "frames_per_batch": 32}
+        >>> kwargs |= {"auto_register_policy_transforms": False}
         >>> trainer = PPOTrainer(
-        ...     collector=Collector(env, actor, **frames, auto_register_policy_transforms=False),
+        ...     collector=Collector(DigitLanguageEnv(batch_size=(8,)), actor, **kwargs),
         ...     loss_module=loss,
         ...     optimizer=torch.optim.Adam(loss.parameters(), lr=1e-3),
-        ...     total_frames=200, frame_skip=1, optim_steps_per_batch=1, progress_bar=False,
+        ...     total_frames=64, frame_skip=1, optim_steps_per_batch=1, progress_bar=False,
         ... )
-        >>> controller = AdaptiveKLController(0.1, target=0.01, horizon=10_000, per="step")
+        >>> controller = AdaptiveKLController(0.1, target=0.5, horizon=1000)
         >>> KLControlHook(KLConstrainedTransform(actor, controller)).register(trainer)
         >>> trainer.train()
         >>> controller.coeff < 0.1  # two batches near the reference, below the target

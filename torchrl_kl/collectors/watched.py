@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -77,12 +77,23 @@ class WatchedCollector(BaseCollector):
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """As TorchRL's, which may wait without end for the answer of a dead worker."""
-        update = super().update_policy_weights_
+        update, outcome = super().update_policy_weights_, Future[None]()
+
+        def call() -> None:
+            try:
+                outcome.set_result(update(*args, **kwargs))
+            except BaseException as error:
+                outcome.set_exception(error)
+
         with self._naming_dead():
             if self._processes():
-                _call_watched(lambda: update(*args, **kwargs), self._refuse_dead)
+                self._refuse_dead()
+                Thread(target=call, daemon=True).start()
+                while not wait([outcome], timeout=_POLL_SECONDS).done:
+                    self._refuse_dead()
             else:
-                update(*args, **kwargs)
+                call()
+            outcome.result()
 
     @contextlib.contextmanager
     def _naming_dead(self) -> Iterator[None]:
@@ -106,21 +117,34 @@ class WatchedCollector(BaseCollector):
         if isinstance(error, _USER_ERRORS) and "close a process" not in str(error):
             return None
         processes = self._processes()
-        if _find_failed(processes) is None:
+        if processes and self._find_failed() is None:
             # A broken connection is seen before the end of the process that broke it.
             by_sentinel = {process.sentinel: process for process in processes}
             for ending in connection.wait(list(by_sentinel), timeout=_EXIT_SECONDS):
                 by_sentinel[cast(int, ending)].join()
-        return _find_failed(processes)
+        return self._find_failed()
+
+    def _find_failed(self) -> str | None:
+        """The first worker process that has failed, in words."""
+        codes = {}
+        for worker, process in enumerate(self._processes()):
+            with contextlib.suppress(ValueError):  # TorchRL has closed it
+                codes[worker] = process.exitcode
+        # TorchRL terminates the others when it notices one: those come last.
+        failed = sorted((code == -signal.SIGTERM, worker) for worker, code in codes.items() if code)
+        return f"worker {failed[0][1]} (exit code {codes[failed[0][1]]})" if failed else None
+
+    def _refuse_dead(self) -> None:
+        dead = self._find_failed()
+        if dead is not None:
+            raise RuntimeError(f"{dead} died.")
 
     def _processes(self) -> list[BaseProcess]:
         """The workers that are child processes of this one."""
-        return []
-
-    def _refuse_dead(self) -> None:
-        dead = _find_failed(self._processes())
-        if dead is not None:
-            raise RuntimeError(f"{dead} died.")
+        # MultiSyncCollector and MultiAsyncCollector keep them as `procs`, DistributedCollector as
+        # `jobs`; a Collector has none, and those of a RayCollector are Ray's.
+        jobs = [*getattr(self, "procs", []), *getattr(self, "jobs", [])]
+        return [job for job in jobs if isinstance(job, BaseProcess)]
 
 
 class WatchedSingle(WatchedCollector, Collector):
@@ -129,8 +153,7 @@ class WatchedSingle(WatchedCollector, Collector):
     def update_policy_weights_(self, policy_or_weights: Any = None, **kwargs: Any) -> None:
         """As TorchRL's, which does not take a module here."""
         if isinstance(policy_or_weights, nn.Module):
-            weights: Any = TensorDict.from_module(policy_or_weights)
-            policy_or_weights = weights.data
+            policy_or_weights = cast(Any, TensorDict.from_module(policy_or_weights)).data
         super().update_policy_weights_(policy_or_weights, **kwargs)
 
 
@@ -140,9 +163,6 @@ class _WatchedMulti(WatchedCollector):
             kwargs.setdefault("weight_sync_schemes", {"policy": SharedMemWeightSyncScheme()})
         self._schemes = kwargs.get("weight_sync_schemes") or {}
         super().__init__(*args, **kwargs)
-
-    def _processes(self) -> list[BaseProcess]:
-        return list(getattr(self, "procs", []))
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """As TorchRL's, which changes the number of threads of this process, and leaves some."""
@@ -177,13 +197,10 @@ class WatchedDistributed(WatchedCollector, DistributedCollector):
         _torchrl.watch_store(self, self._refuse_dead)
         self._started = True
 
-    def _processes(self) -> list[BaseProcess]:
-        return [job for job in getattr(self, "jobs", []) if isinstance(job, BaseProcess)]
-
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """As TorchRL's, which would wait for the last message of a dead worker."""
         try:
-            if self._started and _find_failed(self._processes()) is None:
+            if self._started and self._find_failed() is None:
                 with contextlib.suppress(RuntimeError):  # workers that do not answer are killed
                     super().shutdown(*args, **kwargs)
         finally:
@@ -214,34 +231,6 @@ class WatchedRay(WatchedCollector, RayCollector):
                 except RayActorError:
                     return f"worker {worker} (a Ray actor)"
         return None
-
-
-def _find_failed(processes: list[BaseProcess]) -> str | None:
-    """The first process that has failed, in words."""
-    codes = {}
-    for worker, process in enumerate(processes):
-        with contextlib.suppress(ValueError):  # TorchRL has closed it
-            codes[worker] = process.exitcode
-    # TorchRL terminates the others when it notices one: those come last.
-    failed = sorted((code == -signal.SIGTERM, worker) for worker, code in codes.items() if code)
-    return f"worker {failed[0][1]} (exit code {codes[failed[0][1]]})" if failed else None
-
-
-def _call_watched(function: Callable[[], None], check: Callable[[], None]) -> None:
-    """Calls a function that may never return, and meanwhile `check`, which may raise."""
-    check()
-    outcome: Future[None] = Future()
-
-    def call() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    Thread(target=call, daemon=True).start()
-    while not wait([outcome], timeout=_POLL_SECONDS).done:
-        check()
-    outcome.result()
 
 
 def _shut_down(reference: weakref.ref[WatchedCollector]) -> None:
