@@ -38,7 +38,7 @@ class KLControlHook(TrainerHookBase):
 
     Example:
         >>> import warnings
-        >>> import torch
+        >>> from torch.optim import Adam
         >>> from torchrl.collectors import Collector
         >>> from torchrl.objectives import ClipPPOLoss
         >>> from torchrl.trainers.algorithms import PPOTrainer
@@ -48,13 +48,11 @@ class KLControlHook(TrainerHookBase):
         >>> warnings.simplefilter("ignore")  # torchrl 0.14.1 calls PPOTrainer a prototype
         >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
         >>> loss = ClipPPOLoss(actor, GPTCritic(GPT(vocab_size=11, block_size=8, n_out=1)))
-        >>> kwargs = {"total_frames": 64, "frames_per_batch": 32}
-        >>> kwargs |= {"auto_register_policy_transforms": False}
+        >>> frames = {"frames_per_batch": 32, "total_frames": 64}
         >>> trainer = PPOTrainer(
-        ...     collector=Collector(DigitLanguageEnv(batch_size=(8,)), actor, **kwargs),
-        ...     loss_module=loss,
-        ...     optimizer=torch.optim.Adam(loss.parameters(), lr=1e-3),
-        ...     total_frames=64, frame_skip=1, optim_steps_per_batch=1, progress_bar=False,
+        ...     collector=Collector(DigitLanguageEnv(batch_size=(8,)), actor, **frames),
+        ...     loss_module=loss, optimizer=Adam(loss.parameters()), total_frames=64, frame_skip=1,
+        ...     optim_steps_per_batch=1, progress_bar=False,
         ... )
         >>> controller = AdaptiveKLController(0.1, target=0.5, horizon=1000)
         >>> KLControlHook(KLConstrainedTransform(actor, controller)).register(trainer)

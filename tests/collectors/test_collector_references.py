@@ -124,14 +124,13 @@ def test_the_folder_lasts_as_long_as_the_collector(monkeypatch, tmp_path):
 
 
 def test_a_version_replaces_the_one_before(tmp_path):
-    files = SharedFiles(tmp_path, torch.zeros((), dtype=torch.float64))
+    files = SharedFiles(tmp_path, 0.0)
     for value in (1.0, 2.0):
         files.write(3 * value, {"a.b": torch.full((2,), value)})
-        assert files.count.item() == value
-        assert files.coeff.item() == 3 * value
+        assert files.numbers.tolist() == [3 * value, value]
         assert_close(files.read(), {"a.b": torch.full((2,), value)})
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["coeff", "reference", "reference_count"]
+    assert names == ["numbers", "reference"]
 
 
 # The policy itself, its adapters off.

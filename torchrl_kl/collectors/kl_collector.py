@@ -88,8 +88,8 @@ def kl_collector(
     link = LearnerLink(stack)
     if where == "workers":
         link = WorkerLink(stack, over_ray=over_ray, in_process=in_process)
-    factories = [link.env_factory(env) for env in envs]
-    env = factories[0] if in_process else factories
+        envs = [link.env_factory(env) for env in envs]
+    env: Any = envs[0] if in_process else envs
     return _WATCHED[collector_class](env, policy, link=link, **kwargs)
 
 

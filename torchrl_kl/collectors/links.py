@@ -1,8 +1,7 @@
 """How batches reach the stack, and how its coefficient and reference reach the workers.
 
-There is one link for each `where`. `env_factory` makes what makes a worker's env; `send` tells the
-workers what has changed, before they are asked for a batch; `receive` penalizes a batch if that is
-still to be done, and moves the controller.
+There is one link for each `where`. `send` tells the workers what has changed, before they are asked
+for a batch; `receive` penalizes a batch if that is still to be done, and moves the controller.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ UNIQUE_TRAJECTORY_KEY = ("collector", "unique_traj_ids")
 class SharedFiles:
     """The learner's coefficient and moved reference in a folder, for all processes of a machine."""
 
-    def __init__(self, folder: Path, coeff: Tensor):
-        self.coeff = MemoryMappedTensor.from_tensor(coeff.cpu(), filename=folder / "coeff")
-        count = torch.zeros((), dtype=torch.int64)  # versions of the reference so far
-        self.count = MemoryMappedTensor.from_tensor(count, filename=folder / "reference_count")
+    def __init__(self, folder: Path, coeff: float):
+        # The coefficient, and how many versions of the reference there have been.
+        numbers = torch.tensor([coeff, 0.0], dtype=torch.float64)
+        self.numbers = MemoryMappedTensor.from_tensor(numbers, filename=folder / "numbers")
         self.path = folder / "reference"
 
     def write(self, coeff: float, weights: dict[str, Tensor]) -> None:
         """Publishes the coefficient, and a version of the reference unless `weights` is empty."""
-        self.coeff.fill_(coeff)
+        self.numbers[0] = coeff
         if weights:
             # The file is replaced as a whole: no worker reads half of an update.
             new = self.path.with_suffix(".new")
             torch.save(weights, new)
             new.replace(self.path)
-            self.count.add_(1)
+            self.numbers[1] += 1
 
     def read(self) -> dict[str, Tensor]:
         """The latest version of the reference."""
@@ -63,14 +62,14 @@ class PenalizedEnv(TransformedEnv):
     """
 
     files: SharedFiles | None = None
-    _count = 0  # the version of the reference that it has
+    _count = 0.0  # the version of the reference that it has
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         if self.files is not None:
+            known = self._count
             # The count is read before the file: a version that comes meanwhile is read again.
-            known, self._count = self._count, self.files.count.item()
-            weights = self.files.read() if self._count != known else {}
-            self.follow(self.files.coeff.item(), weights)
+            coeff, self._count = self.files.numbers.tolist()
+            self.follow(coeff, self.files.read() if self._count != known else {})
         return super()._step(tensordict)
 
     @torch.no_grad()
@@ -104,10 +103,6 @@ class LearnerLink:
         # Trajectory ids begin at 0 in each collector, so each has its own open trajectories.
         self.stack, self.stream = stack, stack.new_stream()
 
-    def env_factory(self, create_env_fn: Any) -> Any:
-        """The user's."""
-        return create_env_fn
-
     def send(self, collector: Any) -> None:
         """Does nothing."""
 
@@ -130,7 +125,7 @@ class WorkerLink:
         if not over_ray:
             folder = Path(tempfile.mkdtemp())
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            self.files = SharedFiles(folder, stack.controller.coeff)
+            self.files = SharedFiles(folder, stack.controller.coeff.item())
         self._sent = self._version()
         self._frozen = copy.deepcopy(stack).freeze()
         self._frozen.feed.controller = ConstantKLController(stack.controller.coeff.item())

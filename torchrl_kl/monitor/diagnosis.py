@@ -54,9 +54,16 @@ def find_cause(
     gap = recorded - scored
     # A true cause leaves next to nothing unexplained, whatever the tolerance allows.
     limit = min(tolerance, 0.05 * gap.abs().max().item())
+    found = _temperature(log_probs, action, recorded, limit)
+    for name, mask in () if found else masks.items():
+        masked = torch.where(mask, log_probs, -torch.inf).log_softmax(-1)
+        if (take(masked, action) - recorded).abs().max() <= limit:  # False for -inf and NaN
+            return (
+                f"the recorded log-probs are the actor's over the actions that {name} allows. Let "
+                "the actor read that mask too (MaskedCategorical)."
+            )
     return (
-        _temperature(log_probs, action, recorded, limit)
-        or _mask(log_probs, action, recorded, masks, limit)
+        found
         or _truncation(log_probs, scored, gap, limit)
         or _subset(recorded, gap, limit)
         or "it cannot be told from the numbers. Were the actor's weights updated after the batch "
@@ -76,8 +83,7 @@ def _temperature(log_probs: Tensor, action: Tensor, recorded: Tensor, limit: flo
         slope = take(logits, action) - (scaled.exp() * logits).sum(-1)
         return take(scaled, action) - recorded, slope
 
-    grid = (1 / t for t in TEMPERATURES)
-    inverse = min(grid, key=lambda it: residual(it)[0].square().sum().item())
+    inverse = min((1 / t for t in TEMPERATURES), key=lambda it: residual(it)[0].square().sum())
     for _ in range(20):
         error, slope = residual(inverse)
         inverse -= ((error * slope).sum() / slope.square().sum().clamp_min(1e-30)).item()
@@ -89,19 +95,6 @@ def _temperature(log_probs: Tensor, action: Tensor, recorded: Tensor, limit: flo
         f"the recorded log-probs are the actor's at temperature {1 / inverse:.3g}. Divide the "
         "actor's logits by the same temperature, or sample at temperature 1."
     )
-
-
-def _mask(
-    log_probs: Tensor, action: Tensor, recorded: Tensor, masks: Mapping[str, Tensor], limit: float
-) -> str | None:
-    for name, mask in masks.items():
-        masked = torch.where(mask, log_probs, -torch.inf).log_softmax(-1)
-        if (take(masked, action) - recorded).abs().max() <= limit:  # False for -inf and NaN
-            return (
-                f"the recorded log-probs are the actor's over the actions that {name} allows. Let "
-                "the actor read that mask too (MaskedCategorical)."
-            )
-    return None
 
 
 def _truncation(log_probs: Tensor, scored: Tensor, gap: Tensor, limit: float) -> str | None:

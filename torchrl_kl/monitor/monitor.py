@@ -56,13 +56,6 @@ class ConditionCount(NamedTuple):
 
 
 @dataclass
-class _Condition:
-    batches: int = 0
-    episodes: int = 0
-    absent: int = 0  # how often in a row it was looked for and not found
-
-
-@dataclass
 class _State:
     first_coeff: float
     n_batches: int = 0
@@ -70,8 +63,9 @@ class _State:
     pools: list[list[float]] = field(default_factory=list)
     k1_sums: list[float] = field(default_factory=list)
     evidence: PooledEvidence = field(default_factory=PooledEvidence)
-    conditions: dict[str, _Condition] = field(
-        default_factory=lambda: {name: _Condition() for name in CONDITIONS}
+    # Of each condition: batches and episodes in which it held; how often in a row it then did not.
+    conditions: dict[str, list[int]] = field(
+        default_factory=lambda: {name: [0, 0, 0] for name in CONDITIONS}
     )
 
 
@@ -191,8 +185,7 @@ class KLMonitor:
     @property
     def counts(self) -> dict[str, ConditionCount]:
         """For each condition, in how many batches it held and in how many episodes."""
-        conditions = self._state.conditions.items()
-        return {name: ConditionCount(it.batches, it.episodes) for name, it in conditions}
+        return {name: ConditionCount(*it[:2]) for name, it in self._state.conditions.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The window, the evidence, the episodes and the counts, as plain numbers."""
@@ -209,22 +202,22 @@ class KLMonitor:
             raise KeyError(f"`state_dict` lacks {missing}, got {sorted(state_dict)}.")
         state = copy.deepcopy(dict(state_dict))
         state["evidence"] = PooledEvidence(**state["evidence"])
-        state["conditions"] = {name: _Condition(**it) for name, it in state["conditions"].items()}
         self._state = _State(**state)
 
     def _begun(self, looks: Looks) -> list[KLMessage]:
         """Counts what holds and returns what began; what was not looked for stays as it was."""
         begun = []
         for name, finding in looks.items():
-            condition = self._state.conditions[name]
+            batches, episodes, absent = self._state.conditions[name]
             if finding is None:
-                condition.absent += 1
-                continue
-            # The first time, or after a whole window in which it was looked for in vain.
-            if condition.episodes == 0 or condition.absent >= self.window:
-                condition.episodes += 1
-                begun.append(KLMessage(name, *finding))
-            condition.batches, condition.absent = condition.batches + 1, 0
+                absent += 1
+            else:
+                # The first time, or after a whole window in which it was looked for in vain.
+                if episodes == 0 or absent >= self.window:
+                    begun.append(KLMessage(name, *finding))
+                    episodes += 1
+                batches, absent = batches + 1, 0
+            self._state.conditions[name] = [batches, episodes, absent]
         return begun
 
     def _look_finite(self, kl: Tensor, counted: Tensor) -> Looks:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Distribution
 from torchrl.modules import set_recurrent_mode
 
@@ -39,25 +40,24 @@ def counted_steps(batch: TensorDictBase, values: Tensor) -> Tensor:
     return td.expand_right(batch.get(td.MASK_KEY, every), values.shape)
 
 
+@dataclass
 class SamplerCheck:
     """Compares the recorded log-probs with the actor's, and the actions with what it draws."""
 
-    def __init__(
-        self,
-        actor: nn.Module,
-        reference: FrozenActor | None,
-        log_prob_key: NestedKey | list[NestedKey] | None,
-        tolerance: float,  # nats
-        time_dim: int | None,
-    ):
-        reading.check_actor(actor)
-        self.actor: Any = actor
-        self.reference, self.tolerance, self.time_dim = reference, tolerance, time_dim
-        self.recorded = td.LogProbKeys(log_prob_key or reading.find_log_prob_keys(actor))
+    actor: Any
+    reference: FrozenActor | None
+    log_prob_key: NestedKey | list[NestedKey] | None
+    tolerance: float  # nats
+    time_dim: int | None
+
+    def __post_init__(self):
+        reading.check_actor(self.actor)
+        log_prob_key = self.log_prob_key or reading.find_log_prob_keys(self.actor)
+        self.recorded = td.LogProbKeys(log_prob_key)
         self.action_keys = self.actor.dist_sample_keys
-        self._reads = [*reading.read_keys(actor), *self.action_keys]
+        self._reads = [*reading.read_keys(self.actor), *self.action_keys]
         try:
-            self._dist_module = reading.dist_module_of(actor)
+            self._dist_module = reading.dist_module_of(self.actor)
         except ValueError:  # several distributions: they have no table of actions
             self._dist_module = None
 
