@@ -75,12 +75,14 @@ class KLControlHook(TrainerHookBase):
         Call it at any time after the trainer is built: PPOTrainer computes its advantage last.
         """
         trainer.register_module(name, self)
+        # They run in this order: a batch comes, is logged, and then has been learned from.
         trainer.register_op("batch_process", self)
         trainer.register_op("pre_steps_log", self.log_batch)
         trainer.register_op("post_optim_complete_log", self.log_update)
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Penalizes a batch and moves the controller; returns a shallow copy."""
+        # An advantage that exists will not be computed again, whatever the reward becomes.
         if "advantage" in batch.keys():
             raise RuntimeError(
                 "the batch has an 'advantage' already, computed from rewards without the penalty. "
@@ -104,6 +106,7 @@ class KLControlHook(TrainerHookBase):
 
     def log_update(self, optim_steps: int, losses: TensorDictBase | None) -> dict[str, Any] | None:
         """What is known after the updates on a batch; nothing if the loss has no `kl_approx`."""
+        # The trainer gives the mean over the last epoch, and None where there were no updates.
         kl = None if losses is None else losses.get("kl_approx", None)
         return None if kl is None else {"kl_to_old_policy": kl.mean().item(), "log_pbar": True}
 
@@ -120,5 +123,6 @@ def _mean(batch: TensorDictBase, key: NestedKey) -> float:
     """Mean of ("next", key) over the steps that are not padding."""
     fix = "let nothing drop it between KLControlHook and the log."
     value = get_required(batch, ("next", *as_tuple(key)), fix)
+    # The mask is (*B), the value (*B, 1): expanded, it selects the values that count, (N,).
     mask: Tensor | None = batch.get(MASK_KEY, None)
     return (value if mask is None else value[expand_right(mask, value.shape)]).mean().item()

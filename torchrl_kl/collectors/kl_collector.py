@@ -106,8 +106,10 @@ def _check_arguments(kind: Any, stack: Any, given: dict[str, Any], inner: Sequen
         return next((one[name] for one in (given, *inner) if one.get(name) is not None), None)
 
     num_workers, in_workers = given["num_workers"], given["where"] == "workers"
+    # Only a controller that moves is misled by actions that are not drawn from the policy.
     moves = not (stack.frozen or isinstance(stack.controller, ConstantKLController))
     drawn = given.get("exploration_type", ExplorationType.RANDOM) == ExplorationType.RANDOM
+    # The batches of synchronous workers have the rows of all of them.
     is_sync = kind in (Collector, MultiSyncCollector) or given.get("sync")
     remote = kind is DistributedCollector and given.get("launcher", "mp") != "mp"
     nested = kind is RayCollector and given.get("collector_class", Collector) != Collector
@@ -169,6 +171,7 @@ def _arguments(
         defaults["num_threads"] = torch.get_num_threads()
     if kind not in (RayCollector, DistributedCollector):
         return defaults | kwargs
+    # Each worker has a collector with the same defaults, whose trajectory ids are made unique.
     number = partial(number_trajectories, num_workers=num_workers)
     collector_kwargs = [
         defaults | one | {"postproc": partial(number, worker=n, postproc=one.get("postproc"))}
@@ -178,6 +181,7 @@ def _arguments(
         # TorchRL asks for 2 GiB per actor, which a small machine does not have.
         defaults = {"num_collectors": num_workers, "remote_configs": {"num_cpus": 1}}
     else:
+        # TorchRL's port is the same for every collector; this one is free.
         with socket.create_server(("localhost", 0)) as server:
             defaults = {"launcher": "mp", "tcp_port": server.getsockname()[1]}
     return defaults | kwargs | {"collector_kwargs": collector_kwargs}

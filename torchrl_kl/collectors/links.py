@@ -78,6 +78,7 @@ class PenalizedEnv(TransformedEnv):
         transforms = cast(Compose, self.transform)
         stack = next(t for t in transforms if isinstance(t, KLConstrainedTransform))
         stack.controller.coeff.fill_(coeff)
+        # In place: the reference may be on another device, or of another dtype.
         own = entries_of(stack.reference.actor) if weights else {}
         for name, value in weights.items():
             own[name].copy_(value)
@@ -124,9 +125,11 @@ class WorkerLink:
         self.files = None
         if not over_ray:
             folder = Path(tempfile.mkdtemp())
+            # The folder lasts as long as the link, and no longer if the collector cannot be built.
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             self.files = SharedFiles(folder, stack.controller.coeff.item())
         self._sent = self._version()
+        # What the workers copy. Its coefficient is set from outside; the controller stays here.
         self._frozen = copy.deepcopy(stack).freeze()
         self._frozen.feed.controller = ConstantKLController(stack.controller.coeff.item())
         if not in_process and isinstance(stack.reference, SwitchedActor):
@@ -142,6 +145,7 @@ class WorkerLink:
         coeff, checksums = version = self._version()
         if version == self._sent:
             return
+        # A large reference is sent only when it has moved.
         weights = {}
         if checksums != self._sent[1]:
             weights = {name: value.detach().cpu() for name, value in self._weights().items()}
@@ -155,6 +159,7 @@ class WorkerLink:
 
     def receive(self, batch: TensorDictBase) -> TensorDictBase:
         """The batch, penalized already, without the record that envs keep for the estimate."""
+        # The workers' copies are frozen, so that only this moves the controller.
         self.stack.observe(batch, self.stream)
         self.stack.drop_record(batch)
         return batch
@@ -181,6 +186,7 @@ def number_trajectories(
     The workers of Ray and of torch.distributed number their trajectories separately, each from 0.
     """
     batch = batch if postproc is None else postproc(batch)
+    # Shape (*B). Of two workers, one has the even ids and the other the odd ones.
     ids = batch.get(TRAJECTORY_KEY) * num_workers + worker
     # To another key, because the collector renumbers those under its own.
     return batch.copy().set(UNIQUE_TRAJECTORY_KEY, ids)

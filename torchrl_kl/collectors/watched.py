@@ -57,9 +57,11 @@ class WatchedCollector(BaseCollector):
             self._link.send(self)
             for batch in super().iterator():  # type: ignore[safe-super]
                 yield self._receive(batch)
+                # What the user's loop has changed, before synchronous workers are asked again.
                 self._link.send(self)
 
     def _receive(self, batch: TensorDictBase) -> TensorDictBase:
+        # The rows of several workers, (num_workers, *env, T), may come as a lazy stack.
         if isinstance(batch, LazyStackedTensorDict):
             batch = LazyStackedTensorDict.maybe_dense_stack(batch.unbind(0), 0)
         batch = restore_trajectories(batch)
@@ -71,6 +73,7 @@ class WatchedCollector(BaseCollector):
             )
         batch.names = [*[None] * (batch.ndim - 1), "time"]
         batch = self._link.receive(batch)
+        # At once: asynchronous workers go on while the user learns from the batch.
         self._link.send(self)
         # Split last: TorchRL's own option gives the trajectories of each batch new ids first.
         return split_trajectories(batch, prefix="collector") if self._split_trajs else batch
@@ -87,6 +90,7 @@ class WatchedCollector(BaseCollector):
 
         with self._naming_dead():
             if self._processes():
+                # In a thread that may hang for ever, while this one looks after the workers.
                 self._refuse_dead()
                 Thread(target=call, daemon=True).start()
                 while not wait([outcome], timeout=_POLL_SECONDS).done:
@@ -204,6 +208,7 @@ class WatchedDistributed(WatchedCollector, DistributedCollector):
                 with contextlib.suppress(RuntimeError):  # workers that do not answer are killed
                     super().shutdown(*args, **kwargs)
         finally:
+            # Those that did not end by themselves; for the others this does nothing.
             for job in self._processes():
                 job.kill()
                 job.join()

@@ -16,13 +16,13 @@ from torch import Tensor
 TEMPERATURES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 TOP_KS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
 # What a sampler looks like under each alternative, in the order of `log_ratios`.
-_LOOKS = (
+SAMPLERS = (
     *(f"a lower temperature (near {t:g}), top-k or top-p sampling" for t in TEMPERATURES if t < 1),
     *(f"a higher temperature (near {t:g})" for t in TEMPERATURES if t > 1),
     "the most likely action each time",
     *(f"top-k sampling with k near {k}" for k in TOP_KS if k > 1),
 )
-N_ALTERNATIVES = len(_LOOKS)
+N_ALTERNATIVES = len(SAMPLERS)
 _LEAST = -1e5  # replaces -inf where it is multiplied: 0 * -inf is NaN
 _MIN_STEPS = 20  # differences of one sign before the sign counts: 2 ** -19 by chance
 _MOST_WEALTH = 30.0  # nats; evidence beyond this would have to decay after a fault is repaired
@@ -45,6 +45,7 @@ def find_cause(
     `masks` are boolean entries (N, V) of the data that may have masked the sampler's actions.
     """
     scored = take(log_probs, action)
+    # Share of the steps; from here on all that was drawn is possible under the actor.
     impossible = (scored <= _LEAST).double().mean().item()
     if impossible:
         return (
@@ -54,8 +55,14 @@ def find_cause(
     gap = recorded - scored
     # A true cause leaves next to nothing unexplained, whatever the tolerance allows.
     limit = min(tolerance, 0.05 * gap.abs().max().item())
-    found = _temperature(log_probs, action, recorded, limit)
-    for name, mask in () if found else masks.items():
+    temperature = _fit_temperature(log_probs, action, recorded, limit)
+    if temperature is not None:
+        return (
+            f"the recorded log-probs are the actor's at temperature {temperature:.3g}. Divide the "
+            "actor's logits by the same temperature, or sample at temperature 1."
+        )
+    for name, mask in masks.items():
+        # (N, V), over the actions that this entry allows alone.
         masked = torch.where(mask, log_probs, -torch.inf).log_softmax(-1)
         if (take(masked, action) - recorded).abs().max() <= limit:  # False for -inf and NaN
             return (
@@ -63,8 +70,7 @@ def find_cause(
                 "the actor read that mask too (MaskedCategorical)."
             )
     return (
-        found
-        or _truncation(log_probs, scored, gap, limit)
+        _truncation(log_probs, scored, gap, limit)
         or _subset(recorded, gap, limit)
         or "it cannot be told from the numbers. Were the actor's weights updated after the batch "
         "was drawn (call the monitor before the update)? Does the actor use dropout, another "
@@ -72,12 +78,16 @@ def find_cause(
     )
 
 
-def _temperature(log_probs: Tensor, action: Tensor, recorded: Tensor, limit: float) -> str | None:
+def _fit_temperature(
+    log_probs: Tensor, action: Tensor, recorded: Tensor, limit: float
+) -> float | None:
     """Fits `recorded = log_softmax(log_probs / T)[action]`: Gauss-Newton in 1 / T from a grid."""
+    # One parameter can fit one or two numbers, whatever their cause.
     if take(log_probs, action).round(decimals=4).unique().numel() < 3:
-        return None  # one parameter can fit one or two numbers, whatever their cause
+        return None
     logits = log_probs.clamp_min(_LEAST)
 
+    # At 1 / T = inverse: what is left unexplained, and its derivative with respect to 1 / T, (N,).
     def residual(inverse: float) -> tuple[Tensor, Tensor]:
         scaled = (inverse * logits).log_softmax(-1)
         slope = take(logits, action) - (scaled.exp() * logits).sum(-1)
@@ -89,12 +99,7 @@ def _temperature(log_probs: Tensor, action: Tensor, recorded: Tensor, limit: flo
         inverse -= ((error * slope).sum() / slope.square().sum().clamp_min(1e-30)).item()
         if not 1e-3 < inverse < 1e3:
             return None
-    if residual(inverse)[0].abs().max() > limit:
-        return None
-    return (
-        f"the recorded log-probs are the actor's at temperature {1 / inverse:.3g}. Divide the "
-        "actor's logits by the same temperature, or sample at temperature 1."
-    )
+    return 1 / inverse if residual(inverse)[0].abs().max() <= limit else None
 
 
 def _truncation(log_probs: Tensor, scored: Tensor, gap: Tensor, limit: float) -> str | None:
@@ -102,17 +107,19 @@ def _truncation(log_probs: Tensor, scored: Tensor, gap: Tensor, limit: float) ->
     ranked = log_probs.sort(-1, descending=True).values
     kept = ranked.logcumsumexp(-1).clamp_max(0.0)  # (N, V): log-mass of the k most likely
     fits = ((gap.unsqueeze(-1) + kept).abs() <= limit) & (scored.unsqueeze(-1) >= ranked)
+    # Top-k: one k fits every step.
     if bool(fits.all(0).any()):
         k = int(fits.all(0).int().argmax()) + 1
         return (
             f"the recorded log-probs are the actor's over its {k} most likely actions: top-k "
             f"sampling with k = {k}. Sample without top-k, or truncate the actor too."
         )
+    # Top-p: a k of each step, such that one p lies between the masses without and with the k-th.
     if not bool(fits.any(1).all()):
         return None
-    mass = torch.cat([torch.zeros_like(kept[:, :1]), kept.exp()], -1)
-    n_kept = fits.int().argmax(-1, keepdim=True)
-    low, high = mass.gather(-1, n_kept).max().item(), mass.gather(-1, n_kept + 1).min().item()
+    mass = torch.cat([torch.zeros_like(kept[:, :1]), kept.exp()], -1)  # (N, V + 1)
+    last = fits.int().argmax(-1, keepdim=True)  # (N, 1): the rank of the last kept action
+    low, high = mass.gather(-1, last).max().item(), mass.gather(-1, last + 1).min().item()
     if low >= high:
         return None
     return (
@@ -131,6 +138,7 @@ def _subset(recorded: Tensor, gap: Tensor, limit: float) -> str | None:
         )
     if int((gap.abs() > limit).sum()) < _MIN_STEPS:
         return None
+    found = None
     if gap.min() >= -limit:
         found = (
             "smaller than the actor's: the sampler seems to mask actions and to keep "
@@ -138,9 +146,7 @@ def _subset(recorded: Tensor, gap: Tensor, limit: float) -> str | None:
         )
     elif gap.max() <= limit:
         found = "larger than the actor's: the actor seems to mask actions that the sampler may draw"
-    else:
-        return None
-    return f"no recorded log-prob is {found}. Give both the same mask, top-k or top-p."
+    return found and f"no recorded log-prob is {found}. Give both the same mask, top-k or top-p."
 
 
 def log_ratios(log_probs: Tensor, action: Tensor) -> Tensor:
@@ -149,21 +155,17 @@ def log_ratios(log_probs: Tensor, action: Tensor) -> Tensor:
     If the actions were drawn from `log_probs`, the mean of the exponential is 1 for each
     alternative, for any batch and however one step leads to the next.
     """
-    scored = take(log_probs, action)
+    scored = take(log_probs, action)  # (N,)
     logits = log_probs.clamp_min(_LEAST)
     ratios = [(take((logits / t).log_softmax(-1), action) - scored).sum() for t in TEMPERATURES]
     ranked = log_probs.topk(min(max(TOP_KS), log_probs.shape[-1]), -1).values
     for k in TOP_KS:
+        # The k-th largest log-prob of each step, (N,).
         least = ranked[:, min(k, ranked.shape[-1]) - 1]
         # Ties with the k-th action are kept: a uniform policy must not look like one with k = 1.
         kept = log_probs.where(log_probs >= least.unsqueeze(-1), -torch.inf).logsumexp(-1)
         ratios.append(torch.where(scored >= least, -kept, -torch.inf).sum())
     return torch.stack(ratios)
-
-
-def describe_sampler(evidence: Tensor) -> str:
-    """The alternative with the most evidence, (N_ALTERNATIVES,), in words."""
-    return _LOOKS[int(evidence.argmax())]
 
 
 @dataclass
@@ -182,6 +184,7 @@ class PooledEvidence:
     def add(self, ratios: Tensor) -> Tensor:
         """Adds the log-ratios of a batch; returns the evidence for each alternative, nats."""
         self.n_batches += 1
+        # The stakes of all batches add up to 1, so the wealth is a martingale from the start.
         stake = -math.log(self.n_batches * (self.n_batches + 1) * N_ALTERNATIVES)
         wealth = torch.tensor([self.log_wealth, [stake] * N_ALTERNATIVES], dtype=torch.float64)
         evidence = (wealth.logsumexp(0) + ratios.cpu()).clamp_max(_MOST_WEALTH)

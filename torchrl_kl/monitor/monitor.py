@@ -172,9 +172,9 @@ class KLMonitor:
             ValueError: if the steps of trajectories do not follow one another.
         """
         step = get_required(batch, "next", "pass a collector's batches, after the stack has run.")
-        fix = (
-            "run the stack (or KLDivergenceTransform) first, or name it with `keys=KLKeys(kl=...)`."
-        )
+        fix = "run the stack (or KLDivergenceTransform) first, or name it with "
+        fix += "`keys=KLKeys(kl=...)`."
+        # (*B, *F), nats; F is (1,), or more for agents.
         kl = get_required(cast(TensorDictBase, step), self.keys.kl, fix).detach()
         counted = counted_steps(batch, kl)
         looks = self._look_finite(kl, counted) | self._look_target(batch, counted)
@@ -194,12 +194,12 @@ class KLMonitor:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues where another monitor was; a shorter window keeps the latest batches.
 
-        Raises:
-            KeyError: if the state is not that of a KLMonitor.
+        KeyError if the state is not that of a KLMonitor.
         """
         missing = sorted({part.name for part in fields(_State)} - set(state_dict))
         if missing:
             raise KeyError(f"`state_dict` lacks {missing}, got {sorted(state_dict)}.")
+        # A copy: the lists in it are appended to.
         state = copy.deepcopy(dict(state_dict))
         state["evidence"] = PooledEvidence(**state["evidence"])
         self._state = _State(**state)
@@ -253,6 +253,7 @@ class KLMonitor:
         # The standard errors keep out windows that pass the factor of 2 by chance.
         above = mean > 2 * target and mean - _ERRORS * error > target
         below = mean < 0.5 * target and mean + _ERRORS * error < target
+        # A coefficient at a bound may have been updated and not have moved.
         at_bound = not self.controller.min_coeff < coeff < self.controller.max_coeff
         moved = coeff != self._state.first_coeff or at_bound
         return {
@@ -263,6 +264,7 @@ class KLMonitor:
     def _measured(self, batch: TensorDictBase, counted: Tensor) -> Tensor:
         """The KL in the controller's unit, (N,): of the steps, or of the finished trajectories."""
         step, key = cast(TensorDictBase, batch.get("next")), self.keys.kl_estimate
+        # A stack with the estimator k1 writes no estimate; one that the user names must be there.
         if not self._needs_estimate and step.get(key, None) is None:
             key = self.keys.kl
         measured = get_required(step, key, "name it with `keys=KLKeys(kl_estimate=...)`.").detach()
@@ -274,6 +276,7 @@ class KLMonitor:
                 f"{tuple(batch.batch_size)} without a time dimension: name the last one 'time', "
                 "pass `time_dim`, do not flatten the batch, or use per='step'."
             )
+        # A trajectory that began in an earlier batch is summed from there on.
         done_key = find_done(step, self.keys.done, named=self.keys.done_named)
         mask = batch.get(MASK_KEY, None)
         return sum_trajectories(batch, measured, mask, done_key, self._open_trajectories).finished
@@ -284,17 +287,17 @@ class KLMonitor:
         figures = {"coeff": coeff}
         at_max = (
             f"The coefficient is at its upper bound, max_coeff = {high:g}: it cannot rise further. "
-            "Raise `max_coeff`, or reduce the scale of the reward: the coefficient is in reward "
-            "per nat."
+            "Raise `max_coeff`, or reduce the scale of the reward"
         )
         at_min = (
             f"The coefficient is at its lower bound, min_coeff = {low:g}: it cannot fall further. "
             "If the KL is far below the target, lower the target. Lower `min_coeff` if the scale "
-            "of the reward is small: the coefficient is in reward per nat."
+            "of the reward is small"
         )
+        unit = ": the coefficient is in reward per nat."
         return {
-            "coeff_at_max": (at_max, figures) if coeff >= high else None,
-            "coeff_at_min": (at_min, figures) if low > 0 and coeff <= low else None,
+            "coeff_at_max": (at_max + unit, figures) if coeff >= high else None,
+            "coeff_at_min": (at_min + unit, figures) if low > 0 and coeff <= low else None,
         }
 
     def _look_samples(self, batch: TensorDictBase, k1: Tensor) -> Looks:
@@ -302,6 +305,7 @@ class KLMonitor:
         total, state = k1.nan_to_num(math.inf, math.inf).sum().item(), self._state
         state.k1_sums.append(total)
         del state.k1_sums[: -self.window]
+        # The actor is evaluated in its turn, and where the samples look wrong.
         negative = total < -_ROUNDING * k1.numel()
         due = self._check is not None and state.n_batches % self.check_every == 0
         fault = exact_kl = None

@@ -76,8 +76,9 @@ class SamplerCheck:
         counted = counted_steps(batch, recorded)
         recorded_dist = self._dist(batch)
         scored, dist, gap = recorded, recorded_dist, recorded.new_zeros(0)
-        timed = td.find_time_dim(batch, self.time_dim) is not None
-        if due or negative:
+        evaluate = due or negative
+        timed = evaluate and td.find_time_dim(batch, self.time_dim) is not None
+        if evaluate:
             inputs = batch.select(*self._reads, strict=False)
             score = reading.log_prob_of_actions
             with set_recurrent_mode(timed):
@@ -166,6 +167,7 @@ class SamplerCheck:
         if table is None:
             return None
         ratios = diagnosis.log_ratios(table.log_probs, table.action)
+        # Each alternative has the same share of the bet, so together they have a mean of 1.
         evidence, where = ratios - math.log(len(ratios)), "this batch"
         if pooled is not None:
             together = pooled.add(ratios)
@@ -174,7 +176,7 @@ class SamplerCheck:
         nats = evidence.logsumexp(-1).item()
         if nats < _BEYOND_CHANCE:
             return None
-        sampler = diagnosis.describe_sampler(evidence)
+        sampler = diagnosis.SAMPLERS[int(evidence.argmax())]
         text = (
             "The sampler and the actor disagree: the recorded log-probs are the actor's, but the "
             f"actions were not drawn from it. They look like {sampler}: by chance {where} would "
