@@ -213,7 +213,9 @@ class TestOneProcess:
             assert_close(mine, given, atol=0, rtol=0)
         collector.shutdown()
 
-    def test_an_error_that_is_no_death_comes_as_it_is(self):
+    def test_an_error_that_is_no_death_comes_as_it_is_and_at_once(self, monkeypatch):
+        wait = "torchrl_kl.collectors.watched.connection.wait"
+        monkeypatch.setattr(wait, lambda *_, **__: pytest.fail("there is no worker to wait for"))
         penalized = lambda: with_transforms(walk(), KLConstrainedTransform(make_actor(), 0.1))  # noqa: E731
         with pytest.raises(RuntimeError, match="was penalized for its KL before"):
             collect(KLConstrainedTransform(make_actor(), 0.1), "learner", make_env=penalized)
@@ -367,6 +369,26 @@ class TestWorkers:
             stack.reference.parameters(), make_actor().parameters(), strict=True
         ):
             assert torch.equal(mine, given)  # the learner's is untouched
+
+    def test_over_ray_only_what_has_changed_is_sent(self):
+        stack, controller = spied()
+        link = WorkerLink(stack, over_ray=True, in_process=False)
+        sent: list[Any] = []
+        execute = SimpleNamespace(remote=lambda *args: sent.append(args))
+        collector = SimpleNamespace(remote_collectors=[SimpleNamespace(cascade_execute=execute)])
+        link.send(collector)
+        assert sent == []
+        controller.coeff.fill_(2.0)
+        link.send(collector)
+        assert sent == [("env.follow", 2.0, {})]
+        stack.update_reference(policy())
+        link.send(collector)
+        link.send(collector)
+        assert len(sent) == 2
+        _, coeff, weights = sent[1]
+        assert coeff == 2.0
+        for name, value in entries_of(policy()).items():
+            assert torch.equal(weights[name], value)
 
     def test_the_learners_controller_stays_at_home(self):
         stack, controller = spied()

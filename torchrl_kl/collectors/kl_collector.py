@@ -77,23 +77,26 @@ def kl_collector(
         0.0998
     """
     envs = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn] * num_workers
-    # Of the collectors in the workers, of Ray and torch.distributed: one for all, or one for each.
-    inner = kwargs.get("collector_kwargs") or {}
-    inner = inner if isinstance(inner, Sequence) else [inner] * num_workers
     named = {"where": where, "num_workers": num_workers, "n_envs": len(envs)}
-    _check_arguments(collector_class, stack, kwargs | named, inner)
+    _check_arguments(collector_class, stack, kwargs | named)
     kwargs |= {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
-    kwargs = _arguments(collector_class, num_workers, kwargs, inner)
-    over_ray, in_process = collector_class is RayCollector, collector_class is Collector
-    link = LearnerLink(stack)
+    kwargs = _arguments(collector_class, num_workers, kwargs)
+    link, in_process = LearnerLink(stack), collector_class is Collector
     if where == "workers":
+        over_ray = collector_class is RayCollector
         link = WorkerLink(stack, over_ray=over_ray, in_process=in_process)
         envs = [link.env_factory(env) for env in envs]
     env: Any = envs[0] if in_process else envs
     return _WATCHED[collector_class](env, policy, link=link, **kwargs)
 
 
-def _check_arguments(kind: Any, stack: Any, given: dict[str, Any], inner: Sequence[dict]) -> None:
+def _worker_arguments(num_workers: int, kwargs: dict[str, Any]) -> Sequence[dict[str, Any]]:
+    """Those of the collectors in the workers of Ray or torch.distributed, one dict for each."""
+    inner = kwargs.get("collector_kwargs") or {}
+    return inner if isinstance(inner, Sequence) else [inner] * num_workers
+
+
+def _check_arguments(kind: Any, stack: Any, given: dict[str, Any]) -> None:
     """Refuses arguments that would fail late, or make the KL wrong without an error."""
     if kind not in _WATCHED:
         names = ", ".join(known.__name__ for known in _WATCHED)
@@ -101,11 +104,13 @@ def _check_arguments(kind: Any, stack: Any, given: dict[str, Any], inner: Sequen
     if not (isinstance(stack, KLConstrainedTransform) and stack.record):
         raise TypeError(f"`stack` must be a KLConstrainedTransform, got {type(stack).__name__}.")
 
+    num_workers, in_workers = given["num_workers"], given["where"] == "workers"
+    places = [given, *_worker_arguments(num_workers, given)]
+
     def anywhere(name: str) -> Any:
         """An argument of the collector, or of those in its workers; None if there is none."""
-        return next((one[name] for one in (given, *inner) if one.get(name) is not None), None)
+        return next((one[name] for one in places if one.get(name) is not None), None)
 
-    num_workers, in_workers = given["num_workers"], given["where"] == "workers"
     # Only a controller that moves is misled by actions that are not drawn from the policy.
     moves = not (stack.frozen or isinstance(stack.controller, ConstantKLController))
     drawn = given.get("exploration_type", ExplorationType.RANDOM) == ExplorationType.RANDOM
@@ -161,9 +166,7 @@ _MUST = {
 }
 
 
-def _arguments(
-    kind: type, num_workers: int, kwargs: dict[str, Any], inner: Sequence[dict]
-) -> dict[str, Any]:
+def _arguments(kind: type, num_workers: int, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments with which the collectors of TorchRL behave alike."""
     defaults: dict[str, Any] = {"auto_register_policy_transforms": False}
     if kind in (MultiSyncCollector, MultiAsyncCollector):
@@ -175,7 +178,7 @@ def _arguments(
     number = partial(number_trajectories, num_workers=num_workers)
     collector_kwargs = [
         defaults | one | {"postproc": partial(number, worker=n, postproc=one.get("postproc"))}
-        for n, one in enumerate(inner)
+        for n, one in enumerate(_worker_arguments(num_workers, kwargs))
     ]
     if kind is RayCollector:
         # TorchRL asks for 2 GiB per actor, which a small machine does not have.

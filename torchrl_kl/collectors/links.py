@@ -194,7 +194,6 @@ def number_trajectories(
 
 def restore_trajectories(batch: TensorDictBase) -> TensorDictBase:
     """A shallow copy of the batch, with the unique ids under TorchRL's key if there are any."""
-    ids = batch.get(UNIQUE_TRAJECTORY_KEY, None)
-    if ids is None:
-        return batch.copy()
-    return batch.exclude(UNIQUE_TRAJECTORY_KEY).set(TRAJECTORY_KEY, ids)
+    batch = batch.copy()
+    ids = batch.pop(UNIQUE_TRAJECTORY_KEY, None)
+    return batch if ids is None else batch.set(TRAJECTORY_KEY, ids)
