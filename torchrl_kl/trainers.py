@@ -38,29 +38,23 @@ class KLControlHook(TrainerHookBase):
 
     Example:
         >>> import warnings
-        >>> import torch
-        >>> from tensordict.nn import TensorDictModule
+        >>> from torch.optim import Adam
         >>> from torchrl.collectors import Collector
-        >>> from torchrl.envs import GymEnv
-        >>> from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
         >>> from torchrl.objectives import ClipPPOLoss
         >>> from torchrl.trainers.algorithms import PPOTrainer
-        >>> from torchrl_kl import AdaptiveKLController, KLConstrainedTransform, KLControlHook
+        >>> from torchrl_kl import GPT, AdaptiveKLController, GPTActor, GPTCritic
+        >>> from torchrl_kl import KLConstrainedTransform, KLControlHook
+        >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> warnings.simplefilter("ignore")  # torchrl 0.14.1 calls PPOTrainer a prototype
-        >>> net = TensorDictModule(MLP(4, 2, num_cells=[32]), ["observation"], ["logits"])
-        >>> kwargs = {"distribution_class": torch.distributions.Categorical}
-        >>> actor = ProbabilisticActor(net, in_keys=["logits"], return_log_prob=True, **kwargs)
-        >>> critic = ValueOperator(MLP(4, 1, num_cells=[32]), in_keys=["observation"])
-        >>> loss = ClipPPOLoss(actor, critic)
-        >>> env = GymEnv("CartPole-v1", categorical_action_encoding=True)
-        >>> frames = {"frames_per_batch": 100, "total_frames": 200}
+        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> loss = ClipPPOLoss(actor, GPTCritic(GPT(vocab_size=11, block_size=8, n_out=1)))
+        >>> frames = {"frames_per_batch": 32, "total_frames": 64}
         >>> trainer = PPOTrainer(
-        ...     collector=Collector(env, actor, **frames, auto_register_policy_transforms=False),
-        ...     loss_module=loss,
-        ...     optimizer=torch.optim.Adam(loss.parameters(), lr=1e-3),
-        ...     total_frames=200, frame_skip=1, optim_steps_per_batch=1, progress_bar=False,
+        ...     collector=Collector(DigitLanguageEnv(batch_size=(8,)), actor, **frames),
+        ...     loss_module=loss, optimizer=Adam(loss.parameters()), total_frames=64, frame_skip=1,
+        ...     optim_steps_per_batch=1, progress_bar=False,
         ... )
-        >>> controller = AdaptiveKLController(0.1, target=0.01, horizon=10_000, per="step")
+        >>> controller = AdaptiveKLController(0.1, target=0.5, horizon=1000)
         >>> KLControlHook(KLConstrainedTransform(actor, controller)).register(trainer)
         >>> trainer.train()
         >>> controller.coeff < 0.1  # two batches near the reference, below the target
@@ -81,12 +75,14 @@ class KLControlHook(TrainerHookBase):
         Call it at any time after the trainer is built: PPOTrainer computes its advantage last.
         """
         trainer.register_module(name, self)
+        # They run in this order: a batch comes, is logged, and then has been learned from.
         trainer.register_op("batch_process", self)
         trainer.register_op("pre_steps_log", self.log_batch)
         trainer.register_op("post_optim_complete_log", self.log_update)
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Penalizes a batch and moves the controller; returns a shallow copy."""
+        # An advantage that exists will not be computed again, whatever the reward becomes.
         if "advantage" in batch.keys():
             raise RuntimeError(
                 "the batch has an 'advantage' already, computed from rewards without the penalty. "
@@ -110,6 +106,7 @@ class KLControlHook(TrainerHookBase):
 
     def log_update(self, optim_steps: int, losses: TensorDictBase | None) -> dict[str, Any] | None:
         """What is known after the updates on a batch; nothing if the loss has no `kl_approx`."""
+        # The trainer gives the mean over the last epoch, and None where there were no updates.
         kl = None if losses is None else losses.get("kl_approx", None)
         return None if kl is None else {"kl_to_old_policy": kl.mean().item(), "log_pbar": True}
 
@@ -126,5 +123,6 @@ def _mean(batch: TensorDictBase, key: NestedKey) -> float:
     """Mean of ("next", key) over the steps that are not padding."""
     fix = "let nothing drop it between KLControlHook and the log."
     value = get_required(batch, ("next", *as_tuple(key)), fix)
+    # The mask is (*B), the value (*B, 1): expanded, it selects the values that count, (N,).
     mask: Tensor | None = batch.get(MASK_KEY, None)
     return (value if mask is None else value[expand_right(mask, value.shape)]).mean().item()

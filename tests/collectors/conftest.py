@@ -1,8 +1,8 @@
 """One Ray for all tests that need it."""
 
+import importlib
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from unittest import mock
 
@@ -19,7 +19,7 @@ def ray_runtime() -> Iterator[None]:
         ray.init(
             num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
         )
-        modules = [sys.modules[name] for name in ("tests.helpers", "tests.adapters")]
+        modules = [importlib.import_module(name) for name in ("tests.helpers", "tests.adapters")]
         for module in modules:  # actors of Ray do not find the tests
             cloudpickle.register_pickle_by_value(module)
         yield

@@ -16,7 +16,7 @@ from torchrl.collectors.distributed import DistributedCollector, RayCollector
 from tests.adapters import adapted_actor, base_of
 from tests.helpers import WalkEnv, assert_same, make_actor, moved, play
 from torchrl_kl import KLConstrainedTransform, kl_collector
-from torchrl_kl.collectors.workers import PenalizedEnvFactory, SharedFiles
+from torchrl_kl.collectors.links import SharedFiles, WorkerLink
 
 WHERE = pytest.mark.parametrize("where", ["learner", "workers"])
 FRAMES = 24
@@ -124,13 +124,13 @@ def test_the_folder_lasts_as_long_as_the_collector(monkeypatch, tmp_path):
 
 
 def test_a_version_replaces_the_one_before(tmp_path):
-    files = SharedFiles(tmp_path, torch.zeros((), dtype=torch.float64))
+    files = SharedFiles(tmp_path, 0.0)
     for value in (1.0, 2.0):
-        files.write({"a.b": torch.full((2,), value)})
-        assert files.count.item() == value
+        files.write(3 * value, {"a.b": torch.full((2,), value)})
+        assert files.numbers.tolist() == [3 * value, value]
         assert_close(files.read(), {"a.b": torch.full((2,), value)})
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["coeff", "reference", "reference_count"]
+    assert names == ["numbers", "reference"]
 
 
 # The policy itself, its adapters off.
@@ -192,7 +192,8 @@ def test_a_switch_that_is_a_closure_acts_on_the_copy():
     actor, layer = adapted_actor()
     base = base_of(actor, layer)
     stack = KLConstrainedTransform(actor, 0.1, reference=lambda: layer.disable_adapter())
-    env = PenalizedEnvFactory(functools.partial(WalkEnv, (3,)), stack, in_process=False)()
+    link = WorkerLink(stack, over_ray=False, in_process=False)
+    env = link.env_factory(functools.partial(WalkEnv, (3,)))()
     batch = play(env, actor)
     assert_same(batch["next", "ref_log_prob"], score(base, batch))
     assert batch["next", "kl"].abs().max() > 0.1

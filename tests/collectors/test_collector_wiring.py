@@ -34,13 +34,12 @@ from torchrl_kl import (
     kl_collector,
 )
 from torchrl_kl.actors.moving import entries_of
-from torchrl_kl.collectors.watched import WatchedCollector
-from torchrl_kl.collectors.workers import (
-    PenalizedEnvFactory,
-    SharedFiles,
-    UniqueTrajectories,
+from torchrl_kl.collectors.links import (
+    WorkerLink,
+    number_trajectories,
     restore_trajectories,
 )
+from torchrl_kl.collectors.watched import WatchedCollector
 
 WHERE = pytest.mark.parametrize("where", ["learner", "workers"])
 
@@ -214,7 +213,9 @@ class TestOneProcess:
             assert_close(mine, given, atol=0, rtol=0)
         collector.shutdown()
 
-    def test_an_error_that_is_no_death_comes_as_it_is(self):
+    def test_an_error_that_is_no_death_comes_as_it_is_and_at_once(self, monkeypatch):
+        wait = "torchrl_kl.collectors.watched.connection.wait"
+        monkeypatch.setattr(wait, lambda *_, **__: pytest.fail("there is no worker to wait for"))
         penalized = lambda: with_transforms(walk(), KLConstrainedTransform(make_actor(), 0.1))  # noqa: E731
         with pytest.raises(RuntimeError, match="was penalized for its KL before"):
             collect(KLConstrainedTransform(make_actor(), 0.1), "learner", make_env=penalized)
@@ -329,13 +330,14 @@ class TestRefusals:
 
 
 class TestWorkers:
-    def test_the_env_follows_the_files_and_moves_nothing(self, tmp_path):
-        files = SharedFiles(tmp_path, torch.tensor(0.5, dtype=torch.float64))
+    def test_the_env_follows_the_files_and_moves_nothing(self):
         stack, controller = spied(step=1.0)
-        make_env: Any = pickle.loads(pickle.dumps(PenalizedEnvFactory(walk, stack, files)))
+        link = WorkerLink(stack, over_ray=False, in_process=False)
+        make_env: Any = pickle.loads(pickle.dumps(link.env_factory(walk)))
         envs = make_env(), make_env()
         for coeff in (0.5, 2.0):
-            files.coeff.fill_(coeff)
+            controller.coeff.fill_(coeff)
+            link.send(None)
             for env in envs:
                 batch = env.rollout(6, policy(), break_when_any_done=False)
                 assert (batch["next", "kl_coeff"] == coeff).all()
@@ -344,21 +346,23 @@ class TestWorkers:
         assert not stack.in_env
         assert not stack.frozen
 
-    def test_the_env_follows_on_another_dtype(self, tmp_path):
-        files = SharedFiles(tmp_path, torch.tensor(0.5, dtype=torch.float64))
-        env: Any = PenalizedEnvFactory(walk, spied()[0], files)()
+    def test_the_env_follows_on_another_dtype(self):
+        stack, controller = spied()
+        link = WorkerLink(stack, over_ray=False, in_process=True)
+        env: Any = link.env_factory(walk)()
         env.transform.half()
-        files.coeff.fill_(0.3)  # which float16 does not have
+        controller.coeff.fill_(0.3)  # which float16 does not have
+        link.send(None)
         batch = env.rollout(2, policy())
         assert (batch["next", "kl_coeff"] == torch.tensor(0.3)).all()
 
     def test_the_env_follows_messages(self):
         stack, _ = spied()
-        env: Any = PenalizedEnvFactory(walk, stack)()
+        env: Any = WorkerLink(stack, over_ray=True, in_process=False).env_factory(walk)()
         assert (env.rollout(2, policy())["next", "kl_coeff"] == torch.tensor(0.1)).all()
-        env.follow_coeff(3.0)
+        env.follow(3.0, {})
         assert (env.rollout(2, policy())["next", "kl_coeff"] == 3.0).all()
-        env.follow_reference(entries_of(policy()))
+        env.follow(3.0, entries_of(policy()))
         assert env.rollout(2, policy())["next", "kl"].abs().max() <= 1e-6
         assert stack.controller.coeff == 0.1
         for mine, given in zip(
@@ -366,11 +370,32 @@ class TestWorkers:
         ):
             assert torch.equal(mine, given)  # the learner's is untouched
 
+    def test_over_ray_only_what_has_changed_is_sent(self):
+        stack, controller = spied()
+        link = WorkerLink(stack, over_ray=True, in_process=False)
+        sent: list[Any] = []
+        execute = SimpleNamespace(remote=lambda *args: sent.append(args))
+        collector = SimpleNamespace(remote_collectors=[SimpleNamespace(cascade_execute=execute)])
+        link.send(collector)
+        assert sent == []
+        controller.coeff.fill_(2.0)
+        link.send(collector)
+        assert sent == [("env.follow", 2.0, {})]
+        stack.update_reference(policy())
+        link.send(collector)
+        link.send(collector)
+        assert len(sent) == 2
+        _, coeff, weights = sent[1]
+        assert coeff == 2.0
+        for name, value in entries_of(policy()).items():
+            assert torch.equal(weights[name], value)
+
     def test_the_learners_controller_stays_at_home(self):
         stack, controller = spied()
         object.__setattr__(controller, "cannot_travel", lambda: None)  # a lambda cannot be pickled
-        make_env = pickle.loads(pickle.dumps(PenalizedEnvFactory(walk, stack)))
-        assert isinstance(make_env.stack.controller, ConstantKLController)
+        link = WorkerLink(stack, over_ray=True, in_process=False)
+        env: Any = pickle.loads(pickle.dumps(link.env_factory(walk)))()
+        assert isinstance(env.transform[0].controller, ConstantKLController)
 
     def test_ids_of_two_workers_never_meet(self):
         ids = torch.tensor([0, 0, 1, 2])
@@ -382,8 +407,8 @@ class TestWorkers:
         ]
         double = lambda batch: batch.copy().set("x", 2 * batch["x"])  # noqa: E731
         sent = [
-            UniqueTrajectories(0, 2, None)(batches[0]),
-            UniqueTrajectories(1, 2, double)(batches[1]),
+            number_trajectories(batches[0], worker=0, num_workers=2, postproc=None),
+            number_trajectories(batches[1], worker=1, num_workers=2, postproc=double),
         ]
         got = [restore_trajectories(batch) for batch in sent]
         assert got[0]["collector", "traj_ids"].tolist() == [0, 0, 2, 4]

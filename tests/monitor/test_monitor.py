@@ -87,8 +87,9 @@ class TestEpisodes:
         for kl in (0.25, 0.5, 0.75):
             monitor(steps(kl))
         shorter.load_state_dict(monitor.state_dict())
-        assert [pool[1] for pool in shorter.state_dict()["pools"]] == [0.5, 0.75]
-        assert shorter.state_dict()["k1_sums"] == [0.5, 0.75]
+        shorter(steps(0.875))
+        assert [pool[1] for pool in shorter.state_dict()["pools"]] == [0.75, 0.875]
+        assert shorter.state_dict()["k1_sums"] == [0.75, 0.875]
 
 
 class TestFinite:

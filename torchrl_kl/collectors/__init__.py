@@ -8,13 +8,13 @@
   penalizes each step with the learner's coefficient of that moment. A recurrent reference with
   asynchronous workers needs this: it cannot carry its state across batches of different workers.
 
-In both cases each batch updates the controller of the stack in the learner's process when it
-arrives. The workers read the coefficient from a file of the machine, or are sent it over Ray.
-Changes of `stack.controller.coeff` by hand and of the reference, in any way, reach them before they
-are asked for the next batch; no worker scores with half of an update. If the policy itself is the
-reference (`reference=` a context), "learner" needs no second model. With "workers" each worker has
-a copy of the policy as it was at the start, with the context entered: the base that remains in that
-context must not be trained.
+In both cases each batch updates the controller in the learner's process when it arrives. The
+workers read the coefficient from a file of the machine, or are sent it over Ray. Changes of
+`stack.controller.coeff` by hand and of the reference, in any way, reach them before they are asked
+for the next batch; no worker scores with half of an update. If the policy itself is the reference
+(`reference=` a context), "learner" needs no second model. With "workers" each worker has a copy of
+the policy as it was at the start, with the context entered: the base that remains in that context
+must not be trained.
 
 You may rely on:
 

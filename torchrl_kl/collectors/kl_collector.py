@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,8 +15,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_kl.collectors import watched
-from torchrl_kl.collectors.links import LearnerLink, WorkerLink
-from torchrl_kl.collectors.workers import UniqueTrajectories
+from torchrl_kl.collectors.links import LearnerLink, WorkerLink, number_trajectories
 from torchrl_kl.controllers import ConstantKLController
 from torchrl_kl.transforms import KLConstrainedTransform
 
@@ -77,16 +77,23 @@ def kl_collector(
         0.0998
     """
     envs = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn] * num_workers
-    given = {**kwargs, "where": where, "num_workers": num_workers, "envs": envs}
-    _check_arguments(collector_class, stack, given)
+    named = {"where": where, "num_workers": num_workers, "n_envs": len(envs)}
+    _check_arguments(collector_class, stack, kwargs | named)
     kwargs |= {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
-    over_ray, in_process = collector_class is RayCollector, collector_class is Collector
-    link = LearnerLink(stack) if where == "learner" else WorkerLink(stack, over_ray=over_ray)
-    factories: Any = [link.env_factory(env, in_process=in_process) for env in envs]
-    env = factories[0] if in_process else factories
-    return _WATCHED[collector_class](
-        env, policy, link=link, **_arguments(collector_class, num_workers, kwargs)
-    )
+    kwargs = _arguments(collector_class, num_workers, kwargs)
+    link, in_process = LearnerLink(stack), collector_class is Collector
+    if where == "workers":
+        over_ray = collector_class is RayCollector
+        link = WorkerLink(stack, over_ray=over_ray, in_process=in_process)
+        envs = [link.env_factory(env) for env in envs]
+    env: Any = envs[0] if in_process else envs
+    return _WATCHED[collector_class](env, policy, link=link, **kwargs)
+
+
+def _worker_arguments(num_workers: int, kwargs: dict[str, Any]) -> Sequence[dict[str, Any]]:
+    """Those of the collectors in the workers of Ray or torch.distributed, one dict for each."""
+    inner = kwargs.get("collector_kwargs") or {}
+    return inner if isinstance(inner, Sequence) else [inner] * num_workers
 
 
 def _check_arguments(kind: Any, stack: Any, given: dict[str, Any]) -> None:
@@ -96,31 +103,39 @@ def _check_arguments(kind: Any, stack: Any, given: dict[str, Any]) -> None:
         raise TypeError(f"`collector_class` must be one of {names}, got {kind!r}.")
     if not (isinstance(stack, KLConstrainedTransform) and stack.record):
         raise TypeError(f"`stack` must be a KLConstrainedTransform, got {type(stack).__name__}.")
-    where, num_workers = given["where"], given["num_workers"]
+
+    num_workers, in_workers = given["num_workers"], given["where"] == "workers"
+    places = [given, *_worker_arguments(num_workers, given)]
+
+    def anywhere(name: str) -> Any:
+        """An argument of the collector, or of those in its workers; None if there is none."""
+        return next((one[name] for one in places if one.get(name) is not None), None)
+
+    # Only a controller that moves is misled by actions that are not drawn from the policy.
     moves = not (stack.frozen or isinstance(stack.controller, ConstantKLController))
     drawn = given.get("exploration_type", ExplorationType.RANDOM) == ExplorationType.RANDOM
+    # The batches of synchronous workers have the rows of all of them.
     is_sync = kind in (Collector, MultiSyncCollector) or given.get("sync")
-    ray_workers = where == "workers" and kind is RayCollector
-    distributed_workers = where == "workers" and kind is DistributedCollector
+    remote = kind is DistributedCollector and given.get("launcher", "mp") != "mp"
+    nested = kind is RayCollector and given.get("collector_class", Collector) != Collector
     refused = {
         "stack": stack.in_env,
-        "where": where not in ("learner", "workers"),
+        "where": given["where"] not in ("learner", "workers"),
         "num_workers": num_workers < 1 or (kind is Collector and num_workers != 1),
-        "create_env_fn": len(given["envs"]) != num_workers,
-        "replay_buffer": _given("replay_buffer", given) is not None,
+        "create_env_fn": given["n_envs"] != num_workers,
+        "replay_buffer": anywhere("replay_buffer") is not None,
         "init_random_frames": (given.get("init_random_frames") or 0) > 0,
-        "track_traj_ids": _given("track_traj_ids", given) is False,
+        "track_traj_ids": anywhere("track_traj_ids") is False,
         "exploration_type": moves and not drawn,
         "cat_results": given.get("cat_results") == -1,
-        "set_truncated": _given("set_truncated", given) and not is_sync,
-        "compact_obs": where == "workers" and _given("compact_obs", given),
-        "launcher": distributed_workers and given.get("launcher", "mp") != "mp",
-        "collector_class": ray_workers and given.get("collector_class", Collector) != Collector,
+        "set_truncated": anywhere("set_truncated") and not is_sync,
+        "compact_obs": in_workers and anywhere("compact_obs"),
+        "launcher": in_workers and remote,
+        "collector_class": in_workers and nested,
     }
-    name = next((name for name in refused if refused[name]), None)
-    if name is not None:
-        given["n_envs"] = len(given["envs"])
-        raise ValueError(f"`{name}` must {_MUST[name].format(**given)}")
+    for name, wrong in refused.items():
+        if wrong:
+            raise ValueError(f"`{name}` must {_MUST[name].format(**given)}")
 
 
 # What each argument must be, and why.
@@ -151,34 +166,25 @@ _MUST = {
 }
 
 
-def _given(name: str, kwargs: dict[str, Any]) -> Any:
-    """An argument of the collector, or of the collectors in its workers; None if there is none."""
-    inner = kwargs.get("collector_kwargs") or {}
-    inner = inner if isinstance(inner, Sequence) else [inner]
-    return next((one[name] for one in (kwargs, *inner) if one.get(name) is not None), None)
-
-
 def _arguments(kind: type, num_workers: int, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments with which the collectors of TorchRL behave alike."""
-    wrapping = {"auto_register_policy_transforms": False}
-    if kind is Collector:
-        return wrapping | kwargs
+    defaults: dict[str, Any] = {"auto_register_policy_transforms": False}
     if kind in (MultiSyncCollector, MultiAsyncCollector):
         # TorchRL would take threads away from the learner, one for each worker.
-        return wrapping | {"num_threads": torch.get_num_threads()} | kwargs
-    inner = kwargs.get("collector_kwargs") or {}
-    inner = inner if isinstance(inner, Sequence) else [inner] * num_workers
-    ids = [UniqueTrajectories(n, num_workers, one.get("postproc")) for n, one in enumerate(inner)]
-    inner = [wrapping | one | {"postproc": unique} for one, unique in zip(inner, ids, strict=True)]
+        defaults["num_threads"] = torch.get_num_threads()
+    if kind not in (RayCollector, DistributedCollector):
+        return defaults | kwargs
+    # Each worker has a collector with the same defaults, whose trajectory ids are made unique.
+    number = partial(number_trajectories, num_workers=num_workers)
+    collector_kwargs = [
+        defaults | one | {"postproc": partial(number, worker=n, postproc=one.get("postproc"))}
+        for n, one in enumerate(_worker_arguments(num_workers, kwargs))
+    ]
     if kind is RayCollector:
         # TorchRL asks for 2 GiB per actor, which a small machine does not have.
         defaults = {"num_collectors": num_workers, "remote_configs": {"num_cpus": 1}}
     else:
-        defaults = {"launcher": "mp", "tcp_port": _free_port()}
-    return defaults | kwargs | {"collector_kwargs": inner}
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
+        # TorchRL's port is the same for every collector; this one is free.
+        with socket.create_server(("localhost", 0)) as server:
+            defaults = {"launcher": "mp", "tcp_port": server.getsockname()[1]}
+    return defaults | kwargs | {"collector_kwargs": collector_kwargs}

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -26,8 +26,7 @@ from torchrl.collectors.utils import split_trajectories
 from torchrl.weight_update import SharedMemWeightSyncScheme
 
 from torchrl_kl import _torchrl
-from torchrl_kl.collectors.links import LearnerLink, WorkerLink
-from torchrl_kl.collectors.workers import restore_trajectories
+from torchrl_kl.collectors.links import LearnerLink, WorkerLink, restore_trajectories
 
 _POLL_SECONDS = 1.0
 _EXIT_SECONDS = 5.0
@@ -58,9 +57,11 @@ class WatchedCollector(BaseCollector):
             self._link.send(self)
             for batch in super().iterator():  # type: ignore[safe-super]
                 yield self._receive(batch)
+                # What the user's loop has changed, before synchronous workers are asked again.
                 self._link.send(self)
 
     def _receive(self, batch: TensorDictBase) -> TensorDictBase:
+        # The rows of several workers, (num_workers, *env, T), may come as a lazy stack.
         if isinstance(batch, LazyStackedTensorDict):
             batch = LazyStackedTensorDict.maybe_dense_stack(batch.unbind(0), 0)
         batch = restore_trajectories(batch)
@@ -72,18 +73,31 @@ class WatchedCollector(BaseCollector):
             )
         batch.names = [*[None] * (batch.ndim - 1), "time"]
         batch = self._link.receive(batch)
+        # At once: asynchronous workers go on while the user learns from the batch.
         self._link.send(self)
         # Split last: TorchRL's own option gives the trajectories of each batch new ids first.
         return split_trajectories(batch, prefix="collector") if self._split_trajs else batch
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """As TorchRL's, which may wait without end for the answer of a dead worker."""
-        update = super().update_policy_weights_
+        update, outcome = super().update_policy_weights_, Future[None]()
+
+        def call() -> None:
+            try:
+                outcome.set_result(update(*args, **kwargs))
+            except BaseException as error:
+                outcome.set_exception(error)
+
         with self._naming_dead():
             if self._processes():
-                _call_watched(lambda: update(*args, **kwargs), self._refuse_dead)
+                # In a thread that may hang for ever, while this one looks after the workers.
+                self._refuse_dead()
+                Thread(target=call, daemon=True).start()
+                while not wait([outcome], timeout=_POLL_SECONDS).done:
+                    self._refuse_dead()
             else:
-                update(*args, **kwargs)
+                call()
+            outcome.result()
 
     @contextlib.contextmanager
     def _naming_dead(self) -> Iterator[None]:
@@ -107,21 +121,34 @@ class WatchedCollector(BaseCollector):
         if isinstance(error, _USER_ERRORS) and "close a process" not in str(error):
             return None
         processes = self._processes()
-        if _find_failed(processes) is None:
+        if processes and self._find_failed() is None:
             # A broken connection is seen before the end of the process that broke it.
             by_sentinel = {process.sentinel: process for process in processes}
             for ending in connection.wait(list(by_sentinel), timeout=_EXIT_SECONDS):
                 by_sentinel[cast(int, ending)].join()
-        return _find_failed(processes)
+        return self._find_failed()
+
+    def _find_failed(self) -> str | None:
+        """The first worker process that has failed, in words."""
+        codes = {}
+        for worker, process in enumerate(self._processes()):
+            with contextlib.suppress(ValueError):  # TorchRL has closed it
+                codes[worker] = process.exitcode
+        # TorchRL terminates the others when it notices one: those come last.
+        failed = sorted((code == -signal.SIGTERM, worker) for worker, code in codes.items() if code)
+        return f"worker {failed[0][1]} (exit code {codes[failed[0][1]]})" if failed else None
+
+    def _refuse_dead(self) -> None:
+        dead = self._find_failed()
+        if dead is not None:
+            raise RuntimeError(f"{dead} died.")
 
     def _processes(self) -> list[BaseProcess]:
         """The workers that are child processes of this one."""
-        return []
-
-    def _refuse_dead(self) -> None:
-        dead = _find_failed(self._processes())
-        if dead is not None:
-            raise RuntimeError(f"{dead} died.")
+        # MultiSyncCollector and MultiAsyncCollector keep them as `procs`, DistributedCollector as
+        # `jobs`; a Collector has none, and those of a RayCollector are Ray's.
+        jobs = [*getattr(self, "procs", []), *getattr(self, "jobs", [])]
+        return [job for job in jobs if isinstance(job, BaseProcess)]
 
 
 class WatchedSingle(WatchedCollector, Collector):
@@ -130,8 +157,7 @@ class WatchedSingle(WatchedCollector, Collector):
     def update_policy_weights_(self, policy_or_weights: Any = None, **kwargs: Any) -> None:
         """As TorchRL's, which does not take a module here."""
         if isinstance(policy_or_weights, nn.Module):
-            weights: Any = TensorDict.from_module(policy_or_weights)
-            policy_or_weights = weights.data
+            policy_or_weights = cast(Any, TensorDict.from_module(policy_or_weights)).data
         super().update_policy_weights_(policy_or_weights, **kwargs)
 
 
@@ -141,9 +167,6 @@ class _WatchedMulti(WatchedCollector):
             kwargs.setdefault("weight_sync_schemes", {"policy": SharedMemWeightSyncScheme()})
         self._schemes = kwargs.get("weight_sync_schemes") or {}
         super().__init__(*args, **kwargs)
-
-    def _processes(self) -> list[BaseProcess]:
-        return list(getattr(self, "procs", []))
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """As TorchRL's, which changes the number of threads of this process, and leaves some."""
@@ -178,16 +201,14 @@ class WatchedDistributed(WatchedCollector, DistributedCollector):
         _torchrl.watch_store(self, self._refuse_dead)
         self._started = True
 
-    def _processes(self) -> list[BaseProcess]:
-        return [job for job in getattr(self, "jobs", []) if isinstance(job, BaseProcess)]
-
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """As TorchRL's, which would wait for the last message of a dead worker."""
         try:
-            if self._started and _find_failed(self._processes()) is None:
+            if self._started and self._find_failed() is None:
                 with contextlib.suppress(RuntimeError):  # workers that do not answer are killed
                     super().shutdown(*args, **kwargs)
         finally:
+            # Those that did not end by themselves; for the others this does nothing.
             for job in self._processes():
                 job.kill()
                 job.join()
@@ -215,34 +236,6 @@ class WatchedRay(WatchedCollector, RayCollector):
                 except RayActorError:
                     return f"worker {worker} (a Ray actor)"
         return None
-
-
-def _find_failed(processes: list[BaseProcess]) -> str | None:
-    """The first process that has failed, in words."""
-    codes = {}
-    for worker, process in enumerate(processes):
-        with contextlib.suppress(ValueError):  # TorchRL has closed it
-            codes[worker] = process.exitcode
-    # TorchRL terminates the others when it notices one: those come last.
-    failed = sorted((code == -signal.SIGTERM, worker) for worker, code in codes.items() if code)
-    return f"worker {failed[0][1]} (exit code {codes[failed[0][1]]})" if failed else None
-
-
-def _call_watched(function: Callable[[], None], check: Callable[[], None]) -> None:
-    """Calls a function that may never return, and meanwhile `check`, which may raise."""
-    check()
-    outcome: Future[None] = Future()
-
-    def call() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    Thread(target=call, daemon=True).start()
-    while not wait([outcome], timeout=_POLL_SECONDS).done:
-        check()
-    outcome.result()
 
 
 def _shut_down(reference: weakref.ref[WatchedCollector]) -> None:

@@ -15,7 +15,14 @@ from torch import Tensor
 
 TEMPERATURES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 TOP_KS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
-N_ALTERNATIVES = len(TEMPERATURES) + len(TOP_KS)
+# What a sampler looks like under each alternative, in the order of `log_ratios`.
+SAMPLERS = (
+    *(f"a lower temperature (near {t:g}), top-k or top-p sampling" for t in TEMPERATURES if t < 1),
+    *(f"a higher temperature (near {t:g})" for t in TEMPERATURES if t > 1),
+    "the most likely action each time",
+    *(f"top-k sampling with k near {k}" for k in TOP_KS if k > 1),
+)
+N_ALTERNATIVES = len(SAMPLERS)
 _LEAST = -1e5  # replaces -inf where it is multiplied: 0 * -inf is NaN
 _MIN_STEPS = 20  # differences of one sign before the sign counts: 2 ** -19 by chance
 _MOST_WEALTH = 30.0  # nats; evidence beyond this would have to decay after a fault is repaired
@@ -38,6 +45,7 @@ def find_cause(
     `masks` are boolean entries (N, V) of the data that may have masked the sampler's actions.
     """
     scored = take(log_probs, action)
+    # Share of the steps; from here on all that was drawn is possible under the actor.
     impossible = (scored <= _LEAST).double().mean().item()
     if impossible:
         return (
@@ -47,63 +55,51 @@ def find_cause(
     gap = recorded - scored
     # A true cause leaves next to nothing unexplained, whatever the tolerance allows.
     limit = min(tolerance, 0.05 * gap.abs().max().item())
-    return (
-        _temperature(log_probs, action, recorded, limit)
-        or _mask(log_probs, action, recorded, masks, limit)
-        or _truncation(log_probs, scored, gap, limit)
-        or (_UNRECORDED if not recorded.any() else _subset(gap, limit))
-        or _UNKNOWN
-    )
-
-
-_UNRECORDED = (
-    "every recorded log-prob is 0, which a collector writes for the random actions of "
-    "`init_random_frames`. Call the monitor only after these frames."
-)
-_UNKNOWN = (
-    "it cannot be told from the numbers. Were the actor's weights updated after the batch was "
-    "drawn (call the monitor before the update)? Does the actor use dropout, another precision or "
-    "other inputs, or are temperature, top-k and masks combined?"
-)
-
-
-def _temperature(log_probs: Tensor, action: Tensor, recorded: Tensor, limit: float) -> str | None:
-    """Fits `recorded = log_softmax(log_probs / T)[action]`: Gauss-Newton in 1 / T from a grid."""
-    if take(log_probs, action).round(decimals=4).unique().numel() < 3:
-        return None  # one parameter can fit one or two numbers, whatever their cause
-    logits = log_probs.clamp_min(_LEAST)
-
-    def residual(inverse: float) -> tuple[Tensor, Tensor]:
-        scaled = (inverse * logits).log_softmax(-1)
-        slope = take(logits, action) - (scaled.exp() * logits).sum(-1)
-        return take(scaled, action) - recorded, slope
-
-    grid = (1 / t for t in TEMPERATURES)
-    inverse = min(grid, key=lambda it: residual(it)[0].square().sum().item())
-    for _ in range(20):
-        error, slope = residual(inverse)
-        inverse -= ((error * slope).sum() / slope.square().sum().clamp_min(1e-30)).item()
-        if not 1e-3 < inverse < 1e3:
-            return None
-    if residual(inverse)[0].abs().max() > limit:
-        return None
-    return (
-        f"the recorded log-probs are the actor's at temperature {1 / inverse:.3g}. Divide the "
-        "actor's logits by the same temperature, or sample at temperature 1."
-    )
-
-
-def _mask(
-    log_probs: Tensor, action: Tensor, recorded: Tensor, masks: Mapping[str, Tensor], limit: float
-) -> str | None:
+    temperature = _fit_temperature(log_probs, action, recorded, limit)
+    if temperature is not None:
+        return (
+            f"the recorded log-probs are the actor's at temperature {temperature:.3g}. Divide the "
+            "actor's logits by the same temperature, or sample at temperature 1."
+        )
     for name, mask in masks.items():
+        # (N, V), over the actions that this entry allows alone.
         masked = torch.where(mask, log_probs, -torch.inf).log_softmax(-1)
         if (take(masked, action) - recorded).abs().max() <= limit:  # False for -inf and NaN
             return (
                 f"the recorded log-probs are the actor's over the actions that {name} allows. Let "
                 "the actor read that mask too (MaskedCategorical)."
             )
-    return None
+    return (
+        _truncation(log_probs, scored, gap, limit)
+        or _subset(recorded, gap, limit)
+        or "it cannot be told from the numbers. Were the actor's weights updated after the batch "
+        "was drawn (call the monitor before the update)? Does the actor use dropout, another "
+        "precision or other inputs, or are temperature, top-k and masks combined?"
+    )
+
+
+def _fit_temperature(
+    log_probs: Tensor, action: Tensor, recorded: Tensor, limit: float
+) -> float | None:
+    """Fits `recorded = log_softmax(log_probs / T)[action]`: Gauss-Newton in 1 / T from a grid."""
+    # One parameter can fit one or two numbers, whatever their cause.
+    if take(log_probs, action).round(decimals=4).unique().numel() < 3:
+        return None
+    logits = log_probs.clamp_min(_LEAST)
+
+    # At 1 / T = inverse: what is left unexplained, and its derivative with respect to 1 / T, (N,).
+    def residual(inverse: float) -> tuple[Tensor, Tensor]:
+        scaled = (inverse * logits).log_softmax(-1)
+        slope = take(logits, action) - (scaled.exp() * logits).sum(-1)
+        return take(scaled, action) - recorded, slope
+
+    inverse = min((1 / t for t in TEMPERATURES), key=lambda it: residual(it)[0].square().sum())
+    for _ in range(20):
+        error, slope = residual(inverse)
+        inverse -= ((error * slope).sum() / slope.square().sum().clamp_min(1e-30)).item()
+        if not 1e-3 < inverse < 1e3:
+            return None
+    return 1 / inverse if residual(inverse)[0].abs().max() <= limit else None
 
 
 def _truncation(log_probs: Tensor, scored: Tensor, gap: Tensor, limit: float) -> str | None:
@@ -111,17 +107,19 @@ def _truncation(log_probs: Tensor, scored: Tensor, gap: Tensor, limit: float) ->
     ranked = log_probs.sort(-1, descending=True).values
     kept = ranked.logcumsumexp(-1).clamp_max(0.0)  # (N, V): log-mass of the k most likely
     fits = ((gap.unsqueeze(-1) + kept).abs() <= limit) & (scored.unsqueeze(-1) >= ranked)
+    # Top-k: one k fits every step.
     if bool(fits.all(0).any()):
         k = int(fits.all(0).int().argmax()) + 1
         return (
             f"the recorded log-probs are the actor's over its {k} most likely actions: top-k "
             f"sampling with k = {k}. Sample without top-k, or truncate the actor too."
         )
+    # Top-p: a k of each step, such that one p lies between the masses without and with the k-th.
     if not bool(fits.any(1).all()):
         return None
-    mass = torch.cat([torch.zeros_like(kept[:, :1]), kept.exp()], -1)
-    n_kept = fits.int().argmax(-1, keepdim=True)
-    low, high = mass.gather(-1, n_kept).max().item(), mass.gather(-1, n_kept + 1).min().item()
+    mass = torch.cat([torch.zeros_like(kept[:, :1]), kept.exp()], -1)  # (N, V + 1)
+    last = fits.int().argmax(-1, keepdim=True)  # (N, 1): the rank of the last kept action
+    low, high = mass.gather(-1, last).max().item(), mass.gather(-1, last + 1).min().item()
     if low >= high:
         return None
     return (
@@ -131,10 +129,16 @@ def _truncation(log_probs: Tensor, scored: Tensor, gap: Tensor, limit: float) ->
     )
 
 
-def _subset(gap: Tensor, limit: float) -> str | None:
+def _subset(recorded: Tensor, gap: Tensor, limit: float) -> str | None:
     """A distribution that is renormalised over some of the actions is larger on each of them."""
+    if not recorded.any():
+        return (
+            "every recorded log-prob is 0, which a collector writes for the random actions of "
+            "`init_random_frames`. Call the monitor only after these frames."
+        )
     if int((gap.abs() > limit).sum()) < _MIN_STEPS:
         return None
+    found = None
     if gap.min() >= -limit:
         found = (
             "smaller than the actor's: the sampler seems to mask actions and to keep "
@@ -142,9 +146,7 @@ def _subset(gap: Tensor, limit: float) -> str | None:
         )
     elif gap.max() <= limit:
         found = "larger than the actor's: the actor seems to mask actions that the sampler may draw"
-    else:
-        return None
-    return f"no recorded log-prob is {found}. Give both the same mask, top-k or top-p."
+    return found and f"no recorded log-prob is {found}. Give both the same mask, top-k or top-p."
 
 
 def log_ratios(log_probs: Tensor, action: Tensor) -> Tensor:
@@ -153,28 +155,17 @@ def log_ratios(log_probs: Tensor, action: Tensor) -> Tensor:
     If the actions were drawn from `log_probs`, the mean of the exponential is 1 for each
     alternative, for any batch and however one step leads to the next.
     """
-    scored = take(log_probs, action)
+    scored = take(log_probs, action)  # (N,)
     logits = log_probs.clamp_min(_LEAST)
     ratios = [(take((logits / t).log_softmax(-1), action) - scored).sum() for t in TEMPERATURES]
     ranked = log_probs.topk(min(max(TOP_KS), log_probs.shape[-1]), -1).values
     for k in TOP_KS:
+        # The k-th largest log-prob of each step, (N,).
         least = ranked[:, min(k, ranked.shape[-1]) - 1]
         # Ties with the k-th action are kept: a uniform policy must not look like one with k = 1.
         kept = log_probs.where(log_probs >= least.unsqueeze(-1), -torch.inf).logsumexp(-1)
         ratios.append(torch.where(scored >= least, -kept, -torch.inf).sum())
     return torch.stack(ratios)
-
-
-def describe_sampler(evidence: Tensor) -> str:
-    """The alternative with the most evidence, (N_ALTERNATIVES,), in words."""
-    best = int(evidence.argmax())
-    if best >= len(TEMPERATURES):
-        k = TOP_KS[best - len(TEMPERATURES)]
-        return "the most likely action each time" if k == 1 else f"top-k sampling with k near {k}"
-    t = TEMPERATURES[best]
-    if t > 1:
-        return f"a higher temperature (near {t:g})"
-    return f"a lower temperature (near {t:g}), top-k or top-p sampling"
 
 
 @dataclass
@@ -193,6 +184,7 @@ class PooledEvidence:
     def add(self, ratios: Tensor) -> Tensor:
         """Adds the log-ratios of a batch; returns the evidence for each alternative, nats."""
         self.n_batches += 1
+        # The stakes of all batches add up to 1, so the wealth is a martingale from the start.
         stake = -math.log(self.n_batches * (self.n_batches + 1) * N_ALTERNATIVES)
         wealth = torch.tensor([self.log_wealth, [stake] * N_ALTERNATIVES], dtype=torch.float64)
         evidence = (wealth.logsumexp(0) + ratios.cpu()).clamp_max(_MOST_WEALTH)

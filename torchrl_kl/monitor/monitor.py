@@ -17,16 +17,35 @@ from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.controllers.rules import KLController
 from torchrl_kl.controllers.statistics import KLStatistics
 from torchrl_kl.controllers.trajectories import OpenTrajectories
-from torchrl_kl.monitor import messages
 from torchrl_kl.monitor.diagnosis import PooledEvidence
-from torchrl_kl.monitor.messages import CONDITIONS, KLMessage
-from torchrl_kl.monitor.sampler_check import SamplerCheck, counted_steps
+from torchrl_kl.monitor.sampler_check import Finding, SamplerCheck, counted_steps
 
+CONDITIONS = (
+    "kl_above",
+    "kl_below",
+    "coeff_at_max",
+    "coeff_at_min",
+    "kl_not_finite",
+    "negative_noise",
+    "sampler_disagrees",
+)
 _BEYOND_CHANCE = math.log(1e6)  # nats: once in a million batches at most
 _ERRORS = 4  # standard errors that a mean KL must be from the target
 _ROUNDING = 1e-6  # nats per step: the KL of a policy that is still its reference
 
-Looks = dict[str, KLMessage | None]  # of what was looked for: None where it was not found
+Looks = dict[str, Finding | None]  # of what was looked for: None where it was not found
+
+
+@dataclass(frozen=True)
+class KLMessage:
+    """A condition that began to hold; `str` gives its text."""
+
+    condition: str  # one of CONDITIONS
+    text: str  # what is wrong and what to do
+    figures: Mapping[str, float]  # the numbers in the text, by name; KL in nats
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class ConditionCount(NamedTuple):
@@ -37,14 +56,6 @@ class ConditionCount(NamedTuple):
 
 
 @dataclass
-class _Condition:
-    batches: int = 0
-    episodes: int = 0
-    lasts: bool = False
-    absent: int = 0  # while it lasts, how often in a row it was looked for and not found
-
-
-@dataclass
 class _State:
     first_coeff: float
     n_batches: int = 0
@@ -52,13 +63,10 @@ class _State:
     pools: list[list[float]] = field(default_factory=list)
     k1_sums: list[float] = field(default_factory=list)
     evidence: PooledEvidence = field(default_factory=PooledEvidence)
-    conditions: dict[str, _Condition] = field(
-        default_factory=lambda: {name: _Condition() for name in CONDITIONS}
+    # Of each condition: batches and episodes in which it held; how often in a row it then did not.
+    conditions: dict[str, list[int]] = field(
+        default_factory=lambda: {name: [0, 0, 0] for name in CONDITIONS}
     )
-
-
-def _look(name: str, holds: bool, text: str, figures: dict[str, float]) -> Looks:
-    return {name: KLMessage(name, text, figures) if holds else None}
 
 
 class KLMonitor:
@@ -78,31 +86,30 @@ class KLMonitor:
 
     An episode ends when the monitor looked for its condition `window` times in a row in vain.
 
+    With `actor`, the log-probs are recomputed in every `check_every`-th batch and in each one with
+    a negative mean k1. Evidence on the actions is pooled over every `check_every`-th batch; over
+    all batches if the policy records the parameters of its distribution.
+
     You may rely on: while the actions are drawn from the policy, each test of the samples reports
     "sampler_disagrees" in a batch with a probability of at most 1e-6, however small or correlated
     the batch. Half of that is for the pooled evidence, wrong in at most one of 2 million runs,
     however long. You may not rely on it for frames of a random policy: begin after them.
 
-    With `actor`, the log-probs are recomputed without gradients, in every `check_every`-th batch
-    and in each one with a negative mean k1. Evidence is pooled over every `check_every`-th batch;
-    over all batches if the policy records the parameters of its distribution.
-
     State: `state_dict`, plain numbers. The sums of open trajectories are not saved.
 
     Keys:
-        reads ("next", keys.kl_estimate) if it is there, else ("next", keys.kl), to compare with the
-        target; ("next", keys.kl) as k1; with `actor` its in_keys, the action and its log-prob; done
-        flags, ("collector", "mask") and ("collector", "traj_ids").
+        reads ("next", keys.kl_estimate) or else ("next", keys.kl), for the target; ("next",
+        keys.kl) as k1; with `actor` its in_keys, the action and its log-prob; done flags,
+        ("collector", "mask") and ("collector", "traj_ids").
 
     Args:
         controller: the controller of the run, with its target and its bounds.
-        actor: the policy that is trained, to recompute log-probs.
+        actor: the policy that is trained.
         reference: `stack.reference`, for the exact KL where the mean k1 is negative.
         window: how many batches the mean KL is taken over.
         check_every: the log-probs are recomputed in one of so many batches.
         tolerance: nats by which a recomputed log-prob may differ; half precision needs about 0.05.
-        keys: the names of the entries, as given to the stack.
-        time_dim: the last batch dimension, if it is time and the batch does not name it "time".
+        keys, time_dim: as given to the stack.
 
     Raises:
         TypeError: if `controller` or `reference` has another type, or `actor` no distribution.
@@ -134,13 +141,11 @@ class KLMonitor:
         time_dim: int | None = None,
     ):
         if not isinstance(controller, KLController):
-            got = type(controller).__name__
-            raise TypeError(
-                f"`controller` must be a KLController, got {got}: use stack.controller."
-            )
+            got = f"got {type(controller).__name__}: use stack.controller."
+            raise TypeError(f"`controller` must be a KLController, {got}")
         if not isinstance(reference, FrozenActor | None):
-            got = type(reference).__name__
-            raise TypeError(f"`reference` must be a FrozenActor, got {got}: use `stack.reference`.")
+            got = f"got {type(reference).__name__}: use `stack.reference`."
+            raise TypeError(f"`reference` must be a FrozenActor, {got}")
         if reference is not None and actor is None:
             raise ValueError("`reference` needs `actor`: the exact KL is that of both.")
         for name, value in (("window", window), ("check_every", check_every)):
@@ -167,7 +172,10 @@ class KLMonitor:
             ValueError: if the steps of trajectories do not follow one another.
         """
         step = get_required(batch, "next", "pass a collector's batches, after the stack has run.")
-        kl = get_required(cast(TensorDictBase, step), self.keys.kl, messages.NO_KL).detach()
+        fix = "run the stack (or KLDivergenceTransform) first, or name it with "
+        fix += "`keys=KLKeys(kl=...)`."
+        # (*B, *F), nats; F is (1,), or more for agents.
+        kl = get_required(cast(TensorDictBase, step), self.keys.kl, fix).detach()
         counted = counted_steps(batch, kl)
         looks = self._look_finite(kl, counted) | self._look_target(batch, counted)
         looks |= self._look_coeff() | self._look_samples(batch, kl[counted].double())
@@ -177,8 +185,7 @@ class KLMonitor:
     @property
     def counts(self) -> dict[str, ConditionCount]:
         """For each condition, in how many batches it held and in how many episodes."""
-        conditions = self._state.conditions.items()
-        return {name: ConditionCount(it.batches, it.episodes) for name, it in conditions}
+        return {name: ConditionCount(*it[:2]) for name, it in self._state.conditions.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The window, the evidence, the episodes and the counts, as plain numbers."""
@@ -187,37 +194,40 @@ class KLMonitor:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues where another monitor was; a shorter window keeps the latest batches.
 
-        Raises:
-            KeyError: if the state is not that of a KLMonitor.
+        KeyError if the state is not that of a KLMonitor.
         """
         missing = sorted({part.name for part in fields(_State)} - set(state_dict))
         if missing:
             raise KeyError(f"`state_dict` lacks {missing}, got {sorted(state_dict)}.")
+        # A copy: the lists in it are appended to.
         state = copy.deepcopy(dict(state_dict))
         state["evidence"] = PooledEvidence(**state["evidence"])
-        state["conditions"] = {name: _Condition(**it) for name, it in state["conditions"].items()}
         self._state = _State(**state)
-        del self._state.pools[: -self.window], self._state.k1_sums[: -self.window]
 
     def _begun(self, looks: Looks) -> list[KLMessage]:
         """Counts what holds and returns what began; what was not looked for stays as it was."""
         begun = []
-        for name, message in looks.items():
-            condition = self._state.conditions[name]
-            if message is None:
-                condition.absent += 1
-                condition.lasts = condition.lasts and condition.absent < self.window
-                continue
-            condition.batches, condition.absent = condition.batches + 1, 0
-            if not condition.lasts:
-                condition.lasts, condition.episodes = True, condition.episodes + 1
-                begun.append(message)
+        for name, finding in looks.items():
+            batches, episodes, absent = self._state.conditions[name]
+            if finding is None:
+                absent += 1
+            else:
+                # The first time, or after a whole window in which it was looked for in vain.
+                if episodes == 0 or absent >= self.window:
+                    begun.append(KLMessage(name, *finding))
+                    episodes += 1
+                batches, absent = batches + 1, 0
+            self._state.conditions[name] = [batches, episodes, absent]
         return begun
 
     def _look_finite(self, kl: Tensor, counted: Tensor) -> Looks:
         n_bad, n_steps = int((counted & ~kl.isfinite()).sum()), int(counted.sum())
-        text = f"The KL of {n_bad} of {n_steps} steps is infinite or NaN. {messages.DO_FINITE}"
-        return _look("kl_not_finite", n_bad > 0, text, {"steps": n_bad, "count": n_steps})
+        text = (
+            f"The KL of {n_bad} of {n_steps} steps is infinite or NaN. They are left out of the "
+            "means here, and a controller refuses them. Look for actions that the reference gives "
+            "probability 0 (a mask of only one of the two) and for NaN in the logits."
+        )
+        return {"kl_not_finite": (text, {"steps": n_bad, "count": n_steps}) if n_bad else None}
 
     def _look_target(self, batch: TensorDictBase, counted: Tensor) -> Looks:
         target, unit, pools = self.controller.target, self.controller.per, self._state.pools
@@ -227,6 +237,7 @@ class KLMonitor:
         pool = KLStatistics().add(measured[measured.isfinite()])
         pools.append([buffer.item() for buffer in pool.buffers()])
         del pools[: -self.window]
+        # Sums and counts add up: pooled like this, a batch weighs as much as it has values.
         for buffer, values in zip(pool.buffers(), zip(*pools, strict=True), strict=True):
             buffer.fill_(sum(values))
         if len(pools) < self.window or pool.count == 0:
@@ -242,16 +253,18 @@ class KLMonitor:
         # The standard errors keep out windows that pass the factor of 2 by chance.
         above = mean > 2 * target and mean - _ERRORS * error > target
         below = mean < 0.5 * target and mean + _ERRORS * error < target
+        # A coefficient at a bound may have been updated and not have moved.
         at_bound = not self.controller.min_coeff < coeff < self.controller.max_coeff
         moved = coeff != self._state.first_coeff or at_bound
-        advice = (messages.DO_ABOVE, messages.DO_BELOW) if moved else (messages.DO_UPDATE,) * 2
-        looks = _look("kl_above", above, text + advice[0], figures)
-        return looks | _look("kl_below", below, text + advice[1], figures)
+        return {
+            "kl_above": (text + (_ABOVE if moved else _NOT_UPDATED), figures) if above else None,
+            "kl_below": (text + (_BELOW if moved else _NOT_UPDATED), figures) if below else None,
+        }
 
     def _measured(self, batch: TensorDictBase, counted: Tensor) -> Tensor:
-        """The KL in the controller's unit: of the steps, or of the trajectories that finished."""
-        step = cast(TensorDictBase, batch.get("next"))
-        key = self.keys.kl_estimate
+        """The KL in the controller's unit, (N,): of the steps, or of the finished trajectories."""
+        step, key = cast(TensorDictBase, batch.get("next")), self.keys.kl_estimate
+        # A stack with the estimator k1 writes no estimate; one that the user names must be there.
         if not self._needs_estimate and step.get(key, None) is None:
             key = self.keys.kl
         measured = get_required(step, key, "name it with `keys=KLKeys(kl_estimate=...)`.").detach()
@@ -263,39 +276,89 @@ class KLMonitor:
                 f"{tuple(batch.batch_size)} without a time dimension: name the last one 'time', "
                 "pass `time_dim`, do not flatten the batch, or use per='step'."
             )
+        # A trajectory that began in an earlier batch is summed from there on.
         done_key = find_done(step, self.keys.done, named=self.keys.done_named)
         mask = batch.get(MASK_KEY, None)
         return sum_trajectories(batch, measured, mask, done_key, self._open_trajectories).finished
 
     def _look_coeff(self) -> Looks:
-        controller, looks = self.controller, {}
-        coeff, high, low = controller.coeff.item(), controller.max_coeff, controller.min_coeff
+        coeff, bounds = self.controller.coeff.item(), self.controller
+        low, high = bounds.min_coeff, bounds.max_coeff  # 0 and inf where there are none
         figures = {"coeff": coeff}
-        if 0 < high < math.inf:
-            looks |= _look("coeff_at_max", coeff >= high, messages.AT_MAX.format(high), figures)
-        if 0 < low < math.inf:
-            looks |= _look("coeff_at_min", coeff <= low, messages.AT_MIN.format(low), figures)
-        return looks
+        at_max = (
+            f"The coefficient is at its upper bound, max_coeff = {high:g}: it cannot rise further. "
+            "Raise `max_coeff`, or reduce the scale of the reward"
+        )
+        at_min = (
+            f"The coefficient is at its lower bound, min_coeff = {low:g}: it cannot fall further. "
+            "If the KL is far below the target, lower the target. Lower `min_coeff` if the scale "
+            "of the reward is small"
+        )
+        unit = ": the coefficient is in reward per nat."
+        return {
+            "coeff_at_max": (at_max + unit, figures) if coeff >= high else None,
+            "coeff_at_min": (at_min + unit, figures) if low > 0 and coeff <= low else None,
+        }
 
     def _look_samples(self, batch: TensorDictBase, k1: Tensor) -> Looks:
-        """Whether the samples can be the policy's; k1: of the steps that count, flat."""
+        """Whether the samples can be the policy's; k1: of the steps that count, (N,)."""
         total, state = k1.nan_to_num(math.inf, math.inf).sum().item(), self._state
         state.k1_sums.append(total)
         del state.k1_sums[: -self.window]
+        # The actor is evaluated in its turn, and where the samples look wrong.
         negative = total < -_ROUNDING * k1.numel()
         due = self._check is not None and state.n_batches % self.check_every == 0
-        fault = noise = exact_kl = None
+        fault = exact_kl = None
         if self._check is not None:
             fault, exact_kl = self._check.report(batch, state.evidence, due=due, negative=negative)
-        if fault is None and negative:
-            text, figures = messages.k1_figures(k1, exact_kl)
-            noise = KLMessage("negative_noise", text + messages.DO_NOISE, figures)
-            # E[exp(-sum of k1)] = E_pi[product of pi_ref / pi] <= 1 on the policy's own actions,
-            # so that a sum below -a has a probability of at most exp(-a).
-            if max(-total, -sum(state.k1_sums)) >= _BEYOND_CHANCE:
-                advice = messages.ASK_ACTOR if self._check is None else messages.OTHER_POLICY
-                fault, noise = KLMessage("sampler_disagrees", text + advice, figures), None
-        looks: Looks = {"negative_noise": noise}
+        looks: Looks = {"negative_noise": None}
         if fault is not None or negative or due:
             looks["sampler_disagrees"] = fault
+        if fault is not None or not negative:
+            return looks
+        mean, count = k1.mean().item(), k1.numel()
+        figures = {"kl": mean, "count": count}
+        error = f" +- {k1.std().item() / math.sqrt(count):.2g}" if count > 1 else ""
+        text = f"The mean k1 of this batch is {mean:.3g}{error} nats over {count} steps"
+        if exact_kl is not None:
+            figures["exact_kl"] = exact_kl
+            text += f" (the exact KL on the same states is {exact_kl:.3g})"
+        # E[exp(-sum of k1)] = E_pi[product of pi_ref / pi] <= 1 on the policy's own actions, so
+        # that a sum below -a has a probability of at most exp(-a).
+        if max(-total, -sum(state.k1_sums)) >= _BEYOND_CHANCE:
+            text += ". This occurs by chance in at most one of a million batches. "
+            text += _ASK_ACTOR if self._check is None else _OTHER_POLICY
+            looks["sampler_disagrees"] = text, figures
+        else:
+            looks["negative_noise"] = f"{text}. {_NOISE}", figures
         return looks
+
+
+_ABOVE = (
+    "The controller raises the coefficient until the KL comes down. If it does not, let the "
+    "controller move faster (a smaller `horizon`, a larger `gain`) and make each policy update "
+    "smaller (a lower learning rate, fewer epochs per batch)."
+)
+_BELOW = (
+    "The controller lowers the coefficient until the KL comes up. Near the reference, in the first "
+    "batches, this is normal. If the KL stays low, let the controller move faster; with a "
+    "coefficient near 0 the reward asks for no more divergence: lower the target."
+)
+_NOT_UPDATED = (
+    "The controller has not been updated yet. An update waits for `update_every` finished "
+    "trajectories (steps with per='step'): lower `update_every`, and check that trajectories reach "
+    "`done` and that the stack is not frozen."
+)
+_NOISE = (
+    "This is sampling noise and not a bug: k1 takes either sign and only its mean is the KL. Do "
+    'not clamp it: use estimator="k3" or "exact", which are never negative, or pool more steps.'
+)
+_ASK_ACTOR = (
+    "The sampler and the actor disagree: actions are not drawn from the distribution whose "
+    "log-probs are recorded (temperature, top-k, masked actions). Pass `actor=`, so that the "
+    "monitor can look for the cause."
+)
+_OTHER_POLICY = (
+    "The recorded log-probs are the actor's, but the actions seem to come from another policy: "
+    "samples of the reference, demonstrations, or others that were scored again?"
+)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Distribution
 from torchrl.modules import set_recurrent_mode
 
@@ -15,9 +17,10 @@ from torchrl_kl import _tensordict as td
 from torchrl_kl.actors import reading
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.functional.estimators import kl_exact
-from torchrl_kl.monitor import diagnosis, messages
+from torchrl_kl.monitor import diagnosis
 from torchrl_kl.monitor.diagnosis import PooledEvidence
-from torchrl_kl.monitor.messages import KLMessage
+
+Finding = tuple[str, dict[str, float]]  # what is wrong and what to do; the numbers in it, by name
 
 _BEYOND_CHANCE = math.log(2e6)  # nats: half of 1e-6 for the batch, half for the pooled evidence
 _TABLE_SIZE = 2**23  # numbers in a table of log-probs, 64 MiB: many actions, fewer steps
@@ -33,38 +36,35 @@ class _Table(NamedTuple):
 
 def counted_steps(batch: TensorDictBase, values: Tensor) -> Tensor:
     """True where a step is not padding, the shape of `values`."""
-    mask = batch.get(td.MASK_KEY, None)
-    if mask is None:
-        return torch.ones_like(values, dtype=torch.bool)
-    return td.expand_right(mask, values.shape)
+    every = torch.ones((), dtype=torch.bool, device=values.device)
+    return td.expand_right(batch.get(td.MASK_KEY, every), values.shape)
 
 
+@dataclass
 class SamplerCheck:
     """Compares the recorded log-probs with the actor's, and the actions with what it draws."""
 
-    def __init__(
-        self,
-        actor: nn.Module,
-        reference: FrozenActor | None,
-        log_prob_key: NestedKey | list[NestedKey] | None,
-        tolerance: float,  # nats
-        time_dim: int | None,
-    ):
-        reading.check_actor(actor)
-        self.actor: Any = actor
-        self.reference, self.tolerance, self.time_dim = reference, tolerance, time_dim
-        self.recorded = td.LogProbKeys(log_prob_key or reading.find_log_prob_keys(actor))
+    actor: Any
+    reference: FrozenActor | None
+    log_prob_key: NestedKey | list[NestedKey] | None
+    tolerance: float  # nats
+    time_dim: int | None
+
+    def __post_init__(self):
+        reading.check_actor(self.actor)
+        log_prob_key = self.log_prob_key or reading.find_log_prob_keys(self.actor)
+        self.recorded = td.LogProbKeys(log_prob_key)
         self.action_keys = self.actor.dist_sample_keys
-        self._reads = [*reading.read_keys(actor), *self.action_keys]
+        self._reads = [*reading.read_keys(self.actor), *self.action_keys]
         try:
-            self._dist_module = reading.dist_module_of(actor)
+            self._dist_module = reading.dist_module_of(self.actor)
         except ValueError:  # several distributions: they have no table of actions
             self._dist_module = None
 
     @torch.no_grad()
     def report(
         self, batch: TensorDictBase, pooled: PooledEvidence, *, due: bool, negative: bool
-    ) -> tuple[KLMessage | None, float | None]:
+    ) -> tuple[Finding | None, float | None]:
         """What speaks against the samples of a batch (*B), and the exact KL where it is computed.
 
         The actor is evaluated if it is this batch's turn (`due`) or the mean k1 is `negative`. The
@@ -72,27 +72,31 @@ class SamplerCheck:
         """
         for key in self.action_keys:
             td.get_required(batch, key, "`actor` must be the policy that drew this batch.")
-        recorded = self.recorded.require(batch).double()
+        recorded = self.recorded.require(batch).double()  # (*B), as all that follows
         counted = counted_steps(batch, recorded)
         recorded_dist = self._dist(batch)
-        if not (due or negative):
-            table = self._table(recorded_dist, batch, recorded, counted)
-            return self._unlike_actor(table, pooled), None
-        inputs = batch.select(*self._reads, strict=False)
-        timed = td.find_time_dim(batch, self.time_dim) is not None
-        score = reading.log_prob_of_actions
-        with set_recurrent_mode(timed):
-            scored = score(self.actor, inputs, self.action_keys, self.recorded).double()
-        dist = self._dist(inputs)
+        scored, dist, gap = recorded, recorded_dist, recorded.new_zeros(0)
+        evaluate = due or negative
+        timed = evaluate and td.find_time_dim(batch, self.time_dim) is not None
+        if evaluate:
+            inputs = batch.select(*self._reads, strict=False)
+            score = reading.log_prob_of_actions
+            with set_recurrent_mode(timed):
+                scored = score(self.actor, inputs, self.action_keys, self.recorded).double()
+            dist, gap = self._dist(inputs), (recorded - scored)[counted]
         table = self._table(dist, batch, scored, counted)
-        fault = self._unlike_recorded(batch, recorded, scored, counted, table)
         # A batch that is checked only for its negative mean is not pooled: its content chose it.
         pools = due or recorded_dist is not None
+        fault = self._unlike_recorded(batch, recorded, gap, table)
         fault = fault or self._unlike_actor(table, pooled if pools else None)
-        if fault is not None or not negative or self.reference is None:
-            return fault, None
-        ref_dist = self.reference.get_dist(batch, timed=timed)
-        return None, _mean_kl(dist, ref_dist, counted)
+        exact_kl = None
+        if fault is None and negative and self.reference is not None:
+            ref_dist = self.reference.get_dist(batch, timed=timed)
+            # A TypeError or ValueError means that no closed form is known.
+            with contextlib.suppress(TypeError, ValueError):
+                kl = td.sum_action_dims(kl_exact(cast(Distribution, dist), ref_dist), counted.shape)
+                exact_kl = kl.double()[counted].mean().item()
+        return fault, exact_kl
 
     def _dist(self, params: TensorDictBase) -> Distribution | None:
         """The distribution from parameters that the actor wrote; None where they are missing."""
@@ -109,7 +113,7 @@ class SamplerCheck:
     ) -> _Table | None:
         """What the policy could have drawn, and drew; None unless one categorical action a step."""
         try:
-            log_probs = reading.categorical_log_probs(cast(Distribution, dist))
+            log_probs = reading.categorical_log_probs(cast(Distribution, dist))  # (*B, V)
         except TypeError:
             return None
         if log_probs.shape[:-1] != counted.shape:
@@ -126,27 +130,25 @@ class SamplerCheck:
         return _Table(log_probs, action, index)
 
     def _unlike_recorded(
-        self,
-        batch: TensorDictBase,
-        recorded: Tensor,
-        scored: Tensor,
-        counted: Tensor,
-        table: _Table | None,
-    ) -> KLMessage | None:
-        gap = (recorded - scored)[counted]
+        self, batch: TensorDictBase, recorded: Tensor, gap: Tensor, table: _Table | None
+    ) -> Finding | None:
+        """Recorded log-probs (*B) that are not the actor's by `gap` (N,), nats, and why."""
         differs = ~(gap.abs() <= self.tolerance)  # NaN differs
         if not bool(differs.any()):
             return None
         share = differs.double().mean().item()
         largest = gap.abs().nan_to_num(math.inf, math.inf).max().item()
-        cause = messages.NO_TABLE
+        cause = (
+            "Do both use the same temperature, bounds, masks and weights? An action at the bound "
+            "of a squashed distribution (TanhNormal) loses its log-prob to rounding."
+        )
         if table is not None:
             log_probs, action, index = table
-            shape = (*counted.shape, log_probs.shape[-1])
-            entries = batch.exclude("next").items(True, True)
+            shape = (*recorded.shape, log_probs.shape[-1])
+            # Any boolean entry with a number for each action may be the sampler's mask.
             masks = {
                 repr(key): value.flatten(0, -2)[index]
-                for key, value in entries
+                for key, value in batch.exclude("next").items(True, True)
                 if value.shape == shape and value.dtype == torch.bool
             }
             values = recorded.flatten()[index]
@@ -158,15 +160,14 @@ class SamplerCheck:
             f"{gap.numel()} steps. {cause} Until this is repaired, the KL is that of another "
             "policy than the one that is trained."
         )
-        return KLMessage("sampler_disagrees", text, {"share": share, "largest_difference": largest})
+        return text, {"share": share, "largest_difference": largest}
 
-    def _unlike_actor(
-        self, table: _Table | None, pooled: PooledEvidence | None
-    ) -> KLMessage | None:
+    def _unlike_actor(self, table: _Table | None, pooled: PooledEvidence | None) -> Finding | None:
         """Actions that the actor did not draw, by this batch alone or by all that were pooled."""
         if table is None:
             return None
         ratios = diagnosis.log_ratios(table.log_probs, table.action)
+        # Each alternative has the same share of the bet, so together they have a mean of 1.
         evidence, where = ratios - math.log(len(ratios)), "this batch"
         if pooled is not None:
             together = pooled.add(ratios)
@@ -175,7 +176,7 @@ class SamplerCheck:
         nats = evidence.logsumexp(-1).item()
         if nats < _BEYOND_CHANCE:
             return None
-        sampler = diagnosis.describe_sampler(evidence)
+        sampler = diagnosis.SAMPLERS[int(evidence.argmax())]
         text = (
             "The sampler and the actor disagree: the recorded log-probs are the actor's, but the "
             f"actions were not drawn from it. They look like {sampler}: by chance {where} would "
@@ -183,15 +184,4 @@ class SamplerCheck:
             "the distribution whose log-probs are recorded (temperature 1, no top-k, "
             "ExplorationType.RANDOM), or record those of the one that is sampled."
         )
-        return KLMessage("sampler_disagrees", text, {"evidence": nats})
-
-
-def _mean_kl(dist: Distribution | None, ref_dist: Distribution, counted: Tensor) -> float | None:
-    """The exact KL, nats per step; None where no closed form is known."""
-    if dist is None:
-        return None
-    try:
-        kl = td.sum_action_dims(kl_exact(dist, ref_dist), counted.shape)
-    except (TypeError, ValueError):  # no KL is known for the pair, or the bijections differ
-        return None
-    return kl.double()[counted].mean().item()
+        return text, {"evidence": nats}
