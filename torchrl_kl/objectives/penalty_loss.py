@@ -156,6 +156,9 @@ class KLPenaltyLoss(LossModule):
         self.weights: Weights = weights or ("trajectory" if gradient == "sequence" else "step")
         self.reduction: Reduction = reduction
         self.time_dim, self.allow_penalized_reward = time_dim, allow_penalized_reward
+        self._reads_trajectories = gradient == "sequence" or self.weights == "trajectory"
+        self._reads_actions = self._reads_trajectories or gradient != "step"
+        self._options = f"gradient={gradient!r} with weights={self.weights!r}"
         self.set_keys(action=actions[0], sample_log_prob=self.reference.log_prob_key)
 
     @property
@@ -206,15 +209,23 @@ class KLPenaltyLoss(LossModule):
         penalty = torch.where(coeff == 0, 0.0, coeff * value)
         loss_kl, kl = _reduce(penalty, mask, self.reduction), _reduce(kl, mask, "mean")
         out = TensorDict(loss_kl=loss_kl, kl=kl, kl_coeff=coeff.detach().clone())
-        return out if self.loss is None else _join(self.loss(tensordict), out)
+        if self.loss is None:
+            return out
+        others = self.loss(tensordict)
+        if taken := sorted(set(out.keys()) & set(others.keys())):
+            raise ValueError(
+                f"`loss` writes {taken} too, which KLPenaltyLoss would overwrite: call the two "
+                "losses one after the other."
+            )
+        return others.update(out)
 
     @torch.no_grad()
     def update_controller(self, tensordict: TensorDictBase) -> float:
         """Updates the controller, once, with the KL measured on a batch; returns the coefficient.
 
         Call it once per batch, before the updates on it: the KL is then that of the policy that
-        acted. It is the `kl` of `forward`: of each valid step of (*B) for a controller that counts
-        steps; else summed over the trajectories of (*R, T) that are now complete, which may come in
+        acted. It is the `kl` of `forward`: of each valid step for a controller that counts steps;
+        else summed over the trajectories of (*R, T) that are now complete, which may come in
         pieces: a row continues the one that has its id and was left in the state where it begins.
         Without a complete trajectory, or with only one and a deadband, the coefficient waits.
 
@@ -235,19 +246,11 @@ class KLPenaltyLoss(LossModule):
         return self.controller.coeff.item()
 
     @property
-    def _reads_trajectories(self) -> bool:
-        return self.gradient == "sequence" or self.weights == "trajectory"
-
-    @property
-    def _reads_actions(self) -> bool:
-        return self._reads_trajectories or self.gradient != "step"
-
-    @property
     def _done_key(self) -> NestedKey:
         return unravel_key(("next", *as_tuple(self.tensor_keys.done)))
 
     def _terms(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
-        """What is minimised, before the coefficient, the measured KL, and the mask; (*B) each."""
+        """What is minimised, before the coefficient, the measured KL, and the mask."""
         mask = self._mask(tensordict)
         action_key, batch_size = self.tensor_keys.action, tensordict.batch_size
         if mask is not None:
@@ -260,7 +263,7 @@ class KLPenaltyLoss(LossModule):
             ends = self._ends(tensordict, mask) if self._reads_trajectories else None
             steps = steps._replace(action=action, recorded=recorded, ends=ends)
         value, kl = steps.terms(self.gradient, self.weights)
-        # With agents these are sums over them, as for one actor with all their actions.
+        # (*B) each. With agents they are sums over them, as for one actor with all their actions.
         n_agents = holder_batch_size(tensordict, action_key)[len(batch_size) :].numel()
         mask = torch.ones_like(kl, dtype=torch.bool) if mask is None else mask
         return value / n_agents, kl.detach() / n_agents, mask
@@ -282,12 +285,9 @@ class KLPenaltyLoss(LossModule):
         # TorchRL runs all losses in recurrent mode, which takes shuffled steps for one trajectory.
         with weights, set_recurrent_mode(timed):
             policy = network.get_dist(inputs)
-        with torch.no_grad():  # a shared reference may receive gradients elsewhere
+        # A shared reference may receive gradients elsewhere.
+        with torch.no_grad():
             return policy, self.reference.get_dist(tensordict, timed=timed)
-
-    @property
-    def _options(self) -> str:
-        return f"gradient={self.gradient!r} with weights={self.weights!r}"
 
     def _require_time(self, tensordict: TensorDictBase, what: str) -> None:
         """ValueError unless a dimension of the batch is known to be time."""
@@ -305,10 +305,12 @@ class KLPenaltyLoss(LossModule):
             ends = expand_right(self._done(tensordict), tensordict.batch_size)
         else:
             ids = ids.reshape(tensordict.batch_size)
+            # A row (T,) ends with a trajectory; before that one ends where the id changes.
             ends = torch.ones_like(ids, dtype=torch.bool)
             ends[..., :-1] = ids[..., 1:] != ids[..., :-1]
         if tensordict.get("next", None) is not None:
             padded = torch.zeros_like(ends) if mask is None else ~mask
+            # (*R, T - 1): between a step and the next one.
             may_differ = (ends | padded)[..., :-1] | padded[..., 1:]
             fix = f"{self._options} adds up along trajectories. Shuffle whole rows, not steps."
             require_order(tensordict, self.actor_network.in_keys, may_differ, fix)
@@ -334,7 +336,8 @@ class KLPenaltyLoss(LossModule):
 def _finite_padding(
     tensordict: TensorDictBase, mask: Tensor, keys: Iterable[NestedKey]
 ) -> TensorDictBase:
-    """A shallow copy with 0 for NaN and inf on padding: times a gradient of 0 they would be NaN."""
+    """A shallow copy with 0 for NaN and inf on padding."""
+    # Times a gradient of 0 they would be NaN.
     tensordict = tensordict.copy()
     for key in keys:
         value = tensordict.get(key, None)
@@ -350,14 +353,3 @@ def _reduce(values: Tensor, mask: Tensor, reduction: Reduction) -> Tensor:
         return values
     total = values.sum()
     return total if reduction == "sum" else total / mask.sum().clamp_min(1)
-
-
-def _join(outputs: TensorDictBase, own: TensorDictBase) -> TensorDictBase:
-    """Both outputs in one; ValueError where one would overwrite the other."""
-    taken = sorted(set(own.keys()) & set(outputs.keys()))
-    if taken:
-        raise ValueError(
-            f"`loss` writes {taken} too, which KLPenaltyLoss would overwrite: call the two losses "
-            "one after the other."
-        )
-    return outputs.update(own)
