@@ -173,8 +173,7 @@ def test_a_budget_that_is_not_a_number_is_refused(budget):
 def test_rewards_of_another_shape_are_refused(shape):
     message = re.escape(
         "`rewards` must be the rewards (N,) of samples, or (P, S) of S samples of each of P "
-        "prompts, not empty, got "
-        f"shape {shape}."
+        f"prompts, not empty, got shape {shape}."
     )
     with pytest.raises(ValueError, match=f"^{message}$"):
         coeff_for_budget(torch.zeros(shape), 0.1)

@@ -421,10 +421,8 @@ class TestRefusals:
     def test_a_pair_without_a_kl_is_named(self, policy, reference, names):
         message = self.message(
             "`policy` and `reference` must be a pair of distributions with a registered KL "
-            "divergence, got "
-            f"{names[0]} and {names[1]}: register one with `torch.distributions.register_kl`, or "
-            f"estimate it from "
-            "samples with `kl_k1`."
+            f"divergence, got {names[0]} and {names[1]}: register one with "
+            "`torch.distributions.register_kl`, or estimate it from samples with `kl_k1`."
         )
         with pytest.raises(TypeError, match=message):
             kl_exact(policy, reference)
@@ -437,9 +435,8 @@ class TestRefusals:
     def test_two_bijections(self, kwargs, ref_kwargs, normals):
         message = self.message(
             "`policy` and `reference` must share one bijection, got "
-            "TanhNormal(Independent(Normal)) and "
-            "TanhNormal(Independent(Normal)) with different transforms: give both the same "
-            "parameters."
+            "TanhNormal(Independent(Normal)) and TanhNormal(Independent(Normal)) with different "
+            "transforms: give both the same parameters."
         )
         with pytest.raises(ValueError, match=message):
             kl_exact(TanhNormal(*normals[0], **kwargs), TanhNormal(*normals[1], **ref_kwargs))
@@ -468,15 +465,13 @@ class TestRefusals:
             kl_exact(D.Normal(*loc_and_scale(4, 3)), D.Normal(*loc_and_scale(3)))
         message = (
             "`policy` and `reference` must have the same event_shape, got (2,) of "
-            "MultivariateNormal and (1,) of "
-            "MultivariateNormal: "
+            "MultivariateNormal and (1,) of MultivariateNormal: "
         )
         with pytest.raises(ValueError, match=self.message(message + text)):
             kl_exact(*(D.MultivariateNormal(torch.zeros(3, n), torch.eye(n)) for n in (2, 1)))
         message = (
             "`policy` and `reference` must have the same number of actions, got 4 of Categorical "
-            "and 2 of "
-            "OneHotCategorical: "
+            "and 2 of OneHotCategorical: "
         )
         with pytest.raises(ValueError, match=self.message(message + text)):
             kl_exact(
@@ -488,9 +483,8 @@ class TestRefusals:
     )
     def test_a_mask_that_does_not_fit(self, mask, normals):
         message = self.message(
-            f"`mask` must be boolean of the shape of the batch shape of `policy`, (4,), got "
-            f"{mask.dtype} of shape "
-            f"{tuple(mask.shape)}: True marks the steps that count."
+            "`mask` must be boolean of the shape of the batch shape of `policy`, (4,), got "
+            f"{mask.dtype} of shape {tuple(mask.shape)}: True marks the steps that count."
         )
         with pytest.raises(ValueError, match=message):
             kl_exact(*(IndependentNormal(*x) for x in normals), mask=mask)

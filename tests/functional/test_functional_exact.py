@@ -280,8 +280,7 @@ class TestRefusals:
     def test_logits_need_a_dimension_of_actions(self):
         message = re.escape(
             "`policy` and `reference` must have their actions in the last dimension, got tensors "
-            "without dimensions: "
-            "for the log-probability of one action use `kl_k1`."
+            "without dimensions: for the log-probability of one action use `kl_k1`."
         )
         with pytest.raises(ValueError, match=f"^{message}$"):
             kl_exact(torch.zeros(()), torch.zeros(()))
@@ -319,9 +318,8 @@ class TestRefusals:
     )
     def test_a_mask_that_does_not_fit_logits(self, mask):
         message = re.escape(
-            f"`mask` must be boolean of the shape of `policy` without its last dimension, (4,), "
-            f"got {mask.dtype} of "
-            f"shape {tuple(mask.shape)}: True marks the steps that count."
+            "`mask` must be boolean of the shape of `policy` without its last dimension, (4,), "
+            f"got {mask.dtype} of shape {tuple(mask.shape)}: True marks the steps that count."
         )
         with pytest.raises(ValueError, match=f"^{message}$"):
             kl_exact(torch.zeros(4, 3), torch.zeros(4, 3), mask=mask)
