@@ -1,6 +1,7 @@
 """The estimators against enumeration: values, gradients, masks, and infinity."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.testing import assert_close
 
 from torchrl_kl.functional.estimators import ESTIMATORS, kl_k1, kl_k2, kl_k3
 
+assert_equal = partial(assert_close, rtol=0, atol=0)
 EPS32 = torch.finfo(torch.float32).eps
 
 each = pytest.mark.parametrize(
@@ -94,12 +96,7 @@ class TestValues:
     def test_equal_log_probs_give_zero(self):
         log_prob = random_logits(5).log_softmax(-1)
         for estimator in ESTIMATORS.values():
-            assert_close(
-                estimator(log_prob, log_prob.clone()),
-                torch.zeros(5, dtype=torch.float64),
-                rtol=0,
-                atol=0,
-            )
+            assert_equal(estimator(log_prob, log_prob.clone()), torch.zeros(5, dtype=torch.float64))
 
     def test_they_are_found_by_name(self):
         assert {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3} == ESTIMATORS
@@ -151,13 +148,13 @@ class TestMasks:
             tensor[~mask] = hidden
         clean, dirty = ([tensor.requires_grad_() for tensor in pair] for pair in (clean, dirty))
         value, plain = estimator(*dirty, mask=mask), estimator(*clean)
-        assert_close(value, torch.where(mask, plain, 0.0), rtol=0, atol=0)
+        assert_equal(value, torch.where(mask, plain, 0.0))
         gradients = torch.autograd.grad(value.sum(), dirty)
         for gradient, truth in zip(
             gradients, torch.autograd.grad(plain[mask].sum(), clean), strict=True
         ):
             assert truth[mask].any()
-            assert_close(gradient, truth, rtol=0, atol=0)
+            assert_equal(gradient, truth)
 
     @each
     def test_what_a_mask_shows_is_not_repaired(self, estimator):
@@ -171,13 +168,8 @@ class TestMasks:
         log_prob, ref_log_prob = random_logits(2, 4, 3)
         value = estimator(log_prob, ref_log_prob)
         everything = torch.ones(4, 3, dtype=torch.bool)
-        assert_close(estimator(log_prob, ref_log_prob, mask=everything), value, rtol=0, atol=0)
-        assert_close(
-            estimator(log_prob, ref_log_prob, mask=~everything),
-            torch.zeros_like(value),
-            rtol=0,
-            atol=0,
-        )
+        assert_equal(estimator(log_prob, ref_log_prob, mask=everything), value)
+        assert_equal(estimator(log_prob, ref_log_prob, mask=~everything), torch.zeros_like(value))
 
     @each
     @pytest.mark.parametrize(
@@ -248,4 +240,4 @@ class TestShapesAndTypes:
         log_prob, ref_log_prob = torch.tensor([-1.0, -math.inf]), torch.tensor([-math.inf, -2.0])
         before = log_prob.clone(), ref_log_prob.clone()
         estimator(log_prob, ref_log_prob, mask=torch.tensor([True, False]))
-        assert_close((log_prob, ref_log_prob), before, rtol=0, atol=0)
+        assert_equal((log_prob, ref_log_prob), before)
