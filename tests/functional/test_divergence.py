@@ -157,9 +157,8 @@ class TestCategorical:
         policy, reference = (x.clone().requires_grad_() for x in logits)
         kl = kl_exact(kind(logits=policy, mask=possible), kind(logits=reference, mask=possible))
         assert_near(kl, self.truth(policy[:, possible], reference[:, possible]))
-        for gradient in torch.autograd.grad(
-            kl.sum(), [policy, reference]
-        ):  # NaN with the registered KL
+        # NaN with the registered KL.
+        for gradient in torch.autograd.grad(kl.sum(), [policy, reference]):
             assert gradient.isfinite().all()
             assert (gradient[:, possible] != 0).all()
             assert (gradient[:, ~possible] == 0).all()
@@ -204,9 +203,8 @@ class TestCategorical:
         rare = torch.tensor([1 - 1e-12, 1e-12])
         kl = kl_exact(D.Categorical(logits=torch.zeros(2)), D.Categorical(probs=rare))
         assert_close(kl, torch.tensor(0.5 * -math.log(1e-12) - math.log(2)))
-        rare = torch.tensor(
-            [0.0, -200.0]
-        )  # zero as a float32 probability, and inf with the registered KL
+        # Zero as a float32 probability, and inf with the registered KL.
+        rare = torch.tensor([0.0, -200.0])
         kl = kl_exact(D.Categorical(logits=torch.zeros(2)), D.Categorical(logits=rare))
         assert_close(kl, torch.tensor(100 - math.log(2)))
 
@@ -262,9 +260,8 @@ class TestMasks:
         for gradient in torch.autograd.grad(value.sum(), parameters):
             assert (gradient[~self.mask] == 0).all()
             assert (gradient[self.mask] != 0).all()
-        assert (
-            policy.base_dist.loc.isfinite().all(-1) == self.mask
-        ).all()  # the policy itself is not written to
+        # The policy itself is not written to.
+        assert (policy.base_dist.loc.isfinite().all(-1) == self.mask).all()
 
     def test_a_pair_of_two_kinds(self, hidden):
         loc = torch.where(self.mask, randn(4), hidden)
@@ -443,9 +440,8 @@ class TestRefusals:
             "`policy` and `reference` must share a bijection, got TransformedDistribution(Normal), "
             "which maps several points to one: the KL of the bases is then only an upper bound."
         )
-        with pytest.raises(
-            ValueError, match=message
-        ):  # both are the same distribution: the KL is 0, not 2
+        # Both are the same distribution: the KL is 0, not 2.
+        with pytest.raises(ValueError, match=message):
             kl_exact(*folded)
 
     def test_batch_shapes_event_shapes_and_numbers_of_actions_are_not_broadcast(self):

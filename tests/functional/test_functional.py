@@ -1,4 +1,4 @@
-"""The estimators against enumeration: values, gradients, masks, and infinity."""
+"""The estimators beyond their laws: values, precision, masks, and infinity."""
 
 import math
 from functools import partial
@@ -33,13 +33,6 @@ def true_kl(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 class TestValues:
-    @pytest.mark.parametrize("estimator", [kl_k1, kl_k3], ids=["k1", "k3"])
-    def test_the_mean_of_k1_and_k3_is_the_kl_of_the_policy_from_the_reference(self, estimator):
-        policy, reference = random_logits(50, 7), random_logits(50, 7)
-        kl = true_kl(policy, reference)
-        assert (kl - true_kl(reference, policy)).abs().min() > 1e-3  # the direction shows
-        assert_close(expected(estimator, policy, reference), kl, rtol=1e-12, atol=1e-12)
-
     def test_k3_misses_the_references_mass_outside_the_policys_support(self):
         policy, reference = random_logits(50, 7), random_logits(50, 7)
         policy[:, :2] = -torch.inf
@@ -72,9 +65,8 @@ class TestValues:
             (expected(kl_k2, logits, reference) / true_kl(logits, reference) - 1).abs().max()
             for logits in (reference + 1e-2 * direction, reference + 1e-3 * direction)
         )
-        assert (
-            0 < near < far / 9 < 0.1
-        )  # the relative error is of first order: ten times nearer, ten times smaller
+        # The relative error is of first order: ten times nearer, ten times smaller.
+        assert 0 < near < far / 9 < 0.1
 
     def test_k2_and_k3_are_never_negative_and_k1_is_so_about_half_of_the_time(self):
         log_ratio = torch.randn(1_000_000) * 10 ** (-8 * torch.rand(1_000_000))
@@ -100,38 +92,6 @@ class TestValues:
 
     def test_they_are_found_by_name(self):
         assert {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3} == ESTIMATORS
-
-
-class TestExpectedGradients:
-    """As a loss on actions drawn from the policy: k1 gives 0, k2 the KL, k3 the other KL."""
-
-    def gradient(self, loss, policy: torch.Tensor) -> torch.Tensor:
-        policy = policy.clone().requires_grad_()
-        return torch.autograd.grad(loss(policy).sum(), policy)[0]
-
-    @pytest.fixture
-    def policy(self) -> torch.Tensor:
-        return random_logits(50, 7)
-
-    @pytest.fixture
-    def reference(self) -> torch.Tensor:
-        return random_logits(50, 7)
-
-    def test_of_k1_is_zero(self, policy, reference):
-        gradient = self.gradient(lambda logits: expected(kl_k1, logits, reference), policy)
-        assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-10)
-
-    def test_of_k2_is_that_of_the_kl(self, policy, reference):
-        gradient = self.gradient(lambda logits: expected(kl_k2, logits, reference), policy)
-        truth = self.gradient(lambda logits: true_kl(logits, reference), policy)
-        assert_close(gradient, truth, rtol=0, atol=1e-10)
-
-    def test_of_k3_is_that_of_the_reverse_kl(self, policy, reference):
-        gradient = self.gradient(lambda logits: expected(kl_k3, logits, reference), policy)
-        truth = self.gradient(lambda logits: true_kl(reference, logits), policy)
-        other = self.gradient(lambda logits: true_kl(logits, reference), policy)
-        assert_close(gradient, truth, rtol=0, atol=1e-10)
-        assert (gradient - other).abs().max() > 0.1
 
 
 class TestMasks:
@@ -191,12 +151,6 @@ class TestMasks:
 
 
 class TestInfinity:
-    @each
-    def test_where_the_reference_cannot_go_the_estimate_is_infinite(self, estimator):
-        value = estimator(torch.tensor([-1.0, -1.0]), torch.tensor([-math.inf, -2.0]))
-        assert value[0] == math.inf
-        assert value[1].isfinite()
-
     @each
     @pytest.mark.parametrize("ref_log_prob", [-1.0, -math.inf])
     def test_an_action_that_the_policy_cannot_draw_adds_neither_value_nor_gradient(

@@ -194,9 +194,8 @@ class ControllerLaws:
         controller = self.make()
         controller.update(0.6, 3)
         buffers, values = dict(controller.named_buffers()), copy.deepcopy(controller.state_dict())
-        assert (
-            values["coeff"].float().double() != values["coeff"]
-        )  # a cast there and back would show
+        # A cast there and back would show.
+        assert values["coeff"].float().double() != values["coeff"]
         assert cast(controller) is controller
         assert all(buffer is buffers[name] for name, buffer in controller.named_buffers())
         assert all(buffer.dtype == torch.float64 for buffer in controller.buffers())
