@@ -156,6 +156,7 @@ class DigitLanguageEnv(EnvBase):
         self._check_step(position, action, stepped)
 
         # Excluded rows may be finished, without a slot to write to, or have any action.
+        # (*B, 1), into (*B, L).
         slot = position.clamp(max=self.language.text_length - 1).unsqueeze(-1)
         written = tokens.scatter(-1, slot, action.unsqueeze(-1))
         tokens = torch.where(stepped.unsqueeze(-1), written, tokens)
@@ -176,7 +177,7 @@ class DigitLanguageEnv(EnvBase):
         )
 
     def _reward(self, tokens: Tensor, finished: Tensor) -> Tensor:
-        """Rewards of shape (*B,): from `reward_fn` where finished, else 0."""
+        # (*B,): from `reward_fn` where finished, else 0.
         reward = torch.zeros_like(finished, dtype=torch.float32)
         if not finished.any():
             return reward

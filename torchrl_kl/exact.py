@@ -229,7 +229,7 @@ class Enumeration:
         return PolicyValues(coeff, reward, torch.stack(kls), torch.stack(token_probs, 1))
 
     def _optimal_log_probs(self, coeff: float) -> list[Tensor]:
-        """Computes the soft value log E_ref[exp(gap / coeff) | context], from the last token on."""
+        # From the last token on: the soft value log E_ref[exp(gap / coeff) | context], (N,).
         gaps = self._gaps()
         values = gaps / coeff if coeff > 0 else gaps.masked_fill(gaps < 0, -math.inf)
         optimal = []
@@ -242,12 +242,12 @@ class Enumeration:
         return optimal[::-1]
 
     def _gaps(self) -> Tensor:
-        """Each reward minus the best reward of its prompt (<= 0); -inf for impossible texts."""
+        # (P, V**R), each reward minus the best of its prompt (<= 0); -inf for impossible texts.
         rewards = self.rewards.masked_fill(self.log_probs.isinf(), -math.inf)
         return rewards - rewards.amax(1, keepdim=True)
 
     def _model_log_probs(self, model: Model, name: str) -> list[Tensor]:
-        """The model's log-probs (P * V**t, V) at each response position t = 0 .. R - 1."""
+        # (P * V**t, V) at each response position t = 0 .. R - 1.
         next_log_probs = partial(_next_log_probs, model, name, size=self.vocab_size)
         return [self._map(next_log_probs, position) for position in range(self._response_length)]
 
@@ -283,7 +283,7 @@ def exact_kl(
     Args:
         policy: the model whose texts are enumerated.
         reference: the model in the second argument of the KL.
-        prompts: (P, T0) token ids, as for :class:`Enumeration`.
+        prompts: (P, T0) token ids.
         response_length: R.
         chunk_size: maximum number of contexts in one call of a model.
         max_texts: maximum number of contexts of one length.
@@ -338,7 +338,7 @@ def _extend(probs: Tensor, own: Tensor, other: Tensor, name: str) -> tuple[Tenso
 
 
 def _score(reward_fn: RewardFn, texts: Tensor) -> Tensor:
-    """The checked rewards of texts, (N,) in float64."""
+    # (N, T0 + R) -> (N,) in float64.
     rewards = reward_fn(texts)
     if rewards.shape != texts.shape[:1]:
         raise ValueError(

@@ -22,14 +22,11 @@ from torchrl_kl.controllers.rules import as_controller
 
 
 class TestConstant(ControllerLaws):
+    kind, settings = ConstantKLController, {"coeff": 0.1}
     n_steps = 10**9
     log_fall = log_rise = 0.0
     ranges = {"coeff": ("at least 0", [-0.1])}
     shown = "ConstantKLController(coeff=0.1, per='trajectory')"
-
-    @staticmethod
-    def make(coeff=0.1, **kwargs):
-        return ConstantKLController(coeff, **kwargs)
 
     def test_no_measurement_moves_it(self):
         controller = self.make()
@@ -40,15 +37,11 @@ class TestConstant(ControllerLaws):
 
 
 class TestAdaptive(ClosedLoopLaws):
+    kind, settings = AdaptiveKLController, {"init_coeff": 0.1, "target": 0.5, "horizon": 10}
     n_steps = 49  # an update by a factor of 0.02 or 1.98
     log_fall, log_rise = -math.log(0.02), math.log(1.98)
     ranges = ClosedLoopLaws.ranges | dict.fromkeys(("horizon", "clip"), ("above 0", [0.0, -0.5]))
     shown = "AdaptiveKLController(coeff=0.1, per='trajectory', target=0.5, horizon=10, clip=0.2)"
-
-    @staticmethod
-    def make(**kwargs):
-        settings: dict[str, Any] = {"init_coeff": 0.1, "target": 0.5, "horizon": 10}
-        return AdaptiveKLController(**settings | kwargs)
 
     def test_it_is_the_published_rule_to_the_last_bit(self):
         rng = random.Random(0)
@@ -110,17 +103,13 @@ class TestAdaptive(ClosedLoopLaws):
 
 
 class TestExponential(BoundedLaws):
+    kind, settings = ExponentialKLController, {"init_coeff": 0.1, "target": 0.5}
     log_fall = log_rise = 0.1
     ranges = BoundedLaws.ranges | {"gain": ("above 0", [0.0, -0.5])}
     shown = (
         "ExponentialKLController(coeff=0.1, per='trajectory', target=0.5, gain=0.1, "
         "bounds=[0.0001, 10])"
     )
-
-    @staticmethod
-    def make(**kwargs):
-        settings: dict[str, Any] = {"init_coeff": 0.1, "target": 0.5}
-        return ExponentialKLController(**settings | kwargs)
 
     def test_known_steps(self):
         # Errors of 0.5, -0.4, and 9 and -3 (each clipped to 1), at a gain of log 2.
@@ -158,6 +147,9 @@ def settled(kls: list[float]) -> int:
 
 
 class TestPID(BoundedLaws):
+    kind = PIDKLController
+    gains = {"kp": 0.7, "ki": 0.05, "kd": 0.4, "smoothing": 0.6}
+    settings = {"init_coeff": 0.1, "target": 0.5, **gains}
     buffers = ("coeff", "filtered_error", "filtered_change")
     # The filtered error moves by at most 0.4 * 2, its change by twice that.
     log_fall = log_rise = 0.05 + 0.7 * 0.8 + 0.4 * 1.6
@@ -171,12 +163,6 @@ class TestPID(BoundedLaws):
         "PIDKLController(coeff=0.1, per='trajectory', target=0.5, kp=0.7, ki=0.05, kd=0.4, "
         "smoothing=0.6, bounds=[0.0001, 10])"
     )
-
-    @staticmethod
-    def make(**kwargs):
-        gains = {"kp": 0.7, "ki": 0.05, "kd": 0.4, "smoothing": 0.6}
-        settings: dict[str, Any] = {"init_coeff": 0.1, "target": 0.5, **gains}
-        return PIDKLController(**settings | kwargs)
 
     def test_it_moves_as_far_as_its_bound_allows(self):
         # Unfiltered, from one end to the other and back: ki + 2 kp + 4 kd.
@@ -278,13 +264,10 @@ class Switch(KLController):
 
 
 class TestOneOfAUser(ControllerLaws):
+    kind, settings = Switch, {"init_coeff": 0.1}
     log_fall = log_rise = math.log(3)
     ranges = {"init_coeff": ("at least 0", [-1])}
     shown = "Switch(coeff=0.1, per='trajectory')"
-
-    @staticmethod
-    def make(init_coeff=0.1, **kwargs):
-        return Switch(init_coeff, **kwargs)
 
     def test_the_base_is_abstract(self):
         with pytest.raises(TypeError, match="abstract"):
@@ -324,13 +307,9 @@ class Doubling(TargetKLController):
 
 
 class TestClosedLoopOfAUser(ClosedLoopLaws):
+    kind, settings = Doubling, {"init_coeff": 0.1, "target": 0.5}
     log_fall = log_rise = math.log(2)
     shown = "Doubling(coeff=0.1, per='trajectory', target=0.5)"
-
-    @staticmethod
-    def make(**kwargs):
-        settings: dict[str, Any] = {"init_coeff": 0.1, "target": 0.5}
-        return Doubling(**settings | kwargs)
 
     def test_the_base_is_abstract(self):
         with pytest.raises(TypeError, match="abstract"):

@@ -39,14 +39,16 @@ def extreme_measurements(seed: int, n: int) -> list[float]:
 
 
 class ControllerLaws:
-    """Inherit, and define `make`: its first coefficient must not be a float32 number.
+    """Inherit, and say which class and settings `make` takes; other settings may be given to it.
 
-    `make` passes its keyword arguments on to the class. `n_steps` is the largest number of
+    The first coefficient must not be a float32 number. `n_steps` is the largest number of
     trajectories that one update takes, for the tests that push; with it an update moves log(coeff)
     by at most `log_fall` or `log_rise`. `buffers` are the names of the state, `shown` is the `repr`
     of what `make` returns without arguments.
     """
 
+    kind: type[KLController]
+    settings: dict[str, Any]
     n_steps = 1
     log_fall: float
     log_rise: float
@@ -55,9 +57,8 @@ class ControllerLaws:
     ranges: dict[str, tuple[str, list[float]]] = {}
     shown: str
 
-    @staticmethod
-    def make(**kwargs: Any) -> KLController:
-        raise NotImplementedError
+    def make(self, **kwargs: Any) -> KLController:
+        return self.kind(**self.settings | kwargs)
 
     def test_a_number_out_of_range_is_refused(self):
         for name, (wanted, values) in self.ranges.items():

@@ -12,14 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 from torchrl.modules import MaskedCategorical
 
-from tests.helpers import (
-    N_ACTIONS,
-    N_OBS,
-    SpyController,
-    make_actor,
-    moved,
-    probabilistic_actor,
-)
+from tests.helpers import N_ACTIONS, N_OBS, SpyController, make_actor, moved, probabilistic_actor
 from tests.objectives.losses import kl_of, make_loss, rollout, weight_of
 from torchrl_kl import (
     ConstantKLController,

@@ -49,7 +49,7 @@ class MasterWeights(Float64State):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Takes the buffers that the state has: `__init__` makes none, the first average does."""
+        # The buffers are those that the state has: `__init__` makes none, the first average does.
         self._buffers.clear()
         for key, value in state_dict.items():
             if key.startswith(prefix):

@@ -84,6 +84,7 @@ class ActingPolicy(Borrowed[Any]):
     @torch.no_grad()
     def log_prob(self, tensordict: TensorDictBase, *, timed: bool) -> Tensor:
         """Its present log-prob of a batch (*B), nats; `timed`: the last dimension is time."""
+        # Without its other outputs: parameters left in the batch would be taken for inputs.
         actions = self.held.dist_sample_keys
         inputs = tensordict.select(*read_keys(self.held), *actions, strict=False)
         with set_recurrent_mode(timed):

@@ -81,7 +81,8 @@ class RecurrentMemory:
             self._left[trajectory] = _Left(states_of_row, observed[row])
 
     def _state_before(self, trajectory: int | None, first: TensorDictBase) -> list[Tensor] | None:
-        """The state where the last call left a trajectory, if this row begins there."""
+        # The state where the last call left the trajectory, if this row begins there. The id alone
+        # would not do: the batch may be a slice of it from elsewhere.
         left = self._left.get(trajectory)
         if left is None:
             return None
@@ -90,7 +91,7 @@ class RecurrentMemory:
         return left.states if follows else None
 
     def _check_order(self, tensordict: TensorDictBase) -> None:
-        """Refuses a shuffled batch: memory would run through it in that order."""
+        # Memory would run through a shuffled batch in that order.
         for key in self.in_keys:
             get_required(tensordict, key, "the recurrent reference reads it.")
         after = cast(TensorDictBase, tensordict[..., 1:])

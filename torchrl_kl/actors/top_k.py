@@ -65,6 +65,7 @@ class TopKActor(ProbabilisticTensorDictSequential):
                 f"`actor` must record its log-prob, got the out_keys {out_keys}: build it with "
                 "ProbabilisticActor(..., return_log_prob=True)."
             )
+        # The names of a ModuleDict are in `state_dict`.
         modules = actor.module
         named = isinstance(modules, nn.ModuleDict)
         parts: list[Any] = [OrderedDict(modules.items())] if named else list(modules)

@@ -86,6 +86,7 @@ class KLController(Float64State, ABC):
             raise ValueError(
                 f"`standard_error` must be finite and at least 0, or NaN, got {standard_error}."
             )
+        # Only now does anything change: what is refused above leaves no trace.
         value = self._next_coeff(self._ignore_noise(kl, standard_error), n_steps)
         self.coeff.fill_(value)
         return value
@@ -152,6 +153,7 @@ class TargetKLController(KLController):
                 f"{standard_error}: pass that of the KLStatistics that pooled `kl`, which needs at "
                 "least two values (`update_every`), or use deadband=0."
             )
+        # The target, not no update: a filter goes on with an error of 0.
         return self.target if abs(kl - self.target) <= self.deadband * standard_error else kl
 
     def _relative_error(self, kl: float, clip: float = 1.0) -> float:

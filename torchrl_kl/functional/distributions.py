@@ -25,7 +25,8 @@ from torchrl_kl.functional.numbers import working_dtype
 
 _UNBROADCASTED = "_unbroadcasted_"
 
-# Each says which actions the columns of a kind of categorical distribution are, or None.
+# Each says which actions the columns of a kind of categorical distribution are, or None. TorchRL's
+# kinds are added by `_torchrl.py`, so that this folder needs torch only.
 COLUMN_READERS: list[Callable[[Distribution], Tensor | None]] = []
 
 
@@ -134,14 +135,14 @@ def _kl_of_categoricals(policy: Distribution, reference: Distribution) -> Tensor
 
 
 def _columns(dist: Distribution) -> Tensor | None:
-    """The action of each column; None: all actions, in order."""
+    # (*B, V) or (V,), the action of each column; None: all actions, in order.
     found = (columns_of(dist) for columns_of in COLUMN_READERS)
     return next((columns for columns in found if columns is not None), None)
 
 
 def _log_probs(dist: Any) -> Tensor:
-    """Log-probabilities (*B, V) from what a categorical distribution was built with."""
-    # `logits` would not do: from probabilities they are clamped, so that 0 becomes 1e-7.
+    # (*B, V), from what a categorical distribution was built with. `logits` would not do: from
+    # probabilities they are clamped, so that 0 becomes 1e-7.
     param = dist._param
     # Probabilities add up to 1, so that one is positive; log-probabilities never are.
     are_probs = (param > 0).any(-1, keepdim=True)
@@ -151,7 +152,7 @@ def _log_probs(dist: Any) -> Tensor:
 
 
 def _kl_of_composites(policy: Any, reference: Any) -> Tensor:
-    """Of tensordict's CompositeDistribution, a mapping of independent parts: the sum over them."""
+    # tensordict's CompositeDistribution is a mapping of independent parts: their KLs add up.
     _check_equal("parts", policy, reference, lambda dist: sorted(map(str, dist)))
     n = len(policy.batch_shape)
     kls = (_kl(policy[name], reference[name]) for name in policy)
@@ -170,7 +171,7 @@ def _kl_of_independent(policy: Any, reference: Any) -> Tensor:
 
 
 def _kl_of_transformed(policy: Any, reference: Any) -> Tensor:
-    """Of the bases: a bijection that both share, its parameters constant, changes no divergence."""
+    # That of the bases: a bijection that both share changes no divergence.
     if policy.transforms != reference.transforms:
         try:  # a pair with a formula for its class, such as Gumbel and Gumbel
             return _registered_kl(policy, reference)

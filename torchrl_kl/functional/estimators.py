@@ -134,6 +134,7 @@ def kl_exact(
         >>> kl_exact(probs.log(), ref_probs.log())
         tensor([0.1438, 1.3863])
     """
+    # Distributions of batch shape (*B), or logits (*B, V).
     if isinstance(policy, Distribution) and isinstance(reference, Distribution):
         check_mask(mask, policy.batch_shape, "the batch shape of `policy`")
         return kl_of_distributions(policy, reference, mask)

@@ -101,17 +101,11 @@ class KLPenaltyLoss(LossModule):
         Y. Tang, R. Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025).
 
     Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from tensordict.nn import TensorDictModule
-        >>> from torchrl.modules import ProbabilisticActor
-        >>> from torchrl_kl import KLPenaltyLoss
-        >>> network = TensorDictModule(torch.nn.Linear(3, 2), ["observation"], ["logits"])
-        >>> categorical = torch.distributions.Categorical
-        >>> actor = ProbabilisticActor(network, ["logits"], distribution_class=categorical)
-        >>> loss = KLPenaltyLoss(actor, 0.1)
-        >>> batch = TensorDict(observation=torch.randn(5, 3), batch_size=5)
-        >>> loss(batch)["loss_kl"].item()  # the policy still is the reference
+        >>> from torchrl_kl import GPT, GPTActor, KLPenaltyLoss
+        >>> from torchrl_kl.envs import DigitLanguageEnv
+        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> batch = actor(DigitLanguageEnv(batch_size=(5,)).reset())
+        >>> KLPenaltyLoss(actor, 0.1)(batch)["loss_kl"].item()  # the policy still is the reference
         0.0
     """
 
@@ -179,6 +173,7 @@ class KLPenaltyLoss(LossModule):
             keys.append(self.tensor_keys.sample_log_prob)
         if self._reads_trajectories:
             keys.append(self._done_key)
+        # Each key once: the loss around which this one is put reads the actor's, too.
         others = [] if self.loss is None else self.loss.in_keys
         return list(dict.fromkeys(unravel_key(key) for key in (*keys, *others)))
 
@@ -203,6 +198,7 @@ class KLPenaltyLoss(LossModule):
         coeff = self.controller.coeff
         if coeff > 0 and not self.allow_penalized_reward:
             self._refuse_penalized(tensordict)
+        # (*B) each; the coefficient is 0-dim.
         value, kl, mask = self._terms(tensordict)
         coeff = coeff.to(value)
         # A coefficient of 0 adds nothing, not even infinity.
@@ -269,13 +265,12 @@ class KLPenaltyLoss(LossModule):
         return value / n_agents, kl.detach() / n_agents, mask
 
     def _mask(self, tensordict: TensorDictBase) -> Tensor | None:
-        """True where a step counts, (*B); None where all do."""
+        # (*B), True where a step counts; None where all do.
         key = MASK_KEY if self.loss_mask_key == "auto" else self.loss_mask_key
         mask = None if key is None else tensordict.get(key, None)
         return None if mask is None else expand_right(mask, tensordict.batch_size)
 
     def _distributions(self, tensordict: TensorDictBase) -> tuple[Distribution, Distribution]:
-        """The policy's and the reference's, over the actions of each step."""
         timed = find_time_dim(tensordict, self.time_dim) is not None
         if self._reads_trajectories:
             self._require_time(tensordict, self._options)
@@ -317,6 +312,7 @@ class KLPenaltyLoss(LossModule):
         return ends
 
     def _done(self, tensordict: TensorDictBase) -> Tensor:
+        # (*B, 1), or (*B) where the data were made by hand.
         fix = "trajectories end there; name it with `set_keys(done=...)`."
         return get_required(tensordict, self._done_key, fix)
 
@@ -324,6 +320,7 @@ class KLPenaltyLoss(LossModule):
         """RuntimeError if a reward of the batch was penalized for its KL."""
         step = cast(TensorDictBase, tensordict.get("next", TensorDict()))
         name = as_tuple(self.tensor_keys.kl_coeff)[-1]
+        # In every nested tensordict: agents may have separate rewards.
         for key in step.keys(True, True):
             if as_tuple(key)[-1] == name and bool((step.get(key) != 0).any()):
                 raise RuntimeError(

@@ -67,7 +67,7 @@ class Steps(NamedTuple):
         return self._sum(kl_exact(self.policy, self.reference, mask=mask))
 
     def _log_probs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Under the policy and the reference, and log w_t, 0 where a step does not count."""
+        # Under the policy and the reference, and log w_t, 0 where a step does not count: (*B) each.
         action, recorded = cast(Tensor, self.action), cast(Tensor, self.recorded)
         log_prob = self._sum(self.policy.log_prob(action))
         ref_log_prob = self._sum(self.reference.log_prob(action))
@@ -77,7 +77,7 @@ class Steps(NamedTuple):
         return values if self.mask is None else torch.where(self.mask, values, 0.0)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Sums action dimensions and agents, in at least float32."""
+        # (*B, ...) -> (*B): half precision would overflow in sums over many dimensions.
         return sum_action_dims(values.to(working_dtype(values.dtype)), self.batch_size)
 
 
