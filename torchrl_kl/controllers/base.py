@@ -28,7 +28,7 @@ class KLController(Float64State, ABC):
         per: the unit of the KL that `update` is given: nats per "trajectory" or per "step".
 
     Raises:
-        ValueError: if an argument is out of its range.
+        ValueError: if `init_coeff` is out of its range, or `per` is neither unit.
 
     Example:
         >>> from torchrl_kl import KLController
@@ -68,7 +68,7 @@ class KLController(Float64State, ABC):
             The new coefficient, reward per nat.
 
         Raises:
-            ValueError: if a number is out of its range, or a `standard_error` is needed.
+            ValueError: if a number is out of its range, or a deadband needs a `standard_error`.
             TypeError: if `n_steps` is not an integer.
         """
         kl = _as_float(kl)

@@ -171,7 +171,7 @@ def _kl_of_independent(policy: Any, reference: Any) -> Tensor:
 
 
 def _kl_of_transformed(policy: Any, reference: Any) -> Tensor:
-    # That of the bases: a bijection that both share changes no divergence.
+    # That of the bases: a shared bijection with constant parameters changes no divergence.
     if policy.transforms != reference.transforms:
         try:  # a pair with a formula for its class, such as Gumbel and Gumbel
             return _registered_kl(policy, reference)

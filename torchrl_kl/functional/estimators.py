@@ -62,7 +62,7 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
     You may rely on: it is never negative, and as a loss its expected gradient is that of the KL
     (on-policy, one step). You may not rely on its mean, which is the KL only to second order.
 
-    All else is as in `kl_k1`.
+    Arguments, infinite values, errors and the reference are those of `kl_k1`; nats, shape (*B).
 
     Example:
         >>> import torch
@@ -80,7 +80,7 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
     covers the reference's (else it is too small by the reference's mass outside). You may not use
     it as a loss: its expected gradient is that of the other divergence, KL(reference || policy).
 
-    All else is as in `kl_k1`.
+    Arguments, infinite values, errors and the reference are those of `kl_k1`; nats, shape (*B).
 
     Example:
         >>> import torch
@@ -173,10 +173,10 @@ def kl_top_k(
     Args:
         top_log_probs: log pi of k actions, nats, shape (*B, k); normalized over all actions.
         top_ref_log_probs: log pi_ref of the same actions, nats, shape (*B, k).
-        log_prob: as in `kl_k1`.
-        ref_log_prob: as in `kl_k1`.
+        log_prob: log pi(a|s) of the action drawn, nats, shape (*B).
+        ref_log_prob: log pi_ref(a|s) of the same action, nats, shape (*B).
         in_top_k: True where the action drawn is one of the k, boolean, shape (*B).
-        mask: as in `kl_k1`.
+        mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0.
 
     Returns:
         One estimate per step, nats, shape (*B), computed in at least float32; +inf with gradient 0

@@ -63,10 +63,10 @@ def solve_decreasing(function: Callable[[float], float], value: float, high: flo
 
     The relative error of x is 1e-12.
     """
-    # The root is in [low, high] from here on.
     low = high / 2
     while function(low) < value:
         high, low = low, low / 2
+    # From here on x is in [low, high].
     while high / low > 1 + 1e-12:
         # The geometric mean, since x may be of any size; high * low could overflow.
         middle = math.sqrt(high) * math.sqrt(low)

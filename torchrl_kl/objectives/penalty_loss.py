@@ -150,9 +150,6 @@ class KLPenaltyLoss(LossModule):
         self.weights: Weights = weights or ("trajectory" if gradient == "sequence" else "step")
         self.reduction: Reduction = reduction
         self.time_dim, self.allow_penalized_reward = time_dim, allow_penalized_reward
-        self._reads_trajectories = gradient == "sequence" or self.weights == "trajectory"
-        self._reads_actions = self._reads_trajectories or gradient != "step"
-        self._options = f"gradient={gradient!r} with weights={self.weights!r}"
         self.set_keys(action=actions[0], sample_log_prob=self.reference.log_prob_key)
 
     @property
@@ -240,6 +237,19 @@ class KLPenaltyLoss(LossModule):
                 tensordict, kl, mask, done_key=done, time_dim=self.time_dim, observed=observed
             )
         return self.controller.coeff.item()
+
+    # Properties, since `gradient` and `weights` may be set later.
+    @property
+    def _reads_trajectories(self) -> bool:
+        return self.gradient == "sequence" or self.weights == "trajectory"
+
+    @property
+    def _reads_actions(self) -> bool:
+        return self._reads_trajectories or self.gradient != "step"
+
+    @property
+    def _options(self) -> str:
+        return f"gradient={self.gradient!r} with weights={self.weights!r}"
 
     @property
     def _done_key(self) -> NestedKey:
