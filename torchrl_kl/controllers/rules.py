@@ -91,7 +91,7 @@ class AdaptiveKLController(TargetKLController):
                 f"{n_steps}: one update could bring the coefficient to zero or below. Raise "
                 "`horizon`, lower `clip`, or update more often."
             )
-        # The factor is above 0: only underflow and overflow could make the coefficient 0 or infinite.
+        # The factor is above 0: only underflow or overflow could make the coefficient 0 or inf.
         error = self._relative_error(kl, self.clip)
         value = self.coeff.item() * (1 + error * n_steps / self.horizon)
         return min(max(value, sys.float_info.min), sys.float_info.max)
