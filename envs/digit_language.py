@@ -22,14 +22,12 @@ class DigitLanguage:
 
         P(a | context) = |{i in W : (x_i + 1) mod vocab_size = a}| / |W|
 
-    The preferred response begins with the last prompt digit plus one. All probabilities are exact,
-    in float64. The separator and most digits have probability 0, so a policy with full support has
-    an infinite KL to this language.
+    All probabilities are exact, in float64. The separator and most digits have probability 0, so a
+    policy with full support has an infinite KL to this language.
 
     Args:
         vocab_size: number of digits; their token ids are 0..vocab_size - 1.
-        prompt_length: digits in a prompt (P).
-        response_length: tokens in a response (R).
+        prompt_length, response_length: P and R.
         window: number of recent digits from which a response digit is drawn.
 
     Raises:
@@ -87,7 +85,7 @@ class DigitLanguage:
 
         `shape` is *B, or a number of prompts. They are on the device of `generator`.
         """
-        batch_shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        batch_shape = (shape,) if isinstance(shape, int) else shape
         device = None if generator is None else generator.device
         size = (*batch_shape, self.prompt_length)
         return torch.randint(self.vocab_size, size, generator=generator, device=device)
@@ -98,15 +96,14 @@ class DigitLanguage:
         `generator` must be on the device of `prompts`; by default the global one is used.
         """
         self._check_prompts(prompts)
-        # Without the separator, which is never drawn, the window is a slice.
-        batch_shape, device = prompts.shape[:-1], prompts.device
-        digits = torch.cat([prompts, prompts.new_empty(*batch_shape, self.response_length)], -1)
+        size = (*prompts.shape[:-1], 1)
+        # (*B, P + R): without the separator, which is never drawn, the window is a slice.
+        digits = torch.cat([prompts, prompts.new_empty(*size[:-1], self.response_length)], -1)
         for end in range(self.prompt_length, digits.shape[-1]):
             start = max(0, end - self.window)
-            size = (*batch_shape, 1)
-            source = torch.randint(start, end, size, generator=generator, device=device)
+            source = torch.randint(start, end, size, generator=generator, device=prompts.device)
             digits[..., end, None] = (digits.gather(-1, source) + 1) % self.vocab_size
-        separator = prompts.new_full((*batch_shape, 1), self.separator)
+        separator = prompts.new_full(size, self.separator)
         return torch.cat([prompts, separator, digits[..., self.prompt_length :]], -1)
 
     def next_token_probs(self, tokens: Tensor) -> Tensor:
@@ -121,11 +118,11 @@ class DigitLanguage:
                 f"`tokens` must have a digit in each context, got shape {tuple(tokens.shape)} "
                 "with a context of separators only: begin each context with its prompt."
             )
+        # (*B, T): the last digit has rank 1.
         rank_from_end = is_digit.flip(-1).cumsum(-1).flip(-1)
-        in_window = is_digit & (rank_from_end <= self.window)
-        shape, device = (*tokens.shape[:-1], self.n_tokens), tokens.device
-        counts = torch.zeros(shape, dtype=torch.float64, device=device)
-        counts.scatter_add_(-1, (tokens + 1) % self.vocab_size, in_window.to(counts.dtype))
+        in_window = (is_digit & (rank_from_end <= self.window)).double()
+        counts = in_window.new_zeros(*tokens.shape[:-1], self.n_tokens)
+        counts.scatter_add_(-1, (tokens + 1) % self.vocab_size, in_window)
         return counts / counts.sum(-1, keepdim=True)
 
     def log_prob(self, tokens: Tensor) -> Tensor:
@@ -134,6 +131,7 @@ class DigitLanguage:
         It is -inf for an impossible token; later tokens are still scored given their own context.
         """
         self._check_texts(tokens)
+        # R entries of shape (*B, 1).
         probs = [
             self.next_token_probs(tokens[..., :end]).gather(-1, tokens[..., end, None])
             for end in range(self.context_length, self.text_length)

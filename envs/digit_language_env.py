@@ -23,9 +23,9 @@ class DigitLanguageEnv(EnvBase):
     A step depends only on the tensordict. Rows that a `_step` mask excludes keep their text and
     `terminated`, and have reward 0. A finished row must be reset before it is stepped.
 
-    Only reset is random. Its private generator is seeded by `set_seed` identically on every device,
-    and without a seed from system entropy. A copy (`deepcopy`, `pickle`) continues from the same
-    state: seed copies differently, as `set_seed` of `SerialEnv` and `ParallelEnv` does.
+    Only reset is random. A seed gives the same prompts on every device; without one it is system
+    entropy. A copy (`deepcopy`, `pickle`) continues from the same state: seed copies differently,
+    as `set_seed` of `SerialEnv` and `ParallelEnv` does.
 
     `reset(prompt=prompts)` starts from the given int64 digits (*B, P), or (P,) for all rows; with
     `SerialEnv` and `ParallelEnv` it is `reset(list_of_kwargs=[{"prompt": ...}, ...])`.
@@ -73,12 +73,10 @@ class DigitLanguageEnv(EnvBase):
         device: torch.device | str | int | None = None,
         seed: int | None = None,
     ):
-        if language is None:
-            language = DigitLanguage()
+        language = DigitLanguage() if language is None else language
         if not isinstance(language, DigitLanguage):
             raise TypeError(f"`language` must be a DigitLanguage or None, got {language!r}.")
-        if reward_fn is None:
-            reward_fn = language.preference
+        reward_fn = language.preference if reward_fn is None else reward_fn
         if not callable(reward_fn):
             raise TypeError(f"`reward_fn` must be callable, got {type(reward_fn).__name__}.")
         batch_size = torch.Size(batch_size)
@@ -102,9 +100,9 @@ class DigitLanguageEnv(EnvBase):
 
     def _make_specs(self) -> None:
         language, batch_size, device = self.language, self.batch_size, self.device
-        text_shape = torch.Size((*batch_size, language.text_length))
-        flag_shape = torch.Size((*batch_size, 1))
         first, last = language.context_length, language.text_length
+        # Texts are (*B, L), flags and rewards (*B, 1).
+        text_shape, flag_shape = torch.Size((*batch_size, last)), torch.Size((*batch_size, 1))
         self.observation_spec = Composite(
             tokens=Categorical(language.n_tokens, shape=text_shape, device=device),
             position=Bounded(first, last, shape=batch_size, dtype=torch.int64, device=device),
@@ -131,22 +129,25 @@ class DigitLanguageEnv(EnvBase):
         if kwargs:
             raise TypeError(f"`reset` takes `prompt` and no other argument, got {sorted(kwargs)}.")
         language, batch_size = self.language, self.batch_size
-        if prompt is None:
-            prompt = self._draw_prompts()
+        length, generator = language.prompt_length, self._generator
+        if prompt is not None:
+            check_ids("prompt", prompt, language.vocab_size, length)
+            if prompt.shape not in ((length,), (*batch_size, length)):
+                raise ValueError(
+                    f"`prompt` must have shape {(*batch_size, length)}, or {(length,)} for all "
+                    f"rows, got {tuple(prompt.shape)}: rows outside a `_reset` mask need one too."
+                )
+        elif self.prompts is None:
+            prompt = language.sample_prompts(batch_size, generator=generator)
         else:
-            self._check_prompt(prompt)
+            index = torch.randint(len(self.prompts), batch_size, generator=generator)
+            prompt = self.prompts[index.to(self.prompts.device)]
         # All rows are reset here: EnvBase.reset restores those that a `_reset` mask excludes.
         size = (*batch_size, language.text_length)
         tokens = torch.full(size, language.separator, device=self.device)
-        tokens[..., : language.prompt_length] = prompt
+        tokens[..., :length] = prompt
         position = torch.full(batch_size, language.context_length, device=self.device)
         return self._output(tokens, position)
-
-    def _draw_prompts(self) -> Tensor:
-        if self.prompts is None:
-            return self.language.sample_prompts(self.batch_size, generator=self._generator)
-        index = torch.randint(len(self.prompts), self.batch_size, generator=self._generator)
-        return self.prompts[index.to(self.prompts.device)]
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         tokens, position, action = (tensordict[key] for key in ("tokens", "position", "action"))
@@ -155,6 +156,7 @@ class DigitLanguageEnv(EnvBase):
         self._check_step(position, action, stepped)
 
         # Excluded rows may be finished, without a slot to write to, or have any action.
+        # (*B, 1), into (*B, L).
         slot = position.clamp(max=self.language.text_length - 1).unsqueeze(-1)
         written = tokens.scatter(-1, slot, action.unsqueeze(-1))
         tokens = torch.where(stepped.unsqueeze(-1), written, tokens)
@@ -175,11 +177,11 @@ class DigitLanguageEnv(EnvBase):
         )
 
     def _reward(self, tokens: Tensor, finished: Tensor) -> Tensor:
-        """Rewards of shape (*B,): from `reward_fn` where finished, else 0."""
+        # (*B,): from `reward_fn` where finished, else 0.
         reward = torch.zeros_like(finished, dtype=torch.float32)
         if not finished.any():
             return reward
-        texts = tokens[finished]
+        texts = tokens[finished]  # (N, L)
         with torch.no_grad():
             values = self.reward_fn(texts)
         if not isinstance(values, Tensor):
@@ -191,15 +193,6 @@ class DigitLanguageEnv(EnvBase):
             )
         reward[finished] = values.to(reward)
         return reward
-
-    def _check_prompt(self, prompt: Tensor) -> None:
-        length = self.language.prompt_length
-        check_ids("prompt", prompt, self.language.vocab_size, length)
-        if prompt.shape not in ((length,), (*self.batch_size, length)):
-            raise ValueError(
-                f"`prompt` must have shape {(*self.batch_size, length)}, or {(length,)} for all "
-                f"rows, got {tuple(prompt.shape)}: rows outside a `_reset` mask need one too."
-            )
 
     def _check_step(self, position: Tensor, action: Tensor, stepped: Tensor) -> None:
         language = self.language

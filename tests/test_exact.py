@@ -242,9 +242,8 @@ def test_kl_is_inf_and_never_nan_where_only_the_policy_has_mass(coeff):
         logits = torch.zeros(len(contexts), V)
         if contexts.shape[1] == PROMPTS.shape[1] + 1:
             logits[:, 2] = -math.inf
-        if (
-            contexts.shape[1] == PROMPTS.shape[1] + 2
-        ):  # not a distribution, in contexts that are never reached
+        # Not a distribution, in contexts that are never reached.
+        if contexts.shape[1] == PROMPTS.shape[1] + 2:
             logits[contexts[:, 3] == 2] = -math.inf
         return logits
 

@@ -29,7 +29,7 @@ class PolicyValues:
     """Reward, KL and token probabilities of a policy, averaged over the prompts.
 
     Attributes:
-        coeff: coefficient of the KL, in reward per nat.
+        coeff: coefficient of the KL, reward per nat.
         reward: E[reward] of a response.
         kl_per_position: (R,), KL(policy || reference) at each response position, in nats; inf where
             the policy can write a token that the reference cannot.
@@ -61,7 +61,7 @@ class PolicyValues:
 
 @dataclass(frozen=True, eq=False)
 class ExactValues(PolicyValues):
-    """Values of a policy, together with those of the optimum for the same coefficient.
+    """Values of a policy and of the optimum for the same coefficient.
 
     Attributes:
         optimum: values of the policy that maximizes the objective; J* is `optimum.objective`.
@@ -100,8 +100,7 @@ class ExactValues(PolicyValues):
 class Enumeration:
     r"""All responses to the prompts, with their rewards and their probabilities.
 
-    It gives exact values of any policy, and of the optimum for any coefficient. The optimum of
-    :math:`E_\pi[r] - \beta KL(\pi \| \pi_{ref})` over all policies is, for each prompt,
+    The optimum of :math:`E_\pi[r] - \beta KL(\pi \| \pi_{ref})` is, for each prompt,
 
     .. math:: \pi^*(y) \propto \pi_{ref}(y) \exp(r(y) / \beta), \quad
         J^* = \beta \log E_{ref} \exp(r / \beta)
@@ -159,9 +158,16 @@ class Enumeration:
         self._response_length = response_length
         self._chunk_size = chunk_size
         self._reference = self._model_log_probs(reference, "reference")
-        self.rewards = self._score(reward_fn)
+        rewards = self._map(partial(_score, reward_fn), response_length)
+        if n_bad := int((~rewards.isfinite()).sum()):
+            raise ValueError(
+                f"`reward_fn` must return finite rewards, got {n_bad} infinite or NaN ones on "
+                f"{len(rewards)} texts: also impossible texts need one."
+            )
+        self.rewards = rewards.view(len(prompts), -1)
         log_probs = self._reference[0].new_zeros(len(prompts))
-        for next_token in self._reference:  # (N,) of the contexts -> (N * V,) with one more token
+        for next_token in self._reference:
+            # (N,) of the contexts -> (N * V,) of the contexts with one more token.
             log_probs = (log_probs.unsqueeze(1) + next_token).flatten()
         self.log_probs = log_probs.view(len(prompts), -1)
         self.reference_reward = self._values(self._reference, 0.0, "reference").reward
@@ -180,7 +186,7 @@ class Enumeration:
     def optimum(self, coeff: float) -> PolicyValues:
         """Values of the best policy for a coefficient (reward per nat); its KL falls as that rises.
 
-        For coeff 0 it is the limit: the reference restricted to its texts of maximal reward.
+        For 0 it is the limit: the reference restricted to its texts of maximal reward.
 
         Raises:
             ValueError: `coeff` is negative or not finite.
@@ -201,32 +207,34 @@ class Enumeration:
                 f"`target` must be above 0 and below {limit:.6g} nats per response, the KL of the "
                 f"optimum without a penalty, got {target}."
             )
-        # The tilted variance is at most spread^2 / 4, hence KL <= spread^2 / (8 coeff^2).
         gaps = self._gaps()
         spread = -gaps[gaps.isfinite()].min().item()
-        return solve_decreasing(
-            lambda coeff: self.optimum(coeff).kl, target, spread / math.sqrt(8 * target)
-        )
+        # The tilted variance is at most spread^2 / 4, hence KL <= spread^2 / (8 coeff^2).
+        high = spread / math.sqrt(8 * target)
+        return solve_decreasing(lambda coeff: self.optimum(coeff).kl, target, high)
 
     def _values(self, log_probs: Sequence[Tensor], coeff: float, name: str) -> PolicyValues:
         """Computes the probability of each text under the policy, from the first token on."""
         prompts = len(self._prompts)
         probs = self.rewards.new_full((prompts,), 1 / prompts)
         kls, token_probs = [], []
+        # At position t there are N = P * V**t contexts: `own` and `joint` are (N, V).
         for own, reference in zip(log_probs, self._reference, strict=True):
             joint, kl = _extend(probs, own, reference, name)
             kls.append(kl)
+            # (P, V): given the prompt, so without its weight 1 / P.
             token_probs.append(joint.view(prompts, -1, self.vocab_size).sum(1) * prompts)
             probs = joint.flatten()
         reward = (probs @ self.rewards.flatten()).item()
         return PolicyValues(coeff, reward, torch.stack(kls), torch.stack(token_probs, 1))
 
     def _optimal_log_probs(self, coeff: float) -> list[Tensor]:
-        """Computes the soft value log E_ref[exp(gap / coeff) | context], from the last token on."""
+        # From the last token on: the soft value log E_ref[exp(gap / coeff) | context], (N,).
         gaps = self._gaps()
         values = gaps / coeff if coeff > 0 else gaps.masked_fill(gaps < 0, -math.inf)
         optimal = []
         for reference in reversed(self._reference):
+            # (N, V) at this position; its normalizer (N, 1) is the value of the context before.
             joint = reference + values.view_as(reference)
             values = joint.logsumexp(-1, keepdim=True)
             # A context that the optimum never reaches has value -inf and no distribution.
@@ -234,32 +242,14 @@ class Enumeration:
         return optimal[::-1]
 
     def _gaps(self) -> Tensor:
-        """Each reward minus the best reward of its prompt (<= 0); -inf for impossible texts."""
+        # (P, V**R), each reward minus the best of its prompt (<= 0); -inf for impossible texts.
         rewards = self.rewards.masked_fill(self.log_probs.isinf(), -math.inf)
         return rewards - rewards.amax(1, keepdim=True)
 
     def _model_log_probs(self, model: Model, name: str) -> list[Tensor]:
-        """The model's log-probs (P * V**t, V) at each response position t = 0 .. R - 1."""
+        # (P * V**t, V) at each response position t = 0 .. R - 1.
         next_log_probs = partial(_next_log_probs, model, name, size=self.vocab_size)
         return [self._map(next_log_probs, position) for position in range(self._response_length)]
-
-    def _score(self, reward_fn: RewardFn) -> Tensor:
-        def score(texts: Tensor) -> Tensor:
-            rewards = reward_fn(texts)
-            if rewards.shape != texts.shape[:1]:
-                raise ValueError(
-                    f"`reward_fn` must return one reward per text, shape {(len(texts),)}, got "
-                    f"{tuple(rewards.shape)}: squeeze a trailing dimension of 1."
-                )
-            return rewards.double()
-
-        rewards = self._map(score, self._response_length)
-        if n_bad := int((~rewards.isfinite()).sum()):
-            raise ValueError(
-                f"`reward_fn` must return finite rewards, got {n_bad} infinite or NaN ones on "
-                f"{len(rewards)} texts: also impossible texts need one."
-            )
-        return rewards.view(len(self._prompts), -1)
 
     def _map(self, fn: Callable[[Tensor], Tensor], length: int) -> Tensor:
         """Calls `fn` on the prompts followed by each of the V**length continuations, in chunks."""
@@ -293,7 +283,7 @@ def exact_kl(
     Args:
         policy: the model whose texts are enumerated.
         reference: the model in the second argument of the KL.
-        prompts: (P, T0) token ids: all that precedes the response, including a separator.
+        prompts: (P, T0) token ids.
         response_length: R.
         chunk_size: maximum number of contexts in one call of a model.
         max_texts: maximum number of contexts of one length.
@@ -322,6 +312,7 @@ def exact_kl(
                 f"{response_length}, `max_texts` allows {max_texts}: {_FEWER}."
             )
         chunks = contexts.split(chunk_size)
+        # (N, V) of the N contexts that the policy can write up to this position.
         own = torch.cat([_next_log_probs(policy, "policy", c) for c in chunks])
         size = own.shape[-1]
         other = torch.cat([_next_log_probs(reference, "reference", c, size) for c in chunks])
@@ -344,6 +335,17 @@ def _extend(probs: Tensor, own: Tensor, other: Tensor, name: str) -> tuple[Tenso
     joint = probs.unsqueeze(-1) * own.exp()
     # 0 log 0 is 0, but the product 0 * (inf - inf) is NaN.
     return joint, torch.where(joint > 0, joint * (own - other), 0.0).sum()
+
+
+def _score(reward_fn: RewardFn, texts: Tensor) -> Tensor:
+    # (N, T0 + R) -> (N,) in float64.
+    rewards = reward_fn(texts)
+    if rewards.shape != texts.shape[:1]:
+        raise ValueError(
+            f"`reward_fn` must return one reward per text, shape {(len(texts),)}, got "
+            f"{tuple(rewards.shape)}: squeeze a trailing dimension of 1."
+        )
+    return rewards.double()
 
 
 def _next_log_probs(model: Model, name: str, contexts: Tensor, size: int | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from torchrl_kl import (
     ReferenceModelLogProbTransform,
 )
 
+assert_equal = partial(assert_close, rtol=0, atol=0)
 TAU = 0.125  # a power of two, so that what is computed here by hand is exact
 
 
@@ -94,7 +96,7 @@ def test_a_copy_is_none_of_the_policy_and_none_of_its_gradients():
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.zero_()
-    assert_close(weights(reference), expected, rtol=0, atol=0)
+    assert_equal(weights(reference), expected)
     assert not any(p.requires_grad for p in reference.parameters())
     assert all(p.requires_grad for p in policy.parameters())
 
@@ -185,7 +187,7 @@ def test_equal_weights_stay_equal_to_the_bit_infinite_ones_too():
     reference = FrozenActor(actor)
     for _ in range(5):
         reference.update_reference(actor, 0.3)
-    assert_close(weights(reference), weights(actor), rtol=0, atol=0)
+    assert_equal(weights(reference), weights(actor))
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.5])
@@ -197,7 +199,7 @@ def test_buffers_are_copied(tau):
     assert policy[0].module[0].num_batches_tracked == 3
     reference.update_reference(policy, tau)
     for name, value in policy.named_buffers():
-        assert_close(reference.actor.get_buffer(name), value, rtol=0, atol=0)
+        assert_equal(reference.actor.get_buffer(name), value)
     assert not reference.actor.training
 
 
@@ -207,7 +209,7 @@ def test_a_copy_forgets_the_average():
     assert len(list(reference.master.buffers())) == 2
     reference.update_reference(policy)
     assert not list(reference.master.buffers())
-    assert_close(weights(reference), weights(policy), rtol=0, atol=0)
+    assert_equal(weights(reference), weights(policy))
 
 
 # Casts and saved states.
@@ -225,7 +227,7 @@ def test_casts_leave_the_fp32_weights_alone():
     reference, policy = averaged()
     before = [value.clone() for value in reference.master.buffers()]
     reference.to(torch.bfloat16)
-    assert_close(list(reference.master.buffers()), before, rtol=0, atol=0)
+    assert_equal(list(reference.master.buffers()), before)
     assert all(value.dtype == torch.float32 for value in before)
     reference.to(torch.float32)  # from now on the weights are their own
     reference.update_reference(policy.float(), 1e-3)
@@ -253,8 +255,8 @@ def test_a_saved_average_goes_on_where_it_was():
     other.load_state_dict(torch.load(file, weights_only=True))
     for reference in (one, other.reference):
         reference.update_reference(policy, 1e-3)
-    assert_close(list(other.reference.master.buffers()), list(one.master.buffers()), rtol=0, atol=0)
-    assert_close(weights(other), weights(one), rtol=0, atol=0)
+    assert_equal(list(other.reference.master.buffers()), list(one.master.buffers()))
+    assert_equal(weights(other), weights(one))
     assert len(list(one.master.buffers())) == 2
 
 
@@ -265,7 +267,7 @@ def test_a_saved_state_without_an_average_ends_one():
     assert not list(reference.master.buffers())
     for one in (reference, fresh):
         one.update_reference(policy, 0.25)
-    assert_close(list(reference.master.buffers()), list(fresh.master.buffers()), rtol=0, atol=0)
+    assert_equal(list(reference.master.buffers()), list(fresh.master.buffers()))
 
 
 def test_a_copied_average_goes_its_own_way():
@@ -275,7 +277,7 @@ def test_a_copied_average_goes_its_own_way():
     with pytest.raises(AssertionError):
         assert_close(list(copied.master.buffers()), list(reference.master.buffers()))
     copied.update_reference(policy, 0.5)
-    assert_close(list(copied.master.buffers()), list(reference.master.buffers()), rtol=0, atol=0)
+    assert_equal(list(copied.master.buffers()), list(reference.master.buffers()))
 
 
 # In training.
@@ -340,7 +342,7 @@ def test_what_was_recorded_stays():
     batch = play(with_transforms(WalkEnv((2,)), transform), moved(actor))
     before = batch["next", "ref_log_prob"].clone()
     transform.update_reference(moved(actor))
-    assert_close(batch["next", "ref_log_prob"], before, rtol=0, atol=0)
+    assert_equal(batch["next", "ref_log_prob"], before)
 
 
 # What is refused leaves the reference as it was.
@@ -389,4 +391,4 @@ def test_a_source_that_cannot_be(name, tau):
     reference = FrozenActor(make_actor())
     with pytest.raises(error, match=message):
         reference.update_reference(source, tau)
-    assert_close(weights(reference), weights(make_actor()), rtol=0, atol=0)
+    assert_equal(weights(reference), weights(make_actor()))

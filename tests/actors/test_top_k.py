@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from tests.helpers import (
 from torchrl_kl import GPT, CausalLMActor, FrozenActor, KLConstrainedTransform, TopKActor
 from torchrl_kl.envs import DigitLanguageEnv
 
+assert_equal = partial(assert_close, rtol=0, atol=0)
 NAMES = ("log_probs", "actions", "in_top_k")
 
 
@@ -63,10 +65,10 @@ def test_it_acts_as_the_actor_does():
     actor = make_actor()
     plain, recorded = act(actor, states()), act(TopKActor(actor, 2), states())
     for name in ("action", "action_log_prob"):
-        assert_close(recorded[name], plain[name], rtol=0, atol=0)
+        assert_equal(recorded[name], plain[name])
     dist: Any = TopKActor(actor, 2).get_dist(states())
-    assert_close(dist.logits, actor.get_dist(states()).logits, rtol=0, atol=0)
-    assert_close(TopKActor(actor, 2).log_prob(recorded), plain["action_log_prob"], rtol=0, atol=0)
+    assert_equal(dist.logits, actor.get_dist(states()).logits)
+    assert_equal(TopKActor(actor, 2).log_prob(recorded), plain["action_log_prob"])
 
 
 def test_it_has_the_keys_of_the_actor_without_the_parameters():
@@ -93,12 +95,7 @@ def test_it_shares_the_weights_under_the_same_names():
         for parameter in actor.parameters():
             parameter.mul_(2)
     assert [*wrapped.parameters()] == [*actor.parameters()]
-    assert_close(
-        act(wrapped, states())["action_log_prob"],
-        act(actor, states())["action_log_prob"],
-        rtol=0,
-        atol=0,
-    )
+    assert_equal(act(wrapped, states())["action_log_prob"], act(actor, states())["action_log_prob"])
 
 
 def test_a_deepcopy_is_on_its_own():
@@ -110,7 +107,7 @@ def test_a_deepcopy_is_on_its_own():
             parameter.mul_(2)
     after = act(copied, states())
     for key in wrapped.out_keys:
-        assert_close(after[key], before[key], rtol=0, atol=0)
+        assert_equal(after[key], before[key])
 
 
 def test_a_reference_may_be_made_of_it():
@@ -142,7 +139,7 @@ def test_it_trains_with_ppo(place):
     torch.manual_seed(0)
     expected = ClipPPOLoss(actor, critic)(batch.reshape(-1))
     for name in ("loss_objective", "loss_critic", "loss_entropy"):
-        assert_close(terms[name], expected[name], rtol=0, atol=0)
+        assert_equal(terms[name], expected[name])
     terms["loss_objective"].backward()
     assert all((p.grad != 0).any() for p in actor.parameters())
 
@@ -153,7 +150,7 @@ def test_it_remembers(kind):
     env = with_transforms(SerialEnv(2, WalkEnv), *memory_of(actor))
     plain, recorded = (play(env, policy) for policy in (actor, TopKActor(actor, 2)))
     for key in ("action", "action_log_prob", "h", ("next", "h")):
-        assert_close(recorded[key], plain[key], rtol=0, atol=0)
+        assert_equal(recorded[key], plain[key])
 
 
 def test_a_gpt_records_its_top_k():

@@ -84,9 +84,8 @@ def test_samples_of_the_reference_give_it_within_their_standard_error(budget):
     weights = probs * factor / mean_factor
     tilted = (weights * rewards).sum(1, keepdim=True)
     influence = (factor / mean_factor) * (rewards - tilted) / beta - (factor / mean_factor - 1)
-    variance_of_kl = (
-        (probs * influence.square()).sum(1).sum() / n_samples / 4
-    )  # of the mean over two prompts
+    # Of the mean over two prompts.
+    variance_of_kl = (probs * influence.square()).sum(1).sum() / n_samples / 4
     slope = (weights * (rewards - tilted).square()).sum(1).mean() / beta**2
     standard_error = (variance_of_kl.sqrt() / slope).item()
     generator = torch.Generator().manual_seed(0)
@@ -96,9 +95,8 @@ def test_samples_of_the_reference_give_it_within_their_standard_error(budget):
         drawn = torch.multinomial(probs, n_samples, replacement=True, generator=generator)
         logs.append(math.log(coeff_for_budget(rewards.gather(1, drawn), budget) / beta))
     assert standard_error < 0.05
-    assert (
-        abs(sum(logs) / repeats) < 4 * standard_error / math.sqrt(repeats) + standard_error**2
-    )  # and its curvature
+    # The square is for the curvature.
+    assert abs(sum(logs) / repeats) < 4 * standard_error / math.sqrt(repeats) + standard_error**2
     assert math.sqrt(sum(log**2 for log in logs) / repeats) == pytest.approx(
         standard_error, rel=4 / math.sqrt(2 * repeats)
     )
@@ -173,8 +171,7 @@ def test_a_budget_that_is_not_a_number_is_refused(budget):
 def test_rewards_of_another_shape_are_refused(shape):
     message = re.escape(
         "`rewards` must be the rewards (N,) of samples, or (P, S) of S samples of each of P "
-        "prompts, not empty, got "
-        f"shape {shape}."
+        f"prompts, not empty, got shape {shape}."
     )
     with pytest.raises(ValueError, match=f"^{message}$"):
         coeff_for_budget(torch.zeros(shape), 0.1)

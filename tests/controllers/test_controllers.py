@@ -20,16 +20,13 @@ from torchrl_kl import (
 )
 from torchrl_kl.controllers.rules import as_controller
 
-bad_numbers = pytest.mark.parametrize("value", [0.0, -0.5, math.inf, math.nan])
-
 
 class TestConstant(ControllerLaws):
+    kind, settings = ConstantKLController, {"coeff": 0.1}
     n_steps = 10**9
     log_fall = log_rise = 0.0
-
-    @staticmethod
-    def make(**kwargs):
-        return ConstantKLController(0.1, **kwargs)
+    ranges = {"coeff": ("at least 0", [-0.1])}
+    shown = "ConstantKLController(coeff=0.1, per='trajectory')"
 
     def test_no_measurement_moves_it(self):
         controller = self.make()
@@ -38,20 +35,13 @@ class TestConstant(ControllerLaws):
     def test_zero_only_measures(self):
         assert ConstantKLController(0.0).update(3.0, 1) == 0.0
 
-    @pytest.mark.parametrize("coeff", [-0.1, math.inf, math.nan])
-    def test_a_coefficient_out_of_range_is_refused(self, coeff):
-        with pytest.raises(ValueError, match=f"`coeff` must be finite and at least 0, got {coeff}"):
-            ConstantKLController(coeff)
-
 
 class TestAdaptive(ClosedLoopLaws):
+    kind, settings = AdaptiveKLController, {"init_coeff": 0.1, "target": 0.5, "horizon": 10}
     n_steps = 49  # an update by a factor of 0.02 or 1.98
     log_fall, log_rise = -math.log(0.02), math.log(1.98)
-
-    @staticmethod
-    def make(**kwargs):
-        settings: dict[str, Any] = {"init_coeff": 0.1, "target": 0.5, "horizon": 10}
-        return AdaptiveKLController(**settings | kwargs)
+    ranges = ClosedLoopLaws.ranges | dict.fromkeys(("horizon", "clip"), ("above 0", [0.0, -0.5]))
+    shown = "AdaptiveKLController(coeff=0.1, per='trajectory', target=0.5, horizon=10, clip=0.2)"
 
     def test_it_is_the_published_rule_to_the_last_bit(self):
         rng = random.Random(0)
@@ -90,19 +80,6 @@ class TestAdaptive(ClosedLoopLaws):
         assert controller.coeff.item() == 0.1
         assert controller.update(kl, 49) > 0
 
-    @bad_numbers
-    @pytest.mark.parametrize("name", ["horizon", "clip"])
-    def test_a_number_out_of_range_is_refused(self, name, value):
-        with pytest.raises(ValueError, match=f"`{name}` must be finite and above 0, got {value}"):
-            self.make(**{name: value})
-
-    def test_its_settings_are_shown(self):
-        controller = AdaptiveKLController(0.2, 6.0, 10_000, clip=0.3)
-        expected = (
-            "AdaptiveKLController(coeff=0.2, per='trajectory', target=6, horizon=10000, clip=0.3)"
-        )
-        assert repr(controller) == expected
-
     # NumPy 2 warns in the other library, which clips a tensor with np.clip.
     @pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
     def test_it_rises_where_the_class_of_this_name_in_torchrl_falls(self):
@@ -126,12 +103,13 @@ class TestAdaptive(ClosedLoopLaws):
 
 
 class TestExponential(BoundedLaws):
+    kind, settings = ExponentialKLController, {"init_coeff": 0.1, "target": 0.5}
     log_fall = log_rise = 0.1
-
-    @staticmethod
-    def make(**kwargs):
-        settings: dict[str, Any] = {"init_coeff": 0.1, "target": 0.5}
-        return ExponentialKLController(**settings | kwargs)
+    ranges = BoundedLaws.ranges | {"gain": ("above 0", [0.0, -0.5])}
+    shown = (
+        "ExponentialKLController(coeff=0.1, per='trajectory', target=0.5, gain=0.1, "
+        "bounds=[0.0001, 10])"
+    )
 
     def test_known_steps(self):
         # Errors of 0.5, -0.4, and 9 and -3 (each clipped to 1), at a gain of log 2.
@@ -141,24 +119,9 @@ class TestExponential(BoundedLaws):
         assert controller.update(20.0, 1) == pytest.approx(2**1.1, rel=1e-14)
         assert controller.update(-4.0, 1) == pytest.approx(2**0.1, rel=1e-14)
 
-    def test_the_number_of_trajectories_changes_nothing(self):
-        assert self.make().update(0.7, 1) == self.make().update(0.7, 10**9)
-
     @pytest.mark.parametrize(("kl", "bound"), [(1e300, 10.0), (-1e300, 1e-4)])
     def test_a_large_gain_goes_to_the_bound(self, kl, bound):
         assert self.make(gain=1000.0).update(kl, 1) == bound
-
-    @bad_numbers
-    def test_a_gain_out_of_range_is_refused(self, value):
-        with pytest.raises(ValueError, match=f"`gain` must be finite and above 0, got {value}"):
-            self.make(gain=value)
-
-    def test_its_settings_are_shown(self):
-        expected = (
-            "ExponentialKLController(coeff=0.1, per='trajectory', target=0.5, gain=0.1, "
-            "bounds=[0.0001, 10])"
-        )
-        assert repr(self.make()) == expected
 
 
 def simulate(controller: KLController, *, lag: float = 10.0, updates: int = 120) -> list[float]:
@@ -184,15 +147,22 @@ def settled(kls: list[float]) -> int:
 
 
 class TestPID(BoundedLaws):
+    kind = PIDKLController
+    gains = {"kp": 0.7, "ki": 0.05, "kd": 0.4, "smoothing": 0.6}
+    settings = {"init_coeff": 0.1, "target": 0.5, **gains}
     buffers = ("coeff", "filtered_error", "filtered_change")
     # The filtered error moves by at most 0.4 * 2, its change by twice that.
     log_fall = log_rise = 0.05 + 0.7 * 0.8 + 0.4 * 1.6
-
-    @staticmethod
-    def make(**kwargs):
-        gains = {"kp": 0.7, "ki": 0.05, "kd": 0.4, "smoothing": 0.6}
-        settings: dict[str, Any] = {"init_coeff": 0.1, "target": 0.5, **gains}
-        return PIDKLController(**settings | kwargs)
+    ranges = BoundedLaws.ranges | {
+        "kp": ("at least 0 and at most 100", [-0.1, 100.001]),
+        "ki": ("above 0 and at most 100", [-0.1, 100.001, 0.0]),
+        "kd": ("at least 0 and at most 100", [-0.1, 100.001]),
+        "smoothing": ("at least 0 and below 1", [-0.1, 1.0]),
+    }
+    shown = (
+        "PIDKLController(coeff=0.1, per='trajectory', target=0.5, kp=0.7, ki=0.05, kd=0.4, "
+        "smoothing=0.6, bounds=[0.0001, 10])"
+    )
 
     def test_it_moves_as_far_as_its_bound_allows(self):
         # Unfiltered, from one end to the other and back: ki + 2 kp + 4 kd.
@@ -241,9 +211,6 @@ class TestPID(BoundedLaws):
         assert controller.update(3.0, 1) == pytest.approx(math.exp(7.0 - 6.5), rel=1e-14)
         assert (controller.filtered_error.item(), controller.filtered_change.item()) == (0.5, -0.5)
 
-    def test_the_number_of_trajectories_changes_nothing(self):
-        assert self.make().update(0.7, 1) == self.make().update(0.7, 10**9)
-
     @pytest.mark.parametrize(("push", "back", "bound"), [(9.0, 0.49, 10.0), (0.0, 0.51, 1e-4)])
     def test_time_on_a_bound_is_not_remembered(self, push, back, bound):
         values = []
@@ -275,22 +242,6 @@ class TestPID(BoundedLaws):
         assert max(undamped) > 0.6 > 0.55 > max(damped)
         assert settled(undamped) > settled(damped)
 
-    @pytest.mark.parametrize("name", ["kp", "ki", "kd"])
-    def test_a_gain_out_of_range_is_refused(self, name):
-        low = "above 0" if name == "ki" else "at least 0"
-        for value in (-0.1, 100.001, math.inf, math.nan, *([0.0] if name == "ki" else [])):
-            with pytest.raises(
-                ValueError, match=f"`{name}` must be finite and {low} and at most 100, got {value}"
-            ):
-                self.make(**{name: value})
-
-    @pytest.mark.parametrize("value", [-0.1, 1.0, math.inf, math.nan])
-    def test_a_smoothing_out_of_range_is_refused(self, value):
-        with pytest.raises(
-            ValueError, match=f"`smoothing` must be finite and at least 0 and below 1, got {value}"
-        ):
-            self.make(smoothing=value)
-
     def test_the_largest_gains_are_not_too_large_for_float64(self):
         # Changes of 100 + 100 + 100, then 100 + 200 + 300 down, then 100 + 200 + 400 up and down.
         controller = self.make(
@@ -300,12 +251,9 @@ class TestPID(BoundedLaws):
         expected = [0.1 * math.exp(power) for power in (300, -300, 400, -300)]
         assert values == pytest.approx(expected, rel=1e-12, abs=0)
 
-    def test_its_settings_are_shown(self):
+    def test_its_defaults_are_shown(self):
         defaults = "kp=0.6, ki=0.08, kd=0, smoothing=0.7, bounds=[0.0001, 10])"
-        assert (
-            repr(PIDKLController(0.1, 0.5))
-            == f"PIDKLController(coeff=0.1, per='trajectory', target=0.5, {defaults}"
-        )
+        assert repr(PIDKLController(0.1, 0.5)).endswith(defaults)
 
 
 class Switch(KLController):
@@ -316,17 +264,14 @@ class Switch(KLController):
 
 
 class TestOneOfAUser(ControllerLaws):
+    kind, settings = Switch, {"init_coeff": 0.1}
     log_fall = log_rise = math.log(3)
+    ranges = {"init_coeff": ("at least 0", [-1])}
+    shown = "Switch(coeff=0.1, per='trajectory')"
 
-    @staticmethod
-    def make(**kwargs):
-        return Switch(0.1, **kwargs)
-
-    def test_the_base_is_abstract_and_checks_its_coefficient(self):
+    def test_the_base_is_abstract(self):
         with pytest.raises(TypeError, match="abstract"):
             KLController(0.1)  # type: ignore[abstract]
-        with pytest.raises(ValueError, match="`init_coeff` must be finite and at least 0, got -1"):
-            Switch(-1)
 
 
 class TestInsideAModule:
@@ -362,23 +307,16 @@ class Doubling(TargetKLController):
 
 
 class TestClosedLoopOfAUser(ClosedLoopLaws):
+    kind, settings = Doubling, {"init_coeff": 0.1, "target": 0.5}
     log_fall = log_rise = math.log(2)
-
-    @staticmethod
-    def make(**kwargs):
-        settings: dict[str, Any] = {"init_coeff": 0.1, "target": 0.5}
-        return Doubling(**settings | kwargs)
+    shown = "Doubling(coeff=0.1, per='trajectory', target=0.5)"
 
     def test_the_base_is_abstract(self):
         with pytest.raises(TypeError, match="abstract"):
             TargetKLController(0.1, 0.5)  # type: ignore[abstract]
 
-    def test_its_settings_are_shown(self):
-        assert repr(self.make()) == "Doubling(coeff=0.1, per='trajectory', target=0.5)"
-        assert (
-            repr(self.make(deadband=2))
-            == "Doubling(coeff=0.1, per='trajectory', target=0.5, deadband=2)"
-        )
+    def test_its_deadband_is_shown(self):
+        assert repr(self.make(deadband=2)).endswith("target=0.5, deadband=2)")
 
 
 class TestSettingsByKeywordAndByPosition:

@@ -13,6 +13,9 @@ from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
 
 cuda = torch.cuda.is_available()
 PROMPT = torch.tensor([5, 7, 1, 5])
+wrapped = pytest.mark.parametrize(
+    "wrap", [lambda env: env, lambda env: TransformedEnv(env, StepCounter())]
+)
 
 
 def step(env: DigitLanguageEnv, td: TensorDictBase, action) -> TensorDictBase:
@@ -202,18 +205,14 @@ class TestPrompt:
     def given(self) -> torch.Tensor:
         return torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 0, 1, 2]])
 
-    @pytest.mark.parametrize(
-        "wrap", [lambda env: env, lambda env: TransformedEnv(env, StepCounter())]
-    )
+    @wrapped
     def test_given_prompts_are_used(self, wrap):
         env = wrap(DigitLanguageEnv(batch_size=(3,)))
         torch.testing.assert_close(env.reset(prompt=self.given())["tokens"][:, :4], self.given())
         one_for_all = env.reset(prompt=PROMPT)["tokens"][:, :4]
         torch.testing.assert_close(one_for_all, PROMPT.expand(3, -1))
 
-    @pytest.mark.parametrize(
-        "wrap", [lambda env: env, lambda env: TransformedEnv(env, StepCounter())]
-    )
+    @wrapped
     def test_given_prompts_go_to_the_masked_rows(self, wrap):
         env = wrap(DigitLanguageEnv(batch_size=(3,)))
         td = step_mdp(env.rand_step(env.reset()))
@@ -229,9 +228,7 @@ class TestPrompt:
         prompts = [{"prompt": prompt} for prompt in self.given()]
         torch.testing.assert_close(env.reset(list_of_kwargs=prompts)["tokens"][:, :4], self.given())
 
-    @pytest.mark.parametrize(
-        "wrap", [lambda env: env, lambda env: TransformedEnv(env, StepCounter())]
-    )
+    @wrapped
     def test_later_resets_draw_again(self, wrap):
         env = wrap(DigitLanguageEnv(batch_size=(3,), seed=0))
         begin = env.reset(prompt=self.given())

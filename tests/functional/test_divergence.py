@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from torchrl_kl import kl_exact
 from torchrl_kl.functional.distributions import split_log_ratio
 
 INF = math.inf
+assert_equal = partial(assert_close, rtol=0, atol=0)
+assert_near = partial(assert_close, rtol=0, atol=1e-12)
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -62,9 +65,7 @@ def logits():
 
 class TestContinuous:
     def test_a_normal_gives_one_value_per_dimension(self, normals):
-        assert_close(
-            kl_exact(*(D.Normal(*x) for x in normals)), normal_kl(*normals), rtol=0, atol=1e-12
-        )
+        assert_near(kl_exact(*(D.Normal(*x) for x in normals)), normal_kl(*normals))
 
     @pytest.mark.parametrize(
         "make",
@@ -93,7 +94,7 @@ class TestContinuous:
     )
     def test_actions_of_several_dimensions(self, make, normals):
         kl = kl_exact(*(make(x) for x in normals))
-        assert_close(kl, normal_kl(*normals).sum(-1), rtol=0, atol=1e-12)
+        assert_near(kl, normal_kl(*normals).sum(-1))
 
     def test_tanh_normal_agrees_with_its_own_log_prob(self):
         # By quadrature over the action: 4000 midpoints of an integrand that vanishes at both ends.
@@ -108,7 +109,7 @@ class TestContinuous:
 
     def test_tanh_normal_per_dimension_and_after_an_update(self, normals):
         policy, reference = (TanhNormal(*x, event_dims=0) for x in normals)
-        assert_close(kl_exact(policy, reference), normal_kl(*normals), rtol=0, atol=1e-12)
+        assert_near(kl_exact(policy, reference), normal_kl(*normals))
         policy.update(*loc_and_scale(4, 3))
         assert_close(kl_exact(policy, reference), normal_kl((policy.loc, policy.scale), normals[1]))
 
@@ -117,20 +118,18 @@ class TestContinuous:
         truth = normal_kl(first, second)
         for n, expected in ((0, truth), (2, truth.sum((1, 2))), (3, truth.sum())):
             kl = kl_exact(*(D.Independent(D.Normal(*x), n) for x in (first, second)))
-            assert_close(kl, expected, rtol=0, atol=1e-12)
+            assert_near(kl, expected)
 
     def test_the_gradient_is_that_of_the_closed_form(self, normals):
         loc = normals[0][0].requires_grad_()
         gradient = torch.autograd.grad(kl_exact(*(TanhNormal(*x) for x in normals)).sum(), loc)[0]
         truth = torch.autograd.grad(normal_kl(*normals).sum(), loc)[0]
-        assert_close(gradient, truth, rtol=0, atol=1e-12)
+        assert_near(gradient, truth)
 
     def test_a_transformed_pair_with_a_kl_of_its_own(self):
         policy, reference = (D.Gumbel(*loc_and_scale(4)) for _ in range(2))
         assert policy.transforms != reference.transforms
-        assert_close(
-            kl_exact(policy, reference), D.kl_divergence(policy, reference), rtol=0, atol=0
-        )
+        assert_equal(kl_exact(policy, reference), D.kl_divergence(policy, reference))
 
 
 class TestCategorical:
@@ -140,31 +139,26 @@ class TestCategorical:
     @pytest.mark.parametrize("kind", [D.Categorical, D.OneHotCategorical, OneHotCategorical])
     def test_from_logits_and_from_probabilities(self, kind, logits):
         truth = self.truth(*logits)
-        assert_close(kl_exact(*(kind(logits=x) for x in logits)), truth, rtol=0, atol=1e-12)
-        assert_close(
-            kl_exact(*(kind(probs=x.softmax(-1)) for x in logits)), truth, rtol=0, atol=1e-12
-        )
+        assert_near(kl_exact(*(kind(logits=x) for x in logits)), truth)
+        assert_near(kl_exact(*(kind(probs=x.softmax(-1)) for x in logits)), truth)
 
     def test_one_hot_or_not_the_actions_are_the_same(self, logits):
         kl = kl_exact(OneHotCategorical(logits=logits[0]), D.OneHotCategorical(logits=logits[1]))
-        assert_close(kl, self.truth(*logits), rtol=0, atol=1e-12)
+        assert_near(kl, self.truth(*logits))
 
     def test_independent_categoricals_are_summed(self):
         logits = randn(2, 5, 3, 4).unbind(0)
         kl = kl_exact(*(D.Independent(D.Categorical(logits=x), 1) for x in logits))
-        assert_close(kl, self.truth(*logits).sum(-1), rtol=0, atol=1e-12)
+        assert_near(kl, self.truth(*logits).sum(-1))
 
     @pytest.mark.parametrize("kind", [MaskedCategorical, MaskedOneHotCategorical])
     def test_masked_actions(self, kind, logits):
         possible = torch.tensor([True, True, False, True])
         policy, reference = (x.clone().requires_grad_() for x in logits)
         kl = kl_exact(kind(logits=policy, mask=possible), kind(logits=reference, mask=possible))
-        assert_close(
-            kl, self.truth(policy[:, possible], reference[:, possible]), rtol=0, atol=1e-12
-        )
-        for gradient in torch.autograd.grad(
-            kl.sum(), [policy, reference]
-        ):  # NaN with the registered KL
+        assert_near(kl, self.truth(policy[:, possible], reference[:, possible]))
+        # NaN with the registered KL.
+        for gradient in torch.autograd.grad(kl.sum(), [policy, reference]):
             assert gradient.isfinite().all()
             assert (gradient[:, possible] != 0).all()
             assert (gradient[:, ~possible] == 0).all()
@@ -173,14 +167,14 @@ class TestCategorical:
         masked = MaskedCategorical(logits=logits[0], mask=torch.tensor([True, True, False, True]))
         free = D.Categorical(logits=logits[1])
         kl = kl_exact(masked, free)
-        assert_close(kl, D.kl_divergence(masked, free), rtol=0, atol=1e-12)
+        assert_near(kl, D.kl_divergence(masked, free))
         assert kl_exact(free, masked).isposinf().all()
 
     def test_indices_must_be_the_same(self, logits):
         indices, others = torch.tensor([[0, 1]] * 6), torch.tensor([[0, 2]] * 6)
         policy = MaskedCategorical(logits=logits[0], indices=indices)
         kl = kl_exact(policy, MaskedCategorical(logits=logits[1], indices=indices.clone()))
-        assert_close(kl, self.truth(logits[0][:, :2], logits[1][:, :2]), rtol=0, atol=1e-12)
+        assert_near(kl, self.truth(logits[0][:, :2], logits[1][:, :2]))
         message = (
             "^`policy` and `reference` must be over the same actions, got MaskedCategorical and "
             "{} with different `indices`: give both the same `indices`, or a mask.$"
@@ -209,9 +203,8 @@ class TestCategorical:
         rare = torch.tensor([1 - 1e-12, 1e-12])
         kl = kl_exact(D.Categorical(logits=torch.zeros(2)), D.Categorical(probs=rare))
         assert_close(kl, torch.tensor(0.5 * -math.log(1e-12) - math.log(2)))
-        rare = torch.tensor(
-            [0.0, -200.0]
-        )  # zero as a float32 probability, and inf with the registered KL
+        # Zero as a float32 probability, and inf with the registered KL.
+        rare = torch.tensor([0.0, -200.0])
         kl = kl_exact(D.Categorical(logits=torch.zeros(2)), D.Categorical(logits=rare))
         assert_close(kl, torch.tensor(100 - math.log(2)))
 
@@ -219,7 +212,7 @@ class TestCategorical:
         single = [D.Categorical(logits=randn(3, 1)), D.Categorical(probs=torch.ones(3, 1).double())]
         for policy in single:
             for reference in single:
-                assert_close(kl_exact(policy, reference), torch.zeros(3).double(), rtol=0, atol=0)
+                assert_equal(kl_exact(policy, reference), torch.zeros(3).double())
 
 
 @pytest.mark.parametrize("hidden", [math.nan, INF, -INF], ids=str)
@@ -267,9 +260,8 @@ class TestMasks:
         for gradient in torch.autograd.grad(value.sum(), parameters):
             assert (gradient[~self.mask] == 0).all()
             assert (gradient[self.mask] != 0).all()
-        assert (
-            policy.base_dist.loc.isfinite().all(-1) == self.mask
-        ).all()  # the policy itself is not written to
+        # The policy itself is not written to.
+        assert (policy.base_dist.loc.isfinite().all(-1) == self.mask).all()
 
     def test_a_pair_of_two_kinds(self, hidden):
         loc = torch.where(self.mask, randn(4), hidden)
@@ -278,9 +270,7 @@ class TestMasks:
             D.Normal(torch.zeros(4), torch.ones(4)),
         )
         value = kl_exact(policy, reference, mask=self.mask)
-        assert_close(
-            value[self.mask], D.kl_divergence(policy, reference)[self.mask], rtol=0, atol=0
-        )
+        assert_equal(value[self.mask], D.kl_divergence(policy, reference)[self.mask])
         assert value[~self.mask].tolist() == [0, 0]
 
     @pytest.mark.parametrize(
@@ -329,7 +319,7 @@ class TestMasks:
             D.Independent(D.Categorical(logits=x, validate_args=False), 1) for x in hidden_logits
         ]
         value = kl_exact(*dists, mask=self.mask)
-        assert_close(value, torch.where(self.mask, kl_exact(*truth), 0.0), rtol=0, atol=0)
+        assert_equal(value, torch.where(self.mask, kl_exact(*truth), 0.0))
 
     def test_hidden_probabilities(self, hidden):
         # The probabilities are set unchanged: Categorical would have normalized them.
@@ -342,7 +332,7 @@ class TestMasks:
         for dist, param in zip(dists, params, strict=True):
             vars(dist).update(probs=param, _param=param)
         value = kl_exact(*dists, mask=self.mask)
-        assert_close(value, torch.where(self.mask, plain, 0.0), rtol=0, atol=0)
+        assert_equal(value, torch.where(self.mask, plain, 0.0))
         for gradient in torch.autograd.grad(value.sum(), params):
             assert (gradient[~self.mask] == 0).all()
             assert (gradient[self.mask] != 0).all()
@@ -368,7 +358,7 @@ def test_invalid_scales_on_padding_reach_neither_value_nor_gradient(value):
     policy = D.Independent(normal, 1, validate_args=False)
     kl = kl_exact(policy, IndependentNormal(*other), mask=rows.squeeze(-1))
     truth = normal_kl(clean, other).sum(-1)
-    assert_close(kl, torch.where(rows.squeeze(-1), truth, 0.0), rtol=0, atol=1e-12)
+    assert_near(kl, torch.where(rows.squeeze(-1), truth, 0.0))
     for gradient in torch.autograd.grad(kl.sum(), [loc, scale]):
         assert (gradient[0] != 0).all()
         assert (gradient[1] == 0).all()
@@ -421,10 +411,8 @@ class TestRefusals:
     def test_a_pair_without_a_kl_is_named(self, policy, reference, names):
         message = self.message(
             "`policy` and `reference` must be a pair of distributions with a registered KL "
-            "divergence, got "
-            f"{names[0]} and {names[1]}: register one with `torch.distributions.register_kl`, or "
-            f"estimate it from "
-            "samples with `kl_k1`."
+            f"divergence, got {names[0]} and {names[1]}: register one with "
+            "`torch.distributions.register_kl`, or estimate it from samples with `kl_k1`."
         )
         with pytest.raises(TypeError, match=message):
             kl_exact(policy, reference)
@@ -437,9 +425,8 @@ class TestRefusals:
     def test_two_bijections(self, kwargs, ref_kwargs, normals):
         message = self.message(
             "`policy` and `reference` must share one bijection, got "
-            "TanhNormal(Independent(Normal)) and "
-            "TanhNormal(Independent(Normal)) with different transforms: give both the same "
-            "parameters."
+            "TanhNormal(Independent(Normal)) and TanhNormal(Independent(Normal)) with different "
+            "transforms: give both the same parameters."
         )
         with pytest.raises(ValueError, match=message):
             kl_exact(TanhNormal(*normals[0], **kwargs), TanhNormal(*normals[1], **ref_kwargs))
@@ -453,9 +440,8 @@ class TestRefusals:
             "`policy` and `reference` must share a bijection, got TransformedDistribution(Normal), "
             "which maps several points to one: the KL of the bases is then only an upper bound."
         )
-        with pytest.raises(
-            ValueError, match=message
-        ):  # both are the same distribution: the KL is 0, not 2
+        # Both are the same distribution: the KL is 0, not 2.
+        with pytest.raises(ValueError, match=message):
             kl_exact(*folded)
 
     def test_batch_shapes_event_shapes_and_numbers_of_actions_are_not_broadcast(self):
@@ -468,15 +454,13 @@ class TestRefusals:
             kl_exact(D.Normal(*loc_and_scale(4, 3)), D.Normal(*loc_and_scale(3)))
         message = (
             "`policy` and `reference` must have the same event_shape, got (2,) of "
-            "MultivariateNormal and (1,) of "
-            "MultivariateNormal: "
+            "MultivariateNormal and (1,) of MultivariateNormal: "
         )
         with pytest.raises(ValueError, match=self.message(message + text)):
             kl_exact(*(D.MultivariateNormal(torch.zeros(3, n), torch.eye(n)) for n in (2, 1)))
         message = (
             "`policy` and `reference` must have the same number of actions, got 4 of Categorical "
-            "and 2 of "
-            "OneHotCategorical: "
+            "and 2 of OneHotCategorical: "
         )
         with pytest.raises(ValueError, match=self.message(message + text)):
             kl_exact(
@@ -488,9 +472,8 @@ class TestRefusals:
     )
     def test_a_mask_that_does_not_fit(self, mask, normals):
         message = self.message(
-            f"`mask` must be boolean of the shape of the batch shape of `policy`, (4,), got "
-            f"{mask.dtype} of shape "
-            f"{tuple(mask.shape)}: True marks the steps that count."
+            "`mask` must be boolean of the shape of the batch shape of `policy`, (4,), got "
+            f"{mask.dtype} of shape {tuple(mask.shape)}: True marks the steps that count."
         )
         with pytest.raises(ValueError, match=message):
             kl_exact(*(IndependentNormal(*x) for x in normals), mask=mask)

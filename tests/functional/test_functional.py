@@ -1,6 +1,7 @@
-"""The estimators against enumeration: values, gradients, masks, and infinity."""
+"""The estimators beyond their laws: values, precision, masks, and infinity."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.testing import assert_close
 
 from torchrl_kl.functional.estimators import ESTIMATORS, kl_k1, kl_k2, kl_k3
 
+assert_equal = partial(assert_close, rtol=0, atol=0)
 EPS32 = torch.finfo(torch.float32).eps
 
 each = pytest.mark.parametrize(
@@ -31,13 +33,6 @@ def true_kl(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 class TestValues:
-    @pytest.mark.parametrize("estimator", [kl_k1, kl_k3], ids=["k1", "k3"])
-    def test_the_mean_of_k1_and_k3_is_the_kl_of_the_policy_from_the_reference(self, estimator):
-        policy, reference = random_logits(50, 7), random_logits(50, 7)
-        kl = true_kl(policy, reference)
-        assert (kl - true_kl(reference, policy)).abs().min() > 1e-3  # the direction shows
-        assert_close(expected(estimator, policy, reference), kl, rtol=1e-12, atol=1e-12)
-
     def test_k3_misses_the_references_mass_outside_the_policys_support(self):
         policy, reference = random_logits(50, 7), random_logits(50, 7)
         policy[:, :2] = -torch.inf
@@ -70,9 +65,8 @@ class TestValues:
             (expected(kl_k2, logits, reference) / true_kl(logits, reference) - 1).abs().max()
             for logits in (reference + 1e-2 * direction, reference + 1e-3 * direction)
         )
-        assert (
-            0 < near < far / 9 < 0.1
-        )  # the relative error is of first order: ten times nearer, ten times smaller
+        # The relative error is of first order: ten times nearer, ten times smaller.
+        assert 0 < near < far / 9 < 0.1
 
     def test_k2_and_k3_are_never_negative_and_k1_is_so_about_half_of_the_time(self):
         log_ratio = torch.randn(1_000_000) * 10 ** (-8 * torch.rand(1_000_000))
@@ -94,47 +88,10 @@ class TestValues:
     def test_equal_log_probs_give_zero(self):
         log_prob = random_logits(5).log_softmax(-1)
         for estimator in ESTIMATORS.values():
-            assert_close(
-                estimator(log_prob, log_prob.clone()),
-                torch.zeros(5, dtype=torch.float64),
-                rtol=0,
-                atol=0,
-            )
+            assert_equal(estimator(log_prob, log_prob.clone()), torch.zeros(5, dtype=torch.float64))
 
     def test_they_are_found_by_name(self):
         assert {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3} == ESTIMATORS
-
-
-class TestExpectedGradients:
-    """As a loss on actions drawn from the policy: k1 gives 0, k2 the KL, k3 the other KL."""
-
-    def gradient(self, loss, policy: torch.Tensor) -> torch.Tensor:
-        policy = policy.clone().requires_grad_()
-        return torch.autograd.grad(loss(policy).sum(), policy)[0]
-
-    @pytest.fixture
-    def policy(self) -> torch.Tensor:
-        return random_logits(50, 7)
-
-    @pytest.fixture
-    def reference(self) -> torch.Tensor:
-        return random_logits(50, 7)
-
-    def test_of_k1_is_zero(self, policy, reference):
-        gradient = self.gradient(lambda logits: expected(kl_k1, logits, reference), policy)
-        assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-10)
-
-    def test_of_k2_is_that_of_the_kl(self, policy, reference):
-        gradient = self.gradient(lambda logits: expected(kl_k2, logits, reference), policy)
-        truth = self.gradient(lambda logits: true_kl(logits, reference), policy)
-        assert_close(gradient, truth, rtol=0, atol=1e-10)
-
-    def test_of_k3_is_that_of_the_reverse_kl(self, policy, reference):
-        gradient = self.gradient(lambda logits: expected(kl_k3, logits, reference), policy)
-        truth = self.gradient(lambda logits: true_kl(reference, logits), policy)
-        other = self.gradient(lambda logits: true_kl(logits, reference), policy)
-        assert_close(gradient, truth, rtol=0, atol=1e-10)
-        assert (gradient - other).abs().max() > 0.1
 
 
 class TestMasks:
@@ -151,13 +108,13 @@ class TestMasks:
             tensor[~mask] = hidden
         clean, dirty = ([tensor.requires_grad_() for tensor in pair] for pair in (clean, dirty))
         value, plain = estimator(*dirty, mask=mask), estimator(*clean)
-        assert_close(value, torch.where(mask, plain, 0.0), rtol=0, atol=0)
+        assert_equal(value, torch.where(mask, plain, 0.0))
         gradients = torch.autograd.grad(value.sum(), dirty)
         for gradient, truth in zip(
             gradients, torch.autograd.grad(plain[mask].sum(), clean), strict=True
         ):
             assert truth[mask].any()
-            assert_close(gradient, truth, rtol=0, atol=0)
+            assert_equal(gradient, truth)
 
     @each
     def test_what_a_mask_shows_is_not_repaired(self, estimator):
@@ -171,13 +128,8 @@ class TestMasks:
         log_prob, ref_log_prob = random_logits(2, 4, 3)
         value = estimator(log_prob, ref_log_prob)
         everything = torch.ones(4, 3, dtype=torch.bool)
-        assert_close(estimator(log_prob, ref_log_prob, mask=everything), value, rtol=0, atol=0)
-        assert_close(
-            estimator(log_prob, ref_log_prob, mask=~everything),
-            torch.zeros_like(value),
-            rtol=0,
-            atol=0,
-        )
+        assert_equal(estimator(log_prob, ref_log_prob, mask=everything), value)
+        assert_equal(estimator(log_prob, ref_log_prob, mask=~everything), torch.zeros_like(value))
 
     @each
     @pytest.mark.parametrize(
@@ -199,12 +151,6 @@ class TestMasks:
 
 
 class TestInfinity:
-    @each
-    def test_where_the_reference_cannot_go_the_estimate_is_infinite(self, estimator):
-        value = estimator(torch.tensor([-1.0, -1.0]), torch.tensor([-math.inf, -2.0]))
-        assert value[0] == math.inf
-        assert value[1].isfinite()
-
     @each
     @pytest.mark.parametrize("ref_log_prob", [-1.0, -math.inf])
     def test_an_action_that_the_policy_cannot_draw_adds_neither_value_nor_gradient(
@@ -248,4 +194,4 @@ class TestShapesAndTypes:
         log_prob, ref_log_prob = torch.tensor([-1.0, -math.inf]), torch.tensor([-math.inf, -2.0])
         before = log_prob.clone(), ref_log_prob.clone()
         estimator(log_prob, ref_log_prob, mask=torch.tensor([True, False]))
-        assert_close((log_prob, ref_log_prob), before, rtol=0, atol=0)
+        assert_equal((log_prob, ref_log_prob), before)

@@ -161,6 +161,5 @@ class TestWhichVariesLess:
         k1 = self.spread(TestK1().every_action(policy, reference), policy)
         top = self.spread(self.top_k(2).every_action(policy, reference), policy)
         assert k1.item() < 1e-12
-        assert top.item() == pytest.approx(
-            math.log(2.5) ** 2 / 4
-        )  # half of the draws are in the tail
+        # Half of the draws are in the tail.
+        assert top.item() == pytest.approx(math.log(2.5) ** 2 / 4)

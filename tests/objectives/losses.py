@@ -5,17 +5,8 @@ from typing import Any
 import torch
 from torch.distributions import kl_divergence
 
-from tests.helpers import (
-    WalkEnv,
-    make_actor,
-    memory_of,
-    moved,
-    play,
-    with_transforms,
-)
-from torchrl_kl import (
-    KLPenaltyLoss,
-)
+from tests.helpers import WalkEnv, make_actor, memory_of, moved, play, with_transforms
+from torchrl_kl import KLPenaltyLoss
 
 
 def make_loss(kind: str = "categorical", controller: Any = 0.5, **kwargs) -> Any:

@@ -71,9 +71,8 @@ class TestAroundALoss:
         actor = moved(make_actor())
         loss = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=self.ppo(actor))
         parameters = list(loss.parameters())
-        assert (
-            len(parameters) == len({id(parameter) for parameter in parameters}) == 4
-        )  # two layers
+        # Two layers.
+        assert len(parameters) == len({id(parameter) for parameter in parameters}) == 4
         assert {id(parameter) for parameter in actor.parameters()} < {
             id(parameter) for parameter in parameters
         }
@@ -178,9 +177,8 @@ class TestRecurrent:
         loss = KLPenaltyLoss(policy, 1.0, reference=reference, gradient=gradient, reduction="none")
         per_step = loss(batch)["loss_kl"]
         states = [key for key in batch.keys() if str(key).startswith("ref_")]
-        assert_same(
-            loss(batch.exclude(*states))["loss_kl"], per_step
-        )  # the reference runs through the rows by itself
+        # The reference runs through the rows by itself.
+        assert_same(loss(batch.exclude(*states))["loss_kl"], per_step)
         order = torch.randperm(24)
         assert_same(loss(batch.reshape(-1)[order])["loss_kl"], per_step.reshape(-1)[order])
         assert per_step.detach().std() > 0.01

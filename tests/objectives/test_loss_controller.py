@@ -24,11 +24,7 @@ from tests.helpers import (
     with_transforms,
 )
 from tests.objectives.losses import kl_of, make_loss, rollout
-from torchrl_kl import (
-    AdaptiveKLController,
-    ExponentialKLController,
-    KLPenaltyLoss,
-)
+from torchrl_kl import AdaptiveKLController, ExponentialKLController, KLPenaltyLoss
 
 
 class TestController:

@@ -12,14 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 from torchrl.modules import MaskedCategorical
 
-from tests.helpers import (
-    N_ACTIONS,
-    N_OBS,
-    SpyController,
-    make_actor,
-    moved,
-    probabilistic_actor,
-)
+from tests.helpers import N_ACTIONS, N_OBS, SpyController, make_actor, moved, probabilistic_actor
 from tests.objectives.losses import kl_of, make_loss, rollout, weight_of
 from torchrl_kl import (
     ConstantKLController,
@@ -127,9 +120,8 @@ class TestParameters:
             actor, SpyController(0.1, step=0.2, per="step"), reference=make_actor()
         )
         loss.update_controller(batch)
-        resumed = KLPenaltyLoss(
-            copy.deepcopy(actor), SpyController(0.1, per="step")
-        )  # captures the wrong reference
+        # Captures the wrong reference.
+        resumed = KLPenaltyLoss(copy.deepcopy(actor), SpyController(0.1, per="step"))
         assert resumed(batch)["loss_kl"] == 0
         resumed.load_state_dict(loss.state_dict())
         assert resumed.controller.coeff.item() == pytest.approx(0.3)
@@ -188,9 +180,8 @@ class TestMask:
         batch = rollout()
         batch["next", "done"][:] = False
         del batch["next", "observation"]  # or it would say where the episodes end
-        batch["action_log_prob"][
-            :, -1
-        ] = -100.0  # the weight of the way past the last step: exp(100) overflows
+        # The weight of the way past the last step: exp(100) overflows.
+        batch["action_log_prob"][:, -1] = -100.0
         results = [
             make_loss(gradient="sequence")(data)["loss_kl"].detach()
             for data in (batch, self.padded(batch))

@@ -157,9 +157,8 @@ class TestOffPolicy:
 
         _, grad = expected(make_loss(gradient="sequence", weights="step"), batch_of(OLD), OLD)
         assert relative_error(grad, gradient(surrogate)) < 1e-6
-        assert (
-            relative_error(grad, gradient(sequence_kl)) > 0.05
-        )  # and what it says is an approximation
+        # And what it says is an approximation.
+        assert relative_error(grad, gradient(sequence_kl)) > 0.05
 
     @pytest.mark.parametrize("name", ["step", "k2"])
     @pytest.mark.parametrize(("weights", "states"), [("step", OLD), ("trajectory", POLICY)])

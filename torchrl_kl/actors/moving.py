@@ -27,45 +27,34 @@ class MasterWeights(Float64State):
         _check_entries(own, new)
         weights = dict(actor.named_parameters())
         for name, value in own.items():
-            if tau < 1 and name in weights and (value.is_floating_point() or value.is_complex()):
-                self._average(name, value, new[name], tau)
-            else:  # buffers are copied: running statistics and counters belong to their weights
+            key = name.replace(".", "/")  # the name of a buffer must not have a dot
+            master, before = value, self._buffers.pop(key, None)
+            averaged = name in weights and (value.is_floating_point() or value.is_complex())
+            if tau == 1 or not averaged:
+                # Buffers are copied: running statistics and counters belong to their weights.
                 value.copy_(new[name])
-                self._buffers.pop(_buffer_name(name), None)
-
-    def _average(self, name: str, own: Tensor, new: Tensor, tau: float) -> None:
-        master = self._master(name, own)
-        new = new.to(device=master.device, dtype=master.dtype)
-        # As a step: equal weights stay equal to the bit, and equal infinities do not give NaN.
-        master.add_(torch.where(new == master, 0.0, new - master), alpha=tau)
-        if master is not own:
-            own.copy_(master)
-
-    def _master(self, name: str, own: Tensor) -> Tensor:
-        """What the average is kept in: fp32 for half precision, else the weight itself."""
-        key = _buffer_name(name)
-        if torch.finfo(own.dtype).bits >= 32:
-            self._buffers.pop(key, None)  # of a time when the weight had less precision
-            return own
-        master = self._buffers.get(key)
-        if master is None or not torch.equal(master.to(own), own):  # or it was loaded or cast since
-            master = own.detach().float()
-        self.register_buffer(key, master.to(own.device))
-        return self.get_buffer(key)
+                continue
+            if torch.finfo(value.dtype).bits < 32:
+                # Made anew after the weight was loaded or cast: it is not what is kept, rounded.
+                if before is None or not torch.equal(before.to(value), value):
+                    before = value.detach().float()
+                master = before.to(value.device)
+                self.register_buffer(key, master)
+            target = new[name].to(device=master.device, dtype=master.dtype)
+            # As a step: equal weights stay equal to the bit, equal infinities do not give NaN.
+            master.add_(torch.where(target == master, 0.0, target - master), alpha=tau)
+            if master is not value:
+                value.copy_(master)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Takes the buffers that the state has: `__init__` makes none, the first average does."""
+        # The buffers are those that the state has: `__init__` makes none, the first average does.
         self._buffers.clear()
         for key, value in state_dict.items():
             if key.startswith(prefix):
                 self.register_buffer(key.removeprefix(prefix), torch.empty_like(value))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[arg-type]
-
-
-def _buffer_name(name: str) -> str:
-    return name.replace(".", "/")  # the name of a buffer must not have a dot
 
 
 def entries_of(module: nn.Module) -> dict[str, Tensor]:

@@ -26,11 +26,11 @@ _NOT_PICKLED = (
 class Borrowed(Generic[Held]):
     """Holds a module that somebody else owns: it is not a submodule, and deep copies share it.
 
-    As a submodule of a transform the policy would be moved and put into eval mode with the env, be
-    in `state_dict` twice, and a deep copy of the transform would no longer see it learn. `refusal`
-    says why it must not be pickled; None where a copy in another process does as well.
+    `refusal` says why it must not be pickled; None where a copy in another process does as well.
     """
 
+    # As a submodule of a transform the policy would be moved and put into eval mode with the env,
+    # be in `state_dict` twice, and a deep copy of the transform would no longer see it learn.
     def __init__(self, held: Held, *, refusal: str | None = None):
         self.held, self.refusal = held, refusal
 
@@ -48,7 +48,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     """Eval mode for the time of a pass; afterwards each part of the module has its former mode."""
     training = [part for part in module.modules() if part.training]
     for part in training:
-        part.training = False  # not by `eval()`: some modules then merge their adapters
+        # Not by `eval()`, at which some modules merge their adapters.
+        part.training = False
     try:
         yield
     finally:
@@ -56,22 +57,22 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = True
 
 
-class ActingPolicy:
+class ActingPolicy(Borrowed[Any]):
     """The acting policy, whose present log-probs replace those that it did not record."""
 
     def __init__(self, policy: nn.Module, recorded: LogProbKeys):
         check_actor(policy)
-        self._borrowed: Borrowed[Any] = Borrowed(policy, refusal=_NOT_PICKLED)
+        super().__init__(policy, refusal=_NOT_PICKLED)
         self.recorded = recorded
 
     def shares_weights(self, actor: nn.Module) -> bool:
         """Whether it is `actor`, or wraps the same weights."""
-        own, others = self._borrowed.held.parameters(), actor.parameters()
-        return all(a is b for a, b in zip(own, others, strict=False))
+        pairs = zip(self.held.parameters(), actor.parameters(), strict=False)
+        return all(own is other for own, other in pairs)
 
     def ran(self, tensordict: TensorDictBase, action_keys: Collection[NestedKey]) -> bool:
         """Whether it drew the action of an env step: it left entries other than env actions."""
-        policy = self._borrowed.held
+        policy = self.held
         traces = [key for key in trace_keys(policy, self.recorded) if key not in action_keys]
         if not traces:
             raise ValueError(
@@ -83,7 +84,8 @@ class ActingPolicy:
     @torch.no_grad()
     def log_prob(self, tensordict: TensorDictBase, *, timed: bool) -> Tensor:
         """Its present log-prob of a batch (*B), nats; `timed`: the last dimension is time."""
-        policy = self._borrowed.held
-        inputs = tensordict.select(*read_keys(policy), *policy.dist_sample_keys, strict=False)
+        # Without its other outputs: parameters left in the batch would be taken for inputs.
+        actions = self.held.dist_sample_keys
+        inputs = tensordict.select(*read_keys(self.held), *actions, strict=False)
         with set_recurrent_mode(timed):
-            return log_prob_of_actions(policy, inputs, policy.dist_sample_keys, self.recorded)
+            return log_prob_of_actions(self.held, inputs, actions, self.recorded)

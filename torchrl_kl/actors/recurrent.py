@@ -27,7 +27,7 @@ class RecurrentMemory:
 
     def __init__(self, in_keys: list[NestedKey], init_key: NestedKey | None):
         self.in_keys, self.init_key = in_keys, init_key
-        self._left: dict[int, _Left] = {}
+        self._left: dict[int | None, _Left] = {}
 
     def first_states(
         self, tensordict: TensorDictBase, specs: list[TensorSpec], zero_states: bool, carry: bool
@@ -42,30 +42,24 @@ class RecurrentMemory:
         begins = torch.zeros(shape[:-1], dtype=torch.bool, device=tensordict.device)
         if self.init_key is not None:
             begins = tensordict.get(self.init_key).reshape(shape)[..., 0]
+        # One id and one observation for each row: (R,), R = begins.numel().
         ids = tensordict.get(TRAJECTORY_KEY, None)
         first_ids = [None] * begins.numel() if ids is None else ids[..., 0].reshape(-1).tolist()
         observed = tensordict.select(*self.in_keys, strict=False)[..., 0].reshape(-1)
-        zeros = [spec.zero() for spec in specs]
-        rows = []
-        pairs = zip(begins.reshape(-1).tolist(), first_ids, strict=True)
-        for row, (begin, trajectory) in enumerate(pairs):
-            state = zeros if begin else None
-            if carry and not begin:
-                state = self._state_before(trajectory, observed[row])
-            if state is None and not zero_states:
+        # (R, T, ...), zero where nothing is filled in below.
+        size, device = (begins.numel(), shape[-1]), begins.device
+        states = [torch.zeros(*size, *s.shape, dtype=s.dtype, device=device) for s in specs]
+        for row in (~begins).reshape(-1).nonzero().flatten().tolist():
+            known = self._state_before(first_ids[row], observed[row]) if carry else None
+            if known is None and not zero_states:
                 raise RuntimeError(
                     "a row of the batch begins inside a trajectory and the state of the recurrent "
                     "reference is unknown there: put ReferenceModelLogProbTransform into the env, "
                     "or accept the error of a zero state with `zero_states=True`."
                 )
-            rows.append(state or zeros)
-        states = []
-        for index, zero in enumerate(zeros):
-            value = torch.zeros(*shape, *zero.shape, dtype=zero.dtype, device=begins.device)
-            begin = torch.stack([row[index].to(value.device) for row in rows])
-            value[(..., 0, *(slice(None),) * zero.ndim)] = begin.reshape(*shape[:-1], *zero.shape)
-            states.append(value)
-        return states
+            for state, first in zip(states, known or (), strict=False):
+                state[row, 0] = first
+        return [state.reshape(*shape, *state.shape[2:]) for state in states]
 
     def remember(self, tensordict: TensorDictBase, states: list[Tensor]) -> None:
         """Keeps the state after the last valid step of each row, for the next call."""
@@ -74,22 +68,22 @@ class RecurrentMemory:
         if ids is None:
             return
         n_steps, n_batch = tensordict.batch_size[-1], tensordict.batch_dims
-        ids = ids.reshape(-1, n_steps)
-        mask = tensordict.get(MASK_KEY, None)
-        last = ids.new_full((len(ids),), n_steps - 1)
-        if mask is not None:
-            last = mask.reshape(-1, n_steps).sum(-1) - 1
-        rows = torch.arange(len(ids), device=ids.device)
+        # (R,): padding is at the end of a row, so that the valid steps count to the last of them.
+        mask = tensordict.get(MASK_KEY, torch.ones_like(ids, dtype=torch.bool))
+        last = mask.reshape(-1, n_steps).sum(-1) - 1
+        rows = torch.arange(len(last), device=ids.device)
+        # (R, ...), from (*R, T, ...).
         ends = [state.reshape(-1, n_steps, *state.shape[n_batch:])[rows, last] for state in states]
         step = tensordict.get("next").select(*self.in_keys, strict=False)
         observed = step.reshape(-1, n_steps)[rows, last].clone()
-        for row, trajectory in enumerate(ids[rows, last].tolist()):
+        for row, trajectory in enumerate(ids.reshape(-1, n_steps)[rows, last].tolist()):
             states_of_row = [end[row].detach().clone() for end in ends]
             self._left[trajectory] = _Left(states_of_row, observed[row])
 
     def _state_before(self, trajectory: int | None, first: TensorDictBase) -> list[Tensor] | None:
-        """The state where the last call left a trajectory, if this row begins there."""
-        left = self._left.get(trajectory) if trajectory is not None else None
+        # The state where the last call left the trajectory, if this row begins there. The id alone
+        # would not do: the batch may be a slice of it from elsewhere.
+        left = self._left.get(trajectory)
         if left is None:
             return None
         keys = left.observed.keys(True, True)
@@ -97,18 +91,18 @@ class RecurrentMemory:
         return left.states if follows else None
 
     def _check_order(self, tensordict: TensorDictBase) -> None:
-        """Refuses a shuffled batch: memory would run through it in that order."""
+        # Memory would run through a shuffled batch in that order.
         for key in self.in_keys:
             get_required(tensordict, key, "the recurrent reference reads it.")
         after = cast(TensorDictBase, tensordict[..., 1:])
-        may_differ = torch.zeros(after.batch_size, dtype=torch.bool, device=tensordict.device)
+        counted = torch.ones(after.batch_size, dtype=torch.bool, device=tensordict.device)
+        # (*R, T - 1): padding, and the first step of a trajectory, continue nothing.
+        may_differ = ~after.get(MASK_KEY, counted)
         if self.init_key is not None:
             may_differ = may_differ | after.get(self.init_key).reshape(after.batch_size)
-        if after.get(MASK_KEY, None) is not None:
-            may_differ = may_differ | ~after.get(MASK_KEY)
         keys = [key for key in self.in_keys if key != self.init_key]
-        consequence = (
+        fix = (
             "The reference is recurrent: put ReferenceModelLogProbTransform into the env, which "
             "records the state of each step."
         )
-        require_order(tensordict, keys, may_differ, consequence)
+        require_order(tensordict, keys, may_differ, fix)

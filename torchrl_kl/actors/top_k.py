@@ -16,9 +16,8 @@ from torchrl_kl.actors import reading
 class TopKActor(ProbabilisticTensorDictSequential):
     """An actor that records its k most likely actions and not its logits: O(k) per step.
 
-    It is the same policy with the same weights (shared, under the same names in `state_dict`), the
-    same actions, log-probs and `get_dist`. Collectors, losses and the transforms of this package
-    take it as they take `actor`. `estimator="top_k"` reads what it records.
+    It shares the weights of `actor`, under the same names in `state_dict`, and takes its place in
+    collectors, losses and transforms. `estimator="top_k"` reads what it records.
 
     Keys:
         reads what the actor reads.
@@ -54,25 +53,33 @@ class TopKActor(ProbabilisticTensorDictSequential):
         *,
         top_k_key: NestedKey | None = None,
     ):
-        _check_arguments(actor, k)
+        if not isinstance(actor, ProbabilisticTensorDictSequential):
+            name = type(actor).__name__
+            raise TypeError(f"`actor` must be a ProbabilisticTensorDictSequential, got {name}.")
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ValueError(f"`k` must be an int of at least 1, got {k!r}.")
         log_prob_key = cast(list[NestedKey], reading.dist_module_of(actor).log_prob_keys)[0]
+        out_keys = cast(list[NestedKey], actor.out_keys)
+        if log_prob_key not in out_keys:
+            raise ValueError(
+                f"`actor` must record its log-prob, got the out_keys {out_keys}: build it with "
+                "ProbabilisticActor(..., return_log_prob=True)."
+            )
+        # The names of a ModuleDict are in `state_dict`.
         modules = actor.module
         named = isinstance(modules, nn.ModuleDict)
         parts: list[Any] = [OrderedDict(modules.items())] if named else list(modules)
-        options: dict[str, Any] = {
-            "partial_tolerant": actor.partial_tolerant,
-            "return_composite": actor.return_composite,
-        }
-        super().__init__(*parts, **options)
+        options = ("partial_tolerant", "return_composite")
+        given: dict[str, Any] = {option: getattr(actor, option) for option in options}
+        super().__init__(*parts, **given)
         # With all its out_keys; unregistered, or its weights would be in `state_dict` twice.
-        self.__dict__["_whole"] = ProbabilisticTensorDictSequential(*parts, **options)
+        self.__dict__["_whole"] = ProbabilisticTensorDictSequential(*parts, **given)
         self.k = k
         self.top_k_key = unravel_key(top_k_key or sibling(log_prob_key, "top_k"))
         names = ("log_probs", "actions", "in_top_k")
         self._record_keys = [(*as_tuple(self.top_k_key), name) for name in names]
-        others = cast(list[NestedKey], actor.out_keys)
         dropped = (*reading.written_params(actor), *self._record_keys)
-        self.out_keys = [*(key for key in others if key not in dropped), *self._record_keys]
+        self.out_keys = [*(key for key in out_keys if key not in dropped), *self._record_keys]
 
     @dispatch(auto_batch_size=False)
     def forward(  # type: ignore[override]
@@ -80,12 +87,8 @@ class TopKActor(ProbabilisticTensorDictSequential):
     ) -> TensorDictBase:
         """Draws an action; writes it, its log-prob and the top k."""
         played = self._whole(tensordict.copy(), **kwargs)
-        self._record_top_k(played)
-        tensordict_out = tensordict if tensordict_out is None else tensordict_out
-        return tensordict_out.update(played.select(*self.out_keys, strict=False))
-
-    def _record_top_k(self, played: TensorDictBase) -> None:
         dist_module = reading.dist_module_of(self)
+        # (*B, V), of which (*B, k) are kept; the number of the action drawn is (*B).
         log_probs = reading.categorical_log_probs(dist_module.get_dist(played))
         n = log_probs.shape[-1]
         if self.k > n:
@@ -95,17 +98,5 @@ class TopKActor(ProbabilisticTensorDictSequential):
         values = top.values, top.indices, (top.indices == drawn.unsqueeze(-1)).any(-1)
         for key, value in zip(self._record_keys, values, strict=True):
             played.set(key, value)
-
-
-def _check_arguments(actor: Any, k: Any) -> None:
-    if not isinstance(actor, ProbabilisticTensorDictSequential):
-        name = type(actor).__name__
-        raise TypeError(f"`actor` must be a ProbabilisticTensorDictSequential, got {name}.")
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"`k` must be an int of at least 1, got {k!r}.")
-    log_prob_key = cast(list[NestedKey], reading.dist_module_of(actor).log_prob_keys)[0]
-    if log_prob_key not in actor.out_keys:
-        raise ValueError(
-            f"`actor` must record its log-prob, got the out_keys {actor.out_keys}: build it with "
-            "ProbabilisticActor(..., return_log_prob=True)."
-        )
+        tensordict_out = tensordict if tensordict_out is None else tensordict_out
+        return tensordict_out.update(played.select(*self.out_keys, strict=False))

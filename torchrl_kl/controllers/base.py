@@ -21,15 +21,14 @@ Per = Literal["trajectory", "step"]
 class KLController(Float64State, ABC):
     """Steers the coefficient of a KL penalty; the base of all controllers.
 
-    State: `coeff`, a 0-dim float64 buffer, changed in place only. KLMonitor reads `target` (NaN:
-    there is none), `min_coeff` and `max_coeff`; a subclass sets those that it has.
+    State: `coeff`, a 0-dim float64 buffer, changed in place only.
 
     Args:
         init_coeff: the first coefficient, reward per nat, at least 0 and finite.
         per: the unit of the KL that `update` is given: nats per "trajectory" or per "step".
 
     Raises:
-        ValueError: if `init_coeff` is not finite or negative, or `per` is neither unit.
+        ValueError: if `init_coeff` is out of its range, or `per` is neither unit.
 
     Example:
         >>> from torchrl_kl import KLController
@@ -41,6 +40,7 @@ class KLController(Float64State, ABC):
     """
 
     coeff: Tensor
+    # KLMonitor reads these; a subclass sets those that it has.
     target: float = math.nan
     min_coeff: float = 0.0
     max_coeff: float = math.inf
@@ -61,14 +61,14 @@ class KLController(Float64State, ABC):
         Args:
             kl: mean KL(policy || reference), nats per `per`; a sample mean may be negative.
             n_steps: how many trajectories (steps with `per="step"`) are in the mean, at least 1.
-            standard_error: of that mean, for a controller with a deadband. NaN: not known.
+            standard_error: of that mean, at least 0, for a controller with a deadband. NaN: not
+                known.
 
         Returns:
-            The new coefficient.
+            The new coefficient, reward per nat.
 
         Raises:
-            ValueError: if `kl` is not finite, `n_steps` is less than 1, or `standard_error` is
-                negative, infinite, or not known to a controller with a deadband.
+            ValueError: if a number is out of its range, or a deadband needs a `standard_error`.
             TypeError: if `n_steps` is not an integer.
         """
         kl = _as_float(kl)
@@ -86,6 +86,7 @@ class KLController(Float64State, ABC):
             raise ValueError(
                 f"`standard_error` must be finite and at least 0, or NaN, got {standard_error}."
             )
+        # Only now does anything change: what is refused above leaves no trace.
         value = self._next_coeff(self._ignore_noise(kl, standard_error), n_steps)
         self.coeff.fill_(value)
         return value
@@ -115,13 +116,12 @@ class TargetKLController(KLController):
     Args:
         init_coeff: the first coefficient, reward per nat, above 0.
         target: the KL to hold, nats per trajectory or per step, as `per` says; above 0.
-        deadband: how many standard errors from the target count as noise, at least 0. With 0 every
-            measurement counts. Otherwise `update` needs the `standard_error`; 2 is usual.
+        deadband: how many standard errors from the target count as noise, at least 0; above 0,
+            `update` needs the `standard_error`. 2 is usual.
         per: the unit of `target` and of the KL, "trajectory" or "step".
 
     Raises:
-        ValueError: if a number is out of its range; in `update`, if there is a deadband and the
-            `standard_error` is not known.
+        ValueError: if a number is out of its range.
 
     Example:
         >>> from torchrl_kl import TargetKLController
@@ -133,7 +133,8 @@ class TargetKLController(KLController):
         [1.0, 1.1]
     """
 
-    _settings: tuple[str, ...] = ()  # of a subclass: attributes that `repr` shows
+    # What `repr` shows of a subclass.
+    _settings: tuple[str, ...] = ()
 
     def __init__(
         self, init_coeff: float, target: float, *, deadband: float = 0.0, per: Per = "trajectory"
@@ -152,10 +153,11 @@ class TargetKLController(KLController):
                 f"{standard_error}: pass that of the KLStatistics that pooled `kl`, which needs at "
                 "least two values (`update_every`), or use deadband=0."
             )
+        # The target, not no update: a filter goes on with an error of 0.
         return self.target if abs(kl - self.target) <= self.deadband * standard_error else kl
 
     def _relative_error(self, kl: float, clip: float = 1.0) -> float:
-        """`kl / target - 1` in [-clip, clip]; not a logarithm: a sample mean may be negative."""
+        # Not a logarithm of the ratio: a sample mean may be negative.
         return min(max(kl / self.target - 1, -clip), clip)
 
     def extra_repr(self) -> str:

@@ -49,6 +49,7 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
     """
     gaps = _gaps(rewards)
     budget = check_number("budget", budget, above=0.0)
+    # At beta = 0 only each prompt's best responses are left.
     limit = _kl(gaps.masked_fill(gaps < 0, -math.inf))
     if budget >= limit:
         raise ValueError(
@@ -56,6 +57,7 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
             f"{budget:g}: draw more samples, or lower the budget."
         )
     spread = -gaps.min().item()
+    # Rewards in units of their spread, so that k times as large ones give the same numbers.
     gaps = gaps / spread
     # The variance of the tilted gaps is at most 1 / 4, hence KL <= 1 / (8 beta^2).
     high = 1 / math.sqrt(8 * budget)
@@ -63,7 +65,7 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
 
 
 def _gaps(rewards: Tensor) -> Tensor:
-    """How far each reward is below the prompt's best (<= 0), (P, S) in float64; checks them all."""
+    """How far each reward is below the prompt's best (<= 0); checks them all."""
     if not isinstance(rewards, Tensor):
         got = type(rewards).__name__
         raise TypeError(f"`rewards` must be a tensor, got {got}: pass `torch.tensor(rewards)`.")
@@ -73,6 +75,7 @@ def _gaps(rewards: Tensor) -> Tensor:
             "`rewards` must be the rewards (N,) of samples, or (P, S) of S samples of each of P "
             f"prompts, not empty, got shape {shape}."
         )
+    # (P, S) in float64, P = 1 for a single row of samples.
     values = rewards.detach().double().reshape(-1, shape[-1])
     gaps = values - values.amax(1, keepdim=True)
     if not gaps.isfinite().all():
@@ -91,6 +94,7 @@ def _gaps(rewards: Tensor) -> Tensor:
 
 def _kl(log_weights: Tensor) -> float:
     """Mean over the rows of KL(reweighted samples || samples), nats; -inf is a weight of 0."""
+    # (P, S), normalized in each row by (P, 1).
     log_total = log_weights.logsumexp(1, keepdim=True)
     weights = (log_weights - log_total).exp()
     # 0 * -inf is NaN, where 0 log 0 is 0.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class ConstantKLController(KLController):
 class AdaptiveKLController(TargetKLController):
     """Takes a KL; TorchRL's class of this name takes the list of `-coeff * kl` rewards instead.
 
-    Given a KL, TorchRL's class always lowers the coefficient. The rule is that of Ziegler et al.::
+    Given a KL, that class always lowers the coefficient. The rule is that of Ziegler et al.::
 
         coeff <- coeff * (1 + clip(kl / target - 1, -clip, clip) * n_steps / horizon)
 
@@ -90,6 +91,7 @@ class AdaptiveKLController(TargetKLController):
                 f"{n_steps}: one update could bring the coefficient to zero or below. Raise "
                 "`horizon`, lower `clip`, or update more often."
             )
+        # The factor is above 0: only underflow or overflow could make the coefficient 0 or inf.
         error = self._relative_error(kl, self.clip)
         value = self.coeff.item() * (1 + error * n_steps / self.horizon)
         return min(max(value, sys.float_info.min), sys.float_info.max)
@@ -98,7 +100,10 @@ class AdaptiveKLController(TargetKLController):
 class _LogKLController(TargetKLController):
     """Moves the logarithm of the coefficient between two bounds; a subclass says how far."""
 
-    def _set_bounds(self, min_coeff: float, max_coeff: float) -> None:
+    def __init__(
+        self, init_coeff: float, target: float, min_coeff: float, max_coeff: float, **shared: Any
+    ):
+        super().__init__(init_coeff, target, **shared)
         self.min_coeff = check_number("min_coeff", min_coeff, above=0.0)
         self.max_coeff = check_number("max_coeff", max_coeff, at_least=self.min_coeff)
         if not self.min_coeff <= self.coeff.item() <= self.max_coeff:
@@ -112,7 +117,8 @@ class _LogKLController(TargetKLController):
         """How far log(coeff) is to move for a relative error of the KL in [-1, 1]."""
 
     def _next_coeff(self, kl: float, n_steps: int) -> float:
-        change = min(self._log_change(self._relative_error(kl)), 700.0)  # exp(710) overflows
+        # exp(710) overflows.
+        change = min(self._log_change(self._relative_error(kl)), 700.0)
         return min(max(self.coeff.item() * math.exp(change), self.min_coeff), self.max_coeff)
 
     @property
@@ -162,8 +168,7 @@ class ExponentialKLController(_LogKLController):
         deadband: float = 0.0,
         per: Per = "trajectory",
     ):
-        super().__init__(init_coeff, target, deadband=deadband, per=per)
-        self._set_bounds(min_coeff, max_coeff)
+        super().__init__(init_coeff, target, min_coeff, max_coeff, deadband=deadband, per=per)
         self.gain = check_number("gain", gain, above=0.0)
 
     def _log_change(self, error: float) -> float:
@@ -182,13 +187,12 @@ class PIDKLController(_LogKLController):
         move     = ki * error + kp * change + kd * (change - change_before)
         coeff   <- clamp(coeff * exp(move), min_coeff, max_coeff)
 
-    Nothing winds up while the coefficient, which is the integral, is at a bound. The filter starts
-    at 0. The default gains suit a policy that takes 5 to 20 updates to respond.
+    The coefficient is the integral, so nothing winds up at a bound. The filter starts at 0. The
+    default gains suit a policy that takes 5 to 20 updates to respond.
 
     You may rely on: from the same state a higher KL never gives a lower coefficient; log(coeff)
     moves by at most ki + 2 kp + 4 kd per update (`n_steps` is not used) and stays within bounds.
-    You may not rely on a KL above the target raising the coefficient: while the KL is coming down,
-    the proportional part may lower it.
+    You may not rely on a KL above the target raising the coefficient while it is coming down.
 
     State: `coeff`, `filtered_error` and `filtered_change`, 0-dim float64 buffers, changed in place.
 
@@ -232,8 +236,7 @@ class PIDKLController(_LogKLController):
         deadband: float = 0.0,
         per: Per = "trajectory",
     ):
-        super().__init__(init_coeff, target, deadband=deadband, per=per)
-        self._set_bounds(min_coeff, max_coeff)
+        super().__init__(init_coeff, target, min_coeff, max_coeff, deadband=deadband, per=per)
         # With gains up to 100 one update moves log(coeff) by at most 700, so exp is finite.
         self.kp = check_number("kp", kp, at_least=0.0, at_most=100.0)
         self.ki = check_number("ki", ki, above=0.0, at_most=100.0)
@@ -243,6 +246,7 @@ class PIDKLController(_LogKLController):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
 
     def _log_change(self, error: float) -> float:
+        # All in Python floats, which are float64 as the buffers are.
         before, change_before = self.filtered_error.item(), self.filtered_change.item()
         filtered = self.smoothing * before + (1 - self.smoothing) * error
         change = filtered - before

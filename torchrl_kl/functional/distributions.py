@@ -25,7 +25,8 @@ from torchrl_kl.functional.numbers import working_dtype
 
 _UNBROADCASTED = "_unbroadcasted_"
 
-# Each says which actions the columns of a kind of categorical distribution are, or None.
+# Each says which actions the columns of a kind of categorical distribution are, or None. TorchRL's
+# kinds are added by `_torchrl.py`, so that this folder needs torch only.
 COLUMN_READERS: list[Callable[[Distribution], Tensor | None]] = []
 
 
@@ -33,6 +34,7 @@ def fill_padding(values: Tensor, mask: Tensor | None) -> Tensor:
     """`values` (*B, ...) with 1/2 where the mask (*B) is False: positive, and a probability."""
     if mask is None:
         return values
+    # (*B, 1, ...)
     rows = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
     return torch.where(rows, values, 0.5)
 
@@ -42,14 +44,15 @@ def split_log_ratio(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability and log-ratio where finite, 0 elsewhere; and where the log-ratio is +inf.
 
-    All have one shape, to which `counts` (True where an entry counts) is broadcast. A replaced
-    entry carries no gradient. A log-probability of -inf does not count; NaN is not replaced.
+    `counts`, True where an entry counts, is broadcast to their shape. NaN is not replaced.
     """
     log_ratio = log_prob - ref_log_prob
+    # An action that the policy cannot draw does not count: 0 log 0 is 0.
     drawn = log_prob != -torch.inf
     if counts is not None:
         drawn = drawn & counts
     infinite = drawn & (log_ratio == torch.inf)
+    # By `where`, so that a replaced entry carries no gradient.
     finite = drawn & ~infinite
     return torch.where(finite, log_prob, 0.0), torch.where(finite, log_ratio, 0.0), infinite
 
@@ -62,6 +65,7 @@ def kl_of_logits(policy: Tensor, reference: Tensor, mask: Tensor | None) -> Tens
         for logits in (policy, reference)
     )
     log_probs, log_ratio, infinite = split_log_ratio(log_probs, ref_log_probs, None)
+    # (*B, V) -> (*B)
     kl = (log_probs.exp() * log_ratio).sum(-1)
     return torch.where(infinite.any(-1), torch.inf, kl).to(dtype)
 
@@ -93,7 +97,8 @@ def _fill(value: Any, mask: Tensor) -> Any:
                 part = getattr(value, name.removeprefix(_UNBROADCASTED))
             vars(filled)[name] = _fill(part, mask)
         return filled
-    if isinstance(value, dict):  # the parts of a CompositeDistribution
+    # The parts of a CompositeDistribution are in a dictionary.
+    if isinstance(value, dict):
         return {name: _fill(part, mask) for name, part in value.items()}
     if isinstance(value, Tensor) and value.is_floating_point():
         return fill_padding(value, mask) if value.shape[: mask.ndim] == mask.shape else value
@@ -130,14 +135,14 @@ def _kl_of_categoricals(policy: Distribution, reference: Distribution) -> Tensor
 
 
 def _columns(dist: Distribution) -> Tensor | None:
-    """The action of each column; None: all actions, in order."""
+    # (*B, V) or (V,), the action of each column; None: all actions, in order.
     found = (columns_of(dist) for columns_of in COLUMN_READERS)
     return next((columns for columns in found if columns is not None), None)
 
 
 def _log_probs(dist: Any) -> Tensor:
-    """Log-probabilities (*B, V) from what a categorical distribution was built with."""
-    # `logits` would not do: from probabilities they are clamped, so that 0 becomes 1e-7.
+    # (*B, V), from what a categorical distribution was built with. `logits` would not do: from
+    # probabilities they are clamped, so that 0 becomes 1e-7.
     param = dist._param
     # Probabilities add up to 1, so that one is positive; log-probabilities never are.
     are_probs = (param > 0).any(-1, keepdim=True)
@@ -147,15 +152,12 @@ def _log_probs(dist: Any) -> Tensor:
 
 
 def _kl_of_composites(policy: Any, reference: Any) -> Tensor:
-    """Of tensordict's CompositeDistribution, a mapping of independent parts: the sum over them."""
+    # tensordict's CompositeDistribution is a mapping of independent parts: their KLs add up.
     _check_equal("parts", policy, reference, lambda dist: sorted(map(str, dist)))
     n = len(policy.batch_shape)
-
-    def of_part(name: Any) -> Tensor:
-        kl = _kl(policy[name], reference[name])
-        return kl.flatten(n).sum(-1) if kl.ndim > n else kl
-
-    first, *others = map(of_part, policy)
+    kls = (_kl(policy[name], reference[name]) for name in policy)
+    # A part such as a Normal has a KL for each of its dimensions: (*B, ...) -> (*B).
+    first, *others = (kl.flatten(n).sum(-1) if kl.ndim > n else kl for kl in kls)
     return sum(others, first)
 
 
@@ -163,12 +165,13 @@ def _kl_of_independent(policy: Any, reference: Any) -> Tensor:
     n = policy.reinterpreted_batch_ndims
     if n != reference.reinterpreted_batch_ndims:
         raise NotImplementedError
+    # The base has n more batch dimensions, (*B, ...).
     kl = _kl(policy.base_dist, reference.base_dist)
     return kl.flatten(-n).sum(-1) if n > 0 else kl
 
 
 def _kl_of_transformed(policy: Any, reference: Any) -> Tensor:
-    """Of the bases: a bijection that both share, its parameters constant, changes no divergence."""
+    # That of the bases: a shared bijection with constant parameters changes no divergence.
     if policy.transforms != reference.transforms:
         try:  # a pair with a formula for its class, such as Gumbel and Gumbel
             return _registered_kl(policy, reference)

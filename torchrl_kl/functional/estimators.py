@@ -21,7 +21,7 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
 
     You may rely on: its mean over the policy's actions is the KL, and it is the only estimate that
     may be subtracted from a reward. You may not rely on its sign (near the reference half of the
-    values are negative), nor on its gradient: its expectation is zero.
+    values are negative), nor on its gradient, whose expectation is zero.
 
     Args:
         log_prob: log pi(a|s), nats, shape (*B).
@@ -47,11 +47,13 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
     """
     _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
     check_mask(mask, log_prob.shape, "`log_prob`")
+    # The policy cannot draw these: 0 times their log-ratio.
     ignored = log_prob == -torch.inf
     if mask is not None:
         ignored = ignored | ~mask
     log_ratio = (log_prob - ref_log_prob).masked_fill(ignored, 0.0)
-    return log_ratio.masked_fill(log_ratio == torch.inf, torch.inf)  # infinity has no slope
+    # Filled once more, with a constant: infinity has no slope.
+    return log_ratio.masked_fill(log_ratio == torch.inf, torch.inf)
 
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -60,8 +62,7 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
     You may rely on: it is never negative, and as a loss its expected gradient is that of the KL
     (on-policy, one step). You may not rely on its mean, which is the KL only to second order.
 
-    The arguments, the shape and infinite values of the result, the errors and the reference are
-    those of `kl_k1`.
+    Arguments, infinite values, errors and the reference are those of `kl_k1`; nats, shape (*B).
 
     Example:
         >>> import torch
@@ -79,8 +80,7 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
     covers the reference's (else it is too small by the reference's mass outside). You may not use
     it as a loss: its expected gradient is that of the other divergence, KL(reference || policy).
 
-    The arguments, the shape and infinite values of the result, the errors and the reference are
-    those of `kl_k1`.
+    Arguments, infinite values, errors and the reference are those of `kl_k1`; nats, shape (*B).
 
     Example:
         >>> import torch
@@ -110,7 +110,7 @@ def kl_exact(
             distribution of batch shape (*B): categorical (also one-hot or masked), independent,
             transformed by a bijection with constant parameters (TanhNormal), tensordict's
             CompositeDistribution, or of any pair registered with torch.
-        reference: the same for the reference: same kind, same shape, same bijection.
+        reference: of the same kind, shape and bijection.
         mask: True where a step counts, boolean, shape (*B). Elsewhere the KL is 0, even where a
             parameter is invalid (NaN, or a scale of 0 with `validate_args=False`). What a
             distribution computed when it was built (Categorical normalizes) keeps its gradient.
@@ -134,6 +134,7 @@ def kl_exact(
         >>> kl_exact(probs.log(), ref_probs.log())
         tensor([0.1438, 1.3863])
     """
+    # Distributions of batch shape (*B), or logits (*B, V).
     if isinstance(policy, Distribution) and isinstance(reference, Distribution):
         check_mask(mask, policy.batch_shape, "the batch shape of `policy`")
         return kl_of_distributions(policy, reference, mask)
@@ -205,6 +206,7 @@ def kl_top_k(
     dtype = torch.promote_types(log_prob.dtype, ref_log_prob.dtype)
     log_probs = (top_log_probs, top_ref_log_probs, log_prob, ref_log_prob)
     top, ref_top, drawn, ref_drawn = (x.to(working_dtype(dtype)) for x in log_probs)
+    # `rows` (*B, 1) says which top actions count, `tail` (*B) which drawn ones.
     rows, tail = (None, ~in_top_k) if mask is None else (mask.unsqueeze(-1), mask & ~in_top_k)
     top, top_ratio, top_infinite = split_log_ratio(top, ref_top, rows)
     drawn, ratio, infinite = split_log_ratio(drawn, ref_drawn, tail)

@@ -19,6 +19,7 @@ class Float64State(nn.Module):
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in before.items():
+            # Not what the cast left, but the former values: a cast there and back would round them.
             after = self._buffers[name]
             if buffer is not None and after is not None and after.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(after.device)
@@ -65,7 +66,9 @@ def solve_decreasing(function: Callable[[float], float], value: float, high: flo
     low = high / 2
     while function(low) < value:
         high, low = low, low / 2
+    # From here on x is in [low, high].
     while high / low > 1 + 1e-12:
-        middle = math.sqrt(high) * math.sqrt(low)  # high * low could overflow
+        # The geometric mean, since x may be of any size; high * low could overflow.
+        middle = math.sqrt(high) * math.sqrt(low)
         low, high = (middle, high) if function(middle) >= value else (low, middle)
     return low

@@ -101,17 +101,11 @@ class KLPenaltyLoss(LossModule):
         Y. Tang, R. Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025).
 
     Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from tensordict.nn import TensorDictModule
-        >>> from torchrl.modules import ProbabilisticActor
-        >>> from torchrl_kl import KLPenaltyLoss
-        >>> network = TensorDictModule(torch.nn.Linear(3, 2), ["observation"], ["logits"])
-        >>> categorical = torch.distributions.Categorical
-        >>> actor = ProbabilisticActor(network, ["logits"], distribution_class=categorical)
-        >>> loss = KLPenaltyLoss(actor, 0.1)
-        >>> batch = TensorDict(observation=torch.randn(5, 3), batch_size=5)
-        >>> loss(batch)["loss_kl"].item()  # the policy still is the reference
+        >>> from torchrl_kl import GPT, GPTActor, KLPenaltyLoss
+        >>> from torchrl_kl.envs import DigitLanguageEnv
+        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> batch = actor(DigitLanguageEnv(batch_size=(5,)).reset())
+        >>> KLPenaltyLoss(actor, 0.1)(batch)["loss_kl"].item()  # the policy still is the reference
         0.0
     """
 
@@ -176,6 +170,7 @@ class KLPenaltyLoss(LossModule):
             keys.append(self.tensor_keys.sample_log_prob)
         if self._reads_trajectories:
             keys.append(self._done_key)
+        # Each key once: the loss around which this one is put reads the actor's, too.
         others = [] if self.loss is None else self.loss.in_keys
         return list(dict.fromkeys(unravel_key(key) for key in (*keys, *others)))
 
@@ -200,21 +195,30 @@ class KLPenaltyLoss(LossModule):
         coeff = self.controller.coeff
         if coeff > 0 and not self.allow_penalized_reward:
             self._refuse_penalized(tensordict)
+        # (*B) each; the coefficient is 0-dim.
         value, kl, mask = self._terms(tensordict)
         coeff = coeff.to(value)
         # A coefficient of 0 adds nothing, not even infinity.
         penalty = torch.where(coeff == 0, 0.0, coeff * value)
         loss_kl, kl = _reduce(penalty, mask, self.reduction), _reduce(kl, mask, "mean")
         out = TensorDict(loss_kl=loss_kl, kl=kl, kl_coeff=coeff.detach().clone())
-        return out if self.loss is None else _join(self.loss(tensordict), out)
+        if self.loss is None:
+            return out
+        others = self.loss(tensordict)
+        if taken := sorted(set(out.keys()) & set(others.keys())):
+            raise ValueError(
+                f"`loss` writes {taken} too, which KLPenaltyLoss would overwrite: call the two "
+                "losses one after the other."
+            )
+        return others.update(out)
 
     @torch.no_grad()
     def update_controller(self, tensordict: TensorDictBase) -> float:
         """Updates the controller, once, with the KL measured on a batch; returns the coefficient.
 
         Call it once per batch, before the updates on it: the KL is then that of the policy that
-        acted. It is the `kl` of `forward`: of each valid step of (*B) for a controller that counts
-        steps; else summed over the trajectories of (*R, T) that are now complete, which may come in
+        acted. It is the `kl` of `forward`: of each valid step for a controller that counts steps;
+        else summed over the trajectories of (*R, T) that are now complete, which may come in
         pieces: a row continues the one that has its id and was left in the state where it begins.
         Without a complete trajectory, or with only one and a deadband, the coefficient waits.
 
@@ -234,6 +238,7 @@ class KLPenaltyLoss(LossModule):
             )
         return self.controller.coeff.item()
 
+    # Properties, since `gradient` and `weights` may be set later.
     @property
     def _reads_trajectories(self) -> bool:
         return self.gradient == "sequence" or self.weights == "trajectory"
@@ -243,11 +248,15 @@ class KLPenaltyLoss(LossModule):
         return self._reads_trajectories or self.gradient != "step"
 
     @property
+    def _options(self) -> str:
+        return f"gradient={self.gradient!r} with weights={self.weights!r}"
+
+    @property
     def _done_key(self) -> NestedKey:
         return unravel_key(("next", *as_tuple(self.tensor_keys.done)))
 
     def _terms(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
-        """What is minimised, before the coefficient, the measured KL, and the mask; (*B) each."""
+        """What is minimised, before the coefficient, the measured KL, and the mask."""
         mask = self._mask(tensordict)
         action_key, batch_size = self.tensor_keys.action, tensordict.batch_size
         if mask is not None:
@@ -260,19 +269,18 @@ class KLPenaltyLoss(LossModule):
             ends = self._ends(tensordict, mask) if self._reads_trajectories else None
             steps = steps._replace(action=action, recorded=recorded, ends=ends)
         value, kl = steps.terms(self.gradient, self.weights)
-        # With agents these are sums over them, as for one actor with all their actions.
+        # (*B) each. With agents they are sums over them, as for one actor with all their actions.
         n_agents = holder_batch_size(tensordict, action_key)[len(batch_size) :].numel()
         mask = torch.ones_like(kl, dtype=torch.bool) if mask is None else mask
         return value / n_agents, kl.detach() / n_agents, mask
 
     def _mask(self, tensordict: TensorDictBase) -> Tensor | None:
-        """True where a step counts, (*B); None where all do."""
+        # (*B), True where a step counts; None where all do.
         key = MASK_KEY if self.loss_mask_key == "auto" else self.loss_mask_key
         mask = None if key is None else tensordict.get(key, None)
         return None if mask is None else expand_right(mask, tensordict.batch_size)
 
     def _distributions(self, tensordict: TensorDictBase) -> tuple[Distribution, Distribution]:
-        """The policy's and the reference's, over the actions of each step."""
         timed = find_time_dim(tensordict, self.time_dim) is not None
         if self._reads_trajectories:
             self._require_time(tensordict, self._options)
@@ -282,12 +290,9 @@ class KLPenaltyLoss(LossModule):
         # TorchRL runs all losses in recurrent mode, which takes shuffled steps for one trajectory.
         with weights, set_recurrent_mode(timed):
             policy = network.get_dist(inputs)
-        with torch.no_grad():  # a shared reference may receive gradients elsewhere
+        # A shared reference may receive gradients elsewhere.
+        with torch.no_grad():
             return policy, self.reference.get_dist(tensordict, timed=timed)
-
-    @property
-    def _options(self) -> str:
-        return f"gradient={self.gradient!r} with weights={self.weights!r}"
 
     def _require_time(self, tensordict: TensorDictBase, what: str) -> None:
         """ValueError unless a dimension of the batch is known to be time."""
@@ -305,16 +310,19 @@ class KLPenaltyLoss(LossModule):
             ends = expand_right(self._done(tensordict), tensordict.batch_size)
         else:
             ids = ids.reshape(tensordict.batch_size)
+            # A row (T,) ends with a trajectory; before that one ends where the id changes.
             ends = torch.ones_like(ids, dtype=torch.bool)
             ends[..., :-1] = ids[..., 1:] != ids[..., :-1]
         if tensordict.get("next", None) is not None:
             padded = torch.zeros_like(ends) if mask is None else ~mask
+            # (*R, T - 1): between a step and the next one.
             may_differ = (ends | padded)[..., :-1] | padded[..., 1:]
             fix = f"{self._options} adds up along trajectories. Shuffle whole rows, not steps."
             require_order(tensordict, self.actor_network.in_keys, may_differ, fix)
         return ends
 
     def _done(self, tensordict: TensorDictBase) -> Tensor:
+        # (*B, 1), or (*B) where the data were made by hand.
         fix = "trajectories end there; name it with `set_keys(done=...)`."
         return get_required(tensordict, self._done_key, fix)
 
@@ -322,6 +330,7 @@ class KLPenaltyLoss(LossModule):
         """RuntimeError if a reward of the batch was penalized for its KL."""
         step = cast(TensorDictBase, tensordict.get("next", TensorDict()))
         name = as_tuple(self.tensor_keys.kl_coeff)[-1]
+        # In every nested tensordict: agents may have separate rewards.
         for key in step.keys(True, True):
             if as_tuple(key)[-1] == name and bool((step.get(key) != 0).any()):
                 raise RuntimeError(
@@ -334,7 +343,8 @@ class KLPenaltyLoss(LossModule):
 def _finite_padding(
     tensordict: TensorDictBase, mask: Tensor, keys: Iterable[NestedKey]
 ) -> TensorDictBase:
-    """A shallow copy with 0 for NaN and inf on padding: times a gradient of 0 they would be NaN."""
+    """A shallow copy with 0 for NaN and inf on padding."""
+    # Times a gradient of 0 they would be NaN.
     tensordict = tensordict.copy()
     for key in keys:
         value = tensordict.get(key, None)
@@ -350,14 +360,3 @@ def _reduce(values: Tensor, mask: Tensor, reduction: Reduction) -> Tensor:
         return values
     total = values.sum()
     return total if reduction == "sum" else total / mask.sum().clamp_min(1)
-
-
-def _join(outputs: TensorDictBase, own: TensorDictBase) -> TensorDictBase:
-    """Both outputs in one; ValueError where one would overwrite the other."""
-    taken = sorted(set(own.keys()) & set(outputs.keys()))
-    if taken:
-        raise ValueError(
-            f"`loss` writes {taken} too, which KLPenaltyLoss would overwrite: call the two losses "
-            "one after the other."
-        )
-    return outputs.update(own)

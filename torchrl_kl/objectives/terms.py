@@ -20,8 +20,9 @@ Gradient = Literal["step", "sequence", "k2", "k3"]
 Weights = Literal["step", "trajectory"]
 Reduction = Literal["mean", "sum", "none"]
 
-_EXACT = ("step", "sequence")  # computed from the distributions
-_SAMPLED = {"k2": kl_k2, "k3": kl_k3}  # and from the action alone
+# Computed from the distributions, and from the action alone.
+_EXACT = ("step", "sequence")
+_SAMPLED = {"k2": kl_k2, "k3": kl_k3}
 
 
 class Steps(NamedTuple):
@@ -50,20 +51,23 @@ class Steps(NamedTuple):
         if self.ends is None:
             return value, kl
         if weights == "step":
+            # The second term is 0 in value and has the gradient of the ratio.
             later = sum_after(kl.detach(), self.ends)
             return value + (ratio - ratio.detach()) * later, kl
-        # Unmasked, the weight could overflow on padding, and inf * 0 is NaN.
+        # W_t, the product of the ratios of the steps before. Unmasked, it could overflow on
+        # padding, and inf * 0 is NaN.
         way = self._masked(sum_before(log_ratio, self.ends)).exp()
         # The gradient of the probability of getting to a step is what makes "sequence" exact.
         return (way if gradient == "sequence" else way.detach()) * value, way * kl
 
     def _exact_kl(self) -> Tensor:
+        # (*B), or (*B, ...) with agents and separate action dimensions, which are summed.
         shape = self.policy.batch_shape
         mask = None if self.mask is None else expand_right(self.mask, shape)
         return self._sum(kl_exact(self.policy, self.reference, mask=mask))
 
     def _log_probs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Under the policy and the reference, and log w_t, 0 where a step does not count."""
+        # Under the policy and the reference, and log w_t, 0 where a step does not count: (*B) each.
         action, recorded = cast(Tensor, self.action), cast(Tensor, self.recorded)
         log_prob = self._sum(self.policy.log_prob(action))
         ref_log_prob = self._sum(self.reference.log_prob(action))
@@ -73,7 +77,7 @@ class Steps(NamedTuple):
         return values if self.mask is None else torch.where(self.mask, values, 0.0)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Sums action dimensions and agents, in at least float32."""
+        # (*B, ...) -> (*B): half precision would overflow in sums over many dimensions.
         return sum_action_dims(values.to(working_dtype(values.dtype)), self.batch_size)
 
 
