@@ -42,12 +42,12 @@ class KLControlHook(TrainerHookBase):
         >>> from torchrl.collectors import Collector
         >>> from torchrl.objectives import ClipPPOLoss
         >>> from torchrl.trainers.algorithms import PPOTrainer
-        >>> from torchrl_kl import GPT, AdaptiveKLController, GPTActor, GPTCritic
+        >>> from torchrl_kl import GPT, AdaptiveKLController, CausalLMActor, CausalLMCritic
         >>> from torchrl_kl import KLConstrainedTransform, KLControlHook
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> warnings.simplefilter("ignore")  # torchrl 0.14.1 calls PPOTrainer a prototype
-        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
-        >>> loss = ClipPPOLoss(actor, GPTCritic(GPT(vocab_size=11, block_size=8, n_out=1)))
+        >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
+        >>> loss = ClipPPOLoss(actor, CausalLMCritic(GPT(vocab_size=11, block_size=8, n_out=1)))
         >>> frames = {"frames_per_batch": 32, "total_frames": 64}
         >>> trainer = PPOTrainer(
         ...     collector=Collector(DigitLanguageEnv(batch_size=(8,)), actor, **frames),

@@ -101,9 +101,9 @@ class KLPenaltyLoss(LossModule):
         Y. Tang, R. Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025).
 
     Example:
-        >>> from torchrl_kl import GPT, GPTActor, KLPenaltyLoss
+        >>> from torchrl_kl import GPT, CausalLMActor, KLPenaltyLoss
         >>> from torchrl_kl.envs import DigitLanguageEnv
-        >>> actor = GPTActor(GPT(vocab_size=11, block_size=8))
+        >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> batch = actor(DigitLanguageEnv(batch_size=(5,)).reset())
         >>> KLPenaltyLoss(actor, 0.1)(batch)["loss_kl"].item()  # the policy still is the reference
         0.0
