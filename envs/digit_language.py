@@ -178,11 +178,14 @@ def check_ids(name: str, ids: Tensor, n_ids: int, length: int | None = None) -> 
     check_range(name, ids, 0, n_ids - 1, fix)
 
 
-def check_range(name: str, values: Tensor, least: int, most: int, fix: str) -> None:
-    """ValueError unless all values lie in [least, most]."""
-    if ((values < least) | (values > most)).any():
-        low, high = values.aminmax()
+def check_range(name: str, values: Tensor, least: int, most: int, fix: str) -> int:
+    """The highest value, or `least` without any; ValueError unless all are in [least, most]."""
+    if values.numel() == 0:
+        return least
+    low, high = (int(value) for value in values.aminmax())
+    if low < least or high > most:
         raise ValueError(
             f"`{name}` must be between {least} and {most}, got values between {low} and {high}: "
             f"{fix}."
         )
+    return high

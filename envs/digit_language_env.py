@@ -151,18 +151,22 @@ class DigitLanguageEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         tokens, position, action = (tensordict[key] for key in ("tokens", "position", "action"))
-        everywhere = torch.ones_like(position, dtype=torch.bool)
-        stepped = tensordict.get("_step", everywhere).reshape(self.batch_size)
-        self._check_step(position, action, stepped)
-
-        # Excluded rows may be finished, without a slot to write to, or have any action.
-        # (*B, 1), into (*B, L).
-        slot = position.clamp(max=self.language.text_length - 1).unsqueeze(-1)
-        written = tokens.scatter(-1, slot, action.unsqueeze(-1))
-        tokens = torch.where(stepped.unsqueeze(-1), written, tokens)
-        position = position + stepped
+        stepped = tensordict.get("_step", None)  # (*B) or (*B, 1); None: all rows
+        if stepped is None:
+            self._check_step(position, action)
+            tokens = tokens.scatter(-1, position.unsqueeze(-1), action.unsqueeze(-1))
+            position = position + 1
+        else:
+            stepped = stepped.reshape(self.batch_size)
+            self._check_step(position, action, stepped)
+            # Excluded rows may be finished, without a slot to write to, or have any action.
+            slot = position.clamp(max=self.language.text_length - 1).unsqueeze(-1)
+            written = tokens.scatter(-1, slot, action.unsqueeze(-1))
+            tokens = torch.where(stepped.unsqueeze(-1), written, tokens)
+            position = position + stepped
         output = self._output(tokens, position)
-        finished = output["terminated"].squeeze(-1) & stepped
+        finished = output["terminated"].squeeze(-1)
+        finished = finished if stepped is None else finished & stepped
         return output.set("reward", self._reward(tokens, finished).unsqueeze(-1))
 
     def _output(self, tokens: Tensor, position: Tensor) -> TensorDict:
@@ -194,21 +198,22 @@ class DigitLanguageEnv(EnvBase):
         reward[finished] = values.to(reward)
         return reward
 
-    def _check_step(self, position: Tensor, action: Tensor, stepped: Tensor) -> None:
+    def _check_step(self, position: Tensor, action: Tensor, stepped: Tensor | None = None) -> None:
         language = self.language
         if action.shape != self.batch_size or action.dtype != torch.int64:
             raise ValueError(
                 f"`action` must have shape {tuple(self.batch_size)} and dtype torch.int64, got "
                 f"{tuple(action.shape)} and {action.dtype}: use `argmax(-1)` of one-hot actions."
             )
+        if stepped is not None:
+            position, action = position[stepped], action[stepped]
         first, last, most = language.context_length, language.text_length, language.n_tokens - 1
         fix = f"the tokens are {language.vocab_size} digits and the separator"
-        check_range("action", action[stepped], 0, most, fix)
+        check_range("action", action, 0, most, fix)
         fix = "step a tensordict from reset or step of an env with this language"
-        check_range("position", position[stepped], first, last, fix)
-        finished = (position == last) & stepped
-        if finished.any():
+        if check_range("position", position, first, last, fix) == last:
             raise RuntimeError(
-                f"cannot step a finished text, got {int(finished.sum())} with `position` {last}: "
-                "reset these rows (see `step_and_maybe_reset`) or exclude them by a `_step` mask."
+                f"cannot step a finished text, got {int((position == last).sum())} with `position` "
+                f"{last}: reset these rows (see `step_and_maybe_reset`) or exclude them by a "
+                "`_step` mask."
             )
