@@ -271,7 +271,7 @@ def sharpen(model: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(4)
+                parameter.mul_(6)
     return model
 
 
