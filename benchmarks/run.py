@@ -29,7 +29,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "step_overhead": {"blocks": 15, "batches": 5},
     "reward_vs_loss": {"batches": 30, "seeds": (0,)},
     "estimator_variance": {},
-    "generation": {"seconds": 4.0},
+    "generation": {"seconds": 3.0},
 }
 
 
