@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Args = TypeVar("Args")
+FARTHEST = 20  # how many times better or worse than its bar a result is drawn
 
 
 def arg(default: Any, help: str, *, quick: Any = None, choices: Sequence[str] | None = None) -> Any:
@@ -48,7 +49,7 @@ def parse_args(args: type[Args], description: str | None) -> Args:
             parser.add_argument(flag, action="store_true", help=text)
         else:
             kind = metadata.get("several", type(f.default))
-            options = {"nargs": "+"} if "several" in metadata else {}
+            options: dict[str, Any] = {"nargs": "+"} if "several" in metadata else {}
             parser.add_argument(flag, type=kind, help=text, choices=metadata["choices"], **options)
     return make_args(args, **vars(parser.parse_args()))
 
@@ -161,6 +162,7 @@ def draw(results: list[Result], file: Path) -> None:
     for row, result in enumerate(barred):
         bar, value = float(result.bar or 0.0), max(result.value, 1e-12)
         margin = value / bar if result.at_least else bar / value
+        margin = min(max(margin, 1 / FARTHEST), FARTHEST)
         color = "#2a7f62" if result.ok else "#c0392b"
         axes.plot([1, margin], [row, row], color=color, linewidth=7, solid_capstyle="butt")
         axes.plot(margin, row, "o", color=color, markersize=9)
@@ -170,8 +172,7 @@ def draw(results: list[Result], file: Path) -> None:
     axes.set_xscale("log")
     margins = [0.5, 2.0, *(line.get_xdata()[-1] for line in axes.lines)]  # type: ignore[index]
     axes.set_xlim(min(margins) / 1.1, max(margins) * 1.1)
-    ticks = [t for t in (0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100) if min(margins) <= t]
-    ticks = [t for t in ticks if t <= max(margins)]
+    ticks = [t for t in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if min(margins) <= t <= max(margins)]
     axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axes.minorticks_off()
     axes.set_yticks(range(len(barred)), [result.question for result in barred])

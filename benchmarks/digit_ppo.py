@@ -57,7 +57,7 @@ def language_model(
 
 def next_token(gpt: GPT) -> Callable[[torch.Tensor], torch.Tensor]:
     """A GPT as a model of the exact values: contexts to the logits of the next token."""
-    return lambda tokens: gpt.head(gpt.hidden_states(tokens)[:, -1])
+    return lambda tokens: gpt(tokens)[:, -1]
 
 
 def count_even(texts: torch.Tensor) -> torch.Tensor:

@@ -271,7 +271,7 @@ def sharpen(model: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(4)
+                parameter.mul_(6)
     return model
 
 
@@ -302,8 +302,10 @@ def frame_results(args: Args) -> list[Result]:
         plain = rates["without the stack"]
         for name, rate in rates.items():
             question = f"Collector {name}, {job.n_texts} x {job.n_tokens} tokens"
-            against = () if name == "without the stack" else (plain, rate / plain)
-            found.append(Result(question, rate, *against, unit="frames/s"))
+            if name == "without the stack":
+                found.append(Result(question, rate, unit="frames/s"))
+            else:
+                found.append(Result(question, rate, plain, rate / plain, unit="frames/s"))
     return found
 
 

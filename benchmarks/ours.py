@@ -81,7 +81,7 @@ class Job:
     def env(self, *transforms: Transform) -> EnvBase:
         """The token env with transforms."""
         env = DigitLanguageEnv(self.language, batch_size=(self.n_texts,), seed=0)
-        return TransformedEnv(env, Compose(*transforms))
+        return TransformedEnv(env, Compose(list(transforms)))
 
     def collected(self, env: EnvBase | None = None, stack: Any = None) -> Iterator[TensorDictBase]:
         """Batches [N, T] of a Collector, without end, with the stack as its `postproc`."""

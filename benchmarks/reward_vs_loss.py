@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench_report import Result, arg, parse_args, quick_flag
@@ -82,7 +83,7 @@ def results(args: Args) -> list[Result]:
             for name in args.variants:
                 torch.manual_seed(seed)
                 start = time.perf_counter()
-                plan = {"batches": args.batches, "responses": args.responses}
+                plan: Any = {"batches": args.batches, "responses": args.responses}
                 loss_args = VARIANTS[name]
                 policy = train(reference, language, reward_fn, coeff, loss_args=loss_args, **plan)
                 seconds = time.perf_counter() - start

@@ -29,7 +29,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "step_overhead": {"blocks": 15, "batches": 5},
     "reward_vs_loss": {"batches": 30, "seeds": (0,)},
     "estimator_variance": {},
-    "generation": {"seconds": 4.0},
+    "generation": {"seconds": 3.0},
 }
 
 
@@ -53,15 +53,16 @@ def run(name: str, folder: str, quick: bool) -> list[Result]:
     return benchmark.results(make_args(benchmark.Args, **given))
 
 
-def describe(seconds: float) -> str:
+def describe(seconds: float, quick: bool) -> str:
     """The heading of the table: what was measured on which machine."""
+    size = " Sizes are those of `--quick`, so that figures are rough." if quick else ""
     processor = platform.processor() or platform.machine()
     language = DigitLanguage()
     return (
         "# Benchmarks\n\n"
         f"PyTorch {torch.__version__} on one core of {processor} ({platform.system()}); all took "
-        f"{seconds:.0f} seconds. Where nothing else is said, responses are in the language of "
-        f"{language.vocab_size} digits.\n\n"
+        f"{seconds:.0f} seconds.{size} Responses are in the language of "
+        f"{language.vocab_size} digits where nothing else is said.\n\n"
         "*ours* and *rival* are times, rates, variances or regrets in the given unit. *ratio* is "
         "how many times as fast as the rival we are (bar ≥), or our cost divided by the rival's "
         "(bar ≤). A row without a ratio has the bar for *ours* itself."
@@ -82,7 +83,7 @@ def main() -> None:
         }
         found |= {name: future.result() for name, future in running.items()}
     results = [result for name in args.only for result in found[name]]
-    write(results, out, describe(time.perf_counter() - start))
+    write(results, out, describe(time.perf_counter() - start, args.quick))
     print(f"\n{table(results)}\nThe table, the picture and results.json are in {out}.")
 
 
