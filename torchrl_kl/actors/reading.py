@@ -11,8 +11,11 @@ from tensordict.nn import (
     CompositeDistribution,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
+    TensorDictModule,
 )
 from torch import Tensor, nn
+from torch.distributions import Distribution
+from torchrl.envs.utils import exploration_type
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling, sum_action_dims
 from torchrl_kl._torchrl import indices_of
@@ -68,15 +71,20 @@ def find_log_prob_keys(actor: Any) -> list[NestedKey]:
 
 
 def log_prob_of_actions(
-    actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey], recorded: LogProbKeys
+    actor: Any,
+    inputs: TensorDictBase,
+    action_keys: Sequence[NestedKey],
+    recorded: LogProbKeys,
+    plain: Sequence[bool] = (),
 ) -> Tensor:
     """The log-prob of the actions in `inputs`, nats, summed over the action's parts.
 
     The actor's outputs, such as the parameters of its distribution, are left in `inputs`. The
-    result has the batch shape of `recorded`. `action_keys`: its `dist_sample_keys`, slow to find.
+    result has the batch shape of `recorded`. `action_keys`: its `dist_sample_keys`, slow to find;
+    `plain`: its `plain_parts`.
     """
     batch_size = recorded.batch_size(inputs)
-    log_prob = _log_prob(actor, inputs, action_keys[0])
+    log_prob = _log_prob(actor, inputs, action_keys[0], plain)
     if isinstance(log_prob, Tensor):
         if len(action_keys) > 1:
             _refuse_one_part(action_keys, recorded)
@@ -97,10 +105,62 @@ def _refuse_one_part(action_keys: Sequence[NestedKey], recorded: LogProbKeys) ->
         )
 
 
-def _log_prob(actor: Any, inputs: TensorDictBase, action_key: NestedKey) -> Tensor | TensorDictBase:
+def plain_parts(actor: Any) -> list[bool]:
+    """Which parts of an actor, but its last, do no more than call a network on entries.
+
+    So it is with a TensorDictModule without hooks and options. Empty where `get_dist` of the actor
+    does more than to run the parts, one after another, and to build the distribution of the last.
+    """
+    names = ("get_dist", "get_dist_params", "build_dist_from_params")
+    own, base = type(actor), ProbabilisticTensorDictSequential
+    if any(getattr(own, name) is not getattr(base, name, None) for name in names):
+        return []
+    parts = actor.module
+    if actor.return_composite or not isinstance(parts, nn.ModuleList):
+        return []
+    if not isinstance(parts[-1], ProbabilisticTensorDictModule):
+        return []
+    return [_is_plain(part) for part in parts[:-1]]
+
+
+def _is_plain(part: nn.Module) -> bool:
+    if type(part) is not TensorDictModule:
+        return False
+    plain = TensorDictModule(part.module, part.in_keys, part.out_keys)
+    plain.training = part.training
+    return vars(plain) == vars(part)
+
+
+def _get_dist(actor: Any, inputs: TensorDictBase, plain: Sequence[bool]) -> Distribution:
+    """What `actor.get_dist(inputs)` gives; for a small network most of its time is TensorDict's."""
+    if not plain or exploration_type() is None:
+        return actor.get_dist(inputs)
+    for part, is_plain in zip(actor.module, plain, strict=False):
+        inputs = _call_network(part, inputs) if is_plain else part(inputs)
+    return actor.module[-1].get_dist(inputs)
+
+
+def _call_network(part: TensorDictModule, inputs: TensorDictBase) -> TensorDictBase:
+    """What a plain `part(inputs)` does."""
+    values = [inputs.get(key, None) for key in part.in_keys]
+    if not all(isinstance(value, Tensor) for value in values):
+        return part(inputs)
+    written = part.module(*values)
+    outputs = written if isinstance(written, tuple) else (written,)
+    if len(outputs) != len(part.out_keys) or not all(isinstance(one, Tensor) for one in outputs):
+        return TensorDictModule(lambda *_: written, part.in_keys, part.out_keys)(inputs)
+    for key, output in zip(part.out_keys, outputs, strict=True):
+        if key != "_":
+            inputs.set(key, output)
+    return inputs
+
+
+def _log_prob(
+    actor: Any, inputs: TensorDictBase, action_key: NestedKey, plain: Sequence[bool] = ()
+) -> Tensor | TensorDictBase:
     """One log-prob, or one for each part of the action, under the actor's keys."""
     if not getattr(actor, "return_composite", False):
-        dist = actor.get_dist(inputs)
+        dist = _get_dist(actor, inputs, plain)
         if isinstance(dist, CompositeDistribution):
             return actor.log_prob(inputs, dist=dist)
         action = get_required(inputs, action_key, "the reference scores the policy's action.")
