@@ -114,14 +114,14 @@ class ControllerFeed(nn.Module):
         ValueError if a value is NaN or infinite and the coefficient is not 0.
         """
         if values is not None and values.numel():
-            if self.controller.coeff.item() == 0:  # only measures: must not stop the training
+            controller, pool = self.controller, self.statistics
+            if controller.coeff.item() == 0:  # only measures: must not stop the training
                 values = values[values.isfinite()]
-            self.statistics.add(values)
-            pool = self.statistics
-            if int(pool.count) >= self._needed(in_env):
-                mean, count, standard_error = pool.mean, int(pool.count), pool.standard_error
+            count = int(pool.add(values).count)
+            if count >= self._needed(in_env):
+                mean, standard_error = pool.mean, pool.standard_error
                 pool.reset()  # first: what the controller refuses must not be offered again
-                self.controller.update(mean, count, standard_error=standard_error)
+                controller.update(mean, count, standard_error=standard_error)
                 self._idle = dict.fromkeys(_PATIENCE, 0)
         if self.adaptive and not self._warned:
             self._count_idle("env steps" if in_env else "batches")

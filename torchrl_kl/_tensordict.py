@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import cast
 
 import torch
@@ -160,7 +161,7 @@ class LogProbKeys:
 
     def batch_size(self, tensordict: TensorDictBase) -> torch.Size:
         """Batch size of that nested tensordict: the shape of the log-prob."""
-        return holder_batch_size(tensordict, (*self.branch, "log_prob"))
+        return _batch_size_at(tensordict, self.branch)
 
     def missing(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """The keys that are not in the data."""
@@ -191,15 +192,18 @@ def _add_up(parts: list[Tensor], batch_size: torch.Size) -> Tensor:
 
 def holder_batch_size(tensordict: TensorDictBase, key: NestedKey) -> torch.Size:
     """Batch size of the nested tensordict that holds `key`; of the root where there is none."""
-    path = as_tuple(key)[:-1]
+    return _batch_size_at(tensordict, as_tuple(key)[:-1])
+
+
+def _batch_size_at(tensordict: TensorDictBase, path: tuple[str, ...]) -> torch.Size:
     holder = tensordict.get(path, None) if path else None
     return tensordict.batch_size if holder is None else holder.batch_size
 
 
 def sum_action_dims(value: Tensor, batch_size: torch.Size) -> Tensor:
     """Sums the dimensions behind the batch: a `Normal` gives one log-prob per action dimension."""
-    extra = tuple(range(len(batch_size), value.ndim))
-    return value.sum(extra) if extra else value
+    n = len(batch_size)
+    return value.sum(tuple(range(n, value.ndim))) if n < value.ndim else value
 
 
 def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:
@@ -359,4 +363,4 @@ def find_ends(
         keys.append(name)
     flags = [step.get(key, None) for key in keys]
     ends = [expand_right(flag, shape) for flag in flags if flag is not None]
-    return torch.stack(ends).any(0) if ends else None
+    return reduce(torch.logical_or, ends) if ends else None

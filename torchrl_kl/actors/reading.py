@@ -135,9 +135,10 @@ def _get_dist(actor: Any, inputs: TensorDictBase, plain: Sequence[bool]) -> Dist
     """What `actor.get_dist(inputs)` gives; for a small network most of its time is TensorDict's."""
     if not plain or exploration_type() is None:
         return actor.get_dist(inputs)
-    for part, is_plain in zip(actor.module, plain, strict=False):
+    *parts, last = actor.module
+    for part, is_plain in zip(parts, plain, strict=True):
         inputs = _call_network(part, inputs) if is_plain else part(inputs)
-    return actor.module[-1].get_dist(inputs)
+    return last.get_dist(inputs)
 
 
 def _call_network(part: TensorDictModule, inputs: TensorDictBase) -> TensorDictBase:

@@ -57,14 +57,14 @@ class KLStatistics(Float64State):
             raise TypeError(f"`values` must be a tensor, got {got}: pass `torch.tensor(values)`.")
         check_mask(mask, values.shape, "`values`", means="the values that count")
         values = (values if mask is None else values[mask]).detach().to(self.sum)
-        total, squares = values.sum(), values.square().sum()
-        if not (self.sum_of_squares + squares).isfinite():  # finite squares imply a finite sum
+        squares = values.square().sum()
+        if not math.isfinite(self.sum_of_squares + squares):  # finite squares imply a finite sum
             raise ValueError(
                 f"`values` must be finite, got {values.numel()} values with a sum of squares of "
                 f"{squares.item()}: look for -inf log-probabilities. Nothing was added."
             )
         self.count.add_(values.numel())
-        self.sum.add_(total)
+        self.sum.add_(values.sum())
         self.sum_of_squares.add_(squares)
         return self
 

@@ -112,7 +112,7 @@ class PenaltyTransform(KLTransform):
         if self.frozen:
             return
         if self.controller.per == "step":
-            counts = bool(torch.as_tensor(step.counted).all())
+            counts = step.counted is True or bool(torch.as_tensor(step.counted).all())
             values = measured if counts else measured[:0].flatten()
             if counts and step.mask is not None:
                 values = measured[td.expand_right(step.mask, measured.shape)]
