@@ -23,6 +23,7 @@ from torchrl_kl.controllers.trajectories import OpenTrajectories, Segments, Traj
 
 _ENV_TRAJECTORIES, _ENV_STEPS = 16, 256  # an update in an env waits for so many by default
 _PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before the user is warned
+_SHORT = 64  # bytes
 _FLAGS = {"done", "terminated", "truncated", "is_init"}  # a collector's truncation changes them
 
 
@@ -271,19 +272,24 @@ def _state_keys(
 
 
 def _digests(
-    batch: TensorDictBase, keys: list[NestedKey], n_dims: int, rows: list[int], steps: list[int]
+    batch: TensorDictBase, keys: list[NestedKey], n_dims: int, places: Tensor
 ) -> list[bytes]:
-    """Of the state at one step of each of the rows; empty where nothing shows a state."""
+    """Of the states at steps, numbered row by row, (N,); empty where nothing shows a state.
+
+    A short state is its own digest.
+    """
     if not keys:
-        return [b""] * len(rows)
+        return [b""] * len(places)
     parts = []
     for key in keys:
-        value = batch.get(key)
-        value = value.reshape(-1, *value.shape[n_dims - 1 :])[rows, steps]
-        data = value.detach().cpu().reshape(len(rows), -1).contiguous()
+        value = batch.get(key).detach().flatten(0, n_dims - 1)
+        data = value.index_select(0, places.to(value.device)).cpu().reshape(len(places), -1)
         parts.append(data.view(torch.uint8))
     states = torch.cat(parts, 1).numpy()
-    return [hashlib.blake2b(state, digest_size=8).digest() for state in states]
+    whole = states.view(f"V{states.shape[1]}").ravel().tolist()  # one `bytes` for each row
+    if states.shape[1] <= _SHORT:
+        return whole
+    return [hashlib.blake2b(state, digest_size=8).digest() for state in whole]
 
 
 _NO_TIME = (

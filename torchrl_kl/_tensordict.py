@@ -315,15 +315,18 @@ def require_order(
 
     Args:
         tensordict: the batch.
-        keys: what is compared, see `steps_follow`.
+        keys: what is compared, where it is in the data and in "next".
         may_differ: True where step t + 1 need not continue step t, shape (*R, T - 1).
         consequence: why the order matters and what to do, for the error.
     """
     if not may_differ.numel():  # fewer than two steps
         return
     for key in keys:
-        equal = steps_follow(tensordict, key)
-        if equal is not None and not bool((equal | may_differ).all()):
+        before = cast(TensorDictBase, tensordict.get("next")).get(key, None)
+        after = tensordict.get(key, None)
+        if before is None or after is None or before.shape != after.shape:
+            continue
+        if not _steps_follow(before, after, may_differ):
             raise ValueError(
                 f"the steps of the batch do not follow one another: {key!r} is not what the step "
                 'before has in "next", and no trajectory begins there. Is it a shuffled sample '
@@ -331,23 +334,20 @@ def require_order(
             )
 
 
-def steps_follow(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """Whether each step of (*R, T) begins with what the one before left there, (*R, T - 1).
+def _steps_follow(before: Tensor, after: Tensor, may_differ: Tensor) -> bool:
+    """Whether each step begins with what the one before left, (*R, T, ...); NaN equals NaN."""
+    dim, n_pairs = may_differ.ndim - 1, may_differ.shape[-1]
+    before, after = before.narrow(dim, 0, n_pairs), after.narrow(dim, 1, n_pairs)
 
-    None where the entry is not both in the data and in "next". NaN equals NaN.
-    """
-    before = cast(TensorDictBase, tensordict.get("next")).get(key, None)
-    after = tensordict.get(key, None)
-    if before is None or after is None or before.shape != after.shape:
-        return None
-    dim, n_steps = tensordict.batch_dims - 1, tensordict.batch_size[-1]
-    before, after = before.narrow(dim, 0, n_steps - 1), after.narrow(dim, 1, n_steps - 1)
+    def all_explained(equal: Tensor) -> bool:
+        while equal.ndim > may_differ.ndim:  # not by a reshape: a dimension may be empty
+            equal = equal.all(-1)
+        return bool((equal | may_differ).all())
+
     equal = before == after
-    if before.is_floating_point():
-        equal = equal | (before.isnan() & after.isnan())
-    while equal.ndim > tensordict.batch_dims:  # not by a reshape: a dimension may be empty
-        equal = equal.all(-1)
-    return equal
+    return all_explained(equal) or (
+        before.is_floating_point() and all_explained(equal | (before.isnan() & after.isnan()))
+    )
 
 
 def find_ends(

@@ -118,21 +118,22 @@ class KLStatistics(Float64State):
     @property
     def mean(self) -> float:
         """Mean of the pooled values, nats; NaN when there are none."""
-        return (self.sum / self.count).item()
+        count = self.count.item()
+        return self.sum.item() / count if count else math.nan
 
     @property
     def variance(self) -> float:
         """Unbiased variance of the pooled values, nats squared; NaN with fewer than two."""
-        count = self.count.item()
+        count, total = self.count.item(), self.sum.item()
         if count < 2:
             return math.nan
-        centred = self.sum_of_squares - self.sum * (self.sum / count)  # sum.square() could overflow
-        return max(centred.item(), 0.0) / (count - 1)
+        centred = self.sum_of_squares.item() - total * (total / count)  # total ** 2 could overflow
+        return max(centred, 0.0) / (count - 1)
 
     @property
     def standard_error(self) -> float:
         """Of the mean of independent values (trajectories, not steps), nats; NaN with under two."""
-        return (self.variance / self.count.double()).sqrt().item()
+        return math.sqrt(self.variance / max(self.count.item(), 1))
 
     def extra_repr(self) -> str:
         """The count and the mean, for `repr`."""
