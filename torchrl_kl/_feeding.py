@@ -23,7 +23,6 @@ from torchrl_kl.controllers.trajectories import OpenTrajectories, Segments, Traj
 
 _ENV_TRAJECTORIES, _ENV_STEPS = 16, 256  # an update in an env waits for so many by default
 _PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before the user is warned
-_SHORT = 64  # bytes
 _FLAGS = {"done", "terminated", "truncated", "is_init"}  # a collector's truncation changes them
 
 
@@ -44,10 +43,9 @@ class ControllerFeed(nn.Module):
 
     def __init__(self, controller: KLController, update_every: int | None = None):
         super().__init__()
-        check_update_every(controller, update_every)
-        self.controller = controller
-        self.statistics = KLStatistics()
+        self.controller, self.statistics = controller, KLStatistics()
         self.update_every = update_every
+        self._check_update_every()
         self.stream = OpenTrajectories()  # of batches that come without one of their collector
         self._idle = dict.fromkeys(_PATIENCE, 0)  # since the last update
         self._warned = False
@@ -132,7 +130,24 @@ class ControllerFeed(nn.Module):
             return self.update_every
         if in_env:
             return _ENV_STEPS if self.controller.per == "step" else _ENV_TRAJECTORIES
-        return 2 if _has_deadband(self.controller) else 1  # a single value has no standard error
+        return 2 if self._deadband else 1  # a single value has no standard error
+
+    @property
+    def _deadband(self) -> bool:
+        return isinstance(self.controller, TargetKLController) and self.controller.deadband > 0
+
+    def _check_update_every(self) -> None:
+        """ValueError unless it is None or a count of values that the controller accepts."""
+        given = self.update_every
+        if given is None:
+            return
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise ValueError(f"`update_every` must be None or an int of at least 1, got {given!r}.")
+        if given == 1 and self._deadband:
+            raise ValueError(
+                "`update_every` must be at least 2 for a controller with a deadband, got 1: a "
+                "single value has no standard error."
+            )
 
     def _count_idle(self, what: str) -> None:
         """Warns once when a controller that should move has not been updated for long."""
@@ -148,25 +163,6 @@ class ControllerFeed(nn.Module):
             '`update_every`, collect longer batches, or use a controller with per="step".',
             stacklevel=2,
         )
-
-
-def check_update_every(controller: KLController, update_every: int | None) -> None:
-    """ValueError unless `update_every` is None or a count of values that the controller accepts."""
-    if update_every is None:
-        return
-    if isinstance(update_every, bool) or not isinstance(update_every, int) or update_every < 1:
-        raise ValueError(
-            f"`update_every` must be None or an int of at least 1, got {update_every!r}."
-        )
-    if update_every == 1 and _has_deadband(controller):
-        raise ValueError(
-            "`update_every` must be at least 2 for a controller with a deadband, got 1: a single "
-            "value has no standard error."
-        )
-
-
-def _has_deadband(controller: KLController) -> bool:
-    return isinstance(controller, TargetKLController) and controller.deadband > 0
 
 
 def sum_trajectories(
@@ -274,10 +270,7 @@ def _state_keys(
 def _digests(
     batch: TensorDictBase, keys: list[NestedKey], n_dims: int, places: Tensor
 ) -> list[bytes]:
-    """Of the states at steps, numbered row by row, (N,); empty where nothing shows a state.
-
-    A short state is its own digest.
-    """
+    """Of the states at steps, numbered row by row, (N,); empty where nothing shows a state."""
     if not keys:
         return [b""] * len(places)
     parts = []
@@ -287,7 +280,7 @@ def _digests(
         parts.append(data.view(torch.uint8))
     states = torch.cat(parts, 1).numpy()
     whole = states.view(f"V{states.shape[1]}").ravel().tolist()  # one `bytes` for each row
-    if states.shape[1] <= _SHORT:
+    if states.shape[1] <= 64:
         return whole
     return [hashlib.blake2b(state, digest_size=8).digest() for state in whole]
 

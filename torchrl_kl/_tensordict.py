@@ -161,18 +161,22 @@ class LogProbKeys:
 
     def batch_size(self, tensordict: TensorDictBase) -> torch.Size:
         """Batch size of that nested tensordict: the shape of the log-prob."""
-        return _batch_size_at(tensordict, self.branch)
+        return holder_batch_size(tensordict, (*self.branch, "log_prob"))
 
     def missing(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """The keys that are not in the data."""
         return [key for key in self.keys if tensordict.get(key, None) is None]
 
-    def read(self, tensordict: TensorDictBase) -> Tensor | None:
+    def read(
+        self, tensordict: TensorDictBase, batch_size: torch.Size | None = None
+    ) -> Tensor | None:
         """The log-prob of the whole action, nats, of `batch_size`; None if an entry is missing."""
-        values = [tensordict.get(key, None) for key in self.keys]
-        if any(value is None for value in values):
+        parts = [tensordict.get(key, None) for key in self.keys]
+        if any(part is None for part in parts):
             return None
-        return _add_up(values, self.batch_size(tensordict))
+        batch_size = self.batch_size(tensordict) if batch_size is None else batch_size
+        first, *others = (sum_action_dims(part, batch_size) for part in parts)
+        return sum(others, first)
 
     def require(self, tensordict: TensorDictBase) -> Tensor:
         """The log-prob of the whole action; KeyError if an entry is missing."""
@@ -180,22 +184,10 @@ class LogProbKeys:
             get_required(tensordict, key, RECORD_LOG_PROB)
         return cast(Tensor, self.read(tensordict))
 
-    def add_up(self, log_probs: TensorDictBase, batch_size: torch.Size) -> Tensor:
-        """The sum over the parts and over the dimensions behind the batch."""
-        return _add_up([log_probs.get(key) for key in self.keys], batch_size)
-
-
-def _add_up(parts: list[Tensor], batch_size: torch.Size) -> Tensor:
-    first, *others = (sum_action_dims(part, batch_size) for part in parts)
-    return sum(others, first)
-
 
 def holder_batch_size(tensordict: TensorDictBase, key: NestedKey) -> torch.Size:
     """Batch size of the nested tensordict that holds `key`; of the root where there is none."""
-    return _batch_size_at(tensordict, as_tuple(key)[:-1])
-
-
-def _batch_size_at(tensordict: TensorDictBase, path: tuple[str, ...]) -> torch.Size:
+    path = as_tuple(key)[:-1]
     holder = tensordict.get(path, None) if path else None
     return tensordict.batch_size if holder is None else holder.batch_size
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
@@ -91,7 +91,7 @@ def log_prob_of_actions(
         return sum_action_dims(log_prob, batch_size)
     if recorded.missing(log_prob):  # the policy's is one sum under another key
         recorded = LogProbKeys(list(log_prob.keys(True, True)))
-    return recorded.add_up(log_prob, batch_size)
+    return cast(Tensor, recorded.read(log_prob, batch_size))
 
 
 def _refuse_one_part(action_keys: Sequence[NestedKey], recorded: LogProbKeys) -> None:
@@ -106,25 +106,22 @@ def _refuse_one_part(action_keys: Sequence[NestedKey], recorded: LogProbKeys) ->
 
 
 def plain_parts(actor: Any) -> list[bool]:
-    """Which parts of an actor, but its last, do no more than call a network on entries.
+    """Which parts of an actor, but its last, only call a network: TensorDictModules without hooks.
 
-    So it is with a TensorDictModule without hooks and options. Empty where `get_dist` of the actor
-    does more than to run the parts, one after another, and to build the distribution of the last.
+    Empty where `get_dist` does more than to run the parts and build the distribution of the last.
     """
     names = ("get_dist", "get_dist_params", "build_dist_from_params")
-    own, base = type(actor), ProbabilisticTensorDictSequential
-    if any(getattr(own, name) is not getattr(base, name, None) for name in names):
-        return []
-    parts = actor.module
-    if actor.return_composite or not isinstance(parts, nn.ModuleList):
-        return []
-    if not isinstance(parts[-1], ProbabilisticTensorDictModule):
+    own, theirs = (
+        [getattr(c, name, None) for name in names] for c in (type(actor), _PROBABILISTIC[1])
+    )
+    parts = actor.module if own == theirs and not actor.return_composite else None
+    if not isinstance(parts, nn.ModuleList) or not isinstance(parts[-1], _PROBABILISTIC[0]):
         return []
     return [_is_plain(part) for part in parts[:-1]]
 
 
 def _is_plain(part: nn.Module) -> bool:
-    if type(part) is not TensorDictModule:
+    if type(part) is not TensorDictModule or "_" in part.out_keys:
         return False
     plain = TensorDictModule(part.module, part.in_keys, part.out_keys)
     plain.training = part.training
@@ -151,8 +148,7 @@ def _call_network(part: TensorDictModule, inputs: TensorDictBase) -> TensorDictB
     if len(outputs) != len(part.out_keys) or not all(isinstance(one, Tensor) for one in outputs):
         return TensorDictModule(lambda *_: written, part.in_keys, part.out_keys)(inputs)
     for key, output in zip(part.out_keys, outputs, strict=True):
-        if key != "_":
-            inputs.set(key, output)
+        inputs.set(key, output)
     return inputs
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite
 from torchrl.envs import EnvBase
@@ -112,10 +112,11 @@ class PenaltyTransform(KLTransform):
         if self.frozen:
             return
         if self.controller.per == "step":
-            counts = step.counted is True or bool(torch.as_tensor(step.counted).all())
-            values = measured if counts else measured[:0].flatten()
-            if counts and step.mask is not None:
-                values = measured[td.expand_right(step.mask, measured.shape)]
+            values, mask = None, step.mask
+            if step.counted is True or torch.as_tensor(step.counted).all():
+                values = (
+                    measured if mask is None else measured[td.expand_right(mask, measured.shape)]
+                )
         else:
             values = self._finished(tensordict, next_tensordict, step)
         self.feed.pool(values, in_env=True)
@@ -213,7 +214,7 @@ class PenaltyTransform(KLTransform):
         signs = {self.keys.kl_coeff}
         if self.out_key != self.keys.reward:  # which must not be penalized either
             signs.add(td.sibling(self.keys.reward, "kl_coeff"))
-        found = signs & {unravel_key(key) for key in keys}
+        found = signs & set(keys)
         if found:
             raise RuntimeError(
                 f"{where} has {min(map(str, found))!r}: {self.keys.reward!r} was penalized for its "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from multiprocessing import parent_process
-from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -145,10 +144,6 @@ class ScoringTransform(KLTransform):
     reference: FrozenActor
     estimate: Estimate | None
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._scored: list[KLStep] = []  # that of the env step that is being made
-
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
         self.reference.update_reference(source, tau)
@@ -157,12 +152,13 @@ class ScoringTransform(KLTransform):
         # Action transforms before this one have not yet turned the policy's action into the env's.
         env = self.env
         if env is not None:
-            self._scored[:] = [score_env_step(self.reference, tensordict, self.estimate, env)]
+            score = score_env_step(self.reference, tensordict, self.estimate, env)
+            vars(self)["_scored"] = score  # of the env step that is being made
         return tensordict
 
     def _take_score(self, next_tensordict: TensorDictBase) -> KLStep:
         """The score of this env step, whose next recurrent states it writes."""
-        step = self._scored.pop()
+        step: KLStep = vars(self).pop("_scored")
         for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
             next_tensordict.set(key, state)
         return step
