@@ -98,25 +98,28 @@ class ControllerFeed(nn.Module):
         elif needs_trajectories:
             raise RuntimeError(_NO_TIME.format(tuple(tensordict.batch_size)))
         if move:
-            if self.controller.per == "step":
-                finished = values if mask is None else values[td.expand_right(mask, values.shape)]
+            pooled = (values, mask) if self.controller.per == "step" else (finished,)
             try:
-                self.pool(finished)
+                self.pool(*pooled)
             except ValueError:
                 stream.restore(before)  # the same batch, mended, may be given again
                 raise
         return running
 
-    def pool(self, values: Tensor | None, *, in_env: bool = False) -> None:
-        """Adds values, nats per trajectory or step; may update the controller.
+    def pool(
+        self, values: Tensor | None, mask: Tensor | None = None, *, in_env: bool = False
+    ) -> None:
+        """Adds the values in the mask, nats per trajectory or step; may update the controller.
 
         ValueError if a value is NaN or infinite and the coefficient is not 0.
         """
+        if values is not None and mask is not None:
+            values = values[td.expand_right(mask, values.shape)]
         if values is not None and values.numel():
             controller, pool = self.controller, self.statistics
             if controller.coeff.item() == 0:  # only measures: must not stop the training
                 values = values[values.isfinite()]
-            count = int(pool.add(values).count)
+            count = int(pool.add(values).count.item())
             if count >= self._needed(in_env):
                 mean, standard_error = pool.mean, pool.standard_error
                 pool.reset()  # first: what the controller refuses must not be offered again

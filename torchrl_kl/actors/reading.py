@@ -117,15 +117,15 @@ def plain_parts(actor: Any) -> list[bool]:
     parts = actor.module if own == theirs and not actor.return_composite else None
     if not isinstance(parts, nn.ModuleList) or not isinstance(parts[-1], _PROBABILISTIC[0]):
         return []
-    return [_is_plain(part) for part in parts[:-1]]
 
+    def is_plain(part: nn.Module) -> bool:
+        if type(part) is not TensorDictModule or "_" in part.out_keys:
+            return False
+        plain = TensorDictModule(part.module, part.in_keys, part.out_keys)
+        plain.training = part.training
+        return vars(plain) == vars(part)
 
-def _is_plain(part: nn.Module) -> bool:
-    if type(part) is not TensorDictModule or "_" in part.out_keys:
-        return False
-    plain = TensorDictModule(part.module, part.in_keys, part.out_keys)
-    plain.training = part.training
-    return vars(plain) == vars(part)
+    return [is_plain(part) for part in parts[:-1]]
 
 
 def _get_dist(actor: Any, inputs: TensorDictBase, plain: Sequence[bool]) -> Distribution:

@@ -56,16 +56,17 @@ class KLStatistics(Float64State):
             got = type(values).__name__
             raise TypeError(f"`values` must be a tensor, got {got}: pass `torch.tensor(values)`.")
         check_mask(mask, values.shape, "`values`", means="the values that count")
-        values = (values if mask is None else values[mask]).detach().to(self.sum)
+        total, of_squares = self.sum, self.sum_of_squares
+        values = (values if mask is None else values[mask]).detach().to(total)
         squares = values.square().sum()
-        if not math.isfinite(self.sum_of_squares + squares):  # finite squares imply a finite sum
+        if not math.isfinite((of_squares + squares).item()):  # finite squares imply a finite sum
             raise ValueError(
                 f"`values` must be finite, got {values.numel()} values with a sum of squares of "
                 f"{squares.item()}: look for -inf log-probabilities. Nothing was added."
             )
         self.count.add_(values.numel())
-        self.sum.add_(values.sum())
-        self.sum_of_squares.add_(squares)
+        total.add_(values.sum())
+        of_squares.add_(squares)
         return self
 
     def merge(self, other: KLStatistics) -> KLStatistics:

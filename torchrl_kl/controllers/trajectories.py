@@ -197,12 +197,7 @@ class OpenTrajectories:
         return totals
 
     def _suspend(
-        self,
-        segments: Segments,
-        at: Tensor,
-        running: Tensor,
-        n_counted: Tensor,
-        judge: bool,
+        self, segments: Segments, at: Tensor, running: Tensor, n_counted: Tensor, judge: bool
     ) -> Tensor:
         """Keeps what rows leave open `at` their last steps; gives the totals of what ends there."""
         done, terminated = _at(segments.done, at), _at(segments.terminated, at)  # (R, F)

@@ -97,9 +97,7 @@ class PenaltyTransform(KLTransform):
         self._penalize(next_tensordict, step.kl)  # type: ignore[arg-type]
         if not self.record:
             return
-        measured = step.measured.detach()
-        if measured.dtype != episode_dtype(measured.dtype):
-            measured = measured.float()
+        measured = step.measured.detach().to(episode_dtype(step.measured.dtype))
         episode_kl = tensordict.get(self.keys.episode_kl, 0.0) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
         if step.counted is not True:
@@ -112,14 +110,10 @@ class PenaltyTransform(KLTransform):
         if self.frozen:
             return
         if self.controller.per == "step":
-            values, mask = None, step.mask
-            if step.counted is True or torch.as_tensor(step.counted).all():
-                values = (
-                    measured if mask is None else measured[td.expand_right(mask, measured.shape)]
-                )
+            drawn = step.counted is True or torch.as_tensor(step.counted).all()
+            self.feed.pool(measured if drawn else None, step.mask, in_env=True)
         else:
-            values = self._finished(tensordict, next_tensordict, step)
-        self.feed.pool(values, in_env=True)
+            self.feed.pool(self._finished(tensordict, next_tensordict, step), in_env=True)
 
     def _finished(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
