@@ -181,19 +181,13 @@ def sum_trajectories(
 ) -> TrajectorySums:
     """Sums values over the trajectories of a batch (*B) whose last dimension is time.
 
-    Args:
-        tensordict: the batch, with "next".
-        values: the measured KL of each step, nats, shape (*B, *F).
-        mask: True where a step counts, shape (*B), or None where all do.
-        done_key: what ends a trajectory, from `find_done`.
-        stream: what earlier batches left open.
-        observed: what shows whether steps follow one another; by default all that is shared.
-        judge: see `OpenTrajectories.add`.
-        check_order: whether to refuse steps that do not follow one another.
+    `values`: the measured KL of each step, nats, (*B, *F); `mask`: True where a step counts, (*B);
+    `done_key`: what `find_done` gives; `stream`: what earlier batches left open; `observed`: what
+    shows whether steps follow one another, by default all that is shared; `judge`: see
+    `OpenTrajectories.add`; `check_order`: whether to refuse steps that do not follow one another.
 
-    Returns:
-        Running sums, the shape and dtype of `values` (half precision in float32), and the totals of
-        the trajectories that have finished, float64, (N,).
+    Gives running sums, the shape and dtype of `values` (half precision in float32), and the totals
+    of the trajectories that have finished, float64, (N,).
     """
     step = cast(TensorDictBase, tensordict.get("next"))
     n_steps, n_rows = tensordict.batch_size[-1], tensordict.batch_size[:-1].numel()

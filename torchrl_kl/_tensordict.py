@@ -167,15 +167,16 @@ class LogProbKeys:
         """The keys that are not in the data."""
         return [key for key in self.keys if tensordict.get(key, None) is None]
 
-    def read(
-        self, tensordict: TensorDictBase, batch_size: torch.Size | None = None
-    ) -> Tensor | None:
-        """The log-prob of the whole action, nats, of `batch_size`; None if an entry is missing."""
+    def read(self, tensordict: TensorDictBase, shape: torch.Size | None = None) -> Tensor | None:
+        """The log-prob of the whole action, nats, of `shape`; None if an entry is missing.
+
+        `shape`: by default `batch_size`. The dimensions behind it are those of an action.
+        """
         parts = [tensordict.get(key, None) for key in self.keys]
         if any(part is None for part in parts):
             return None
-        batch_size = self.batch_size(tensordict) if batch_size is None else batch_size
-        first, *others = (sum_action_dims(part, batch_size) for part in parts)
+        shape = self.batch_size(tensordict) if shape is None else shape
+        first, *others = (sum_action_dims(part, shape) for part in parts)
         return sum(others, first)
 
     def require(self, tensordict: TensorDictBase) -> Tensor:
@@ -305,11 +306,8 @@ def require_order(
 ) -> None:
     """ValueError if the steps of a batch (*R, T) do not follow one another, as in a shuffled one.
 
-    Args:
-        tensordict: the batch.
-        keys: what is compared, where it is in the data and in "next".
-        may_differ: True where step t + 1 need not continue step t, shape (*R, T - 1).
-        consequence: why the order matters and what to do, for the error.
+    `keys`: what is compared, where it is in the data and in "next"; `may_differ`: True where step
+    t + 1 need not continue step t, (*R, T - 1); `consequence`: why it matters and what to do.
     """
     if not may_differ.numel():  # fewer than two steps
         return

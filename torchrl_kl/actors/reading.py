@@ -111,11 +111,11 @@ def plain_parts(actor: Any) -> list[bool]:
     Empty where `get_dist` does more than to run the parts and build the distribution of the last.
     """
     names = ("get_dist", "get_dist_params", "build_dist_from_params")
-    own, theirs = (
-        [getattr(c, name, None) for name in names] for c in (type(actor), _PROBABILISTIC[1])
-    )
+    kinds: Any = (type(actor), ProbabilisticTensorDictSequential)
+    own, theirs = ([getattr(kind, name, None) for name in names] for kind in kinds)
     parts = actor.module if own == theirs and not actor.return_composite else None
-    if not isinstance(parts, nn.ModuleList) or not isinstance(parts[-1], _PROBABILISTIC[0]):
+    listed = isinstance(parts, nn.ModuleList)
+    if not listed or not isinstance(parts[-1], ProbabilisticTensorDictModule):
         return []
 
     def is_plain(part: nn.Module) -> bool:
