@@ -43,10 +43,9 @@ class ControllerFeed(nn.Module):
 
     def __init__(self, controller: KLController, update_every: int | None = None):
         super().__init__()
-        check_update_every(controller, update_every)
-        self.controller = controller
-        self.statistics = KLStatistics()
+        self.controller, self.statistics = controller, KLStatistics()
         self.update_every = update_every
+        self._check_update_every()
         self.stream = OpenTrajectories()  # of batches that come without one of their collector
         self._idle = dict.fromkeys(_PATIENCE, 0)  # since the last update
         self._warned = False
@@ -99,29 +98,32 @@ class ControllerFeed(nn.Module):
         elif needs_trajectories:
             raise RuntimeError(_NO_TIME.format(tuple(tensordict.batch_size)))
         if move:
-            if self.controller.per == "step":
-                finished = values if mask is None else values[td.expand_right(mask, values.shape)]
+            pooled = (values, mask) if self.controller.per == "step" else (finished,)
             try:
-                self.pool(finished)
+                self.pool(*pooled)
             except ValueError:
                 stream.restore(before)  # the same batch, mended, may be given again
                 raise
         return running
 
-    def pool(self, values: Tensor | None, *, in_env: bool = False) -> None:
-        """Adds values, nats per trajectory or step; may update the controller.
+    def pool(
+        self, values: Tensor | None, mask: Tensor | None = None, *, in_env: bool = False
+    ) -> None:
+        """Adds the values in the mask, nats per trajectory or step; may update the controller.
 
         ValueError if a value is NaN or infinite and the coefficient is not 0.
         """
+        if values is not None and mask is not None:
+            values = values[td.expand_right(mask, values.shape)]
         if values is not None and values.numel():
-            if self.controller.coeff.item() == 0:  # only measures: must not stop the training
+            controller, pool = self.controller, self.statistics
+            if controller.coeff.item() == 0:  # only measures: must not stop the training
                 values = values[values.isfinite()]
-            self.statistics.add(values)
-            pool = self.statistics
-            if int(pool.count) >= self._needed(in_env):
-                mean, count, standard_error = pool.mean, int(pool.count), pool.standard_error
+            count = int(pool.add(values).count.item())
+            if count >= self._needed(in_env):
+                mean, standard_error = pool.mean, pool.standard_error
                 pool.reset()  # first: what the controller refuses must not be offered again
-                self.controller.update(mean, count, standard_error=standard_error)
+                controller.update(mean, count, standard_error=standard_error)
                 self._idle = dict.fromkeys(_PATIENCE, 0)
         if self.adaptive and not self._warned:
             self._count_idle("env steps" if in_env else "batches")
@@ -131,7 +133,24 @@ class ControllerFeed(nn.Module):
             return self.update_every
         if in_env:
             return _ENV_STEPS if self.controller.per == "step" else _ENV_TRAJECTORIES
-        return 2 if _has_deadband(self.controller) else 1  # a single value has no standard error
+        return 2 if self._deadband else 1  # a single value has no standard error
+
+    @property
+    def _deadband(self) -> bool:
+        return isinstance(self.controller, TargetKLController) and self.controller.deadband > 0
+
+    def _check_update_every(self) -> None:
+        """ValueError unless it is None or a count of values that the controller accepts."""
+        given = self.update_every
+        if given is None:
+            return
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise ValueError(f"`update_every` must be None or an int of at least 1, got {given!r}.")
+        if given == 1 and self._deadband:
+            raise ValueError(
+                "`update_every` must be at least 2 for a controller with a deadband, got 1: a "
+                "single value has no standard error."
+            )
 
     def _count_idle(self, what: str) -> None:
         """Warns once when a controller that should move has not been updated for long."""
@@ -149,25 +168,6 @@ class ControllerFeed(nn.Module):
         )
 
 
-def check_update_every(controller: KLController, update_every: int | None) -> None:
-    """ValueError unless `update_every` is None or a count of values that the controller accepts."""
-    if update_every is None:
-        return
-    if isinstance(update_every, bool) or not isinstance(update_every, int) or update_every < 1:
-        raise ValueError(
-            f"`update_every` must be None or an int of at least 1, got {update_every!r}."
-        )
-    if update_every == 1 and _has_deadband(controller):
-        raise ValueError(
-            "`update_every` must be at least 2 for a controller with a deadband, got 1: a single "
-            "value has no standard error."
-        )
-
-
-def _has_deadband(controller: KLController) -> bool:
-    return isinstance(controller, TargetKLController) and controller.deadband > 0
-
-
 def sum_trajectories(
     tensordict: TensorDictBase,
     values: Tensor,
@@ -181,19 +181,13 @@ def sum_trajectories(
 ) -> TrajectorySums:
     """Sums values over the trajectories of a batch (*B) whose last dimension is time.
 
-    Args:
-        tensordict: the batch, with "next".
-        values: the measured KL of each step, nats, shape (*B, *F).
-        mask: True where a step counts, shape (*B), or None where all do.
-        done_key: what ends a trajectory, from `find_done`.
-        stream: what earlier batches left open.
-        observed: what shows whether steps follow one another; by default all that is shared.
-        judge: see `OpenTrajectories.add`.
-        check_order: whether to refuse steps that do not follow one another.
+    `values`: the measured KL of each step, nats, (*B, *F); `mask`: True where a step counts, (*B);
+    `done_key`: what `find_done` gives; `stream`: what earlier batches left open; `observed`: what
+    shows whether steps follow one another, by default all that is shared; `judge`: see
+    `OpenTrajectories.add`; `check_order`: whether to refuse steps that do not follow one another.
 
-    Returns:
-        Running sums, the shape and dtype of `values` (half precision in float32), and the totals of
-        the trajectories that have finished, float64, (N,).
+    Gives running sums, the shape and dtype of `values` (half precision in float32), and the totals
+    of the trajectories that have finished, float64, (N,).
     """
     step = cast(TensorDictBase, tensordict.get("next"))
     n_steps, n_rows = tensordict.batch_size[-1], tensordict.batch_size[:-1].numel()
@@ -271,19 +265,21 @@ def _state_keys(
 
 
 def _digests(
-    batch: TensorDictBase, keys: list[NestedKey], n_dims: int, rows: list[int], steps: list[int]
+    batch: TensorDictBase, keys: list[NestedKey], n_dims: int, places: Tensor
 ) -> list[bytes]:
-    """Of the state at one step of each of the rows; empty where nothing shows a state."""
+    """Of the states at steps, numbered row by row, (N,); empty where nothing shows a state."""
     if not keys:
-        return [b""] * len(rows)
+        return [b""] * len(places)
     parts = []
     for key in keys:
-        value = batch.get(key)
-        value = value.reshape(-1, *value.shape[n_dims - 1 :])[rows, steps]
-        data = value.detach().cpu().reshape(len(rows), -1).contiguous()
+        value = batch.get(key).detach().flatten(0, n_dims - 1)
+        data = value.index_select(0, places.to(value.device)).cpu().reshape(len(places), -1)
         parts.append(data.view(torch.uint8))
     states = torch.cat(parts, 1).numpy()
-    return [hashlib.blake2b(state, digest_size=8).digest() for state in states]
+    whole = states.view(f"V{states.shape[1]}").ravel().tolist()  # one `bytes` for each row
+    if states.shape[1] <= 64:
+        return whole
+    return [hashlib.blake2b(state, digest_size=8).digest() for state in whole]
 
 
 _NO_TIME = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import cast
 
 import torch
@@ -166,27 +167,23 @@ class LogProbKeys:
         """The keys that are not in the data."""
         return [key for key in self.keys if tensordict.get(key, None) is None]
 
-    def read(self, tensordict: TensorDictBase) -> Tensor | None:
-        """The log-prob of the whole action, nats, of `batch_size`; None if an entry is missing."""
-        values = [tensordict.get(key, None) for key in self.keys]
-        if any(value is None for value in values):
+    def read(self, tensordict: TensorDictBase, shape: torch.Size | None = None) -> Tensor | None:
+        """The log-prob of the whole action, nats, of `shape`; None if an entry is missing.
+
+        `shape`: by default `batch_size`. The dimensions behind it are those of an action.
+        """
+        parts = [tensordict.get(key, None) for key in self.keys]
+        if any(part is None for part in parts):
             return None
-        return _add_up(values, self.batch_size(tensordict))
+        shape = self.batch_size(tensordict) if shape is None else shape
+        first, *others = (sum_action_dims(part, shape) for part in parts)
+        return sum(others, first)
 
     def require(self, tensordict: TensorDictBase) -> Tensor:
         """The log-prob of the whole action; KeyError if an entry is missing."""
         for key in self.missing(tensordict):
             get_required(tensordict, key, RECORD_LOG_PROB)
         return cast(Tensor, self.read(tensordict))
-
-    def add_up(self, log_probs: TensorDictBase, batch_size: torch.Size) -> Tensor:
-        """The sum over the parts and over the dimensions behind the batch."""
-        return _add_up([log_probs.get(key) for key in self.keys], batch_size)
-
-
-def _add_up(parts: list[Tensor], batch_size: torch.Size) -> Tensor:
-    first, *others = (sum_action_dims(part, batch_size) for part in parts)
-    return sum(others, first)
 
 
 def holder_batch_size(tensordict: TensorDictBase, key: NestedKey) -> torch.Size:
@@ -198,8 +195,8 @@ def holder_batch_size(tensordict: TensorDictBase, key: NestedKey) -> torch.Size:
 
 def sum_action_dims(value: Tensor, batch_size: torch.Size) -> Tensor:
     """Sums the dimensions behind the batch: a `Normal` gives one log-prob per action dimension."""
-    extra = tuple(range(len(batch_size), value.ndim))
-    return value.sum(extra) if extra else value
+    n = len(batch_size)
+    return value.sum(tuple(range(n, value.ndim))) if n < value.ndim else value
 
 
 def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:
@@ -309,17 +306,17 @@ def require_order(
 ) -> None:
     """ValueError if the steps of a batch (*R, T) do not follow one another, as in a shuffled one.
 
-    Args:
-        tensordict: the batch.
-        keys: what is compared, see `steps_follow`.
-        may_differ: True where step t + 1 need not continue step t, shape (*R, T - 1).
-        consequence: why the order matters and what to do, for the error.
+    `keys`: what is compared, where it is in the data and in "next"; `may_differ`: True where step
+    t + 1 need not continue step t, (*R, T - 1); `consequence`: why it matters and what to do.
     """
     if not may_differ.numel():  # fewer than two steps
         return
     for key in keys:
-        equal = steps_follow(tensordict, key)
-        if equal is not None and not bool((equal | may_differ).all()):
+        before = cast(TensorDictBase, tensordict.get("next")).get(key, None)
+        after = tensordict.get(key, None)
+        if before is None or after is None or before.shape != after.shape:
+            continue
+        if not _steps_follow(before, after, may_differ):
             raise ValueError(
                 f"the steps of the batch do not follow one another: {key!r} is not what the step "
                 'before has in "next", and no trajectory begins there. Is it a shuffled sample '
@@ -327,23 +324,20 @@ def require_order(
             )
 
 
-def steps_follow(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """Whether each step of (*R, T) begins with what the one before left there, (*R, T - 1).
+def _steps_follow(before: Tensor, after: Tensor, may_differ: Tensor) -> bool:
+    """Whether each step begins with what the one before left, (*R, T, ...); NaN equals NaN."""
+    dim, n_pairs = may_differ.ndim - 1, may_differ.shape[-1]
+    before, after = before.narrow(dim, 0, n_pairs), after.narrow(dim, 1, n_pairs)
 
-    None where the entry is not both in the data and in "next". NaN equals NaN.
-    """
-    before = cast(TensorDictBase, tensordict.get("next")).get(key, None)
-    after = tensordict.get(key, None)
-    if before is None or after is None or before.shape != after.shape:
-        return None
-    dim, n_steps = tensordict.batch_dims - 1, tensordict.batch_size[-1]
-    before, after = before.narrow(dim, 0, n_steps - 1), after.narrow(dim, 1, n_steps - 1)
+    def all_explained(equal: Tensor) -> bool:
+        while equal.ndim > may_differ.ndim:  # not by a reshape: a dimension may be empty
+            equal = equal.all(-1)
+        return bool((equal | may_differ).all())
+
     equal = before == after
-    if before.is_floating_point():
-        equal = equal | (before.isnan() & after.isnan())
-    while equal.ndim > tensordict.batch_dims:  # not by a reshape: a dimension may be empty
-        equal = equal.all(-1)
-    return equal
+    return all_explained(equal) or (
+        before.is_floating_point() and all_explained(equal | (before.isnan() & after.isnan()))
+    )
 
 
 def find_ends(
@@ -359,4 +353,4 @@ def find_ends(
         keys.append(name)
     flags = [step.get(key, None) for key in keys]
     ends = [expand_right(flag, shape) for flag in flags if flag is not None]
-    return torch.stack(ends).any(0) if ends else None
+    return reduce(torch.logical_or, ends) if ends else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, cast
 
@@ -74,6 +74,7 @@ class FrozenActor(nn.Module):
     """
 
     _own_dtype: torch.dtype | None = None  # of the weights, found once; None for another's weights
+    _plain: Sequence[bool] = ()  # see `plain_parts`; not of another's actor, which may change
 
     def __init__(
         self,
@@ -103,6 +104,7 @@ class FrozenActor(nn.Module):
         self.actor: ProbabilisticTensorDictSequential = copy.deepcopy(actor)  # type: ignore[assignment]
         self.actor.requires_grad_(self.requires_grad)
         self.actor.eval()
+        self._plain = reading.plain_parts(self.actor)
         self._own_dtype = self._weight_dtype()
 
     def _find_keys(self) -> None:
@@ -322,7 +324,7 @@ class FrozenActor(nn.Module):
         self._prepare(inputs)
         with self.scoring(recurrent):
             keys, recorded = self.action_keys, self.recorded
-            log_prob = reading.log_prob_of_actions(self.actor, inputs, keys, recorded)
+            log_prob = reading.log_prob_of_actions(self.actor, inputs, keys, recorded, self._plain)
         if log_prob.dtype in (torch.bfloat16, torch.float16):
             log_prob = log_prob.float()
         states = [cast(Tensor, inputs.get(("next", *as_tuple(key)))) for key in self.state_keys]

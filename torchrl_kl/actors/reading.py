@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
@@ -11,8 +11,11 @@ from tensordict.nn import (
     CompositeDistribution,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
+    TensorDictModule,
 )
 from torch import Tensor, nn
+from torch.distributions import Distribution
+from torchrl.envs.utils import exploration_type
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling, sum_action_dims
 from torchrl_kl._torchrl import indices_of
@@ -68,22 +71,27 @@ def find_log_prob_keys(actor: Any) -> list[NestedKey]:
 
 
 def log_prob_of_actions(
-    actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey], recorded: LogProbKeys
+    actor: Any,
+    inputs: TensorDictBase,
+    action_keys: Sequence[NestedKey],
+    recorded: LogProbKeys,
+    plain: Sequence[bool] = (),
 ) -> Tensor:
     """The log-prob of the actions in `inputs`, nats, summed over the action's parts.
 
     The actor's outputs, such as the parameters of its distribution, are left in `inputs`. The
-    result has the batch shape of `recorded`. `action_keys`: its `dist_sample_keys`, slow to find.
+    result has the batch shape of `recorded`. `action_keys`: its `dist_sample_keys`, slow to find;
+    `plain`: its `plain_parts`.
     """
     batch_size = recorded.batch_size(inputs)
-    log_prob = _log_prob(actor, inputs, action_keys[0])
+    log_prob = _log_prob(actor, inputs, action_keys[0], plain)
     if isinstance(log_prob, Tensor):
         if len(action_keys) > 1:
             _refuse_one_part(action_keys, recorded)
         return sum_action_dims(log_prob, batch_size)
     if recorded.missing(log_prob):  # the policy's is one sum under another key
         recorded = LogProbKeys(list(log_prob.keys(True, True)))
-    return recorded.add_up(log_prob, batch_size)
+    return cast(Tensor, recorded.read(log_prob, batch_size))
 
 
 def _refuse_one_part(action_keys: Sequence[NestedKey], recorded: LogProbKeys) -> None:
@@ -97,10 +105,59 @@ def _refuse_one_part(action_keys: Sequence[NestedKey], recorded: LogProbKeys) ->
         )
 
 
-def _log_prob(actor: Any, inputs: TensorDictBase, action_key: NestedKey) -> Tensor | TensorDictBase:
+def plain_parts(actor: Any) -> list[bool]:
+    """Which parts of an actor, but its last, only call a network: TensorDictModules without hooks.
+
+    Empty where `get_dist` does more than to run the parts and build the distribution of the last.
+    """
+    names = ("get_dist", "get_dist_params", "build_dist_from_params")
+    kinds: Any = (type(actor), ProbabilisticTensorDictSequential)
+    own, theirs = ([getattr(kind, name, None) for name in names] for kind in kinds)
+    parts = actor.module if own == theirs and not actor.return_composite else None
+    listed = isinstance(parts, nn.ModuleList)
+    if not listed or not isinstance(parts[-1], ProbabilisticTensorDictModule):
+        return []
+
+    def is_plain(part: nn.Module) -> bool:
+        if type(part) is not TensorDictModule or "_" in part.out_keys:
+            return False
+        plain = TensorDictModule(part.module, part.in_keys, part.out_keys)
+        plain.training = part.training
+        return vars(plain) == vars(part)
+
+    return [is_plain(part) for part in parts[:-1]]
+
+
+def _get_dist(actor: Any, inputs: TensorDictBase, plain: Sequence[bool]) -> Distribution:
+    """What `actor.get_dist(inputs)` gives; for a small network most of its time is TensorDict's."""
+    if not plain or exploration_type() is None:
+        return actor.get_dist(inputs)
+    *parts, last = actor.module
+    for part, is_plain in zip(parts, plain, strict=True):
+        inputs = _call_network(part, inputs) if is_plain else part(inputs)
+    return last.get_dist(inputs)
+
+
+def _call_network(part: TensorDictModule, inputs: TensorDictBase) -> TensorDictBase:
+    """What a plain `part(inputs)` does."""
+    values = [inputs.get(key, None) for key in part.in_keys]
+    if not all(isinstance(value, Tensor) for value in values):
+        return part(inputs)
+    written = part.module(*values)
+    outputs = written if isinstance(written, tuple) else (written,)
+    if len(outputs) != len(part.out_keys) or not all(isinstance(one, Tensor) for one in outputs):
+        return TensorDictModule(lambda *_: written, part.in_keys, part.out_keys)(inputs)
+    for key, output in zip(part.out_keys, outputs, strict=True):
+        inputs.set(key, output)
+    return inputs
+
+
+def _log_prob(
+    actor: Any, inputs: TensorDictBase, action_key: NestedKey, plain: Sequence[bool] = ()
+) -> Tensor | TensorDictBase:
     """One log-prob, or one for each part of the action, under the actor's keys."""
     if not getattr(actor, "return_composite", False):
-        dist = actor.get_dist(inputs)
+        dist = _get_dist(actor, inputs, plain)
         if isinstance(dist, CompositeDistribution):
             return actor.log_prob(inputs, dist=dist)
         action = get_required(inputs, action_key, "the reference scores the policy's action.")

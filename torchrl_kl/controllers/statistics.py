@@ -56,16 +56,17 @@ class KLStatistics(Float64State):
             got = type(values).__name__
             raise TypeError(f"`values` must be a tensor, got {got}: pass `torch.tensor(values)`.")
         check_mask(mask, values.shape, "`values`", means="the values that count")
-        values = (values if mask is None else values[mask]).detach().to(self.sum)
-        total, squares = values.sum(), values.square().sum()
-        if not (self.sum_of_squares + squares).isfinite():  # finite squares imply a finite sum
+        total, of_squares = self.sum, self.sum_of_squares
+        values = (values if mask is None else values[mask]).detach().to(total)
+        squares = values.square().sum()
+        if not math.isfinite((of_squares + squares).item()):  # finite squares imply a finite sum
             raise ValueError(
                 f"`values` must be finite, got {values.numel()} values with a sum of squares of "
                 f"{squares.item()}: look for -inf log-probabilities. Nothing was added."
             )
         self.count.add_(values.numel())
-        self.sum.add_(total)
-        self.sum_of_squares.add_(squares)
+        total.add_(values.sum())
+        of_squares.add_(squares)
         return self
 
     def merge(self, other: KLStatistics) -> KLStatistics:
@@ -118,21 +119,22 @@ class KLStatistics(Float64State):
     @property
     def mean(self) -> float:
         """Mean of the pooled values, nats; NaN when there are none."""
-        return (self.sum / self.count).item()
+        count = self.count.item()
+        return self.sum.item() / count if count else math.nan
 
     @property
     def variance(self) -> float:
         """Unbiased variance of the pooled values, nats squared; NaN with fewer than two."""
-        count = self.count.item()
+        count, total = self.count.item(), self.sum.item()
         if count < 2:
             return math.nan
-        centred = self.sum_of_squares - self.sum * (self.sum / count)  # sum.square() could overflow
-        return max(centred.item(), 0.0) / (count - 1)
+        centred = self.sum_of_squares.item() - total * (total / count)  # total ** 2 could overflow
+        return max(centred, 0.0) / (count - 1)
 
     @property
     def standard_error(self) -> float:
         """Of the mean of independent values (trajectories, not steps), nats; NaN with under two."""
-        return (self.variance / self.count.double()).sqrt().item()
+        return math.sqrt(self.variance / max(self.count.item(), 1))
 
     def extra_repr(self) -> str:
         """The count and the mean, for `repr`."""

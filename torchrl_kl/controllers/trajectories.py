@@ -6,7 +6,7 @@ Axes: R rows of T steps, F values per step (1, or one for each agent).
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain, repeat
+from itertools import islice
 from operator import lt
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ _RENUMBERED = (
 )
 
 _Key = tuple[int | None, bytes]  # id, or None where it is about to change; digest of the state
-_Digests = Callable[[list[int], list[int]], list[bytes]]
+_Digests = Callable[[Tensor], list[bytes]]
 
 
 class Segments(NamedTuple):
@@ -38,7 +38,7 @@ class Segments(NamedTuple):
     mask: Tensor | None  # True where a step counts, (R, T); None where all do
     ids: Tensor | None  # numbers of the trajectories, (R, T)
     is_init: Tensor | None  # True where a row begins with its trajectory, (R,)
-    # Digests of the states around the steps at rows and times; empty where nothing shows a state.
+    # Digests of the states around steps, numbered row by row; empty where nothing shows a state.
     states_before: _Digests
     states_after: _Digests
 
@@ -113,10 +113,10 @@ class OpenTrajectories:
             told = told & ~segments.left
         finished.append(running[told])
         if segments.ids is not None:
-            at = (torch.arange(len(last), device=last.device), last)
-            finished.append(self._suspend(segments, at, running[at], n_counted[at], judge))
+            at = last + counts.shape[1] * torch.arange(len(last), device=last.device)
+            finished.append(self._suspend(segments, at, running, n_counted, judge))
             if judge or joined:
-                self._unfollowed[self._calls] = segments.ids[at].tolist()
+                self._unfollowed[self._calls] = _at(segments.ids, at).tolist()
                 for call in list(self._unfollowed)[:-_MIN_OPEN]:
                     del self._unfollowed[call]
             self._calls += 1
@@ -153,7 +153,7 @@ class OpenTrajectories:
             return {}, inside
         padded = segments.mask is not None and bool(((ids == ids[:, :1]) | ~counts).all())  # type: ignore[index]
         rows = [row for row in inside if padded or first_ids[row] in known or None in known]
-        digests = segments.states_before(rows, [0] * len(rows)) if rows else []
+        digests = segments.states_before(ids.shape[1] * torch.tensor(rows)) if rows else []  # type: ignore[union-attr]
         states, found = dict(zip(rows, digests, strict=True)), {}
         for row, state in states.items():
             keys = ((first_ids[row], state), (None, state))
@@ -176,10 +176,10 @@ class OpenTrajectories:
         and no call before that one waits to be followed.
         """
         if judge and not calls:
-            for call, ids in self._unfollowed.items():
-                if all(map(lt, ids, chain(first_ids, repeat(first_ids[-1])))):
-                    calls = {call}
-                    break
+            most = max(map(len, self._unfollowed.values()), default=0)
+            bounds = first_ids + first_ids[-1:] * most
+            earlier = (i for i, ids in self._unfollowed.items() if all(map(lt, ids, bounds)))
+            calls = set(islice(earlier, 1))
         if not calls:
             return []
         for call in calls:
@@ -197,31 +197,26 @@ class OpenTrajectories:
         return totals
 
     def _suspend(
-        self,
-        segments: Segments,
-        at: tuple[Tensor, ...],
-        totals: Tensor,
-        counted: Tensor,
-        judge: bool,
+        self, segments: Segments, at: Tensor, running: Tensor, n_counted: Tensor, judge: bool
     ) -> Tensor:
-        """Keeps what rows leave open at their last steps; gives the totals that end there, (N,)."""
-        done, terminated = segments.done[at], segments.terminated[at]  # (R, F)
-        left = torch.zeros_like(done) if segments.left is None else segments.left[at]
+        """Keeps what rows leave open `at` their last steps; gives the totals of what ends there."""
+        done, terminated = _at(segments.done, at), _at(segments.terminated, at)  # (R, F)
+        left = torch.zeros_like(done) if segments.left is None else _at(segments.left, at)
+        totals, counted = _at(running, at), _at(n_counted, at)
         over = terminated | left
-        rows = (~over.all(-1)).nonzero().squeeze(-1).tolist()
+        rows = (~over.all(-1)).nonzero().squeeze(-1)
         # The id of those that go on changes where another agent is done.
         parted = (over.any(-1) | done.any(-1) & ~done.all(-1)).tolist()
-        ids, steps = segments.ids[at].tolist(), at[1].tolist()  # type: ignore[index]
+        ids = _at(segments.ids, at).tolist()  # type: ignore[arg-type]
         kept = [torch.where(over, 0.0, each).tolist() for each in (totals, counted)]
         ended = (done & ~over & judge).tolist()
-        if rows:
-            digests = segments.states_after(rows, [steps[row] for row in rows])
-            for row, state in zip(rows, digests, strict=True):
+        if len(rows):
+            for row, state in zip(rows.tolist(), segments.states_after(at[rows]), strict=True):
                 key = (None if parted[row] else ids[row], state)
                 self._open.pop(key, None)  # a new entry is the youngest
                 self._open[key] = _Open(self._calls, kept[0][row], kept[1][row], ended[row])
             limit = max(_MIN_OPEN, _OPEN_PER_ROW * len(done))
-            for key in list(self._open)[: max(len(self._open) - limit, 0)]:
+            for key in list(islice(self._open, max(len(self._open) - limit, 0))):
                 del self._open[key]
         return totals[terminated & ~left & (counted > 0)]
 
@@ -235,6 +230,11 @@ class OpenTrajectories:
         """Takes over what another one, such as an earlier copy, has open."""
         self._open, self._unfollowed = dict(other._open), dict(other._unfollowed)
         self._calls = other._calls
+
+
+def _at(values: Tensor, places: Tensor) -> Tensor:
+    """Of (R, T, ...), what is at steps, numbered row by row, (N,): (N, ...)."""
+    return values.flatten(0, 1).index_select(0, places)
 
 
 def _running(values: Tensor, ends: Tensor, initial: Tensor) -> Tensor:

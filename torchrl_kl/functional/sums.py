@@ -128,24 +128,27 @@ def running_sum(values: Tensor, ends: Tensor, *, initial: Tensor | None = None) 
     if initial is not None:
         first = addends[..., :1] + initial.to(addends).unsqueeze(-1)
         addends = torch.cat([first, addends[..., 1:]], -1)
-    begins = _begins(ends).flatten().nonzero().squeeze(-1)  # (N,)
-    lengths = begins.diff(append=begins.new_tensor([values.numel()]))  # (N,)
-    flat = addends.flatten()
-    longest = int(lengths.max()) if len(lengths) else 0
-    # One table of all trajectories, padded to the longest. Where that would waste memory, one for
-    # each power of two, of the trajectories longer than half of it: at most half is unused.
-    widths = [longest]
-    if len(begins) * longest > 4 * len(flat):
-        widths = [2**power for power in range(longest.bit_length() + 1)]
-    places, sums, narrower = [begins[:0]], [flat[:0]], 0
-    for width in widths:
-        chosen = (lengths > narrower) & (lengths <= width)
-        steps, narrower = torch.arange(width, device=values.device), width
-        index, inside = begins[chosen, None] + steps, steps < lengths[chosen, None]
-        places.append(index[inside])
-        sums.append(flat[index.clamp_max(len(flat) - 1)].cumsum(-1)[inside])
-    running = torch.empty_like(flat).scatter(0, torch.cat(places), torch.cat(sums))
+    running = _sum_trajectories(addends.flatten(), _begins(ends).flatten())
     return running.reshape(values.shape).to(values.dtype)
+
+
+def _sum_trajectories(values: Tensor, begins: Tensor) -> Tensor:
+    """Running sums of (N,) values; trajectories begin at the first one and wherever `begins`."""
+    if not len(values):
+        return values
+    starts = begins.nonzero().squeeze(-1)  # (M,)
+    trajectory = begins.cumsum(0) - 1  # the number of each step's trajectory, (N,)
+    step = torch.arange(len(values), device=values.device) - starts[trajectory]
+    longest = int(step.max()) + 1
+    if len(starts) * longest > 4 * len(values):  # one table would waste memory: halve its width
+        lengths = starts.diff(append=starts.new_tensor([len(values)]))
+        long, running = (lengths > longest // 2)[trajectory], torch.empty_like(values)
+        for part in (long, ~long):
+            running[part] = _sum_trajectories(values[part], begins[part])
+        return running
+    place = trajectory * longest + step  # in a table with a row for each trajectory
+    table = values.new_zeros(len(starts) * longest).scatter(0, place, values)
+    return table.reshape(-1, longest).cumsum(-1).flatten()[place]
 
 
 def sum_before(values: Tensor, ends: Tensor) -> Tensor:

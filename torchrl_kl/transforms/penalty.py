@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite
 from torchrl.envs import EnvBase
@@ -97,9 +97,7 @@ class PenaltyTransform(KLTransform):
         self._penalize(next_tensordict, step.kl)  # type: ignore[arg-type]
         if not self.record:
             return
-        measured = step.measured.detach()
-        if measured.dtype != episode_dtype(measured.dtype):
-            measured = measured.float()
+        measured = step.measured.detach().to(episode_dtype(step.measured.dtype))
         episode_kl = tensordict.get(self.keys.episode_kl, 0.0) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
         if step.counted is not True:
@@ -112,13 +110,10 @@ class PenaltyTransform(KLTransform):
         if self.frozen:
             return
         if self.controller.per == "step":
-            counts = bool(torch.as_tensor(step.counted).all())
-            values = measured if counts else measured[:0].flatten()
-            if counts and step.mask is not None:
-                values = measured[td.expand_right(step.mask, measured.shape)]
+            drawn = step.counted is True or torch.as_tensor(step.counted).all()
+            self.feed.pool(measured if drawn else None, step.mask, in_env=True)
         else:
-            values = self._finished(tensordict, next_tensordict, step)
-        self.feed.pool(values, in_env=True)
+            self.feed.pool(self._finished(tensordict, next_tensordict, step), in_env=True)
 
     def _finished(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
@@ -213,7 +208,7 @@ class PenaltyTransform(KLTransform):
         signs = {self.keys.kl_coeff}
         if self.out_key != self.keys.reward:  # which must not be penalized either
             signs.add(td.sibling(self.keys.reward, "kl_coeff"))
-        found = signs & {unravel_key(key) for key in keys}
+        found = signs & set(keys)
         if found:
             raise RuntimeError(
                 f"{where} has {min(map(str, found))!r}: {self.keys.reward!r} was penalized for its "

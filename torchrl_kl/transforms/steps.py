@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from multiprocessing import parent_process
-from typing import cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -69,20 +68,18 @@ def measure(
 ) -> KLStep:
     """Adds k1 and the estimate; both are 0 outside the mask and where no policy ran."""
     if step.log_prob is None:
-        kl = torch.zeros_like(step.ref_log_prob)
-        values = [kl, None if estimate is None else kl]
+        values = [torch.zeros_like(step.ref_log_prob)] * (1 if estimate is None else 2)
     else:
         log_prob, mask = step.log_prob.detach(), step.mask
         if mask is not None:
             mask = td.expand_right(mask, log_prob.shape)
-        values = [kl_k1(log_prob, step.ref_log_prob, mask=mask), None]
+        values = [kl_k1(log_prob, step.ref_log_prob, mask=mask)]
         if estimate is not None:
-            values[1] = estimate(tensordict, step._replace(log_prob=log_prob, mask=mask))
+            values.append(estimate(tensordict, step._replace(log_prob=log_prob, mask=mask)))
     if sum_agents:
-        batch_size = tensordict.batch_size
-        values = [None if v is None else td.sum_action_dims(v, batch_size) for v in values]
-    kl, estimated = (None if value is None else value.unsqueeze(-1) for value in values)
-    return step._replace(kl=kl, estimate=estimated)
+        values = [td.sum_action_dims(value, tensordict.batch_size) for value in values]
+    kl, *estimates = [value.unsqueeze(-1) for value in values]
+    return step._replace(kl=kl, estimate=estimates[0] if estimates else None)
 
 
 def penalize(kl: Tensor, reward: Tensor, coeff: Tensor, key: NestedKey) -> tuple[Tensor, Tensor]:
@@ -98,7 +95,7 @@ def penalize(kl: Tensor, reward: Tensor, coeff: Tensor, key: NestedKey) -> tuple
         )
     applied = torch.empty_like(reward).copy_(coeff)
     penalized = torch.addcmul(reward, applied, kl.to(reward.dtype), value=-1)
-    return torch.where(applied == 0, reward, penalized), applied
+    return torch.where(applied.bool(), penalized, reward), applied
 
 
 def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey) -> None:
@@ -146,7 +143,6 @@ class ScoringTransform(KLTransform):
 
     reference: FrozenActor
     estimate: Estimate | None
-    _scored: KLStep | None = None  # of the env step that is being made
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
@@ -156,12 +152,13 @@ class ScoringTransform(KLTransform):
         # Action transforms before this one have not yet turned the policy's action into the env's.
         env = self.env
         if env is not None:
-            self._scored = score_env_step(self.reference, tensordict, self.estimate, env)
+            score = score_env_step(self.reference, tensordict, self.estimate, env)
+            vars(self)["_scored"] = score  # of the env step that is being made
         return tensordict
 
     def _take_score(self, next_tensordict: TensorDictBase) -> KLStep:
         """The score of this env step, whose next recurrent states it writes."""
-        step, self._scored = cast(KLStep, self._scored), None
+        step: KLStep = vars(self).pop("_scored")
         for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
             next_tensordict.set(key, state)
         return step
