@@ -6,6 +6,7 @@ Axes: B* any leading dimensions, L length of a whole text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -130,7 +131,7 @@ class CausalLMActor(ProbabilisticActor):
             return_log_prob=return_log_prob,
         )
         self._drawn_keys = [action_key, *(self.log_prob_keys if return_log_prob else [])]
-        self._logits_key = "logits" if return_logits else None
+        self.return_logits = return_logits
         if not return_logits:
             self.select_out_keys(*(key for key in self.out_keys if key != "logits"))
 
@@ -139,19 +140,26 @@ class CausalLMActor(ProbabilisticActor):
         self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None = None, **kwargs
     ) -> TensorDictBase:
         """Draws a token for each state; writes it, its log-prob and the logits."""
-        state = [tensordict.get(key, None) for key in self.in_keys]
-        plain = not kwargs and tensordict_out is None and all(part is not None for part in state)
+        plain = tensordict_out is None and not kwargs
         if not plain or exploration_type() != ExplorationType.RANDOM:
             return super().forward(tensordict, tensordict_out, **kwargs)
-        # What the superclass does in a rollout, without its general machinery.
-        logits = self.reader(*state)
-        dist = NextToken(logits)
+        dist = self.get_dist(tensordict)
         token = dist.sample()
         for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
             tensordict.set(key, value)
-        if self._logits_key is not None:
-            tensordict.set(self._logits_key, logits)
+        if not self.return_logits:
+            tensordict.pop("logits")
         return tensordict
+
+    def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> NextToken:
+        """The distribution of the next token; writes the logits into the states (*B)."""
+        # What the superclass does, without its general machinery, which takes longer than a token.
+        state = [tensordict.get(key, None) for key in self.in_keys]
+        if args or kwargs or any(part is None for part in state):
+            return cast(NextToken, super().get_dist(tensordict, *args, **kwargs))
+        logits = self.reader(*state)
+        tensordict.set("logits", logits)
+        return NextToken(logits)
 
     @property
     def reader(self) -> LogitsReader:
