@@ -17,12 +17,25 @@ README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
-@pytest.mark.filterwarnings("ignore:Exploration type:UserWarning")
-def test_the_example_runs_and_moves_its_controller(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+def run_example(number: int, capsys) -> tuple[dict, list[str]]:
+    """The names and the printed lines of an example of README.md."""
+    code = re.findall(r"```python\n(.*?)```", README, flags=re.S)[number]
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
-    lines = capsys.readouterr().out.splitlines()
+    return names, capsys.readouterr().out.splitlines()
+
+
+def test_the_example_of_language_models_begins_at_its_reference(capsys):
+    _, lines = run_example(1, capsys)
+    kl = [float(re.fullmatch(r"KL ([+-]\d\.\d{3}) nats per response", line)[1]) for line in lines]
+    assert len(kl) == 5
+    assert kl[0] == 0.0
+    assert kl[-1] != 0.0
+
+
+@pytest.mark.filterwarnings("ignore:Exploration type:UserWarning")
+def test_the_example_runs_and_moves_its_controller(capsys):
+    names, lines = run_example(0, capsys)
     assert len(lines) == 4
     assert all(
         re.fullmatch(r"KL [+-]\d\.\d{4} nats per step, coefficient \d\.\d{3}", line)
