@@ -59,7 +59,7 @@ class KLStatistics(Float64State):
         total, of_squares = self.sum, self.sum_of_squares
         values = (values if mask is None else values[mask]).detach().to(total)
         squares = values.square().sum()
-        if not math.isfinite((of_squares + squares).item()):  # finite squares imply a finite sum
+        if not math.isfinite(of_squares.item() + squares.item()):  # the sum is, if they are
             raise ValueError(
                 f"`values` must be finite, got {values.numel()} values with a sum of squares of "
                 f"{squares.item()}: look for -inf log-probabilities. Nothing was added."
