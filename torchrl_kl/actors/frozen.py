@@ -57,10 +57,13 @@ class FrozenActor(nn.Module):
         recompute_log_prob: whether the policy itself, not a copy, is asked for its present log-prob
             of an action where it recorded none; not possible in another process. In an env, random
             actions are told from the policy's by the other entries that it leaves.
+        chunk_size: how many rows of a batch are scored at a time, so that the logits of a large
+            vocabulary never exist for all of them; None: all.
 
     Raises:
         TypeError: if the actor has no distribution.
-        ValueError: if it has uninitialised weights, or other actions than `policy`.
+        ValueError: if it has uninitialised weights, or other actions than `policy`; if `chunk_size`
+            is less than 1, or given for a recurrent actor.
 
     Example:
         >>> from torchrl_kl import GPT, FrozenActor, CausalLMActor
@@ -85,6 +88,7 @@ class FrozenActor(nn.Module):
         policy: nn.Module | None = None,
         zero_states: bool = False,
         recompute_log_prob: bool = False,
+        chunk_size: int | None = None,
     ):
         super().__init__()
         reading.check_actor(actor)
@@ -98,6 +102,12 @@ class FrozenActor(nn.Module):
         self._policy = ActingPolicy(acting, self.recorded) if recompute_log_prob else None
         self._interaction_type = getattr(acting, "default_interaction_type", None)
         self._find_keys()
+        if chunk_size is not None and (chunk_size < 1 or self.state_keys):
+            raise ValueError(
+                "`chunk_size` must be at least 1, or None for a recurrent actor, got "
+                f"{chunk_size} and the recurrent state {self.state_keys}."
+            )
+        self.chunk_size = chunk_size
 
     def _hold(self, actor: nn.Module) -> None:
         """Takes a copy of `actor` as its weights."""

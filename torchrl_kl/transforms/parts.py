@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -32,7 +32,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
     Args:
         actor, reference, keys, time_dim: as for KLConstrainedTransform.
         estimator: that of the KLDivergenceTransform that follows.
-        zero_states, recompute_log_prob: as for FrozenActor.
+        zero_states, recompute_log_prob, chunk_size: as for FrozenActor.
 
     Raises:
         TypeError: if `actor` has no distribution, or `reference` is nothing that is allowed.
@@ -60,9 +60,11 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         time_dim: int | None = None,
         zero_states: bool = False,
         recompute_log_prob: bool = False,
+        chunk_size: int | None = None,
     ):
         keys = keys or KLKeys()
-        options = {"zero_states": zero_states, "recompute_log_prob": recompute_log_prob}
+        options: dict[str, Any] = {"zero_states": zero_states, "chunk_size": chunk_size}
+        options["recompute_log_prob"] = recompute_log_prob
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, **options)
         self.keys = keys.resolve(frozen.log_prob_key)
         super().__init__(

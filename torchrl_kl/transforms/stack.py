@@ -47,6 +47,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         sum_agents: whether agents that share a reward have one KL, the sum of theirs, at the root.
         keys: names of all entries.
         time_dim: the last batch dimension, if it is time and not named "time".
+        chunk_size: how many rows of a batch the reference scores at a time; see FrozenActor.
 
     Raises:
         TypeError, ValueError, KeyError, RuntimeError: as the three parts do.
@@ -72,9 +73,10 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         sum_agents: bool = False,
         keys: KLKeys | None = None,
         time_dim: int | None = None,
+        chunk_size: int | None = None,
     ):
         keys = keys or KLKeys()
-        frozen = as_reference(actor, reference, log_prob_key=keys.log_prob)
+        frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, chunk_size=chunk_size)
         resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
         options: dict[str, Any] = {"update_every": update_every, "time_dim": time_dim}
         self._init(actor, frozen, controller, resolved, sum_agents, estimator, **options)

@@ -53,14 +53,29 @@ def score_batch(
         log_prob = reference.present_log_prob(tensordict, timed=timed)
     if log_prob is None:
         log_prob = reference.recorded.require(tensordict)
-    if timed:
-        score = reference.trajectories(tensordict)
-    else:
-        score = reference.step(reference.inputs(tensordict))
-    kept = estimate and estimate.of_reference(tensordict, score.outputs, reference.actor)
+    log_probs, kept, states = [], [], []
+    # The outputs of a pass, such as logits, are dropped before the next rows are scored.
+    chunk = reference.chunk_size if tensordict.ndim else None
+    for rows in [tensordict] if chunk is None else tensordict.split(chunk):
+        if timed:
+            score = reference.trajectories(rows)
+        else:
+            score = reference.step(reference.inputs(rows))
+        if estimate is not None:
+            kept.append(estimate.of_reference(rows, score.outputs, reference.actor))
+        log_probs.append(score.log_prob)
+        states = score.states  # a recurrent reference scores all rows at once
     mask = td.counted_steps(tensordict, fake)
-    ref_log_prob = torch.zeros_like(score.log_prob) if fake else score.log_prob
-    return KLStep(log_prob, ref_log_prob, mask, True, kept, score.states)
+    ref_log_prob = _join(log_probs)
+    ref_log_prob = torch.zeros_like(ref_log_prob) if fake else ref_log_prob
+    return KLStep(log_prob, ref_log_prob, mask, True, _join(kept), states)
+
+
+def _join(parts: list[Any]) -> Any:
+    """Parts of a batch in one, without a copy of a single one; None without any."""
+    if not parts or parts[0] is None:
+        return None
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def measure(
