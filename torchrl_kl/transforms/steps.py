@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from multiprocessing import parent_process
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -57,10 +58,7 @@ def score_batch(
     # The outputs of a pass, such as logits, are dropped before the next rows are scored.
     chunk = reference.chunk_size if tensordict.ndim else None
     for rows in [tensordict] if chunk is None else tensordict.split(chunk):
-        if timed:
-            score = reference.trajectories(rows)
-        else:
-            score = reference.step(reference.inputs(rows))
+        score = reference.trajectories(rows) if timed else reference.step(reference.inputs(rows))
         if estimate is not None:
             kept.append(estimate.of_reference(rows, score.outputs, reference.actor))
         log_probs.append(score.log_prob)
