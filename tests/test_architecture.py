@@ -51,14 +51,18 @@ PUBLIC_NAMES = {
         "kl_top_k",
         "masked_mean",
         "masked_sum",
+        "sample_responses",
         "sum_over_trajectories",
     ],
     "torchrl_kl.envs": ["DigitLanguage", "DigitLanguageEnv"],
 }
 
-# Private names of PyTorch, for which it has no public ones.
+# Private names of PyTorch and of Hugging Face, for which they have no public ones.
 TORCH_NAMES = {
-    ("_param", "distributions.py"),
+    ("_version", "fingerprint.py"),
+    ("_parameters", "fingerprint.py"),
+    ("_forward_hooks", "fingerprint.py"),
+    ("_forward_pre_hooks", "fingerprint.py"),
 }
 
 # The rooms of torchrl_kl (files and folders), lowest first: what each imports of the others. All

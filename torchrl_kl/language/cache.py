@@ -6,6 +6,7 @@ H heads, D width of a head.
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -77,7 +78,7 @@ class KeyValueCache:
     ) -> tuple[Tensor, Tensor]:
         """Writes new keys and values (R, H, T, D); returns those that attention reads."""
         if layer_idx == len(self.buffers):
-            self._allocate(keys)
+            self._allocate(keys, values)
         held = self.buffers[layer_idx]
         for buffer, new in zip(held, (keys, values), strict=True):
             if isinstance(self._slots, int):
@@ -93,18 +94,24 @@ class KeyValueCache:
             return keys, values
         return held[0][:, :, : self._width], held[1][:, :, : self._width]
 
-    def _allocate(self, keys: Tensor) -> None:
-        shape = (self.n_rows, keys.shape[1], self.capacity, keys.shape[3])
-        needed = 2 * (len(self.buffers) + 1) * torch.Size(shape).numel() * keys.element_size()
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(x.numel() * x.element_size() for pair in self.buffers for x in pair)
+
+    def _allocate(self, keys: Tensor, values: Tensor) -> None:
+        # Of keys and of values, whose width differs in some models.
+        shapes = [(self.n_rows, x.shape[1], self.capacity, x.shape[3]) for x in (keys, values)]
+        needed = self.n_bytes + sum(map(math.prod, shapes)) * keys.element_size()
         if self.max_bytes is not None and needed > self.max_bytes:
             raise CacheTooLargeError(f"{needed} bytes of keys and values exceed {self.max_bytes}.")
         # Zeros, since slots that a mask hides must not hold NaN.
         if self.capacity > SHORT_TEXT:
-            self.buffers.append((keys.new_zeros(shape), keys.new_zeros(shape)))
+            buffers = [keys.new_zeros(shape) for shape in shapes]
         else:  # slots first in memory, as sums over slots are fastest
-            shape = (self.capacity, *shape[:2], shape[3])
-            buffers = keys.new_zeros(2, *shape).permute(0, 2, 3, 1, 4)
-            self.buffers.append((buffers[0], buffers[1]))
+            shapes = [(self.capacity, *shape[:2], shape[3]) for shape in shapes]
+            buffers = [keys.new_zeros(shape).permute(1, 2, 0, 3) for shape in shapes]
+        self.buffers.append((buffers[0], buffers[1]))
 
     # Hugging Face's models build their masks from these.
 
@@ -130,9 +137,15 @@ class CachedTexts:
 
     def __init__(self, tokens: Tensor, values: Values, max_bytes: int | None):
         self.values = values  # of the weights that read the texts
-        self._cache = KeyValueCache(*tokens.shape, max_bytes)
+        n_rows, capacity = tokens.shape
+        self._cache = KeyValueCache(n_rows, capacity, max_bytes)
         self._tokens = torch.full_like(tokens, -1)  # the texts that were read
         self._lengths = tokens.new_zeros(len(tokens))  # how much was read of them
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the keys and values."""
+        return self._cache.n_bytes
 
     def fits(self, tokens: Tensor, values: Values) -> bool:
         """Whether it holds texts of this shape, read with weights of these `values`."""
@@ -203,7 +216,8 @@ class RolloutCache:
             )
             return None
         # Kept only after a pass that ended: one that raised may have written half of its keys.
-        self._sets[modes] = texts
+        if texts.n_bytes:  # 0 if the model used no cache, as in gradient checkpointing
+            self._sets[modes] = texts
         while len(self._sets) > 2:
             del self._sets[next(iter(self._sets))]
         return output.clone()  # a tensor that a loss may use

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 READ_TOGETHER = 2048  # tokens, without gradients on a CPU
+CACHE_KEYWORDS = {"past_key_values", "position_ids", "attention_mask"}
 
 
 class CausalLM(nn.Module):
@@ -26,8 +27,11 @@ class CausalLM(nn.Module):
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
         self.model = model
+        _check_adapters(model)
         self._keywords = frozenset(inspect.signature(_innermost(model).forward).parameters)
-        self.caches = "past_key_values" in self._keywords and _attends_to_all(model)
+        # Whether its keys and values may be cached: no longer once a trial of it has failed.
+        self.caches = self._keywords >= CACHE_KEYWORDS and _attends_to_all(model)
+        self.tried = False
         # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
         inner = _innermost(model)
         config = getattr(inner, "config", None)
@@ -35,7 +39,8 @@ class CausalLM(nn.Module):
         vocab_size = getattr(config, "vocab_size", None)
         self.vocab_size: int | None = getattr(inner, "vocab_size", vocab_size)
         max_tokens = getattr(config, "max_position_embeddings", None)
-        self.max_tokens: int | None = getattr(inner, "block_size", max_tokens)
+        limit = getattr(inner, "block_size", max_tokens)
+        self.max_tokens: int | None = limit if limit is None or limit > 0 else None
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, **options: Any) -> Tensor:
         """Outputs at the positions `keep` (K,), or at all: (N, K, n_out), at least float32.
@@ -72,14 +77,27 @@ def _innermost(model: nn.Module) -> nn.Module:
     """The module whose `forward` names its arguments, inside PEFT and torch.compile."""
     model = getattr(model, "_orig_mod", model)
     if hasattr(model, "get_base_model"):
-        return _innermost(model.get_base_model())
+        return _innermost(model.get_base_model())  # type: ignore[operator]
     return model
+
+
+def _check_adapters(model: nn.Module) -> None:
+    """Refuses PEFT's prompts, of which the outputs of tokens would be taken at wrong positions."""
+    model = getattr(model, "_orig_mod", model)
+    for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "num_virtual_tokens", None) and config.peft_type != "PREFIX_TUNING":
+            raise ValueError(
+                f"`model` must have one output per token, but its adapter {name!r} of type "
+                f"{config.peft_type.value} adds {config.num_virtual_tokens} virtual tokens: use an "
+                "adapter of the weights, such as LoRA."
+            )
 
 
 def _attends_to_all(model: nn.Module) -> bool:
     """Whether all layers attend to the whole text, as a model without a `config` is taken to do."""
     config = getattr(_innermost(model), "config", None)
     layers = getattr(config, "layer_types", None) or ["full_attention"]
+    layers = [*layers, *getattr(config, "attention_layers", ())]  # GPT-Neo's name
     slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     masks = getattr(config, "_attn_implementation", "sdpa") in ("sdpa", "eager")
-    return masks and not slides and set(layers) == {"full_attention"}
+    return masks and not slides and set(layers) <= {"full_attention", "global"}

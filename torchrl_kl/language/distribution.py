@@ -18,7 +18,7 @@ class NextToken(Categorical):
     """
 
     def __init__(self, logits: Tensor):
-        self.logits = self._param = logits.log_softmax(-1)
+        self.logits = self._param = logits.log_softmax(-1)  # type: ignore[assignment]
         self._num_events = logits.shape[-1]
         # Ids are checked where they are read, and logits where they are sampled.
         Distribution.__init__(self, logits.shape[:-1], validate_args=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ class Values(NamedTuple):
     """What is compared of a model's tensors."""
 
     versions: tuple[int, int]  # how often tensors were replaced, and edited in place
-    sample: list[Tensor]  # elements of each of them, one tensor per device
+    sample: list[Tensor]  # elements of each of them, one tensor per device and dtype
 
     def equal(self, other: Values) -> bool:
         """Whether no change was seen between the two."""
@@ -24,8 +25,8 @@ class Fingerprint:
     """Tells whether the weights, buffers, modules, adapters or modes of a model have changed.
 
     PyTorch counts edits in place, but not those through `.data`, which many libraries use, nor
-    those of another process. So one element of each row is compared too, in another column for
-    each row: an edit of a whole tensor, row or (in a tall matrix) column is always seen.
+    those of another process. So elements of each row and column are compared too: an edit of a
+    whole tensor, row or column of a matrix is always seen. Hooks count as modules do.
     """
 
     def __init__(self, model: nn.Module):
@@ -54,19 +55,23 @@ class Fingerprint:
     def _find_parts(self) -> None:
         self._modules = list(self.model.modules())
         self._adapters = [module for module in self._modules if _has_adapters(module)]
-        held = [
+        held: list[Any] = [
             entries
             for module in self._modules
-            for entries in (module._parameters, module._buffers, module._modules)
+            for entries in (
+                *(module._parameters, module._buffers, module._modules),
+                *(module._forward_hooks, module._forward_pre_hooks),
+            )
         ]
         self._sizes = [(entries, len(entries)) for entries in held]
-        self._entries = [(entries, name, entries[name]) for entries in held for name in entries]
+        self._entries = [(entries, *entry) for entries in held for entry in entries.items()]
         found = {id(t): t for _, _, t in self._entries if isinstance(t, Tensor)}
         self._tensors = [t for t in found.values() if t.numel()]
         self._pointers = [t.data_ptr() for t in self._tensors]
-        self._views: dict[torch.device, list[Tensor]] = {}
+        self._views: dict[Any, list[Tensor]] = {}
         for tensor in self._tensors:
-            self._views.setdefault(tensor.device, []).append(_one_per_row(tensor.detach()))
+            kind = tensor.device, tensor.dtype
+            self._views.setdefault(kind, []).extend(_elements(tensor.detach()))
 
     def _parts_are_held(self) -> bool:
         return (
@@ -76,13 +81,19 @@ class Fingerprint:
         )
 
 
-def _one_per_row(tensor: Tensor) -> Tensor:
-    """A view of one element of each row, or more where rows are short: (elements,)."""
-    if not tensor.is_contiguous():
-        return tensor.select(-1, 0).flatten() if tensor.ndim > 1 else tensor
-    # A row begins every `width` elements, so that a step of `width - 1` misses none of them.
-    width = tensor.shape[-1] if tensor.ndim > 1 else 1
-    return tensor.view(-1)[:: max(1, width - 1)]
+def _elements(tensor: Tensor) -> list[Tensor]:
+    """Views (elements,) that visit each row and column of a matrix, and all of a vector."""
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    tensor = tensor.permute(order)  # as it lies in memory
+    if tensor.ndim == 1:
+        return [tensor]
+    if not tensor.is_contiguous():  # a part of another tensor
+        return [view for part in tensor.unbind() for view in _elements(part)]
+    width = tensor.shape[-1] if tensor.ndim else 1
+    rows = tensor.numel() // width
+    # With no common divisor of step and width, the elements visit all columns in turn.
+    steps = range(min(rows, width), 0, -1)
+    return [tensor.view(-1)[:: next(step for step in steps if math.gcd(step, width) == 1)]]
 
 
 def _has_adapters(module: nn.Module) -> bool:
@@ -93,4 +104,5 @@ def _has_adapters(module: nn.Module) -> bool:
 def _adapter_state(layer: Any) -> tuple[Any, ...]:
     """Which adapters of a layer are on, merged into the weights, and how strong they are."""
     strengths = tuple(getattr(layer, "scaling", {}).items())
-    return layer.disable_adapters, layer.merged, tuple(layer.active_adapters), strengths
+    merged = getattr(layer, "merged", False)  # not in a layer of which a copy is trained
+    return layer.disable_adapters, merged, tuple(layer.active_adapters), strengths

@@ -8,6 +8,7 @@ A state consists of `tokens` (*B, L), the text so far and then padding (any toke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torchrl.modules import recurrent_mode
 from torchrl_kl.language.cache import RolloutCache
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.gpt import check_integers, values_hidden
+from torchrl_kl.language.trial import may_cache
 
 
 class StateReader(nn.Module):
@@ -46,6 +48,10 @@ class StateReader(nn.Module):
         # Copies and pickles begin without a cache.
         return {**self.__dict__, "_cache": None}
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StateReader:
+        self.clear_cache()  # it would hold the old weights until the next step
+        return super()._apply(fn, recurse)
+
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         """The output for each state."""
         hidden = values_hidden(tokens)
@@ -53,12 +59,14 @@ class StateReader(nn.Module):
         # Rows that split_trajs padded are all zeros: position 0 is treated as 1.
         length = position.clamp(1, n_tokens).flatten()
         output = None
-        if hidden:
+        if not len(length):  # models of Hugging Face read no empty batch
+            output = self.lm(tokens.new_zeros(1, 1))[:0, 0]
+        elif hidden:
             rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
             output = self.lm(rows)[torch.arange(len(length), device=rows.device), length - 1]
         elif recurrent_mode():
             output = self.lm.at(*_find_texts(tokens[..., :n_tokens], length), length - 1)
-        elif self._may_cache() and len(length):
+        elif self._may_cache():
             self._cache = self._cache or RolloutCache(self.lm, self.cache_bytes)
             output = self._cache.read(tokens[..., :n_tokens].reshape(-1, n_tokens), length)
         if output is None:
@@ -71,7 +79,8 @@ class StateReader(nn.Module):
         self._cache = None
 
     def _may_cache(self) -> bool:
-        return self.lm.caches and self.cache_bytes != 0 and not torch.is_grad_enabled()
+        wanted = self.cache_bytes != 0 and not torch.is_grad_enabled()
+        return wanted and may_cache(self.lm)
 
     def _check_state(self, tokens: Tensor, position: Tensor, hidden: bool) -> int:
         """How much of `tokens` the model may read."""

@@ -16,6 +16,7 @@ from torchrl_kl.language.cache import KeyValueCache
 from torchrl_kl.language.distribution import draw
 from torchrl_kl.language.gpt import check_integers
 from torchrl_kl.language.heads import CausalLMActor, LogitsReader
+from torchrl_kl.language.trial import may_cache
 
 
 @torch.no_grad()
@@ -57,7 +58,7 @@ def sample_responses(
         chunk_size: how many texts are sampled together; keys and values are kept for so many.
 
     Raises:
-        TypeError: `actor` is not a CausalLMActor, or prompts are not int64 or int32.
+        TypeError: `actor` is not a CausalLMActor, or prompts are not tensors of int64 or int32.
         ValueError: a number, shape or reward is out of range, or texts are too long for the model.
 
     Example:
@@ -70,26 +71,23 @@ def sample_responses(
         torch.Size([2, 4, 1])
     """
     prompts, start = _pad(prompts, pad_token)
-    for name, number in (("max_new_tokens", max_new_tokens), ("chunk_size", chunk_size)):
-        if number < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {number}.")
+    _check_counts(max_new_tokens=max_new_tokens, chunk_size=chunk_size)
     reader = _reader_of(actor, prompts.shape[1] + max_new_tokens - 1)
+    _check_ids(reader.lm.vocab_size, pad_token=pad_token, eos_token=eos_token)
     texts = F.pad(prompts, (0, max_new_tokens), value=pad_token)
-    log_probs = torch.zeros(len(texts), max_new_tokens, device=texts.device)
+    log_probs = _zero_log_probs(reader, texts[:, -max_new_tokens:])
     end = start + max_new_tokens
-    # Written in place, part by part.
     for part in zip(*(x.split(chunk_size) for x in (texts, start, end, log_probs)), strict=True):
-        with torch.inference_mode():
-            _write(reader, *part, eos_token, pad_token, generator)
-    final = texts.gather(1, end[:, None] - 1)  # (N, 1)
-    truncated = final != (final if eos_token is None else eos_token)
-    return _batch(actor, texts, start, end, truncated, log_probs, _rewards(reward_fn, texts))
+        _write(reader, *part, eos_token=eos_token, pad_token=pad_token, generator=generator)
+    return _batch(actor, texts, start, end, eos_token, log_probs, _rewards(reward_fn, texts))
 
 
 def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Tensor]:
     """Prompts (N, P), padded on the right, and their lengths (N,)."""
     rows = [prompts] if isinstance(prompts, Tensor) else list(prompts)
     for row in rows:
+        if not isinstance(row, Tensor):
+            raise TypeError(f"`prompts` must be tensors, got {type(row).__name__}.")
         check_integers("prompts", row)
     shapes = [tuple(row.shape) for row in rows]
     n_dims = 2 if isinstance(prompts, Tensor) else 1
@@ -105,6 +103,19 @@ def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Te
     return padded.long(), lengths
 
 
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"`{name}` must be an int of at least 1, got {count}.")
+
+
+def _check_ids(vocab_size: int | None, **tokens: int | None) -> None:
+    for name, token in tokens.items():
+        if token is not None and not 0 <= token < (vocab_size or token + 1):
+            size = "" if vocab_size is None else f" of {vocab_size} tokens"
+            raise ValueError(f"`{name}` must lie in the model's vocabulary{size}, got {token}.")
+
+
 def _reader_of(actor: CausalLMActor, n_read: int) -> LogitsReader:
     """What maps states to logits; ValueError if the model reads less than `n_read` tokens."""
     if not isinstance(actor, CausalLMActor):
@@ -118,12 +129,21 @@ def _reader_of(actor: CausalLMActor, n_read: int) -> LogitsReader:
     return actor.reader
 
 
+def _zero_log_probs(reader: LogitsReader, like: Tensor) -> Tensor:
+    """Zeros of the actor's dtype, in the shape of `like`."""
+    floating = (p.dtype for p in reader.parameters() if p.is_floating_point())
+    dtype = torch.promote_types(next(floating, torch.float32), torch.float32)
+    return torch.zeros_like(like, dtype=dtype)
+
+
+@torch.inference_mode()
 def _write(
     reader: LogitsReader,
     texts: Tensor,
     start: Tensor,
     end: Tensor,
     log_probs: Tensor,
+    *,
     eos_token: int | None,
     pad_token: int,
     generator: torch.Generator | None,
@@ -149,7 +169,7 @@ def _next_logits(
 ) -> Iterator[Tensor]:
     """The logits (N, V) after each of `steps` prefixes of texts that are being written."""
     lm, shortest, longest = reader.lm, int(start.min()), int(start.max())
-    cache = KeyValueCache(*texts.shape) if lm.caches and reader.cache_bytes != 0 else None
+    cache = KeyValueCache(*texts.shape) if reader.cache_bytes != 0 and may_cache(lm) else None
     rows = torch.arange(len(texts), device=texts.device)
     for t in range(steps):
         last, width = start + (t - 1), longest + t
@@ -157,6 +177,7 @@ def _next_logits(
             output = lm.at(texts[:, :width], rows, last)
         elif t == 0:
             output = cache.read_texts(lm, texts[:, :width], last)
+            cache = cache if cache.buffers else None  # not used in gradient checkpointing
         else:
             slots = width - 1 if shortest == longest else last
             output = cache.read_next(lm, texts.gather(1, last[:, None])[:, 0], slots, width)
@@ -179,7 +200,7 @@ def _batch(
     texts: Tensor,
     start: Tensor,
     end: Tensor,
-    truncated: Tensor,
+    eos_token: int | None,
     log_probs: Tensor,
     rewards: Tensor,
 ) -> TensorDict:
@@ -188,9 +209,11 @@ def _batch(
     position = start[:, None] + torch.arange(shape[1], device=texts.device)
     tokens = texts[:, None].expand(*shape, -1)
     done = (position == end[:, None] - 1).unsqueeze(-1)
-    cut = done & truncated[:, None]
+    final = texts.gather(1, end[:, None] - 1)  # (N, 1)
+    cut = done & (final != (final if eos_token is None else eos_token))[:, None]
     tokens_key, position_key = actor.in_keys
-    batch = TensorDict(batch_size=shape, device=texts.device, names=[None, "time"])
+    batch = TensorDict(batch_size=shape, device=texts.device)
+    batch.names = [None, "time"]
     entries: dict[NestedKey, Tensor] = {
         tokens_key: tokens,
         position_key: position,
@@ -199,7 +222,7 @@ def _batch(
         ("collector", "mask"): position < end[:, None],
         ("next", *_path(tokens_key)): tokens,
         ("next", *_path(position_key)): position + 1,
-        ("next", "reward"): done * rewards[:, None, None],
+        ("next", "reward"): torch.where(done, rewards[:, None, None], 0.0),
         ("next", "done"): done,
         ("next", "terminated"): done & ~cut,
         ("next", "truncated"): cut,
@@ -210,4 +233,4 @@ def _batch(
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else tuple(key)
+    return (key,) if isinstance(key, str) else tuple(key)  # type: ignore[return-value]

@@ -1,0 +1,74 @@
+"""A trial of whether a model computes the same with cached keys and values as without."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_kl.language.cache import KeyValueCache
+from torchrl_kl.language.causal_lm import CausalLM
+
+
+def may_cache(lm: CausalLM) -> bool:
+    """Whether keys and values of the model may be cached: tried once, on two short texts.
+
+    Some models number positions in a way of their own, or expect a mask of another kind.
+    """
+    if lm.caches and not lm.tried:
+        lm.tried = True
+        problem = _find_problem(lm)
+        if problem is not None:
+            lm.caches = False
+            warnings.warn(
+                f"keys and values of this model cannot be cached ({problem}): each step of a "
+                "rollout reads whole texts.",
+                stacklevel=2,
+            )
+    return lm.caches
+
+
+def _find_problem(lm: CausalLM) -> str | None:
+    """What differs with a cache from without, for texts of equal and of different lengths."""
+    n_tokens = 5 if lm.max_tokens is None else min(5, lm.max_tokens)
+    weight = next((p for p in lm.parameters() if p.is_floating_point()), torch.zeros(()))
+    if n_tokens < 3:
+        return None
+    tokens = torch.tensor([[0, 1, 0, 1, 1], [1, 0, 0, 1, 0]], device=weight.device)
+    tokens = tokens[:, :n_tokens].clamp(max=(lm.vocab_size or 2) - 1)
+    each = torch.arange(2, device=tokens.device)
+    with torch.inference_mode(), torch.autocast(weight.device.type, enabled=False), _eval(lm):
+        for last in (torch.full_like(each, n_tokens - 1), each + (n_tokens - 2)):
+            expected = lm.at(tokens, each, last)
+            try:
+                output = _read_with_cache(lm, tokens, last)
+            except Exception as error:  # the model's code may raise anything
+                return f"it raised {type(error).__name__}: {error}"
+            difference = (output - expected).abs().max().item()
+            if not difference <= expected.abs().max() * torch.finfo(weight.dtype).eps ** 0.5:
+                return f"its outputs differ by {difference:.2g}"
+    return None
+
+
+def _read_with_cache(lm: CausalLM, tokens: Tensor, last: Tensor) -> Tensor:
+    """Outputs at the positions `last`, after those before them were read into a cache."""
+    cache, width = KeyValueCache(*tokens.shape), tokens.shape[1]
+    cache.read_texts(lm, tokens[:, : width - 1], last - 1)
+    slots = width - 1 if (last == width - 1).all() else last
+    return cache.read_next(lm, tokens.gather(1, last[:, None])[:, 0], slots, width)
+
+
+@contextmanager
+def _eval(model: nn.Module) -> Iterator[None]:
+    """Puts all modules into eval mode, as dropout would make any two passes differ."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
