@@ -5,7 +5,7 @@ Axes: N texts, P tokens of a prompt, T tokens of a response at most, L = P + T.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from tensordict import NestedKey, TensorDict
@@ -149,30 +149,13 @@ def _write(
     generator: torch.Generator | None,
 ) -> None:
     """Writes responses into texts (N, L), their ends (N,) and log-probs (N, T), in place."""
-    ended = torch.zeros_like(start, dtype=torch.bool)
-    for t, logits in enumerate(_next_logits(reader, texts, start, log_probs.shape[1])):
-        log_prob = logits.log_softmax(-1)
-        token = draw(log_prob, generator)
-        log_probs[:, t] = log_prob.gather(1, token)[:, 0]
-        if eos_token is not None:
-            token[ended], log_probs[ended, t] = pad_token, 0.0
-            said = (token[:, 0] == eos_token) & ~ended
-            torch.where(said, start + t + 1, end, out=end)
-            ended |= said
-        texts.scatter_(1, (start + t)[:, None], token)  # `_next_logits` reads it
-        if eos_token is not None and ended.all():
-            return
-
-
-def _next_logits(
-    reader: LogitsReader, texts: Tensor, start: Tensor, steps: int
-) -> Iterator[Tensor]:
-    """The logits (N, V) after each of `steps` prefixes of texts that are being written."""
     lm, shortest, longest = reader.lm, int(start.min()), int(start.max())
     cache = KeyValueCache(*texts.shape) if reader.cache_bytes != 0 and may_cache(lm) else None
-    rows = torch.arange(len(texts), device=texts.device)
-    for t in range(steps):
-        last, width = start + (t - 1), longest + t
+    rows, last = torch.arange(len(texts), device=texts.device), start - 1
+    token = texts[:, :0]  # (N, 1) after the first step
+    ended = torch.zeros_like(start, dtype=torch.bool)
+    for t in range(log_probs.shape[1]):
+        width = longest + t
         if cache is None:
             output = lm.at(texts[:, :width], rows, last)
         elif t == 0:
@@ -180,8 +163,19 @@ def _next_logits(
             cache = cache if cache.buffers else None  # not used in gradient checkpointing
         else:
             slots = width - 1 if shortest == longest else last
-            output = cache.read_next(lm, texts.gather(1, last[:, None])[:, 0], slots, width)
-        yield reader.scale(output)
+            output = cache.read_next(lm, token[:, 0], slots, width)
+        log_prob = reader.scale(output).log_softmax(-1)
+        token = draw(log_prob, generator)
+        log_probs[:, t] = log_prob.gather(1, token)[:, 0]
+        last = last + 1
+        if eos_token is not None:
+            token[ended], log_probs[ended, t] = pad_token, 0.0
+            said = (token[:, 0] == eos_token) & ~ended
+            torch.where(said, last + 1, end, out=end)
+            ended |= said
+        texts.scatter_(1, last[:, None], token)
+        if eos_token is not None and ended.all():
+            return
 
 
 def _rewards(reward_fn: Callable[[Tensor], Tensor] | None, texts: Tensor) -> Tensor:
