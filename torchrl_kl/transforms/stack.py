@@ -58,7 +58,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> env = TransformedEnv(DigitLanguageEnv(), KLConstrainedTransform(actor, 0.1))
-        >>> env.rollout(4, actor)["next", "kl"].abs().max() < 1e-6  # the policy is its reference
+        >>> env.rollout(4, actor)["next", "kl"].abs().max() < 1e-5  # the policy is its reference
         tensor(True)
     """
 
