@@ -229,7 +229,7 @@ class TestNumbers:
 
     @pytest.mark.parametrize("kind", ["gpt", "llama"])
     def test_frequencies_of_two_tokens(self, kind):
-        """Against the product of exact probabilities; 169 pairs, at most 5 standard errors."""
+        """Against the product of exact probabilities; 121 pairs, at most 5 standard errors."""
         actor, n = make_actor(kind), 20_000
         prompt = random_texts(1)[:, :3]
         batch = sample_responses(
@@ -474,12 +474,12 @@ class TestErrors:
                 ValueError,
                 "must leave at most 20 tokens to be read, .*, got 21: shorten them, or build",
             ),
-            (equal(), {"pad_token": -100}, ValueError, "`pad_token` must lie .* of 13 tokens, got"),
+            (equal(), {"pad_token": -100}, ValueError, "`pad_token` must lie .* of 11 tokens, got"),
             (
                 equal(),
-                {"eos_token": 13},
+                {"eos_token": 11},
                 ValueError,
-                "`eos_token` must lie in .* 13 tokens, got 13",
+                "`eos_token` must lie in .* 11 tokens, got 11",
             ),
             (
                 equal(),
