@@ -19,7 +19,7 @@ from tests.gpt_helpers import sharp
 from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic
 
 KINDS = ["gpt", "gpt2", "llama", "llama-eager", "qwen2"]
-VOCAB, LENGTH = 13, 20  # tokens 0..12; the longest text
+VOCAB, LENGTH = 11, 20  # those of DigitLanguageEnv; the longest text
 N_LAYER, N_HEAD, N_KEY_HEAD, WIDTH = 2, 4, 2, 32
 SIZES = {
     "vocab_size": VOCAB,

@@ -50,7 +50,7 @@ def draw(log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     It needs one random number per row, where `torch.multinomial` needs V. In float64, in which the
     sum of the probabilities before a rare token leaves room for it.
     """
-    cumulative = log_probs.double().exp_().cumsum_(-1)
+    cumulative = log_probs.to(torch.float64, copy=True).exp_().cumsum_(-1)
     total = cumulative[:, -1:]
     if not (total > 0).all():
         bad = (~(total > 0)).flatten().nonzero().flatten().tolist()

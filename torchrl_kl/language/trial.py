@@ -47,9 +47,9 @@ def _find_problem(lm: CausalLM) -> str | None:
                 output = _read_with_cache(lm, tokens, last)
             except Exception as error:  # the model's code may raise anything
                 return f"it raised {type(error).__name__}: {error}"
-            difference = (output - expected).abs().max().item()
-            if not difference <= expected.abs().max() * torch.finfo(weight.dtype).eps ** 0.5:
-                return f"its outputs differ by {difference:.2g}"
+            bound = torch.finfo(weight.dtype).eps ** 0.5 * expected.nan_to_num().abs().max().item()
+            if not output.isclose(expected, rtol=0.0, atol=bound, equal_nan=True).all():
+                return f"its outputs differ by {(output - expected).abs().max().item():.2g}"
     return None
 
 

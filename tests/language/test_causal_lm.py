@@ -1,0 +1,307 @@
+"""Calling any causal language model: families, wrappers, precisions, and what is refused."""
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.testing import assert_close
+from torchrl.modules import set_recurrent_mode
+
+from tests.gpt_helpers import sharp
+from tests.language.models import (
+    KINDS,
+    LENGTH,
+    SIZES,
+    VOCAB,
+    Passes,
+    check_step,
+    make_actor,
+    make_critic,
+    make_model,
+    random_texts,
+    states,
+    step,
+    true_logits,
+)
+from torchrl_kl import KLConstrainedTransform
+from torchrl_kl.language import (
+    GPT,
+    CausalLMActor,
+    CausalLMCritic,
+    CausalLMRewardModel,
+    sample_responses,
+)
+from torchrl_kl.language.causal_lm import CausalLM
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+TOKENS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+MLA = {
+    **{"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8},
+    **{"v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2},
+    **{"topk_group": 1, "moe_intermediate_size": 16, "num_key_value_heads": 4},
+}
+NEO = {
+    **{"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 4},
+    **{"attention_types": [[["global", "local"], 1]], "max_position_embeddings": LENGTH},
+}
+# Of each family: the class, the changes to its sizes, and whether it can be cached.
+FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "gpt-neox": ("GPTNeoX", SIZES, True),
+    "opt": ("OPT", {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}, True),
+    "gemma": ("Gemma", {**SIZES, "head_dim": 8}, True),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 8}, True),
+    "mixture of experts": ("Mixtral", {**SIZES, "num_local_experts": 4}, True),
+    "keys wider than values": ("DeepseekV3", {**SIZES, **MLA, "first_k_dense_replace": 1}, True),
+    "one head of keys": ("GPTBigCode", {"n_embd": 32, "n_layer": 2, "n_head": 4}, True),
+    "sliding window": ("Mistral", {**SIZES, "sliding_window": 4}, False),
+    "some layers slide": ("Gemma2", {**SIZES, "head_dim": 8, "sliding_window": 4}, False),
+    "some layers are local": ("GPTNeo", NEO, False),
+    "state space": ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, False),
+    # Found by the trial:
+    "positions by distance": ("Falcon", {**SIZES, "alibi": True}, False),
+    "positions by padding": ("Roberta", {**SIZES, "is_decoder": True}, False),
+}
+
+
+def make_family(name: str) -> Any:
+    config, sizes, _ = FAMILIES[name]
+    arguments = {**TOKENS, "vocab_size": VOCAB, **sizes}
+    config = getattr(transformers, f"{config}Config")(**arguments)
+    return sharp(transformers.AutoModelForCausalLM.from_config(config)).eval()
+
+
+@pytest.mark.filterwarnings("ignore:keys and values of this model cannot be cached:UserWarning")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name):
+    actor = CausalLMActor(make_family(name))
+    model, texts = actor.reader.lm.model, random_texts(3)
+    for n in range(5, 12):
+        # Those that count positions anew at padding see it in longer rows.
+        expected = step(CausalLMActor(model, cache_bytes=0), texts, [n, n + 3, n - 3])
+        got = step(actor, texts, torch.tensor([n, n + 3, n - 3]))
+        assert_close(got, expected, atol=5e-5, rtol=0.0)
+    assert actor.reader.lm.caches == FAMILIES[name][2]
+
+
+class Plain(nn.Module):
+    """A causal model by hand: no keywords, no config."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.gru = nn.Embedding(VOCAB, 8), nn.GRU(8, 16, batch_first=True)
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, ids):
+        return self.head(self.gru(self.embedding(ids))[0])
+
+
+class Wrapped(nn.Module):
+    """Any model, called without a name of an argument, as by DistributedDataParallel."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+@pytest.fixture
+def compiler_without_memory():
+    """What was compiled before counts against the number of versions of a function."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class TestCalls:
+    @pytest.mark.parametrize("model", [Plain(), Wrapped(make_model("llama"))], ids=["rnn", "ddp"])
+    def test_models_without_keywords(self, model):
+        actor = CausalLMActor(sharp(model).eval())
+        assert not actor.reader.lm.caches
+        assert actor.reader.lm.max_tokens is None
+        for n in (4, 5, 6):
+            check_step(actor, random_texts(4), [n, n + 2, n, 1])
+        batch = sample_responses(actor, random_texts(4)[:, :3], 5, pad_token=0)
+        kl = KLConstrainedTransform(actor, 0.1)(batch)["next", "kl"]
+        assert kl.abs().max() < 1e-5
+
+    @every_kind
+    def test_only_asked_positions_reach_the_output_layer(self, kind):
+        actor = make_actor(kind)
+        model, seen = actor.reader.lm.model, []
+        head = model.head if kind == "gpt" else model.lm_head
+        head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2].numel()))
+        step(actor, random_texts(6), torch.full((6,), 8))
+        assert seen[-1] == 6
+        with set_recurrent_mode(True):
+            step(actor, random_texts(6), torch.tensor([8, 9, 8, 9, 9, 8]))
+        assert seen[-1] == 12
+
+    @every_kind
+    def test_it_is_causal(self, kind):
+        """What follows `position` is never looked at: in each way of reading."""
+        actor, texts = make_actor(kind), random_texts(4)
+        other = texts.clone()
+        other[:, 6:] = random_texts(4, seed=1)[:, 6:]
+        for recurrent in (False, True):
+            with set_recurrent_mode(recurrent):
+                got = [step(actor, tokens, torch.tensor([6, 5, 6, 4])) for tokens in (texts, other)]
+            assert torch.equal(*got) if recurrent else True
+            assert_close(*got, atol=2e-5, rtol=0.0)
+
+    @every_kind
+    def test_modes_of_reading_agree(self, kind):
+        actor = make_actor(kind)
+        texts, position = random_texts(3), torch.arange(1, LENGTH + 1).expand(3, -1)
+        tokens = texts[:, None].expand(-1, LENGTH, -1)
+        expected = true_logits(actor.reader.lm.model, tokens, position)
+        passes = Passes(actor)
+        for layout in (tokens, tokens.clone()):  # stored once, and compared
+            with set_recurrent_mode(True), torch.no_grad():
+                got = actor.reader(layout, position)
+            assert_close(got, expected, atol=5e-5, rtol=0.0)
+            assert passes.take() == [(3, LENGTH)]
+
+    @every_kind
+    def test_gradients_are_those_of_the_bare_model(self, kind):
+        actor = make_actor(kind).double()
+        texts, position = random_texts(3), torch.tensor([4, 9, 6])
+        parameters = list(actor.parameters())
+        for recurrent in (False, True):
+            with set_recurrent_mode(recurrent):
+                loss = actor.reader(texts, position).log_softmax(-1)[:, 2].sum()
+            got = torch.autograd.grad(loss, parameters)
+            bare = [
+                actor.reader.lm.model(texts[i : i + 1, :n]) for i, n in enumerate(position.tolist())
+            ]
+            bare = [x if isinstance(x, torch.Tensor) else x.logits for x in bare]
+            expected = sum(x[0, -1].log_softmax(-1)[2] for x in bare)
+            assert_close(got, torch.autograd.grad(expected, parameters))
+
+    def test_outputs_in_half_precision_become_float32(self):
+        lm = CausalLM(make_model("llama").to(torch.bfloat16))
+        assert lm(random_texts(2)).dtype == torch.float32
+        assert CausalLM(make_model("llama").double())(random_texts(2)).dtype == torch.float64
+
+    @pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules:FutureWarning")
+    @pytest.mark.usefixtures("compiler_without_memory")
+    @pytest.mark.parametrize("kind", ["gpt", "llama"])
+    def test_compiled_models(self, kind):
+        plain = make_actor(kind)
+        actor = CausalLMActor(torch.compile(make_model(kind), backend="eager"))  # type: ignore[arg-type]
+        self.check_compiled(actor, plain)
+
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules:FutureWarning")
+    @pytest.mark.usefixtures("compiler_without_memory")
+    @pytest.mark.parametrize("kind", ["gpt", "llama"])
+    def test_steps_of_compiled_models(self, kind):
+        actor = CausalLMActor(torch.compile(make_model(kind), backend="eager"))  # type: ignore[arg-type]
+        self.check_steps(actor, make_actor(kind))
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
+    @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+    @pytest.mark.usefixtures("compiler_without_memory")
+    @pytest.mark.parametrize("kind", ["gpt", "llama"])
+    def test_models_compiled_by_inductor(self, kind):
+        actor = CausalLMActor(torch.compile(make_model(kind)))  # type: ignore[arg-type]
+        self.check_compiled(actor, make_actor(kind))
+        self.check_steps(actor, make_actor(kind))
+
+    @staticmethod
+    def check_compiled(actor: Any, plain: Any) -> None:
+        assert actor.reader.lm.vocab_size == VOCAB
+        assert actor.reader.lm.max_tokens == LENGTH
+        batch = sample_responses(plain, random_texts(4)[:, :4], 5, pad_token=0)
+        with set_recurrent_mode(True):
+            scored = actor.log_prob(batch.select("tokens", "position", "action"))
+        assert_close(scored, batch["action_log_prob"], atol=2e-5, rtol=0.0)
+
+    @staticmethod
+    def check_steps(actor: Any, plain: Any) -> None:
+        texts, model = random_texts(4), plain.reader.lm.model
+        for n in (4, 5, 6):
+            check_step(actor, texts, [n, n, n, n], model)
+            check_step(actor, texts, [n + 1, n, n, n + 1], model)
+        actor.reader.lm.model._orig_mod.get_parameter(
+            next(n for n, p in model.named_parameters() if p.ndim == 2)
+        ).data.mul_(1.5)
+        check_step(actor, texts, [7, 7, 7, 7], actor.reader.lm.model._orig_mod)
+
+
+class TestCriticsAndRewardModels:
+    @pytest.mark.parametrize("kind", ["gpt", "llama"])
+    def test_a_value_for_each_state(self, kind):
+        critic, texts = make_critic(kind), random_texts(3)
+        position = torch.tensor([[3, 4], [8, 9], [20, 1]])
+        tokens = texts[:, None].expand(-1, 2, -1)
+        expected = true_logits(critic.module.lm.model, tokens, position)
+        for recurrent in (False, True):
+            with set_recurrent_mode(recurrent):
+                value = critic(states(tokens, position))["state_value"]
+            assert_close(value, expected, atol=2e-5, rtol=0.0)
+
+    def test_reward_models_of_hugging_face(self):
+        config = transformers.LlamaConfig(**SIZES, num_labels=1, classifier_dropout=0.0)
+        model = sharp(transformers.LlamaForTokenClassification(config)).eval()
+        reward_model = CausalLMRewardModel(model, end_token=10, in_keys=("tokens", "position"))
+        texts = random_texts(3)[:, : LENGTH - 1]
+        position = torch.tensor([4, 19, 9])
+        got = reward_model(states(texts, position))["score"]
+        for text, n, score in zip(texts, position.tolist(), got, strict=True):
+            ended = torch.cat([text[:n], torch.tensor([10])])[None]
+            assert_close(score, model(ended).logits[0, -1, 0], atol=2e-5, rtol=0.0)
+        # As the reward of sampled responses, each at its last token.
+        actor = make_actor("llama")
+        batch = sample_responses(
+            actor, texts[:, :4], 5, pad_token=0, reward_fn=CausalLMRewardModel(model, end_token=10)
+        )
+        scores = CausalLMRewardModel(model, end_token=10)(batch["tokens"][:, 0])
+        assert_close(batch["next", "reward"].sum((1, 2)), scores.detach())
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        "make",
+        [CausalLMActor, CausalLMCritic, lambda model: CausalLMRewardModel(model, end_token=1)],
+    )
+    def test_not_a_module(self, make):
+        with pytest.raises(TypeError, match=r"`model` must be a torch.nn.Module, got function"):
+            make(returns_nothing)
+
+    def test_numbers_of_outputs(self):
+        llama = make_model("llama")
+        critic, texts = CausalLMCritic(llama), random_texts(2)
+        with pytest.raises(ValueError, match="one output per position, got 11: .*num_labels=1"):
+            critic(states(texts, [4, 4]))
+        reward_model = CausalLMRewardModel(llama, end_token=1)
+        with pytest.raises(ValueError, match="one output per position, got 11: use GPT"):
+            reward_model(texts[:, :9])
+        value = make_critic("llama").module.lm.model
+        with pytest.raises(ValueError, match=r"\(from 2 to vocab_size = 11\), got 1 outputs"):
+            step(CausalLMActor(value), texts, [4, 4])
+        with pytest.raises(ValueError, match="vocabulary of 11 tokens, got 11: build"):
+            CausalLMRewardModel(llama, end_token=11)
+
+    @pytest.mark.parametrize("temperature", [0, -1.0, float("nan")])
+    def test_temperature(self, temperature):
+        with pytest.raises(ValueError, match=f"be greater than 0, got {temperature}"):
+            CausalLMActor(GPT(11, 8), temperature=temperature)
+
+    @every_kind
+    def test_texts_that_are_too_long(self, kind):
+        actor = make_actor(kind)
+        long = torch.zeros(2, LENGTH + 5).long()
+        with pytest.raises(ValueError, match=r"must lie in 0..20, got 4 to 21: it counts tokens"):
+            step(actor, long, [4, 21])
+        full = torch.cat([random_texts(2), random_texts(2)[:, :1]], 1)  # by one token
+        assert step(actor, full, [4, LENGTH + 1]).shape == (2, VOCAB)
+
+
+def returns_nothing() -> None:
+    pass
