@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -342,10 +343,6 @@ class TestCheckpointing:
         assert (3, 1) in passes
 
 
-def edit_from_outside(tensor: torch.Tensor) -> None:
-    tensor.add_(0.2)
-
-
 @pytest.mark.timeout(120, method="thread")
 def test_shared_memory_that_another_process_edits():
     actor, texts = make_actor("llama"), random_texts(3)
@@ -353,7 +350,8 @@ def test_shared_memory_that_another_process_edits():
     actor.share_memory()
     check_step(actor, texts, [5, 5, 5])
     weight = matrix_of(actor.reader.lm.model).detach()
-    process = multiprocessing.get_context("spawn").Process(target=edit_from_outside, args=[weight])
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=operator.iadd, args=[weight, 0.2])
     process.start()
     process.join()
     assert process.exitcode == 0

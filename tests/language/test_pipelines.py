@@ -149,7 +149,8 @@ class TestInOneProcess:
     @pytest.mark.timeout(200, method="thread")
     def test_envs_in_processes(self, env_class):
         actor = make_actor("llama")
-        env = env_class(2, make_env)
+        # Not a function of this module, with which the workers would import transformers.
+        env = env_class(2, functools.partial(DigitLanguageEnv, batch_size=(N_ROWS,), seed=0))
         stacked = TransformedEnv(env, KLConstrainedTransform(actor, 0.1))
         with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
             batch: Any = stacked.rollout(
@@ -254,7 +255,7 @@ def test_collectors_in_processes(collector_class, kind):
     actor = make_actor(kind)
     models = [make_model(kind)]
     collector = collector_class(
-        [functools.partial(make_env), functools.partial(make_env)],
+        [functools.partial(DigitLanguageEnv, batch_size=(N_ROWS,), seed=seed) for seed in (0, 1)],
         actor,
         frames_per_batch=2 * N_ROWS * 6,
         total_frames=8 * 2 * N_ROWS * 6,
