@@ -21,7 +21,7 @@ from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic
 KINDS = ["gpt", "gpt2", "llama", "llama-eager", "qwen2"]
 VOCAB, LENGTH = 11, 20  # those of DigitLanguageEnv; the longest text
 N_LAYER, N_HEAD, N_KEY_HEAD, WIDTH = 2, 4, 2, 32
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
     "intermediate_size": 48,
@@ -36,8 +36,17 @@ def make_model(kind: str, seed: int = 0, dropout: float = 0.0) -> Any:
     if kind == "gpt":
         model = GPT(VOCAB, LENGTH, n_layer=N_LAYER, n_head=N_HEAD, n_embd=WIDTH, dropout=dropout)
     elif kind == "gpt2":
-        drop = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-        sizes = {"n_layer": N_LAYER, "n_head": N_HEAD, "n_embd": WIDTH, "n_positions": LENGTH}
+        drop: dict[str, Any] = {
+            "resid_pdrop": dropout,
+            "embd_pdrop": dropout,
+            "attn_pdrop": dropout,
+        }
+        sizes: dict[str, Any] = {
+            "n_layer": N_LAYER,
+            "n_head": N_HEAD,
+            "n_embd": WIDTH,
+            "n_positions": LENGTH,
+        }
         model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes, **drop))
     elif kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**SIZES, attention_dropout=dropout))
@@ -55,7 +64,8 @@ def make_actor(kind: str, seed: int = 0, **kwargs) -> Any:
 def make_critic(kind: str) -> Any:
     if kind == "gpt":
         return CausalLMCritic(sharp(GPT(VOCAB, LENGTH, n_out=1, n_embd=WIDTH, n_head=N_HEAD), 5))
-    config = LlamaConfig(**SIZES, num_labels=1, classifier_dropout=0.0)
+    options: dict[str, Any] = {"num_labels": 1, "classifier_dropout": 0.0}
+    config = LlamaConfig(**SIZES, **options)
     return CausalLMCritic(sharp(LlamaForTokenClassification(config), 5).eval())
 
 

@@ -179,7 +179,7 @@ class TestCalls:
                 actor.reader.lm.model(texts[i : i + 1, :n]) for i, n in enumerate(position.tolist())
             ]
             bare = [x if isinstance(x, torch.Tensor) else x.logits for x in bare]
-            expected = sum(x[0, -1].log_softmax(-1)[2] for x in bare)
+            expected = torch.stack([x[0, -1].log_softmax(-1)[2] for x in bare]).sum()
             assert_close(got, torch.autograd.grad(expected, parameters))
 
     def test_outputs_in_half_precision_become_float32(self):
@@ -247,8 +247,7 @@ class TestCriticsAndRewardModels:
             assert_close(value, expected, atol=2e-5, rtol=0.0)
 
     def test_reward_models_of_hugging_face(self):
-        config = transformers.LlamaConfig(**SIZES, num_labels=1, classifier_dropout=0.0)
-        model = sharp(transformers.LlamaForTokenClassification(config)).eval()
+        model = make_critic("llama").module.lm.model
         reward_model = CausalLMRewardModel(model, end_token=10, in_keys=("tokens", "position"))
         texts = random_texts(3)[:, : LENGTH - 1]
         position = torch.tensor([4, 19, 9])

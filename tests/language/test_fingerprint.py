@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -100,12 +101,13 @@ def assign_weights(model: Any) -> None:
 
 
 def update_tensordict(model: Any) -> None:
-    weights = TensorDict.from_module(model)
+    weights: Any = TensorDict.from_module(model)
     weights.data.update_(weights.data * 1.2)
 
 
 def put_tensordict(model: Any) -> None:
-    (TensorDict.from_module(model).data.clone() * 1.2).to_module(model)
+    weights: Any = TensorDict.from_module(model)
+    (weights.data.clone() * 1.2).to_module(model)
 
 
 def replace_module(model: Any) -> None:
@@ -113,7 +115,8 @@ def replace_module(model: Any) -> None:
         (n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)
     )
     parent, _, last = name.rpartition(".")
-    twin = type(layer)(*layer.weight.shape).requires_grad_(True)
+    make: Any = type(layer)
+    twin = make(*layer.weight.shape)
     setattr(model.get_submodule(parent), last, sharp(twin, seed=8))
 
 
@@ -235,7 +238,8 @@ def test_tensors_of_any_dtype(dtype):
     model.register_buffer("other", value)
     fingerprint = Fingerprint(model)
     before = fingerprint.values()
-    model.other.data[1] = value[1] + 1 if dtype == torch.int64 else torch.zeros(()).to(dtype)
+    other: Any = model.other
+    other.data[1] = value[1] + 1 if dtype == torch.int64 else torch.zeros(()).to(dtype)
     assert not fingerprint.values().equal(before)
 
 
@@ -259,13 +263,13 @@ class Scaled(nn.Module):
         self.gpt.blocks[0].register_forward_pre_hook(lambda _, x: (x[0] * self.scale, *x[1:]))
 
     def forward(self, tokens, past_key_values=None, position_ids=None, attention_mask=None):
-        options = {"past_key_values": past_key_values, "position_ids": position_ids}
+        options: Any = {"past_key_values": past_key_values, "position_ids": position_ids}
         return self.gpt(tokens, attention_mask=attention_mask, **options)
 
 
 @pytest.mark.parametrize("persistent", [True, False])
 def test_buffers(persistent):
-    model = Scaled(persistent)
+    model: Any = Scaled(persistent)
     actor, texts = CausalLMActor(model), random_texts(3)
     passes = Passes(model)
     for n in (3, 4):
@@ -339,10 +343,6 @@ class TestCheckpointing:
         assert (3, 1) in passes
 
 
-def edit_from_outside(tensor: torch.Tensor) -> None:
-    tensor.add_(0.2)
-
-
 @pytest.mark.timeout(120, method="thread")
 def test_shared_memory_that_another_process_edits():
     actor, texts = make_actor("llama"), random_texts(3)
@@ -350,7 +350,8 @@ def test_shared_memory_that_another_process_edits():
     actor.share_memory()
     check_step(actor, texts, [5, 5, 5])
     weight = matrix_of(actor.reader.lm.model).detach()
-    process = multiprocessing.get_context("spawn").Process(target=edit_from_outside, args=[weight])
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=operator.iadd, args=[weight, 0.2])
     process.start()
     process.join()
     assert process.exitcode == 0
@@ -363,7 +364,10 @@ class TestTrial:
     def test_a_model_that_computes_something_else(self):
         class Moved(GPT):
             def forward(self, tokens, past_key_values=None, attention_mask=None, position_ids=None):
-                options = {"past_key_values": past_key_values, "attention_mask": attention_mask}
+                options: Any = {
+                    "past_key_values": past_key_values,
+                    "attention_mask": attention_mask,
+                }
                 return super().forward(tokens, **options)
 
         actor = CausalLMActor(sharp(Moved(VOCAB, 20)).eval())

@@ -246,8 +246,9 @@ class TestHeads:
         with pytest.raises(ValueError, match="got 12 outputs: a critic's model cannot act"):
             CausalLMActor(GPT(11, 8, n_out=12))
         for head in (CausalLMCritic, CausalLMRewardModel):
+            options: Any = {"end_token": 3} if head is CausalLMRewardModel else {}
             with pytest.raises(ValueError, match="must have one output per position, got 11"):
-                head(GPT(11, 9), **({"end_token": 3} if head is CausalLMRewardModel else {}))
+                head(GPT(11, 9), **options)
         for end_token in (-1, 12):
             with pytest.raises(
                 ValueError, match=rf"in the vocabulary of 12 tokens, got {end_token}: build"

@@ -331,6 +331,8 @@ class TestNextToken:
         assert ours.sample(torch.Size([3, 2])).shape == (3, 2, 4, 5)
         assert ours.expand((6, 4, 5)).batch_shape == (6, 4, 5)
         assert NextToken(torch.zeros(0, 7)).sample().shape == (0,)
+        assert NextToken(torch.zeros(7)).sample().shape == ()
+        assert NextToken(torch.zeros(7)).sample(torch.Size([3])).shape == (3,)
 
     def test_samples_of_a_shape(self):
         dist = NextToken(torch.tensor([[0.0, 5.0], [5.0, 0.0]]))
@@ -394,7 +396,9 @@ class TestWhoTakesIt:
 
     @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
     def test_replay_buffers(self, storage, tmp_path):
-        options = {"scratch_dir": str(tmp_path)} if storage is LazyMemmapStorage else {}
+        options: dict[str, Any] = (
+            {"scratch_dir": str(tmp_path)} if storage is LazyMemmapStorage else {}
+        )
         actor = make_actor("llama")
         batch = sample(actor, ragged(8))
         buffer = ReplayBuffer(

@@ -51,7 +51,10 @@ class CausalLM(nn.Module):
             options["use_cache"] = "past_key_values" in options
         if keep is not None and "logits_to_keep" in self._keywords:
             options["logits_to_keep"] = keep
-        output = self.model(tokens, **options)
+        model = self.model
+        if "past_key_values" in options:  # torch.compile would compile each length anew
+            model = getattr(model, "_orig_mod", model)
+        output = model(tokens, **options)
         output = output if isinstance(output, Tensor) else output.logits
         if keep is not None and "logits_to_keep" not in options:
             output = output[:, keep]

@@ -94,7 +94,8 @@ class CausalLMActor(ProbabilisticActor):
         return_logits: whether to write the logits (*B, V) under "logits". For a large vocabulary
             they fill the memory of a batch; the exact estimator needs them, the others do not.
         cache_bytes: most bytes of cached keys and values, beyond which whole texts are read in
-            each step; None: any number; 0: no cache.
+            each step; None: any number; 0: no cache. A policy that is its own reference, its
+            adapters switched off, keeps two caches of at most so many bytes.
 
     Raises:
         TypeError: `model` is not a module, or tokens or position are not int64 or int32.

@@ -33,9 +33,9 @@ def sample_responses(
 ) -> TensorDict:
     """Samples a response to each prompt, in the layout that collectors of a text env return.
 
-    The batch is (N, T), its last dimension is named "time", and each text is stored once. A
-    KL stack, GAE, the losses and KLMonitor take it as it is, each with one pass per text. The model
-    samples in the mode, train or eval, that it is in.
+    The batch is (N, T), its last dimension is named "time", and each text is stored once. A KL
+    stack, GAE and KLMonitor read each text once. So do losses, which need the steps where
+    ("collector", "mask") is True. The model samples in its present mode, train or eval.
 
     Keys (under the names that the actor has):
         "tokens": (N, T, L), whole texts: prompt, response, then `pad_token`.
