@@ -71,7 +71,7 @@ from torchrl_kl.envs import DigitLanguage
 
 COEFFS = {"beta1": 1.0, "beta0": 0.0}  # of the runs with a constant coefficient
 # About what a text takes on the machine of the README, to say beforehand how long a stage takes.
-SECONDS_PER_TEXT = {"language_model": 1.1e-4, "reward_model": 1.5e-4, "ppo": 4e-4}
+SECONDS_PER_TEXT = {"language_model": 1.1e-4, "reward_model": 1.5e-4, "ppo": 5e-4}
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Args(JobArgs):
     rm_centring: float = arg(0.001, "Weight of the squared sum of the two scores of a pair.")
     rm_heldout_pairs: int = arg(10_000, "Held-out pairs that test the reward model.")
     ppo_batches: int = arg(
-        40, "Batches of responses that PPO collects with beta 1 and with beta 0."
+        32, "Batches of responses that PPO collects with beta 1 and with beta 0."
     )
     adaptive_batches: int = arg(
         90, "Batches of responses that PPO collects with the adaptive coefficient."
