@@ -92,13 +92,13 @@ class Args(JobArgs):
     ppo_decay: str = arg("cosine", "How the learning rates decay to zero.", list(DECAYS))
     exact_prompts: int = arg(16, "Held-out prompts for exact values of the learned reward.")
     adaptive_prompts: int = arg(64, "Held-out prompts for exact values of the adaptive run.")
-    rm_iterations: int = arg(300, "Updates of the reward model.")
+    rm_iterations: int = arg(450, "Updates of the reward model.")
     rm_batch: int = arg(64, "Pairs per update of the reward model.")
     rm_lr: float = arg(4e-3, "Peak learning rate of the reward model.")
     rm_centring: float = arg(0.001, "Weight of the squared sum of the two scores of a pair.")
     rm_heldout_pairs: int = arg(10_000, "Held-out pairs that test the reward model.")
     ppo_batches: int = arg(
-        32, "Batches of responses that PPO collects with beta 1 and with beta 0."
+        40, "Batches of responses that PPO collects with beta 1 and with beta 0."
     )
     adaptive_batches: int = arg(
         90, "Batches of responses that PPO collects with the adaptive coefficient."
@@ -232,6 +232,7 @@ def make_language_model(job: Job) -> None:
 
 def make_reward_model(job: Job) -> None:
     args, language = job.args, job.language
+    torch.manual_seed(args.seed)
     with job.stage("reward_model", 2 * args.rm_iterations * args.rm_batch):
         gpt = train_reward_model(
             job.load("language_model"), language, job.prompts, args, job.metrics
@@ -294,7 +295,8 @@ class Runs:
             self.pool = ProcessPoolExecutor(
                 args.processes, context, initializer=prepare_worker, initargs=(lock,)
             )
-            self.pool.submit(int)  # starts the workers, which take seconds to import torch
+            for _ in range(args.processes):  # starts the workers, which import torch for seconds
+                self.pool.submit(int)
 
     def __enter__(self) -> Runs:
         return self
