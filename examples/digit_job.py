@@ -41,11 +41,13 @@ class JobArgs:
     quick: bool = arg(
         False, "Run everything at a small size, in seconds; the results are then poor."
     )
-    threads: int = arg(2, "Threads that PyTorch may use.")
+    threads: int = arg(1, "Threads of each process. More of them slow down next to a busy process.")
     heldout_prompts: int = arg(1000, "Prompts that no stage trains on.")
     lm_iterations: int = arg(1200, "Updates of the language model.")
     lm_batch: int = arg(256, "Texts per update of the language model.")
     lm_lr: float = arg(2e-3, "Peak learning rate of the language model.")
+    lm_beta2: float = arg(0.999, "AdamW's decay of squared gradients, language model.")
+    lm_decay: float = arg(0.01, "AdamW's weight decay, language model.")
     ppo_responses: int = arg(512, "Responses per batch.")
     ppo_minibatch: int = arg(256, "Responses per update of policy and critic.")
     ppo_epochs: int = arg(2, "How often each batch is used.")
@@ -73,7 +75,7 @@ def parse_args(settings: type[Settings], description: str | None) -> Settings:
 
 def next_token(gpt: GPT):
     """A GPT as torchrl_kl's exact values want a model: contexts to the logits of the next token."""
-    return lambda tokens: gpt.head(gpt.hidden_states(tokens)[:, -1])
+    return lambda tokens: gpt(tokens, logits_to_keep=1)[:, 0]
 
 
 def true_next_token(language: DigitLanguage):
@@ -106,7 +108,13 @@ def train_language_model(
 ) -> GPT:
     # The last token of a text is predicted, never read: the block is one shorter than the text.
     gpt = GPT(language.n_tokens, language.text_length - 1)
-    optimizer = torch.optim.AdamW(gpt.parameters(), lr=args.lm_lr, fused=True)
+    optimizer = torch.optim.AdamW(
+        gpt.parameters(),
+        lr=args.lm_lr,
+        betas=(0.9, args.lm_beta2),
+        weight_decay=args.lm_decay,
+        fused=True,
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.lm_lr, total_steps=args.lm_iterations
     )
@@ -197,8 +205,12 @@ def train_policy(
     prompts: torch.Tensor,
     args: JobArgs,
     log: Log,
+    row: int | None = None,
 ) -> None:
-    """PPO, in place, on the task reward minus the coefficient times the KL to the given policy."""
+    """PPO, in place, on the task reward minus the coefficient times the KL to the given policy.
+
+    `row` is where the progress bar goes, if others are shown at the same time.
+    """
     ppo = PPO(policy, language, n_batches, args)
     stack = KLConstrainedTransform(ppo.actor, controller)
     env = DigitLanguageEnv(
@@ -217,7 +229,7 @@ def train_policy(
         postproc=stack,
         auto_register_policy_transforms=False,
     )
-    bar = tqdm(collector, desc=f"PPO, {run}", total=n_batches)
+    bar = tqdm(collector, desc=f"PPO, {run}", total=n_batches, position=row)
     for step, batch in enumerate(bar):
         values = ppo.update(batch)
         log(step, **values)

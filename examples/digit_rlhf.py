@@ -8,7 +8,7 @@
    response, on the {0, 1} preference as reward.
 
 Every policy is then compared with the best one possible, which is known exactly. Results go to
-the folder `--out`.
+the folder `--out`. The three runs of PPO are trained in processes of one thread each.
 
 Glossary of the metrics of PPO (rows of metrics.csv, named run/metric, one per batch of responses):
     reward         mean task reward of a response, before the penalty
@@ -21,18 +21,19 @@ Glossary of the metrics of PPO (rows of metrics.csv, named run/metric, one per b
 
 from __future__ import annotations
 
-import copy
-import csv
 import json
-import shutil
+import signal
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 import torch
 from digit_job import (
+    DECAYS,
     JobArgs,
     arg,
     draw,
@@ -44,7 +45,9 @@ from digit_job import (
     true_next_token,
 )
 from digit_rlhf_report import (
+    Metrics,
     describe,
+    describe_coeff,
     draw_attention,
     draw_curves,
     draw_probabilities,
@@ -53,7 +56,6 @@ from digit_rlhf_report import (
     print_table,
 )
 from torch.nn.functional import logsigmoid
-from torchrl.record.loggers import CSVLogger, Logger, TensorboardLogger
 from tqdm import tqdm
 
 from torchrl_kl import (
@@ -62,9 +64,14 @@ from torchrl_kl import (
     CausalLMRewardModel,
     ConstantKLController,
     Enumeration,
+    KLController,
     exact_kl,
 )
 from torchrl_kl.envs import DigitLanguage
+
+COEFFS = {"beta1": 1.0, "beta0": 0.0}  # of the runs with a constant coefficient
+# About what a text takes on the machine of the README, to say beforehand how long a stage takes.
+SECONDS_PER_TEXT = {"language_model": 1.1e-4, "reward_model": 1.5e-4, "ppo": 5e-4}
 
 
 @dataclass
@@ -75,17 +82,26 @@ class Args(JobArgs):
     logger: str = arg(
         "csv", "Where metrics go: CSV files alone, or TensorBoard too.", ["csv", "tensorboard"]
     )
-    exact_prompts: int = arg(16, "Held-out prompts over which the exact values are taken.")
+    processes: int = arg(2, "Processes that train the runs of PPO; 1: this one, run after run.")
+    lm_iterations: int = arg(1100, "Updates of the language model.")
+    lm_batch: int = arg(128, "Texts per update of the language model.")
+    lm_lr: float = arg(6e-3, "Peak learning rate of the language model.")
+    lm_beta2: float = arg(0.99, "AdamW's decay of squared gradients, language model.")
+    lm_decay: float = arg(0.0, "AdamW's weight decay, language model.")
+    ppo_minibatch: int = arg(128, "Responses per update of policy and critic.")
+    ppo_decay: str = arg("cosine", "How the learning rates decay to zero.", list(DECAYS))
+    exact_prompts: int = arg(16, "Held-out prompts for exact values of the learned reward.")
+    adaptive_prompts: int = arg(64, "Held-out prompts for exact values of the adaptive run.")
     rm_iterations: int = arg(450, "Updates of the reward model.")
-    rm_batch: int = arg(128, "Pairs per update of the reward model.")
+    rm_batch: int = arg(64, "Pairs per update of the reward model.")
     rm_lr: float = arg(4e-3, "Peak learning rate of the reward model.")
     rm_centring: float = arg(0.001, "Weight of the squared sum of the two scores of a pair.")
     rm_heldout_pairs: int = arg(10_000, "Held-out pairs that test the reward model.")
     ppo_batches: int = arg(
-        70, "Batches of responses that PPO collects with beta 1 and with beta 0."
+        40, "Batches of responses that PPO collects with beta 1 and with beta 0."
     )
     adaptive_batches: int = arg(
-        120, "Batches of responses that PPO collects with the adaptive coefficient."
+        90, "Batches of responses that PPO collects with the adaptive coefficient."
     )
     target_kl: float = arg(0.5, "KL that the adaptive coefficient steers to, nats per response.")
     init_coeff: float = arg(0.05, "Where the adaptive coefficient starts, far from the answer.")
@@ -100,41 +116,11 @@ class Args(JobArgs):
 def read_args() -> Args:
     args = parse_args(Args, __doc__)
     if args.quick:
-        args.lm_iterations, args.rm_iterations, args.ppo_batches, args.adaptive_batches = (
-            80,
-            30,
-            3,
-            4,
-        )
-        args.heldout_prompts, args.exact_prompts, args.rm_heldout_pairs = 50, 1, 1000
+        args.lm_iterations, args.rm_iterations = 80, 30
+        args.ppo_batches, args.adaptive_batches = 3, 4
+        args.heldout_prompts, args.rm_heldout_pairs = 50, 1000
+        args.exact_prompts, args.adaptive_prompts = 1, 1
     return args
-
-
-class Metrics:
-    """Writes to CSVLogger (one file per metric), to TensorBoard on request, and to one table."""
-
-    def __init__(self, args: Args):
-        # CSVLogger appends to the files of a former run in the same folder.
-        shutil.rmtree(Path(args.out) / "metrics", ignore_errors=True)
-        self.csv = CSVLogger("metrics", log_dir=args.out)
-        self.loggers: list[Logger] = [self.csv]
-        if args.logger == "tensorboard":
-            self.loggers.append(TensorboardLogger("tensorboard", log_dir=args.out))
-
-    def log(self, run: str, step: int, **values: float) -> None:
-        for name, value in values.items():
-            for logger in self.loggers:
-                logger.log_scalar(f"{run}/{name}", value, step=step)
-
-    def curve(self, run: str, name: str) -> list[tuple[int, float]]:
-        return self.csv.experiment.scalars[f"{run}/{name}"]
-
-    def write_table(self, file: Path) -> None:
-        with file.open("w", newline="") as stream:
-            table = csv.writer(stream)
-            table.writerow(["metric", "step", "value"])
-            for name, curve in self.csv.experiment.scalars.items():
-                table.writerows([name, step, value] for step, value in curve)
 
 
 def preference_pairs(
@@ -195,107 +181,203 @@ def train_reward_model(
     return gpt.eval()
 
 
-def main() -> None:
-    args = read_args()
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(args.threads)
-    metrics, language, seconds = Metrics(args), DigitLanguage(), {}
-    prompts, heldout = split_prompts(language, args)
-    contexts = torch.cat([heldout, torch.full((len(heldout), 1), language.separator)], 1)
-    report: dict = {"seconds": seconds}
+def announce(what: str, seconds: float) -> None:
+    tqdm.write(f"{what}: about {seconds:.0f} s where the cores are idle")
+
+
+class Job:
+    """What the stages share. They hand models to each other through the folder `args.out`."""
+
+    def __init__(self, args: Args):
+        self.args, self.out, self.language = args, Path(args.out), DigitLanguage()
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "config.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+        self.metrics, self.seconds = Metrics(args.out, args.logger), {}
+        self.report: dict = {"seconds": self.seconds}
+        torch.set_num_threads(args.threads)
+        torch.manual_seed(args.seed)
+        self.prompts, self.heldout = split_prompts(self.language, args)
+        separators = torch.full((len(self.heldout), 1), self.language.separator)
+        self.contexts = torch.cat([self.heldout, separators], 1)
+
+    def load(self, name: str) -> GPT:
+        return GPT.from_pretrained(self.out / name)
+
+    def load_score(self) -> CausalLMRewardModel:
+        gpt = self.load("reward_model")
+        return CausalLMRewardModel(gpt, end_token=self.language.n_tokens).requires_grad_(False)
 
     @contextmanager
-    def stage(name: str):
+    def stage(self, name: str, texts: int = 0):
+        """Measures the seconds of a part of the job, and says how long it may take."""
+        if texts:
+            announce(name.replace("_", " "), texts * SECONDS_PER_TEXT[name])
         start = time.perf_counter()
         yield
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    with stage("language_model"):
-        language_model = train_language_model(
-            language, prompts, args, partial(metrics.log, "language_model")
-        )
-    with stage("exact_values"):
-        truth = true_next_token(language)
-        excess = (
-            exact_kl(truth, next_token(language_model), contexts[:256], language.response_length)
-            .mean()
-            .item()
-        )
-        report["language_model"] = {"excess_nats_per_token": excess}
 
-    with stage("reward_model"):
-        reward_model = train_reward_model(language_model, language, prompts, args, metrics)
-        score = CausalLMRewardModel(reward_model, end_token=language.n_tokens).requires_grad_(False)
-        accepted, rejected = score(
-            torch.stack(preference_pairs(language, draw(heldout, args.rm_heldout_pairs)))
+def make_language_model(job: Job) -> None:
+    args, language = job.args, job.language
+    with job.stage("language_model", args.lm_iterations * args.lm_batch):
+        log = partial(job.metrics.log, "language_model")
+        gpt = train_language_model(language, job.prompts, args, log)
+        gpt.save_pretrained(job.out / "language_model")
+    with job.stage("exact_values"):
+        problem = (job.contexts[:256], language.response_length)
+        excess = exact_kl(true_next_token(language), next_token(gpt), *problem).mean().item()
+    job.report["language_model"] = {"excess_nats_per_token": excess}
+    tqdm.write(f"language model: {excess:.4f} nats per token above the true language")
+
+
+def make_reward_model(job: Job) -> None:
+    args, language = job.args, job.language
+    torch.manual_seed(args.seed)
+    with job.stage("reward_model", 2 * args.rm_iterations * args.rm_batch):
+        gpt = train_reward_model(
+            job.load("language_model"), language, job.prompts, args, job.metrics
         )
-        right = (accepted > rejected).double().mean().item()
-        report["reward_model"] = {
-            "heldout_accuracy": right,
+        gpt.save_pretrained(job.out / "reward_model")
+        pairs = preference_pairs(language, draw(job.heldout, args.rm_heldout_pairs))
+        accepted, rejected = job.load_score()(torch.stack(pairs))
+        job.report["reward_model"] = {
+            "heldout_accuracy": (accepted > rejected).double().mean().item(),
             "heldout_margin": (accepted - rejected).mean().item(),
         }
+    with job.stage("pictures"):
+        draw_reward_model(job.metrics.curve, job.out / "reward_model.png")
+    tqdm.write(f"reward model: see {job.out / 'reward_model.png'}")
 
-    with stage("exact_values"):
-        problem = (contexts[: args.exact_prompts], language.response_length)
-        learned = Enumeration(next_token(language_model), score, *problem)
-        preference = Enumeration(next_token(language_model), language.preference, *problem)
-        target_coeff = preference.solve_coeff(args.target_kl)
 
-    adaptive = AdaptiveKLController(args.init_coeff, args.target_kl, args.horizon, clip=args.clip)
-    runs = {  # controller, reward, batches; the exact problem and coefficient of the comparison
-        "beta1": (ConstantKLController(1.0), score, args.ppo_batches, learned, 1.0),
-        "beta0": (ConstantKLController(0.0), score, args.ppo_batches, learned, 0.0),
-        "adaptive": (
-            adaptive,
-            language.preference,
-            args.adaptive_batches,
-            preference,
-            target_coeff,
-        ),
-    }
-    policies = {}
-    for run, (controller, reward_fn, n_batches, exact, coeff) in runs.items():
-        with stage(run):
-            policy, log = copy.deepcopy(language_model), partial(metrics.log, run)
-            train_policy(
-                run, policy, controller, reward_fn, n_batches, language, prompts, args, log
+def train_run(run: str, args: Args, row: int | None = None) -> tuple[list[tuple[int, dict]], float]:
+    """PPO, from the models in the folder `args.out` to a policy there; metrics and seconds.
+
+    The numbers are the same in every process, as they follow from files, seed and threads.
+    """
+    start, out, language = time.perf_counter(), Path(args.out), DigitLanguage()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    prompts, _ = split_prompts(language, args)
+    policy = GPT.from_pretrained(out / "language_model")
+    if run == "adaptive":
+        controller: KLController = AdaptiveKLController(
+            args.init_coeff, args.target_kl, args.horizon, clip=args.clip
+        )
+        reward_fn, n_batches = language.preference, args.adaptive_batches
+    else:
+        controller, n_batches = ConstantKLController(COEFFS[run]), args.ppo_batches
+        gpt = GPT.from_pretrained(out / "reward_model")
+        reward_fn = CausalLMRewardModel(gpt, end_token=language.n_tokens).requires_grad_(False)
+    rows: list[tuple[int, dict]] = []
+
+    def log(step: int, **values: float) -> None:
+        rows.append((step, values))
+
+    train_policy(run, policy, controller, reward_fn, n_batches, language, prompts, args, log, row)
+    policy.save_pretrained(out / f"policy_{run}")
+    return rows, time.perf_counter() - start
+
+
+def prepare_worker(lock) -> None:
+    tqdm.set_lock(lock)  # progress bars of several processes share the screen
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker without a traceback
+
+
+class Runs:
+    """Runs of PPO in `--processes` workers; if that is 1, in this process when asked for."""
+
+    def __init__(self, args: Args):
+        self.args, self.futures, self.pool = args, {}, None
+        if args.processes > 1:
+            context = get_context("spawn")
+            lock = context.RLock()
+            tqdm.set_lock(lock)
+            self.pool = ProcessPoolExecutor(
+                args.processes, context, initializer=prepare_worker, initargs=(lock,)
             )
-            policies[run] = policy.eval()
-        with stage("exact_values"):
-            preferred = language.preferred_token(heldout[: args.exact_prompts])
-            report[run] = describe(exact.values(next_token(policy), coeff), preferred)
-    coeffs = [coeff for _, coeff in metrics.curve("adaptive", "coeff")]
-    last_quarter = coeffs[-max(len(coeffs) // 4, 1) :]
-    close = [batch for batch, coeff in enumerate(coeffs) if abs(coeff / target_coeff - 1) <= 0.2]
-    report["adaptive"]["target"] = args.target_kl
-    report["adaptive"]["batches"] = len(coeffs)
-    report["adaptive"]["coeff_first_within_20_percent"] = close[0] if close else None
-    report["adaptive"]["coeff_exact"] = target_coeff
-    report["adaptive"]["coeff_mean_last_quarter"] = sum(last_quarter) / len(last_quarter)
+            for _ in range(args.processes):  # starts the workers, which import torch for seconds
+                self.pool.submit(int)
 
-    with stage("pictures"):
-        draw_reward_model(metrics.curve, out / "reward_model.png")
-        draw_curves(metrics.curve, args.target_kl, target_coeff, out / "curves.png")
-        models = {"base": language_model, "beta 1": policies["beta1"], "beta 0": policies["beta0"]}
-        text = torch.tensor([5, 7, 1, 5, language.separator, 6, 2, 7, 3])
-        predictors = {"true language": truth} | {
-            name: next_token(gpt) for name, gpt in models.items()
-        }
+    def __enter__(self) -> Runs:
+        return self
+
+    def __exit__(self, error, *_) -> None:
+        if self.pool:
+            if error:  # an error here or there, or Ctrl-C: the other runs are of no use
+                for worker in active_children():
+                    worker.terminate()
+            self.pool.shutdown(cancel_futures=True)
+
+    def start(self, *runs: str) -> None:
+        """Hands runs to the workers."""
+        if self.pool:
+            # Progress bars go below that of this process, one row each.
+            for row, run in enumerate(runs, 1 + len(self.futures)):
+                self.futures[run] = self.pool.submit(train_run, run, self.args, row)
+
+    def finish(self, run: str) -> tuple[list[tuple[int, dict]], float]:
+        """Waits for a run; its metrics and seconds."""
+        return self.futures[run].result() if self.pool else train_run(run, self.args)
+
+
+def compare_policies(job: Job, runs: Runs) -> None:
+    """Exact values of each policy, as soon as it is there, and of the best possible one."""
+    args, language = job.args, job.language
+    reference = next_token(job.load("language_model"))
+    with job.stage("exact_values"):
+        n_tokens = language.response_length
+        contexts = job.contexts[: args.exact_prompts]
+        learned = Enumeration(reference, job.load_score(), contexts, n_tokens)
+        # The KL that a controller steers to is a mean over all prompts, which differ much in it.
+        contexts = job.contexts[: args.adaptive_prompts]
+        preference = Enumeration(reference, language.preference, contexts, n_tokens)
+        coeffs = COEFFS | {"adaptive": preference.solve_coeff(args.target_kl)}
+    for run, coeff in coeffs.items():
+        rows, job.seconds[run] = runs.finish(run)
+        for step, values in rows:
+            job.metrics.log(run, step, **values)
+        with job.stage("exact_values"):
+            exact = preference if run == "adaptive" else learned
+            values = exact.values(next_token(job.load(f"policy_{run}")), coeff)
+            n_prompts = len(values.token_probs)
+            preferred = language.preferred_token(job.heldout[:n_prompts])
+            job.report[run] = describe(values, preferred)
+    curve = [coeff for _, coeff in job.metrics.curve("adaptive", "coeff")]
+    job.report["adaptive"] |= describe_coeff(curve, coeffs["adaptive"], args.target_kl)
+
+
+def draw_pictures(job: Job) -> None:
+    out, language = job.out, job.language
+    target, coeff = job.args.target_kl, job.report["adaptive"]["coeff_exact"]
+    models = {"base": job.load("language_model")}
+    models |= {"beta 1": job.load("policy_beta1"), "beta 0": job.load("policy_beta0")}
+    text = torch.tensor([5, 7, 1, 5, language.separator, 6, 2, 7, 3])
+    predictors = {"true language": true_next_token(language)}
+    predictors |= {name: next_token(gpt) for name, gpt in models.items()}
+    with job.stage("pictures"):
+        draw_curves(job.metrics.curve, target, coeff, out / "curves.png")
         draw_probabilities(predictors, text, language, out / "probabilities.png")
         draw_attention(models, text, language, out / "attention.png")
 
-    language_model.save_pretrained(out / "language_model")
-    reward_model.save_pretrained(out / "reward_model")
-    for run, policy in policies.items():
-        policy.save_pretrained(out / f"policy_{run}")
-    metrics.write_table(out / "metrics.csv")
-    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    print_checks(language, next_token(language_model), score)
-    print_table(report)
-    print(f"Models, metrics, pictures and the report are in {out}.")
+
+def main() -> None:
+    start, args = time.perf_counter(), read_args()
+    job = Job(args)
+    with Runs(args) as runs:
+        make_language_model(job)
+        runs.start("adaptive")  # its reward is the preference itself, not the reward model
+        make_reward_model(job)
+        runs.start("beta1", "beta0")
+        n_texts = args.ppo_responses * (2 * args.ppo_batches + args.adaptive_batches)
+        announce("PPO, three runs", n_texts * SECONDS_PER_TEXT["ppo"] / args.processes)
+        compare_policies(job, runs)
+    draw_pictures(job)
+    job.metrics.write_table(job.out / "metrics.csv")
+    job.seconds["all"] = time.perf_counter() - start
+    (job.out / "report.json").write_text(json.dumps(job.report, indent=2) + "\n")
+    print_checks(job.language, next_token(job.load("language_model")), job.load_score())
+    print_table(job.report)
+    print(f"Models, metrics, pictures and the report are in {job.out}.")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
 import torch
+from torchrl.record.loggers import CSVLogger, Logger, TensorboardLogger
 
 from torchrl_kl import GPT, CausalLMRewardModel, ExactValues, PolicyValues
 from torchrl_kl.envs import DigitLanguage
@@ -23,6 +26,33 @@ COLORS = {
     "beta 0": "tab:red",
     "adaptive": "tab:green",
 }
+
+
+class Metrics:
+    """Writes to CSVLogger (one file per metric), to TensorBoard on request, and to one table."""
+
+    def __init__(self, folder: str, logger: str):
+        # CSVLogger appends to the files of a former run in the same folder.
+        shutil.rmtree(Path(folder) / "metrics", ignore_errors=True)
+        self.csv = CSVLogger("metrics", log_dir=folder)
+        self.loggers: list[Logger] = [self.csv]
+        if logger == "tensorboard":
+            self.loggers.append(TensorboardLogger("tensorboard", log_dir=folder))
+
+    def log(self, run: str, step: int, **values: float) -> None:
+        for name, value in values.items():
+            for logger in self.loggers:
+                logger.log_scalar(f"{run}/{name}", value, step=step)
+
+    def curve(self, run: str, name: str) -> list[tuple[int, float]]:
+        return self.csv.experiment.scalars[f"{run}/{name}"]
+
+    def write_table(self, file: Path) -> None:
+        with file.open("w", newline="") as stream:
+            table = csv.writer(stream)
+            table.writerow(["metric", "step", "value"])
+            for name, curve in self.csv.experiment.scalars.items():
+                table.writerows([name, step, value] for step, value in curve)
 
 
 def describe(values: ExactValues, right: torch.Tensor) -> dict:
@@ -47,6 +77,19 @@ def describe(values: ExactValues, right: torch.Tensor) -> dict:
         "regret": values.regret,
         "fraction_of_gain": values.fraction_of_gain,
         "first_digit_right": first_digit_right(values),
+    }
+
+
+def describe_coeff(coeffs: list[float], exact: float, target: float) -> dict:
+    """The coefficients of the adaptive run, one per batch, and the exact one for its target."""
+    last_quarter = coeffs[-max(len(coeffs) // 4, 1) :]
+    close = [batch for batch, coeff in enumerate(coeffs) if abs(coeff / exact - 1) <= 0.2]
+    return {
+        "target": target,
+        "batches": len(coeffs),
+        "coeff_first_within_20_percent": close[0] if close else None,
+        "coeff_exact": exact,
+        "coeff_mean_last_quarter": sum(last_quarter) / len(last_quarter),
     }
 
 

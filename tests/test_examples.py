@@ -18,13 +18,14 @@ from torchrl_kl.envs import DigitLanguage
 TINY_MODEL = "--threads 1 --lm-iterations 2 --lm-batch 16 --heldout-prompts 2 --exact-prompts 1"
 TINY_PPO = "--ppo-responses 16 --ppo-minibatch 16"
 TINY_REWARD = "--rm-iterations 2 --rm-batch 16 --rm-heldout-pairs 20"
-TINY_JOB = f"{TINY_MODEL} {TINY_PPO} {TINY_REWARD} --ppo-batches 1 --adaptive-batches 2"
+TINY_RUNS = "--ppo-batches 1 --adaptive-batches 2 --adaptive-prompts 1"
+TINY_JOB = f"{TINY_MODEL} {TINY_PPO} {TINY_REWARD} {TINY_RUNS}"
 TINY_STUDY = "--ppo-batches 2 --eval-every 1 --budget-prompts 4 --budget-responses 4 --seeds 1"
 
 digit_run = lanes(
     "examples/digit_rlhf.py",
-    f"{TINY_JOB} --logger tensorboard",
-    "--threads 1 --logger tensorboard",
+    f"{TINY_JOB} --processes 1 --logger tensorboard",
+    "--processes 2 --logger tensorboard",
     without="draw_attention",
 )
 gym_run = lanes(
@@ -95,6 +96,32 @@ class TestDigitRLHF:
         printed = digit_run.printed
         parts = ("likely first digits", "for each first digit", "policy  ")
         assert sorted(parts, key=printed.index) == list(parts)
+
+    def test_a_stage_says_beforehand_how_long_it_takes_and_then_what_came_out(self, digit_run):
+        printed = digit_run.printed
+        parts = ("language model: about ", "nats per token above", "reward model: about ", "PPO")
+        assert sorted(parts, key=printed.index) == list(parts)
+
+    @pytest.mark.slow
+    def test_the_numbers_do_not_depend_on_the_number_of_processes(self, tmp_path):
+        reports = []
+        for processes in (1, 2):
+            out = f"out{processes}"
+            options = f"{TINY_JOB} --processes {processes} --out {out}"
+            run_command("examples/digit_rlhf.py", tmp_path, options)
+            report = json.loads((tmp_path / out / "report.json").read_text())
+            metrics = (tmp_path / out / "metrics.csv").read_text()
+            weights = [file.read_bytes() for file in sorted(tmp_path.glob(f"{out}/*/model.*"))]
+            reports.append((report | {"seconds": 0}, metrics, weights))
+        assert len(reports[0][2]) == 5
+        assert reports[0] == reports[1]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("processes", [1, 2])
+    def test_an_error_in_a_run_ends_the_job(self, tmp_path, processes):
+        options = f"{TINY_JOB} --processes {processes} --ppo-minibatch 0"
+        with pytest.raises(AssertionError, match="split"):
+            run_command("examples/digit_rlhf.py", tmp_path, options)
 
 
 class TestFinetuneGym:
