@@ -128,7 +128,7 @@ class WorkerLink:
             # The folder lasts as long as the link, and no longer if the collector cannot be built.
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             self.files = SharedFiles(folder, stack.controller.coeff.item())
-        self._sent = self._version()
+        self._sent = self._state_to_send()
         # What the workers copy. Its coefficient is set from outside; the controller stays here.
         self._frozen = copy.deepcopy(stack).freeze()
         self._frozen.feed.controller = ConstantKLController(stack.controller.coeff.item())
@@ -142,7 +142,7 @@ class WorkerLink:
 
     def send(self, collector: Any) -> None:
         """Sends the coefficient and the weights of the reference where they have changed."""
-        coeff, checksums = version = self._version()
+        coeff, checksums = version = self._state_to_send()
         if version == self._sent:
             return
         # A large reference is sent only when it has moved.
@@ -169,7 +169,7 @@ class WorkerLink:
         reference = self.stack.reference
         return {} if isinstance(reference, SwitchedActor) else entries_of(reference.actor)
 
-    def _version(self) -> tuple[float, dict[str, int]]:
+    def _state_to_send(self) -> tuple[float, dict[str, int]]:
         """The coefficient, and checksums of the weights' bytes, at 2 GB/s."""
         # PyTorch's version counters do not see writes through `.data`.
         return self.stack.controller.coeff.item(), {
