@@ -20,7 +20,7 @@ TINY_PPO = "--ppo-responses 16 --ppo-minibatch 16"
 TINY_REWARD = "--rm-iterations 2 --rm-batch 16 --rm-heldout-pairs 20"
 TINY_RUNS = "--ppo-batches 1 --adaptive-batches 2 --adaptive-prompts 1"
 TINY_JOB = f"{TINY_MODEL} {TINY_PPO} {TINY_REWARD} {TINY_RUNS}"
-TINY_STUDY = "--ppo-batches 2 --eval-every 1 --budget-prompts 4 --budget-responses 4 --seeds 1"
+TINY_STUDY = "--ppo-batches 2 --eval-every 1 --budget-prompts 4 --budget-responses 32 --seeds 1"
 
 digit_run = lanes(
     "examples/digit_rlhf.py",
