@@ -26,7 +26,9 @@ class NextToken(Categorical):
     def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
         """Token ids, (*sample_shape, *B)."""
         log_probs = self.logits.expand(*sample_shape, *self.logits.shape)
-        return draw(log_probs.reshape(-1, self._num_events)).view((*sample_shape, *self.batch_shape))
+        return draw(log_probs.reshape(-1, self._num_events)).view(
+            (*sample_shape, *self.batch_shape)
+        )
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probs of token ids (*B), nats."""
