@@ -124,6 +124,11 @@ class ResolvedKeys:
     top_k: NestedKey
     done_named: bool
 
+    @property
+    def log_prob(self) -> NestedKey | list[NestedKey]:
+        """Where the policy records its log-prob: one key, or a list for the parts of its action."""
+        return self.recorded.key
+
 
 class LogProbKeys:
     """Where the log-prob of an action is: `key`, or one key for each part of a composite action."""

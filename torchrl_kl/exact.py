@@ -112,9 +112,8 @@ class Enumeration:
         max_texts: maximum number of texts, P * V**R; each needs about 100 bytes.
 
     Attributes:
-        vocab_size: V, as the reference has it.
+        vocab_size, reference_reward: V and E[reward] of the reference.
         log_probs, rewards: (P, V**R), of the responses in lexicographic order; under the reference.
-        reference_reward: E[reward] of the reference.
 
     Raises:
         ValueError: too many texts, or a wrong shape, dtype or value of prompts or outputs.

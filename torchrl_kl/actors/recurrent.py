@@ -30,7 +30,6 @@ class RecurrentMemory:
         self, tensordict: TensorDictBase, specs: list[TensorSpec], zero_states: bool, carry: bool
     ) -> list[Tensor]:
         """States (*R, T, ...), set at the first step of each row; later trajectories start at 0."""
-        # `carry`: whether a row may go on from where the last call left its trajectory.
         self._check_order(tensordict)
         shape = tensordict.batch_size
         begins = torch.zeros(shape[:-1], dtype=torch.bool, device=tensordict.device)

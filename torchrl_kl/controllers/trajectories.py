@@ -107,7 +107,6 @@ class OpenTrajectories:
             told = told & ~segments.left
         finished.append(running[told])
         if segments.ids is not None:
-            # (R,): the last step of each row, counted over all rows.
             at = last + counts.shape[1] * torch.arange(len(last), device=last.device)
             finished.append(self._suspend(segments, at, running, n_counted, judge))
             if judge or joined:
@@ -123,7 +122,6 @@ class OpenTrajectories:
         """Fills in what rows go on from, (R, F); gives the ended totals, and if any row goes on."""
         found, unknown = self._find(segments, counts)
         if segments.is_init is not None:
-            # Where its beginning was not seen, a trajectory must never finish.
             counted[unknown] = -torch.inf
         rows, entries, ended = list(found.values()), [self._open.pop(key) for key in found], []
         if rows:

@@ -103,7 +103,7 @@ class KLTransform(Transform):
         taken = [key for key in keys if key in spec.keys(True, True)]
         if taken:
             raise RuntimeError(
-                f"{type(self).__name__} would overwrite {taken}, which the env already has: give "
+                f"{type(self).__name__} would overwrite {taken}, which the env has already: give "
                 'this transform other keys, such as `keys=KLKeys.named("second")`.'
             )
 

@@ -91,8 +91,7 @@ class ExactEstimate(Estimate):
                 step.of_reference,
             )
         policy, reference = (self.dist_module.get_dist(one) for one in (params, step.of_reference))
-        # The batch shape of a Normal includes the action dimensions, (*B, n): the mask is expanded
-        # to it, and the KLs of the dimensions are summed afterwards.
+        # The batch shape of a Normal includes the action dimensions, (*B, n), summed afterwards.
         if mask is not None:
             mask = td.expand_right(mask, policy.batch_shape)
         kl = kl_exact(policy, reference, mask=mask)

@@ -131,6 +131,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         self.refuse_penalized(tensordict.get("next"), "the batch")
         step = score_batch(self.reference, tensordict, self.estimate, self.time_dim, fake=fake)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
+        # After the measurement, which reads them: logits (*B, V) would fill a replay buffer.
         self.drop_record(tensordict)
         self._write(tensordict.get("next"), step)
         self.adjust_batch(tensordict, step, stream, trace=not fake)
@@ -220,6 +221,7 @@ class KLRewardTransform(KLConstrainedTransform):
         )
         reward_key = _one_key("in_keys", in_keys or [keys.reward])
         out_key = _one_key("out_keys", out_keys or [reward_key])
+        # The coefficient goes next to the result, which may be in another nested tensordict.
         keys = keys.with_reward(reward_key, out_key)
         resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
         controller = ConstantKLController(_one_number(coef))
@@ -242,7 +244,6 @@ def _one_number(coef: float | Tensor) -> float:
     value = torch.as_tensor(coef)
     if value.numel() != 1:
         raise ValueError(f"`coef` must be one number, got shape {tuple(value.shape)}.")
-    number = float(coef)
-    if not (value.isfinite().all() and number >= 0):
-        raise ValueError(f"`coef` must be finite and at least 0, got {number}.")
-    return number
+    if not (value.isfinite().all() and float(coef) >= 0):
+        raise ValueError(f"`coef` must be finite and at least 0, got {float(coef)}.")
+    return float(coef)
