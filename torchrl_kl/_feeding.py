@@ -1,4 +1,4 @@
-"""What moves a controller: the measured KL of steps or whole trajectories, read and pooled."""
+"""Feeds a controller: reads and pools the measured KL of steps or of whole trajectories."""
 
 from __future__ import annotations
 
@@ -23,36 +23,27 @@ from torchrl_kl.controllers.trajectories import OpenTrajectories, Segments, Traj
 
 _ENV_TRAJECTORIES, _ENV_STEPS = 16, 256  # an update in an env waits for so many by default
 _PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before the user is warned
-_FLAGS = {"done", "terminated", "truncated", "is_init"}  # a collector's truncation changes them
+# They show no state: a collector may set "truncated" in the last step of a batch.
+_FLAGS = {"done", "terminated", "truncated", "is_init"}
 
 
 class ControllerFeed(nn.Module):
-    """Pools measured KL and updates a controller once with the mean and the count of the pool.
-
-    One trajectory at a time, the clip of a controller would make it steer the median, not the mean.
-
-    State: the controller's and `statistics`, the pool since its last update. The sums of
-    trajectories that are still open are not saved: a restarted collector begins new ones.
-
-    Args:
-        controller: what is updated.
-        update_every: how many values (finished trajectories, or steps with `per="step"`) an update
-            waits for. None: a batch updates once with what it finished, however few; in an env an
-            update waits for 16 trajectories or 256 steps.
-    """
+    """Pools measured KL and updates a controller with the mean and the count of the pool."""
 
     def __init__(self, controller: KLController, update_every: int | None = None):
         super().__init__()
         self.controller, self.statistics = controller, KLStatistics()
         self.update_every = update_every
-        self._check_update_every()
-        self.stream = OpenTrajectories()  # of batches that come without one of their collector
-        self._idle = dict.fromkeys(_PATIENCE, 0)  # since the last update
+        if update_every is not None:
+            self._check_update_every(update_every)
+        # The open trajectories of batches that come without those of their collector.
+        self.stream = OpenTrajectories()
+        self._idle = dict.fromkeys(_PATIENCE, 0)  # batches and env steps since the last update
         self._warned = False
 
     @property
     def adaptive(self) -> bool:
-        """Whether the controller ever moves."""
+        """Whether the coefficient can change."""
         return not isinstance(self.controller, ConstantKLController)
 
     def add_batch(
@@ -69,19 +60,14 @@ class ControllerFeed(nn.Module):
         move: bool = True,
         trace: bool = True,
     ) -> Tensor | None:
-        """Pools the measured KL of a batch; gives its running sums, None where it has no time.
+        """Pools the measured KL of a batch; returns its running sums, None without time dimension.
 
-        The arguments are those of `sum_trajectories`, `find_done` and `find_time_dim`, and:
+        `stream`: the open trajectories of the collector of the batch; `move`: whether the
+        controller may be updated; `trace`: whether the batch may change any state, which a replay
+        sample and fake data may not. The rest is as for `sum_trajectories` and `find_done`.
 
-        - stream: the open trajectories of the collector that the batch comes from.
-        - move: whether the controller may move.
-        - trace: whether the batch may leave any trace: not a sample of a replay buffer or fake.
-
-        Raises:
-            RuntimeError: if trajectories are needed and the batch has no time dimension, joins the
-                rows of several workers along time, or numbers open trajectories anew.
-            ValueError: if trajectories are needed and the steps do not follow one another, or a
-                value is NaN or infinite; nothing has changed then.
+        RuntimeError if trajectories are needed and cannot be told apart; ValueError if the steps do
+        not follow one another, or a value is NaN or infinite: nothing has changed then.
         """
         move = move and trace
         needs_trajectories = move and self.adaptive and self.controller.per == "trajectory"
@@ -91,6 +77,7 @@ class ControllerFeed(nn.Module):
             step = cast(TensorDictBase, tensordict.get("next"))
             done = td.find_done(step, done_key, named=done_named)
             sums = stream if trace else OpenTrajectories()
+            # `running` is like `values`, (*B, *A, 1); `finished` holds one total each, (N,).
             checks = {"judge": move, "check_order": needs_trajectories}
             running, finished = sum_trajectories(
                 tensordict, values, mask, done, sums, observed=observed, **checks
@@ -102,27 +89,29 @@ class ControllerFeed(nn.Module):
             try:
                 self.pool(*pooled)
             except ValueError:
-                stream.restore(before)  # the same batch, mended, may be given again
+                # The user may repair the batch and pass it again.
+                stream.restore(before)
                 raise
         return running
 
     def pool(
         self, values: Tensor | None, mask: Tensor | None = None, *, in_env: bool = False
     ) -> None:
-        """Adds the values in the mask, nats per trajectory or step; may update the controller.
-
-        ValueError if a value is NaN or infinite and the coefficient is not 0.
-        """
+        """Adds the values in the mask, nats per trajectory or step; may update the controller."""
         if values is not None and mask is not None:
             values = values[td.expand_right(mask, values.shape)]
         if values is not None and values.numel():
             controller, pool = self.controller, self.statistics
-            if controller.coeff.item() == 0:  # only measures: must not stop the training
+            # A coefficient of 0 only measures: an infinite KL must not stop the training.
+            if controller.coeff.item() == 0:
                 values = values[values.isfinite()]
             count = int(pool.add(values).count.item())
             if count >= self._needed(in_env):
                 mean, standard_error = pool.mean, pool.standard_error
-                pool.reset()  # first: what the controller refuses must not be offered again
+                # Before the update: values that the controller refuses must not come back.
+                pool.reset()
+                # One update with the mean. With one for each trajectory, the clip of a controller
+                # would make it steer the median.
                 controller.update(mean, count, standard_error=standard_error)
                 self._idle = dict.fromkeys(_PATIENCE, 0)
         if self.adaptive and not self._warned:
@@ -139,11 +128,7 @@ class ControllerFeed(nn.Module):
     def _deadband(self) -> bool:
         return isinstance(self.controller, TargetKLController) and self.controller.deadband > 0
 
-    def _check_update_every(self) -> None:
-        """ValueError unless it is None or a count of values that the controller accepts."""
-        given = self.update_every
-        if given is None:
-            return
+    def _check_update_every(self, given: int) -> None:
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ValueError(f"`update_every` must be None or an int of at least 1, got {given!r}.")
         if given == 1 and self._deadband:
@@ -153,7 +138,6 @@ class ControllerFeed(nn.Module):
             )
 
     def _count_idle(self, what: str) -> None:
-        """Warns once when a controller that should move has not been updated for long."""
         self._idle[what] += 1
         if self._idle[what] < _PATIENCE[what]:
             return
@@ -181,18 +165,16 @@ def sum_trajectories(
 ) -> TrajectorySums:
     """Sums values over the trajectories of a batch (*B) whose last dimension is time.
 
-    `values`: the measured KL of each step, nats, (*B, *F); `mask`: True where a step counts, (*B);
-    `done_key`: what `find_done` gives; `stream`: what earlier batches left open; `observed`: what
-    shows whether steps follow one another, by default all that is shared; `judge`: see
-    `OpenTrajectories.add`; `check_order`: whether to refuse steps that do not follow one another.
-
-    Gives running sums, the shape and dtype of `values` (half precision in float32), and the totals
-    of the trajectories that have finished, float64, (N,).
+    `values`: nats, (*B, *F); `mask`: True where a step counts, (*B); `stream`: what earlier batches
+    left open; `observed`: keys that show whether steps follow one another, which `check_order`
+    requires, by default all; `judge`: see `OpenTrajectories.add`. Returns running sums, (*B, *F) in
+    at least float32, and the totals of the trajectories that have finished, float64, (N,).
     """
     step = cast(TensorDictBase, tensordict.get("next"))
     n_steps, n_rows = tensordict.batch_size[-1], tensordict.batch_size[:-1].numel()
     n_values = values.shape[tensordict.batch_dims :].numel()
 
+    # Rows R = all but the last dimension of *B: (R, T, F) for values, (R, T) for steps.
     def per_value(flag: Tensor) -> Tensor:
         return td.expand_right(flag, values.shape).reshape(n_rows, n_steps, n_values)
 
@@ -201,7 +183,7 @@ def sum_trajectories(
 
     done = cast(Tensor, td.find_ends(step, done_key, values.shape))
     terminated = td.find_ends(step, done_key, values.shape, "terminated")
-    left = tensordict.get(done_key, None)
+    left = tensordict.get(done_key, None)  # at the root: True if an agent was done before the step
     ids, is_init = tensordict.get(td.TRAJECTORY_KEY, None), tensordict.get("is_init", None)
     keys = _state_keys(tensordict, observed)
     segments = Segments(
@@ -224,10 +206,12 @@ def sum_trajectories(
 def _check_order(
     tensordict: TensorDictBase, segments: Segments, keys: list[NestedKey], is_init: Tensor | None
 ) -> None:
-    """Raises if steps do not follow one another, or rows of several workers do along time."""
+    """Raises if steps do not follow one another, or if rows of several workers are joined."""
     ends = segments.done.any(-1)  # (R, T)
     if not ends.numel():
         return
+    # (R, T - 1): whether step t + 1 has another id than step t, and whether it may begin anew:
+    # behind an end, in another trajectory, in padding, or where the env says so.
     changed = torch.zeros_like(ends[:, 1:])
     if segments.ids is not None:
         changed = segments.ids[:, 1:] != segments.ids[:, :-1]
@@ -238,6 +222,7 @@ def _check_order(
         may_differ = may_differ | is_init.reshape(ends.shape)[:, 1:]
     may_differ = may_differ.reshape(*tensordict.batch_size[:-1], may_differ.shape[-1])
     td.require_order(tensordict, keys, may_differ, _SHUFFLED)
+    # Another id behind a step that is not done: the rows of two workers were joined there.
     done = tensordict.get(("next", "done"), None)
     if done is not None:
         ends = ends | done.reshape(*ends.shape, -1).any(-1)
@@ -251,7 +236,7 @@ def _check_order(
 def _state_keys(
     tensordict: TensorDictBase, observed: Iterable[NestedKey] | None
 ) -> list[NestedKey]:
-    """What a step shows and the next one begins with, but flags: of `observed`, or all there is."""
+    """Keys of what a step leaves and the next one begins with: of `observed`, or of all entries."""
     step = cast(TensorDictBase, tensordict.get("next"))
     if observed is None:
         leaves = (key for key in step.keys(True, True) if isinstance(step.get(key), Tensor))
@@ -267,11 +252,12 @@ def _state_keys(
 def _digests(
     batch: TensorDictBase, keys: list[NestedKey], n_dims: int, places: Tensor
 ) -> list[bytes]:
-    """Of the states at steps, numbered row by row, (N,); empty where nothing shows a state."""
+    """Digests of the states at steps, numbered row by row, (N,); empty where nothing shows one."""
     if not keys:
         return [b""] * len(places)
     parts = []
     for key in keys:
+        # (*R, T, ...) -> (R * T, ...) -> (N, bytes)
         value = batch.get(key).detach().flatten(0, n_dims - 1)
         data = value.index_select(0, places.to(value.device)).cpu().reshape(len(places), -1)
         parts.append(data.view(torch.uint8))
@@ -279,6 +265,7 @@ def _digests(
     whole = states.view(f"V{states.shape[1]}").ravel().tolist()  # one `bytes` for each row
     if states.shape[1] <= 64:
         return whole
+    # Long states, such as images, are kept as hashes: they are compared, never read.
     return [hashlib.blake2b(state, digest_size=8).digest() for state in whole]
 
 

@@ -1,4 +1,4 @@
-"""Keys, shapes, masks and specs of TensorDicts: where entries are, and how they are read."""
+"""Keys, shapes, masks and specs of TensorDicts; *B: the batch, *A: agents of nested actions."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def sibling(key: NestedKey, name: str) -> NestedKey:
 
 def hidden_key(key: NestedKey, name: str) -> NestedKey:
     """A scratch entry, by which one part of the stack tells the next what is not recorded."""
+    # Collectors drop entries whose names begin with "_", after their `postproc`.
     return f"_{'_'.join(as_tuple(key))}_{name}"
 
 
@@ -40,21 +41,19 @@ def hidden_key(key: NestedKey, name: str) -> NestedKey:
 class KLKeys:
     """Names of all entries that a KL stack reads and writes.
 
-    None means the default name, in the same nested tensordict as the entry it derives from: the KL
-    is next to the log-prob, the task reward and the coefficient are next to the reward. All but
+    None means the default name; "next to" an entry means in the same nested tensordict. All but
     `log_prob` and `top_k` are entries of "next".
 
     Args:
         log_prob: the policy's log-prob of its action, or a list of the log-probs of the parts of a
             composite action, which are added up; by default `actor.log_prob_keys`.
         ref_log_prob: the log-prob under the reference; by default next to `log_prob`.
-        kl: k1 of each step; by default next to `log_prob`, or at the root where agents are summed.
+        kl: k1 of each step; by default next to `log_prob`, or at the root if agents are summed.
         kl_estimate: another estimate of the same KL; by default next to `kl`.
         episode_kl: running sum of the measured KL; by default next to `kl`.
         reward: the reward that is penalized.
-        task_reward: the reward before the penalty; by default next to `reward`.
-        kl_coeff: the coefficient of each step; by default next to `reward`.
-        done: what ends a trajectory; by default next to `reward`, or else at the root.
+        task_reward, kl_coeff: the reward before the penalty, and the coefficient; next to `reward`.
+        done: the end of a trajectory; by default next to `reward`, or else at the root.
         top_k: where TopKActor records its k most likely actions; by default next to `log_prob`.
 
     Example:
@@ -79,7 +78,7 @@ class KLKeys:
 
     @classmethod
     def named(cls, name: str, **keys: NestedKey) -> KLKeys:
-        """Keys of a further stack in the same data: its default names start with `name` and "_"."""
+        """Keys of a further stack on the same data: its default names start with `name` and "_"."""
         return replace(cls(**keys), _prefix=f"{name}_")  # type: ignore[arg-type]
 
     def with_reward(self, reward: NestedKey, penalized: NestedKey) -> KLKeys:
@@ -90,13 +89,9 @@ class KLKeys:
     def resolve(
         self, log_prob: NestedKey | list[NestedKey] = "action_log_prob", *, sum_agents: bool = False
     ) -> ResolvedKeys:
-        """All keys filled in.
-
-        Args:
-            log_prob: where the policy records its log-prob, unless these keys name it.
-            sum_agents: whether the KL is one for all agents, at the root.
-        """
+        """All keys filled in; `log_prob`: where the policy records it unless these keys name it."""
         recorded, prefix = LogProbKeys(self.log_prob or log_prob), self._prefix
+        # Agents that share a reward have one KL, (*B, 1) at the root, else (*B, *A, 1).
         kl = self.kl or (f"{prefix}kl" if sum_agents else recorded.sibling(f"{prefix}kl"))
         default = {
             "ref_log_prob": recorded.sibling(f"{prefix}ref_log_prob"),
@@ -115,7 +110,7 @@ class KLKeys:
 
 @dataclass(frozen=True)
 class ResolvedKeys:
-    """The entries of one stack, all named; `done_named`: whether the user did name `done`."""
+    """The entries of one stack, all named; `done_named`: whether the user named `done`."""
 
     recorded: LogProbKeys
     ref_log_prob: NestedKey
@@ -136,24 +131,17 @@ class ResolvedKeys:
 
 
 class LogProbKeys:
-    """Where the log-prob of an action is: `key`, or one key for each part of a composite action.
-
-    The KL of a composite action is the sum over the parts: it belongs to the nested tensordict that
-    holds all of them.
-    """
+    """Where the log-prob of an action is: `key`, or one key for each part of a composite action."""
 
     def __init__(self, key: NestedKey | list[NestedKey]):
         self.keys = [unravel_key(one) for one in (key if isinstance(key, list) else [key])]
+        self.key = self.keys[0] if len(self.keys) == 1 else self.keys
+        # The KL is the sum over the parts: it belongs to the nested tensordict that holds them all.
         first, *others = (as_tuple(one)[:-1] for one in self.keys)
         depth = len(first)
         while any(path[:depth] != first[:depth] for path in others):
             depth -= 1
         self.branch = first[:depth]
-
-    @property
-    def key(self) -> NestedKey | list[NestedKey]:
-        """The one key, or the list of several."""
-        return self.keys[0] if len(self.keys) == 1 else self.keys
 
     def sibling(self, name: str) -> NestedKey:
         """The key called `name` in the nested tensordict that holds all of them."""
@@ -168,13 +156,11 @@ class LogProbKeys:
         return [key for key in self.keys if tensordict.get(key, None) is None]
 
     def read(self, tensordict: TensorDictBase, shape: torch.Size | None = None) -> Tensor | None:
-        """The log-prob of the whole action, nats, of `shape`; None if an entry is missing.
-
-        `shape`: by default `batch_size`. The dimensions behind it are those of an action.
-        """
+        """The log-prob of the whole action, nats, of `shape`; None if an entry is missing."""
         parts = [tensordict.get(key, None) for key in self.keys]
         if any(part is None for part in parts):
             return None
+        # (*B, *A); the dimensions behind it are those of an action.
         shape = self.batch_size(tensordict) if shape is None else shape
         first, *others = (sum_action_dims(part, shape) for part in parts)
         return sum(others, first)
@@ -187,14 +173,15 @@ class LogProbKeys:
 
 
 def holder_batch_size(tensordict: TensorDictBase, key: NestedKey) -> torch.Size:
-    """Batch size of the nested tensordict that holds `key`; of the root where there is none."""
+    """Batch size of the nested tensordict that holds `key`, or else of the root."""
+    # A nested tensordict of agents has the batch size (*B, *A), its root only (*B).
     path = as_tuple(key)[:-1]
     holder = tensordict.get(path, None) if path else None
     return tensordict.batch_size if holder is None else holder.batch_size
 
 
 def sum_action_dims(value: Tensor, batch_size: torch.Size) -> Tensor:
-    """Sums the dimensions behind the batch: a `Normal` gives one log-prob per action dimension."""
+    """Sums the dimensions behind the batch: (*B, n), as of a `Normal`, becomes (*B)."""
     n = len(batch_size)
     return value.sum(tuple(range(n, value.ndim))) if n < value.ndim else value
 
@@ -203,6 +190,7 @@ def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:
     """Expands a value of the first dimensions of `shape`, perhaps with trailing 1s, to `shape`."""
     if value.shape == torch.Size(shape):
         return value
+    # A flag (*B, 1) fits values (*B, *A, 1) once its last 1 is removed.
     while value.ndim and value.shape[-1] == 1 and value.shape != torch.Size(shape[: value.ndim]):
         value = value.squeeze(-1)
     return value.reshape(*value.shape, *(1,) * (len(shape) - value.ndim)).expand(shape)
@@ -222,7 +210,8 @@ def get_required(tensordict: TensorDictBase, key: NestedKey, fix: str) -> Tensor
 
 
 def is_fake(tensordict: TensorDictBase) -> bool:
-    """Whether all data, but scratch entries "_...", are zeros as in `Collector.fake_tensordict`."""
+    """Whether all data are zeros, as in the batch by which a collector learns the entries."""
+    # Scratch entries may hold anything; a collector may set the artificial end of a batch.
     return not any(
         bool(value.any())
         for key, value in tensordict.items(True, True)
@@ -233,7 +222,7 @@ def is_fake(tensordict: TensorDictBase) -> bool:
 
 
 def counted_steps(tensordict: TensorDictBase, fake: bool) -> Tensor | None:
-    """True where a step counts, (*B), so not in padding or fake data; None where all do."""
+    """True where a step counts, (*B), which padding and fake data do not; None if all do."""
     mask = tensordict.get(MASK_KEY, None)
     if mask is None and fake:
         mask = torch.zeros(tensordict.batch_size, dtype=torch.bool, device=tensordict.device)
@@ -241,7 +230,8 @@ def counted_steps(tensordict: TensorDictBase, fake: bool) -> Tensor | None:
 
 
 def copy_batch(tensordict: TensorDictBase) -> TensorDictBase:
-    """A shallow copy of a batch, nested tensordicts too, since collectors reuse their buffers."""
+    """A shallow copy of a batch, nested tensordicts included."""
+    # A collector hands out the same buffer again: entries written into it would come back.
     if tensordict.get("next", None) is None:
         raise KeyError(
             f'the batch has no "next", got {existing_keys(tensordict)}: outside an env the '
@@ -253,7 +243,7 @@ def copy_batch(tensordict: TensorDictBase) -> TensorDictBase:
 def add_spec(
     spec: Composite, key: NestedKey, shape: Sequence[int], dtype: torch.dtype, holder: torch.Size
 ) -> None:
-    """Adds an unbounded leaf to a spec; missing nested specs get the shape `holder`."""
+    """Adds an unbounded leaf to a spec; missing nested specs get the shape `holder`, (*B, *A)."""
     path = as_tuple(key)
     for depth in range(1, len(path)):
         if path[:depth] not in spec.keys(True):
@@ -262,7 +252,7 @@ def add_spec(
 
 
 def state_spec(input_spec: Composite) -> Composite:
-    """The state spec of an env's input spec, made if there is none."""
+    """The state spec in an env's input spec, added if it is missing."""
     if input_spec["full_state_spec"] is None:
         empty = Composite(shape=input_spec.shape, device=input_spec.device)  # type: ignore[arg-type]
         input_spec["full_state_spec"] = empty
@@ -270,10 +260,7 @@ def state_spec(input_spec: Composite) -> Composite:
 
 
 def find_time_dim(tensordict: TensorDictBase, time_dim: int | None) -> int | None:
-    """The last batch dimension if it is time, named "time" or given; else None.
-
-    ValueError if another dimension is named or given.
-    """
+    """The last batch dimension if it is time, named "time" or given; else None."""
     if time_dim is None:
         names = tensordict.names if tensordict.batch_dims else []
         if "time" not in names:
@@ -290,7 +277,7 @@ def find_time_dim(tensordict: TensorDictBase, time_dim: int | None) -> int | Non
 
 
 def find_done(tensordict: TensorDictBase, done_key: NestedKey, *, named: bool = True) -> NestedKey:
-    """The done flag: `done_key`, or the step's "done" where that is missing and not `named`."""
+    """The done flag: `done_key`, or the step's "done" if that is missing and not `named`."""
     if tensordict.get(done_key, None) is not None:
         return done_key
     if not named and tensordict.get("done", None) is not None:
@@ -306,12 +293,13 @@ def require_order(
 ) -> None:
     """ValueError if the steps of a batch (*R, T) do not follow one another, as in a shuffled one.
 
-    `keys`: what is compared, where it is in the data and in "next"; `may_differ`: True where step
-    t + 1 need not continue step t, (*R, T - 1); `consequence`: why it matters and what to do.
+    `keys`: entries to compare; `may_differ`: True where step t + 1 need not continue step t,
+    (*R, T - 1); `consequence`: why it matters and what to do.
     """
     if not may_differ.numel():  # fewer than two steps
         return
     for key in keys:
+        # (*R, T, ...): what a step leaves in "next", and what a step begins with.
         before = cast(TensorDictBase, tensordict.get("next")).get(key, None)
         after = tensordict.get(key, None)
         if before is None or after is None or before.shape != after.shape:
@@ -330,11 +318,13 @@ def _steps_follow(before: Tensor, after: Tensor, may_differ: Tensor) -> bool:
     before, after = before.narrow(dim, 0, n_pairs), after.narrow(dim, 1, n_pairs)
 
     def all_explained(equal: Tensor) -> bool:
-        while equal.ndim > may_differ.ndim:  # not by a reshape: a dimension may be empty
+        # (*R, T - 1, ...) -> (*R, T - 1); not by a reshape, since a dimension may be empty.
+        while equal.ndim > may_differ.ndim:
             equal = equal.all(-1)
         return bool((equal | may_differ).all())
 
     equal = before == after
+    # NaN is looked for only if something differs: most observations have none.
     return all_explained(equal) or (
         before.is_floating_point() and all_explained(equal | (before.isnan() & after.isnan()))
     )
@@ -343,14 +333,12 @@ def _steps_follow(before: Tensor, after: Tensor, may_differ: Tensor) -> bool:
 def find_ends(
     step: TensorDictBase, done_key: NestedKey, shape: Sequence[int], name: str = "done"
 ) -> Tensor | None:
-    """Where trajectories end in `step`, "next", expanded to `shape`; None without such a flag.
-
-    `name` is "done", or "terminated" for the flag next to `done_key`. A flag of each agent does not
-    say that an env resets all of them when one is done: its root does.
-    """
+    """Where trajectories end in `step`, expanded to `shape`; None without a flag of that name."""
     keys = [done_key if name == "done" else sibling(done_key, name)]
+    # Some envs reset all agents as soon as one is done, which only the flag at their root says.
     if len(as_tuple(done_key)) > 1:
         keys.append(name)
     flags = [step.get(key, None) for key in keys]
+    # (*B, 1) or (*B, *A, 1) each.
     ends = [expand_right(flag, shape) for flag in flags if flag is not None]
     return reduce(torch.logical_or, ends) if ends else None

@@ -3,8 +3,8 @@
 Axes: P prompts, T0 tokens in a prompt, R tokens in a response, V tokens in the vocabulary, N texts.
 
 A *model* (the policy, the reference) is any callable that maps contexts (N, T) of token ids to the
-logits or log-probabilities (N, V) of the next token, -inf for an impossible token. They are
-normalized in float64. Call `eval()` on a network with dropout first.
+logits or log-probs (N, V) of the next token, -inf for an impossible one; they are normalized in
+float64. Call `eval()` on a network with dropout first.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ class PolicyValues:
     """Reward, KL and token probabilities of a policy, averaged over the prompts.
 
     Attributes:
-        coeff: coefficient of the KL, reward per nat.
+        coeff: the coefficient of the KL, reward per nat.
         reward: E[reward] of a response.
-        kl_per_position: (R,), KL(policy || reference) at each response position, in nats; inf where
-            the policy can write a token that the reference cannot.
-        token_probs: (P, R, V), the probability of each token at each response position.
+        kl_per_position: KL(policy || reference) at each response position, (R,), nats.
+        token_probs: the probability of each token at each response position, (P, R, V).
 
     Example:
         >>> import torch
@@ -64,7 +63,7 @@ class ExactValues(PolicyValues):
     """Values of a policy and of the optimum for the same coefficient.
 
     Attributes:
-        optimum: values of the policy that maximizes the objective; J* is `optimum.objective`.
+        optimum: the values of the policy that maximizes the objective, J* = `optimum.objective`.
         reference_reward: E[reward] of the reference, which equals its objective J_ref.
 
     Example:
@@ -86,10 +85,7 @@ class ExactValues(PolicyValues):
 
     @property
     def fraction_of_gain(self) -> float:
-        """(objective - J_ref) / (J* - J_ref): 0 at the reference, 1 at the optimum.
-
-        NaN where J* - J_ref is within rounding error of 0, as for a constant reward.
-        """
+        """(objective - J_ref) / (J* - J_ref), 1 at the optimum; NaN if no policy can gain."""
         gain = self.optimum.objective - self.reference_reward
         # J* has the rounding errors of E[reward] and of coeff * kl: allow about 1e4 ulp of each.
         if gain <= 1e-12 * (abs(self.reference_reward) + self.coeff):
@@ -116,10 +112,8 @@ class Enumeration:
         max_texts: maximum number of texts, P * V**R; each needs about 100 bytes.
 
     Attributes:
-        vocab_size: V, the vocabulary size of the reference.
-        log_probs: (P, V**R) log-probs of the responses under the reference, in nats.
-        rewards: (P, V**R) rewards of the responses, which are in lexicographic order.
-        reference_reward: E[reward] of the reference.
+        vocab_size, reference_reward: V and E[reward] of the reference.
+        log_probs, rewards: (P, V**R), of the responses in lexicographic order; under the reference.
 
     Raises:
         ValueError: too many texts, or a wrong shape, dtype or value of prompts or outputs.
@@ -154,8 +148,7 @@ class Enumeration:
                 f"`prompts` and `response_length` require {len(prompts)} * {self.vocab_size}**"
                 f"{response_length} texts, `max_texts` allows {max_texts}: {_FEWER}."
             )
-        self._prompts = prompts
-        self._response_length = response_length
+        self._prompts, self._response_length = prompts, response_length
         self._chunk_size = chunk_size
         self._reference = self._model_log_probs(reference, "reference")
         rewards = self._map(partial(_score, reward_fn), response_length)
@@ -174,33 +167,23 @@ class Enumeration:
 
     @torch.no_grad()
     def values(self, policy: Model, coeff: float) -> ExactValues:
-        """Values of `policy` and of the optimum for E[reward] - coeff * KL(policy || reference).
-
-        Raises:
-            ValueError: `coeff` or an output of `policy` has the wrong shape or values.
-        """
+        """Values of `policy` and of the optimum for E[reward] - coeff * KL(policy || reference)."""
         optimum = self.optimum(coeff)
         own = self._values(self._model_log_probs(policy, "policy"), coeff, "policy")
         return ExactValues(**vars(own), optimum=optimum, reference_reward=self.reference_reward)
 
     def optimum(self, coeff: float) -> PolicyValues:
-        """Values of the best policy for a coefficient (reward per nat); its KL falls as that rises.
+        """Values of the best policy for a coefficient (reward per nat), which must be at least 0.
 
         For 0 it is the limit: the reference restricted to its texts of maximal reward.
-
-        Raises:
-            ValueError: `coeff` is negative or not finite.
         """
         if not 0 <= coeff < math.inf:
             raise ValueError(f"`coeff` must be finite and at least 0, got {coeff}.")
         return self._values(self._optimal_log_probs(coeff), coeff, "optimum")
 
     def solve_coeff(self, target: float) -> float:
-        """The coefficient whose optimum has KL(optimum || reference) = target, nats per response.
-
-        Raises:
-            ValueError: `target` is not above 0 and below the KL of the optimum for coeff 0.
-        """
+        """The coefficient for which KL(optimum || reference) is `target`, nats per response."""
+        # The larger the coefficient, the smaller the KL of its optimum: for 0 it is the largest.
         limit = self.optimum(0.0).kl
         if not 0 < target < limit:
             raise ValueError(
@@ -214,7 +197,6 @@ class Enumeration:
         return solve_decreasing(lambda coeff: self.optimum(coeff).kl, target, high)
 
     def _values(self, log_probs: Sequence[Tensor], coeff: float, name: str) -> PolicyValues:
-        """Computes the probability of each text under the policy, from the first token on."""
         prompts = len(self._prompts)
         probs = self.rewards.new_full((prompts,), 1 / prompts)
         kls, token_probs = [], []
@@ -277,22 +259,12 @@ def exact_kl(
     """KL(policy || reference) at each response position, averaged over the prompts.
 
     sum_c policy(c) sum_v policy(v | c) (log policy(v | c) - log reference(v | c)), over the
-    contexts c that the policy can write. Where these are few, V and P may be too large for
-    :class:`Enumeration`. The sum over positions is the KL per response.
-
-    Args:
-        policy: the model whose texts are enumerated.
-        reference: the model in the second argument of the KL.
-        prompts: (P, T0) token ids.
-        response_length: R.
-        chunk_size: maximum number of contexts in one call of a model.
-        max_texts: maximum number of contexts of one length.
+    contexts c that the policy can write: if these are few, V and P may be too large for
+    :class:`Enumeration`, which explains the arguments and errors. Here `max_texts` is the maximum
+    number of contexts of one length. The sum over positions is the KL per response.
 
     Returns:
         (R,) float64, nats; inf where the policy can write a token that the reference cannot.
-
-    Raises:
-        ValueError: as for :class:`Enumeration`.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Reading actors, and the frozen, moving or switched reference that scores their actions."""
+"""Reading actors, and the reference (frozen, moving or switched) that scores their actions."""
 
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.top_k import TopKActor

@@ -27,38 +27,33 @@ from torchrl_kl.actors.recurrent import RecurrentMemory
 class Score(NamedTuple):
     """What one pass of a reference gives."""
 
-    log_prob: Tensor  # at least float32, batch shape of the tensordict that holds the action
-    states: list[Tensor]  # in the order of `own_state_keys`
+    log_prob: Tensor  # (*B, *A): batch shape of the tensordict that holds the action; >= float32
+    states: list[Tensor]  # after each step, (*B, ...), in the order of `own_state_keys`
     outputs: TensorDictBase  # all that the actor read and wrote
 
 
 class FrozenActor(nn.Module):
-    """A deep copy of an actor in eval mode for ever, which only scores actions.
+    """A deep copy of an actor, always in eval mode, which only scores actions.
 
-    You may rely on: no call on the policy (`train()`, an optimizer step, in-place edits of its
-    weights) changes it, no gradient reaches it unless `requires_grad` asks for one, it moves with
-    `.to(device)` and is in `state_dict`. Only `update_reference` changes its weights. `.to(dtype)`
-    casts its weights and state, and observations as they are read: it may be kept in bfloat16 for a
-    policy in float32.
-
-    A recurrent actor keeps its hidden state under separate keys, `ref_<name>` next to the policy's
-    `<name>`: on the policy's state the reference would score another policy's memory.
+    You may rely on: only `update_reference` changes its weights; no gradient reaches it without
+    `requires_grad`. `.to(dtype)` casts its weights and state, and observations when they are read:
+    the reference of a policy in float32 may be in bfloat16. The hidden state of a recurrent
+    reference is under its own keys, `ref_<name>` next to `<name>`.
 
     State: the weights, under `actor`; the fp32 averages behind half-precision ones, under `master`.
 
     Args:
         actor: a probabilistic actor (`get_dist`, `log_prob`) with initialised weights.
-        log_prob_key: where the policy records its log-prob, or a list of where it records those of
-            the parts of its action, which are added up; by default all of `actor.log_prob_keys`.
+        log_prob_key: where the policy records its log-prob, or a list for the parts of its action,
+            which are added up; by default all of `actor.log_prob_keys`.
         requires_grad: whether the copied weights receive gradients.
         policy: the actor whose actions are scored, if it is not `actor`.
-        zero_states: whether a recurrent reference may begin inside a trajectory from a zero state
-            instead of raising, at the cost of accuracy.
-        recompute_log_prob: whether the policy itself, not a copy, is asked for its present log-prob
-            of an action where it recorded none; not possible in another process. In an env, random
-            actions are told from the policy's by the other entries that it leaves.
-        chunk_size: how many rows of a batch are scored at a time, so that the logits of a large
-            vocabulary never exist for all of them; None: all.
+        zero_states: whether a recurrent reference may begin inside a trajectory from a zero state,
+            which is inaccurate, instead of raising an error.
+        recompute_log_prob: whether the policy itself is asked for the present log-prob of an action
+            if it recorded none; not possible in another process. In an env, another entry that it
+            writes tells its actions from random ones.
+        chunk_size: how many rows of a batch are scored at a time, to save memory; None: all.
 
     Raises:
         TypeError: if the actor has no distribution.
@@ -74,6 +69,7 @@ class FrozenActor(nn.Module):
         >>> log_prob = reference.step(reference.inputs(step)).log_prob
         >>> log_prob.equal(step["action_log_prob"]), log_prob.requires_grad
         (True, False)
+        >>> reference.update_reference(actor, tau=0.1)  # a tenth of the way
     """
 
     _own_dtype: torch.dtype | None = None  # of the weights, found once; None for another's weights
@@ -92,12 +88,21 @@ class FrozenActor(nn.Module):
     ):
         super().__init__()
         reading.check_actor(actor)
+        # The weights are those of `actor`; the actions and log-probs are those of `acting`.
         self.requires_grad, self.zero_states = requires_grad, zero_states
         self._hold(actor)
         self.master = MasterWeights()
         self.action_keys = [unravel_key(key) for key in self.actor.dist_sample_keys]
-        acting = actor if policy is None else self._check_policy(policy)
+        acting = actor if policy is None else policy
+        reading.check_actor(acting)
+        actions = [unravel_key(key) for key in acting.dist_sample_keys]  # type: ignore[union-attr]
+        if actions != self.action_keys:
+            raise ValueError(
+                f"`reference` must have the actions of the policy, got {self.action_keys} for "
+                f"{actions}: build it with the same `out_keys`."
+            )
         self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(acting))
+        self.log_prob_key = self.recorded.key
         self.trace_keys = reading.trace_keys(acting, self.recorded)
         self._policy = ActingPolicy(acting, self.recorded) if recompute_log_prob else None
         self._interaction_type = getattr(acting, "default_interaction_type", None)
@@ -119,6 +124,8 @@ class FrozenActor(nn.Module):
 
     def _find_keys(self) -> None:
         actor_in, actor_out = self.actor.in_keys, self.actor.out_keys
+        # A state is what the actor reads, and writes into "next" for its next step. On the policy's
+        # state the reference would score with the memory of another network.
         self.state_keys = [key for key in actor_in if unravel_key(("next", key)) in actor_out]
         self.own_state_keys = [sibling(key, f"ref_{as_tuple(key)[-1]}") for key in self.state_keys]
         states = (*self.state_keys, *self.action_keys)
@@ -127,22 +134,6 @@ class FrozenActor(nn.Module):
         self._cast_keys = [*self.in_keys, *self.state_keys]
         self._input_keys = [*self.in_keys, *self.action_keys, *self.own_state_keys]
         self._memory = RecurrentMemory(self.in_keys, self._init_key)
-
-    def _check_policy(self, policy: nn.Module) -> nn.Module:
-        """The policy whose actions are scored, if its actions are those of the reference."""
-        reading.check_actor(policy)
-        actions = [unravel_key(key) for key in policy.dist_sample_keys]  # type: ignore[union-attr]
-        if actions != self.action_keys:
-            raise ValueError(
-                f"`reference` must have the actions of the policy, got {self.action_keys} for "
-                f"{actions}: build it with the same `out_keys`."
-            )
-        return policy
-
-    @property
-    def log_prob_key(self) -> NestedKey | list[NestedKey]:
-        """Where the policy records its log-prob: one key, or a list of those of its parts."""
-        return self.recorded.key
 
     @property
     def dtype(self) -> torch.dtype:
@@ -156,27 +147,18 @@ class FrozenActor(nn.Module):
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the weights in place, to (1 - tau) * reference + tau * source.
 
-        The average of half-precision weights is kept in fp32: in bfloat16, steps of a thousandth of
-        the way would be rounded off. Buffers, such as running statistics, are copied. Entries that
-        were recorded under the old weights stay, and a recurrent reference goes on in open
-        trajectories from the state that the old weights left there.
+        The average of half-precision weights is kept in fp32. Buffers, such as running statistics,
+        are copied. Recorded entries stay, and a recurrent reference goes on in open trajectories
+        from the state that the old weights left there.
 
         Args:
-            source: an actor of the same structure, of any dtype, on any device, such as the policy.
+            source: an actor of the same structure, such as the policy; any dtype and device.
             tau: share of the way, in (0, 1]; 1 copies.
 
         Raises:
             TypeError: if `source` is not a module.
             ValueError: if `tau` is out of range, or `source` has other weights (by name or shape)
-                or NaN among them; the reference is then left as it was.
-
-        Example:
-            >>> from torchrl_kl import GPT, FrozenActor, CausalLMActor
-            >>> actor, policy = (CausalLMActor(GPT(vocab_size=11, block_size=8)) for _ in range(2))
-            >>> reference = FrozenActor(actor)
-            >>> reference.update_reference(policy)
-            >>> next(reference.parameters()).equal(next(policy.parameters()))
-            True
+                or NaN among them; the reference is then unchanged.
         """
         self.master.move(self.actor, source, tau)
 
@@ -205,25 +187,19 @@ class FrozenActor(nn.Module):
         timed: bool = False,
         env_actions: Collection[NestedKey] | None = None,
     ) -> Tensor | None:
-        """The policy's present log-prob, nats; None if it may not be asked or did not run.
-
-        `timed`: the last dimension is time; `env_actions`: in an env, what a random policy writes.
-        """
+        """The policy's present log-prob, nats; None if it may not be asked or did not run."""
+        # `env_actions`: in an env, the keys of all that a random policy writes.
         policy = self._policy
         if policy is None or not (env_actions is None or policy.ran(tensordict, env_actions)):
             return None
         return policy.log_prob(tensordict, timed=timed)
 
     def inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """What the reference reads of a step (shallow copy, missing entries left out)."""
+        """The entries that the reference reads (a shallow copy, without missing ones)."""
         return tensordict.select(*self._input_keys, strict=False)
 
     def step(self, inputs: TensorDictBase) -> Score:
-        """Scores the actions in `inputs`, (*B), of which no dimension is taken for time.
-
-        Raises:
-            RuntimeError: if the actor is recurrent and its own state is not in the data.
-        """
+        """Scores actions (*B) step by step; RuntimeError without the state of a recurrent actor."""
         if self.state_keys:
             self._use_states(inputs)
         return self._score(inputs, recurrent=False)
@@ -231,15 +207,14 @@ class FrozenActor(nn.Module):
     def trajectories(self, tensordict: TensorDictBase) -> Score:
         """Scores a batch (*R, T) whose last dimension is time, in one pass.
 
-        Raises:
-            RuntimeError: if the actor is recurrent, a row begins inside a trajectory, its state is
-                not in the data, the last call did not end there, and `zero_states` is not set.
-            ValueError: if the actor is recurrent and the steps do not follow one another.
+        For a recurrent actor, RuntimeError if a row begins inside a trajectory where its state is
+        unknown, unless `zero_states`, and ValueError if steps do not follow one another.
         """
         inputs = self.inputs(tensordict)
         if not self.state_keys:
             return self._score(inputs, recurrent=True)
-        if self._carries_states(inputs):  # exact, also for a shuffled batch named "time"
+        # Recorded states are exact, even for a shuffled batch that kept the name "time".
+        if self._carries_states(inputs):
             return self.step(inputs)
         fake = is_fake(tensordict)
         self._set_first_states(tensordict, inputs, self.zero_states or fake, carry=True)
@@ -249,12 +224,8 @@ class FrozenActor(nn.Module):
         return score
 
     def get_dist(self, tensordict: TensorDictBase, *, timed: bool) -> Distribution:
-        """The distribution over the actions of a batch (*B), in one pass along time if `timed`.
-
-        A recurrent reference reads its own state where the data carry it; else the rows of a timed
-        batch must begin with their trajectories, or a RuntimeError is raised: the last call of
-        `trajectories` may have left this batch at its end already.
-        """
+        """The distribution over the actions of a batch (*B), in one pass along time if `timed`."""
+        # Without `carry`: the last call of `trajectories` may have left this batch at its end.
         inputs = self.inputs(tensordict)
         timed = timed and not (self.state_keys and self._carries_states(inputs))
         if self.state_keys and timed:
@@ -271,25 +242,21 @@ class FrozenActor(nn.Module):
             return {}
         primer = get_primers_from_module(self.actor, warn=False)
         primers = [] if primer is None else getattr(primer, "transforms", [primer])
-        specs: dict[NestedKey, TensorSpec] = {}
-        for one in primers:
-            specs |= {unravel_key(key): spec for key, spec in one.primers.items(True, True)}
+        entries = (entry for one in primers for entry in one.primers.items(True, True))
+        specs = {unravel_key(key): spec for key, spec in entries}
         if any(key not in specs for key in self.state_keys):
             raise ValueError(
                 f"`actor` has the recurrent state {self.state_keys} but no "
                 f"`make_tensordict_primer` of it, got one of {list(specs)}: give its module one."
             )
-        dtype, own = self._own_dtype or self._weight_dtype(), {}
-        for own_key, key in zip(self.own_state_keys, self.state_keys, strict=True):
-            spec = specs[key]
-            own[own_key] = spec.to(dtype) if spec.dtype.is_floating_point else spec
-        return own
+        dtype = self._own_dtype or self._weight_dtype()
+        own = zip(self.own_state_keys, [specs[key] for key in self.state_keys], strict=True)
+        return {key: spec.to(dtype) if spec.dtype.is_floating_point else spec for key, spec in own}
 
     def _carries_states(self, inputs: TensorDictBase) -> bool:
         return all(inputs.get(key, None) is not None for key in self.own_state_keys)
 
     def _use_states(self, inputs: TensorDictBase) -> None:
-        """Takes the state of each step from the data; RuntimeError if it is not there."""
         missing = [key for key in self.own_state_keys if inputs.get(key, None) is None]
         if missing:
             raise RuntimeError(
@@ -297,7 +264,8 @@ class FrozenActor(nn.Module):
                 f"{existing_keys(inputs)}: put ReferenceModelLogProbTransform into the env, or "
                 'pass batches whose last dimension is time (named "time", or `time_dim=`).'
             )
-        # They are zero where a trajectory begins. A SliceSampler sets `is_init` elsewhere, too.
+        # States are zero where a trajectory begins. A SliceSampler sets `is_init` elsewhere too,
+        # where TorchRL's modules would replace the state by zeros.
         if self._init_key is not None and inputs.get(self._init_key, None) is not None:
             inputs.set(self._init_key, torch.zeros_like(inputs.get(self._init_key)))
 
@@ -310,7 +278,7 @@ class FrozenActor(nn.Module):
             inputs.set(key, state)
 
     def _prepare(self, inputs: TensorDictBase) -> None:
-        """Hands the actor its state under the policy's key, and floats in its weights' dtype."""
+        # `inputs` is a shallow copy: the data keep their keys and dtypes.
         for own, key in zip(self.own_state_keys, self.state_keys, strict=True):
             inputs.rename_key_(own, key)
         if self._own_dtype is None:
@@ -326,8 +294,9 @@ class FrozenActor(nn.Module):
         grad, mode = self.requires_grad and torch.is_grad_enabled(), recurrent_mode()
         if mode is None and not self.state_keys:
             mode = False
+        # As in the steps of most rollouts: entering contexts takes time.
         if grad == torch.is_grad_enabled() and mode == recurrent:
-            return nullcontext()  # as in the steps of most rollouts: entering contexts takes time
+            return nullcontext()
         return scoring_mode(grad, recurrent)
 
     def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> Score:
@@ -335,6 +304,7 @@ class FrozenActor(nn.Module):
         with self.scoring(recurrent):
             keys, recorded = self.action_keys, self.recorded
             log_prob = reading.log_prob_of_actions(self.actor, inputs, keys, recorded, self._plain)
+        # The difference of two log-probs would be mostly rounding in half precision.
         if log_prob.dtype in (torch.bfloat16, torch.float16):
             log_prob = log_prob.float()
         states = [cast(Tensor, inputs.get(("next", *as_tuple(key)))) for key in self.state_keys]

@@ -1,4 +1,4 @@
-"""How a frozen actor follows another: by a copy, or an average that rounding does not stop."""
+"""Moves a frozen actor towards another one, by a copy or by an average kept in fp32."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torchrl_kl.functional.numbers import Float64State
 
 
 class MasterWeights(Float64State):
-    """The fp32 weights behind an actor's half-precision ones, by name; made by the first average.
+    """The fp32 weights behind half-precision ones, by name; made by the first average."""
 
-    bfloat16 has 8 significant bits: it would round off a thousandth of the way to other weights. So
-    the average is kept here, whatever `to(dtype)` does to the actor, and rounded into the actor.
-    """
+    # bfloat16 has 8 significant bits: it would round off a thousandth of the way to other weights.
+    # So the average is kept here, whatever `to(dtype)` does to the actor, and rounded into it.
 
     @torch.no_grad()
     def move(self, actor: nn.Module, source: nn.Module, tau: float) -> None:
@@ -58,7 +57,7 @@ class MasterWeights(Float64State):
 
 
 def entries_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, those that are in no state dict included."""
+    """Parameters and buffers by name, including those that are not in `state_dict`."""
     if not isinstance(module, nn.Module):
         name = type(module).__name__
         raise TypeError(f"`source` must be a module, got {name}: pass the policy itself.")

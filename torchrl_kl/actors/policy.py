@@ -1,4 +1,4 @@
-"""The policy in training: used where it is, never owned, and asked for what it did not record."""
+"""The policy in training: shared, never owned, and asked for log-probs that it did not record."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ _NOT_PICKLED = (
 
 
 class Borrowed(Generic[Held]):
-    """Holds a module that somebody else owns: it is not a submodule, and deep copies share it.
+    """Holds a module that somebody else owns: it is not a submodule, and deep copies share it."""
 
-    `refusal` says why it must not be pickled; None where a copy in another process does as well.
-    """
-
+    # `refusal` says why it must not be pickled; None if a copy in another process serves as well.
     # As a submodule of a transform the policy would be moved and put into eval mode with the env,
     # be in `state_dict` twice, and a deep copy of the transform would no longer see it learn.
     def __init__(self, held: Held, *, refusal: str | None = None):
@@ -66,7 +64,7 @@ class ActingPolicy(Borrowed[Any]):
         self.recorded = recorded
 
     def shares_weights(self, actor: nn.Module) -> bool:
-        """Whether it is `actor`, or wraps the same weights."""
+        """Whether it has the weights of `actor`, which it may wrap."""
         pairs = zip(self.held.parameters(), actor.parameters(), strict=False)
         return all(own is other for own, other in pairs)
 

@@ -41,6 +41,8 @@ def check_actor(actor: nn.Module) -> None:
 
 def read_keys(actor: Any) -> list[NestedKey]:
     """What an actor reads: its `in_keys` without parameters that its own modules write."""
+    # A module may write ("params", "loc") where the distribution reads "params": TensorDict's
+    # `in_keys` of the whole then list "params", which nobody else writes.
     outs = (getattr(module, "out_keys", []) for module in actor.modules())
     written = [as_tuple(key) for keys in outs for key in keys]
     params = [key for part in _probabilistic_modules(actor) for key in part.in_keys]
@@ -53,7 +55,7 @@ def read_keys(actor: Any) -> list[NestedKey]:
 
 
 def trace_keys(actor: Any, recorded: LogProbKeys) -> list[NestedKey]:
-    """Entries that only its forward pass leaves, from which one sees that the policy ran."""
+    """Entries that only a forward pass leaves, which show that the policy ran."""
     known = {unravel_key(key) for key in (*actor.in_keys, *actor.dist_sample_keys, *recorded.keys)}
     root_keys = [key for key in actor.out_keys if as_tuple(key)[0] != "next"]
     return [key for key in root_keys if unravel_key(key) not in known]
@@ -77,39 +79,31 @@ def log_prob_of_actions(
     recorded: LogProbKeys,
     plain: Sequence[bool] = (),
 ) -> Tensor:
-    """The log-prob of the actions in `inputs`, nats, summed over the action's parts.
+    """The log-prob of the actions in `inputs`, (*B, *A), nats; writes its outputs into `inputs`.
 
-    The actor's outputs, such as the parameters of its distribution, are left in `inputs`. The
-    result has the batch shape of `recorded`. `action_keys`: its `dist_sample_keys`, slow to find;
-    `plain`: its `plain_parts`.
+    `action_keys`: the actor's `dist_sample_keys`, slow to find; `plain`: its `plain_parts`.
     """
     batch_size = recorded.batch_size(inputs)
     log_prob = _log_prob(actor, inputs, action_keys[0], plain)
     if isinstance(log_prob, Tensor):
-        if len(action_keys) > 1:
-            _refuse_one_part(action_keys, recorded)
+        # One sum for several parts, to which the log-prob of one part must not be compared.
+        several = action_keys if len(action_keys) > 1 and len(recorded.keys) == 1 else ()
+        if recorded.keys[0] in [sibling(key, f"{as_tuple(key)[-1]}_log_prob") for key in several]:
+            raise ValueError(
+                "`KLKeys.log_prob` must not be that of one part of the action, got "
+                f"{recorded.keys[0]!r}, while `composite_lp_aggregate` is on: leave it out, or "
+                "call set_composite_lp_aggregate(False)."
+            )
         return sum_action_dims(log_prob, batch_size)
-    if recorded.missing(log_prob):  # the policy's is one sum under another key
+    # A policy that records one sum for all parts has another key than its parts have.
+    if recorded.missing(log_prob):
         recorded = LogProbKeys(list(log_prob.keys(True, True)))
     return cast(Tensor, recorded.read(log_prob, batch_size))
 
 
-def _refuse_one_part(action_keys: Sequence[NestedKey], recorded: LogProbKeys) -> None:
-    """ValueError if the policy's log-prob is of a part, and the reference's of the whole action."""
-    parts = [sibling(key, f"{as_tuple(key)[-1]}_log_prob") for key in action_keys]
-    if len(recorded.keys) == 1 and recorded.keys[0] in parts:
-        raise ValueError(
-            "`KLKeys.log_prob` must not be that of one part of the action, got "
-            f"{recorded.keys[0]!r}, while `composite_lp_aggregate` is on: leave it out, or call "
-            "set_composite_lp_aggregate(False)."
-        )
-
-
 def plain_parts(actor: Any) -> list[bool]:
-    """Which parts of an actor, but its last, only call a network: TensorDictModules without hooks.
-
-    Empty where `get_dist` does more than to run the parts and build the distribution of the last.
-    """
+    """Which parts of an actor, but its last, are TensorDictModules that only call a network."""
+    # Empty if `get_dist` does more than to run the parts and build the distribution of the last.
     names = ("get_dist", "get_dist_params", "build_dist_from_params")
     kinds: Any = (type(actor), ProbabilisticTensorDictSequential)
     own, theirs = ([getattr(kind, name, None) for name in names] for kind in kinds)
@@ -121,6 +115,7 @@ def plain_parts(actor: Any) -> list[bool]:
     def is_plain(part: nn.Module) -> bool:
         if type(part) is not TensorDictModule or "_" in part.out_keys:
             return False
+        # Any hook or option that was set on the part is an entry of `vars` that differs.
         plain = TensorDictModule(part.module, part.in_keys, part.out_keys)
         plain.training = part.training
         return vars(plain) == vars(part)
@@ -182,7 +177,7 @@ def _probabilistic_modules(actor: nn.Module) -> list[Any]:
 
 
 def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:
-    """The one module of an actor that makes its distribution; ValueError if there is not one."""
+    """The module that makes an actor's distribution; ValueError if there is not exactly one."""
     found = _probabilistic_modules(actor)
     if len(found) != 1:
         raise ValueError(
@@ -194,7 +189,8 @@ def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:
 
 def written_params(actor: nn.Module) -> list[NestedKey]:
     """Keys of the parameters that the actor writes; others (an action mask) are the env's."""
-    params = dist_module_of(actor).in_keys  # first: it refuses what has no keys
+    # Before `read_keys`: it refuses a module that has no keys.
+    params = dist_module_of(actor).in_keys
     read = read_keys(actor)
     return [key for key in params if key not in read]
 

@@ -20,10 +20,7 @@ class _Left(NamedTuple):
 
 
 class RecurrentMemory:
-    """The states in which the last batch left its trajectories, by `("collector", "traj_ids")`.
-
-    `in_keys`: what the reference reads; `init_key`: the one that says that a trajectory begins.
-    """
+    """The states in which the last batch left its trajectories, by `("collector", "traj_ids")`."""
 
     def __init__(self, in_keys: list[NestedKey], init_key: NestedKey | None):
         self.in_keys, self.init_key = in_keys, init_key
@@ -32,11 +29,7 @@ class RecurrentMemory:
     def first_states(
         self, tensordict: TensorDictBase, specs: list[TensorSpec], zero_states: bool, carry: bool
     ) -> list[Tensor]:
-        """States (*R, T, ...), set at the first step of each row; later trajectories begin from 0.
-
-        `carry`: whether a row may go on from where the last call left its trajectory.
-        `zero_states`: whether an unknown state is zero instead of a RuntimeError.
-        """
+        """States (*R, T, ...), set at the first step of each row; later trajectories start at 0."""
         self._check_order(tensordict)
         shape = tensordict.batch_size
         begins = torch.zeros(shape[:-1], dtype=torch.bool, device=tensordict.device)

@@ -1,10 +1,10 @@
-"""What `reference=` may be: nothing, an actor, a FrozenActor, or a switch of the policy."""
+"""The values of `reference=`: None, an actor, a FrozenActor, or a switch of the policy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from tensordict import NestedKey
 from tensordict.nn import ProbabilisticTensorDictSequential
@@ -16,38 +16,31 @@ from torchrl_kl.actors.policy import Borrowed, evaluating
 Switch = Callable[[], AbstractContextManager[Any]]
 
 
-class _Switchable(NamedTuple):
-    actor: ProbabilisticTensorDictSequential
-    switch: Switch
-
-
 class SwitchedActor(FrozenActor):
-    """The policy itself as reference within a context: LoRA's adapters off, say.
+    """The policy itself as reference, within the context that `switch()` returns.
 
-    It scores without gradients and in eval mode, and leaves the policy as it was: its mode, its
-    gradients, its device. Nothing of it is in `state_dict`. Deep copies score with the same policy.
-    A copy in another process (by pickle) has a copy of the policy, which serves as well while the
-    weights that the switch leaves on, the base, do not change.
-
-    `switch` returns a context manager in which `actor` is the reference, such as PEFT's
-    `model.disable_adapter`, or a pass raises a TypeError. `options`: as for FrozenActor.
+    It scores without gradients and in eval mode, does not change the policy, and is not in
+    `state_dict`. Deep copies score with the same policy.
     """
 
     def __init__(self, actor: nn.Module, switch: Switch, **options: Any):
+        # In another process it is a copy of the policy, which serves as well: the weights that
+        # PEFT's `disable_adapter` leaves on, those of the base model, do not change.
         policy = cast(ProbabilisticTensorDictSequential, actor)
-        self._borrowed = Borrowed(_Switchable(policy, switch))
+        self._borrowed = Borrowed((policy, switch))
         super().__init__(actor, **options)
 
     def _hold(self, actor: nn.Module) -> None:
         """Takes no copy."""
 
+    # A property: as a submodule the policy would be moved and put into eval mode with the env.
     @property
     def actor(self) -> ProbabilisticTensorDictSequential:  # type: ignore[override]
-        """The policy, with its adapters on; `scoring` turns it into the reference."""
-        return self._borrowed.held.actor
+        """The policy with its adapters on; it is the reference within `scoring`."""
+        return self._borrowed.held[0]
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
-        """RuntimeError: it has no weights to move."""
+        """RuntimeError: the reference has no weights that could be moved."""
         raise RuntimeError(
             "`update_reference` needs a reference that is a copy, and this one is the policy "
             "itself within a context: leave `reference` out, or merge the adapters into the base."
@@ -56,7 +49,8 @@ class SwitchedActor(FrozenActor):
     @contextmanager
     def scoring(self, recurrent: bool) -> Iterator[None]:
         """The context of every pass, within that of the switch."""
-        context = self._borrowed.held.switch()
+        # Called anew for each pass: a context manager can often be entered only once.
+        context = self._borrowed.held[1]()
         if not isinstance(context, AbstractContextManager):
             raise TypeError(
                 "`reference` must return a context manager when called, got "
@@ -76,17 +70,10 @@ def as_reference(
     log_prob_key: NestedKey | list[NestedKey] | None = None,
     **options: Any,
 ) -> FrozenActor:
-    """The reference that the argument `reference` means, to score the actions of `actor`.
-
-    None: a frozen copy of `actor`; an actor: a frozen copy of it; a FrozenActor: itself; a callable
-    that returns a context manager: `actor` itself, within that context.
-
-    Raises:
-        TypeError: if `reference` is something else.
-        ValueError: if one of `options`, as for FrozenActor, is given that it cannot take.
-    """
+    """The reference that scores the actions of `actor`; `options`: as for FrozenActor."""
     if reference is None:
         return FrozenActor(actor, log_prob_key=log_prob_key, **options)
+    # Another actor: its weights, the actions and log-probs of `actor`.
     if isinstance(reference, nn.Module) and not isinstance(reference, FrozenActor):
         return FrozenActor(reference, log_prob_key=log_prob_key, policy=actor, **options)
     if options.get("requires_grad"):
@@ -94,6 +81,7 @@ def as_reference(
             "`requires_grad` needs a reference that is a copy made here, got a "
             f"{type(reference).__name__}: pass an actor, or leave `reference` out."
         )
+    # It is used itself: options that it was not built with would be ignored.
     if isinstance(reference, FrozenActor):
         given = [name for name, value in options.items() if value]
         if given:

@@ -16,15 +16,14 @@ from torchrl_kl.actors import reading
 class TopKActor(ProbabilisticTensorDictSequential):
     """An actor that records its k most likely actions and not its logits: O(k) per step.
 
-    It shares the weights of `actor`, under the same names in `state_dict`, and takes its place in
+    It shares the weights of `actor`, under the same names in `state_dict`, and replaces it in
     collectors, losses and transforms. `estimator="top_k"` reads what it records.
 
     Keys:
         reads what the actor reads.
-        writes what the actor writes, without the parameters of its distribution, and, next to its
-        log-prob, ("top_k", "log_probs"): nats, descending, shape (*B, k); ("top_k", "actions"):
-        their numbers, int64, (*B, k); ("top_k", "in_top_k"): whether the drawn action is one of
-        them, (*B).
+        writes what the actor writes, except the parameters of its distribution, and next to its
+        log-prob: ("top_k", "log_probs"), nats, descending, (*B, k); ("top_k", "actions"), int64,
+        (*B, k); ("top_k", "in_top_k"), whether the drawn action is one of them, (*B).
 
     Args:
         actor: records its log-prob and has one categorical distribution (Categorical,
@@ -34,8 +33,8 @@ class TopKActor(ProbabilisticTensorDictSequential):
 
     Raises:
         TypeError: if `actor` is not a probabilistic actor, or (in a call) not categorical.
-        ValueError: if `k` is less than 1 or (in a call) more than the actions, the log-prob is not
-            recorded, or there are several distributions.
+        ValueError: if `k` is less than 1 or (in a call) more than the number of actions, the
+            log-prob is not recorded, or there are several distributions.
 
     Example:
         >>> from torchrl_kl import GPT, CausalLMActor, TopKActor
@@ -86,6 +85,7 @@ class TopKActor(ProbabilisticTensorDictSequential):
         self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None = None, **kwargs
     ) -> TensorDictBase:
         """Draws an action; writes it, its log-prob and the top k."""
+        # On a copy: the logits must not reach the caller's tensordict.
         played = self._whole(tensordict.copy(), **kwargs)
         dist_module = reading.dist_module_of(self)
         # (*B, V), of which (*B, k) are kept; the number of the action drawn is (*B).

@@ -1,4 +1,4 @@
-"""KL values in, their count, mean and standard error out: what controllers are fed."""
+"""The count, mean and standard error of pooled KL values, which controllers are fed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchrl_kl.functional.numbers import Float64State, check_mask
 
 
 class KLStatistics(Float64State):
-    """Pooled KL values as (count, sum, sum of squares), never as running means.
+    """Pooled KL values as (count, sum, sum of squares).
 
     You may rely on: merging the statistics of parts (micro-batches, workers) gives those of the
     whole, in any split and order, to float64 rounding. You may not rely on the variance of values
-    that hardly vary: half its digits are left where the mean is 10,000 standard deviations.
+    that hardly vary: it has lost half its digits if the mean is 10,000 standard deviations.
 
     State: `count` (int64), `sum` and `sum_of_squares` (float64), 0-dim, changed in place only.
 
@@ -36,6 +36,7 @@ class KLStatistics(Float64State):
 
     def __init__(self):
         super().__init__()
+        # Sums, not running means: sums of parts can be added without weights.
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         for name in ("sum", "sum_of_squares"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
@@ -49,8 +50,7 @@ class KLStatistics(Float64State):
 
         Raises:
             TypeError: if `values` is not a tensor.
-            ValueError: if the mask does not fit, or a value that counts is not finite. Nothing is
-                then added.
+            ValueError: if the mask does not fit, or a value is not finite. Nothing is then added.
         """
         if not isinstance(values, Tensor):
             got = type(values).__name__
@@ -59,7 +59,8 @@ class KLStatistics(Float64State):
         total, of_squares = self.sum, self.sum_of_squares
         values = (values if mask is None else values[mask]).detach().to(total)
         squares = values.square().sum()
-        if not math.isfinite(of_squares.item() + squares.item()):  # the sum is, if they are
+        # If the sum of squares is finite, so is the sum: one check before anything changes.
+        if not math.isfinite(of_squares.item() + squares.item()):
             raise ValueError(
                 f"`values` must be finite, got {values.numel()} values with a sum of squares of "
                 f"{squares.item()}: look for -inf log-probabilities. Nothing was added."
@@ -70,13 +71,10 @@ class KLStatistics(Float64State):
         return self
 
     def merge(self, other: KLStatistics) -> KLStatistics:
-        """Adds what another object holds (of a worker, on any device); returns this object.
+        """Adds the values of another object (of a worker, on any device); returns this object.
 
         Reset `other` before it pools again, or its values count twice with the next merge.
-
-        Raises:
-            TypeError: if `other` is not a KLStatistics.
-            ValueError: if `other` is this object.
+        TypeError if it is not a KLStatistics, ValueError if it is this object.
         """
         if not isinstance(other, KLStatistics):
             got = type(other).__name__
@@ -88,22 +86,17 @@ class KLStatistics(Float64State):
         return self
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> KLStatistics:
-        """Pools over all processes of a group, in each; all must call this; returns this object.
+        """Pools over all processes of `group` (by default all), each of which must call this.
 
-        Reset before pooling again: a second call counts every value again.
-
-        Args:
-            group: the processes; by default all. Its backend must support the buffers' device.
-
-        Raises:
-            RuntimeError: if `torch.distributed` is not initialized.
+        The backend must support the buffers' device. Reset before pooling again: a second call
+        counts every value again. RuntimeError if `torch.distributed` is not initialized.
         """
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
                 "`all_reduce` needs an initialized torch.distributed: call "
                 "torch.distributed.init_process_group first, or `merge` objects of one process."
             )
-        # In float64 the counts are exact up to 2 ** 53.
+        # One message of shape (3,); in float64 the counts are exact up to 2 ** 53.
         totals = torch.stack([buffer.double() for buffer in self.buffers()])
         dist.all_reduce(totals, group=group)
         for buffer, total in zip(self.buffers(), totals, strict=True):
@@ -128,12 +121,13 @@ class KLStatistics(Float64State):
         count, total = self.count.item(), self.sum.item()
         if count < 2:
             return math.nan
-        centred = self.sum_of_squares.item() - total * (total / count)  # total ** 2 could overflow
+        # Not `total ** 2 / count`, which could overflow; rounding may leave less than 0.
+        centred = self.sum_of_squares.item() - total * (total / count)
         return max(centred, 0.0) / (count - 1)
 
     @property
     def standard_error(self) -> float:
-        """Of the mean of independent values (trajectories, not steps), nats; NaN with under two."""
+        """Standard error of the mean of independent values (trajectories), nats; NaN under two."""
         return math.sqrt(self.variance / max(self.count.item(), 1))
 
     def extra_repr(self) -> str:

@@ -64,31 +64,24 @@ class OpenTrajectories:
 
     A trajectory goes on where its id comes back *and* the row begins in the state in which the
     trajectory was left: ids restart with every collector. It ends where the ids change, or at done
-    where there are none; an agent that is not done goes on when the id changes for another.
+    if there are none; an agent that is not done goes on when the id changes for another.
 
-    A collector may write an artificial truncation into a batch's last step (`set_truncated=True`)
-    while the trajectory goes on, so a truncation there is judged later: by the next call, if that
-    goes on with a trajectory that was left together with it, or with none. A termination is an end
-    at once. Trajectories that never go on are dropped, oldest first.
+    A truncation in the last step of a batch is judged by a later call: a collector may have written
+    it (`set_truncated=True`) while the trajectory goes on. A termination is an end at once.
     """
 
     def __init__(self):
         self._open: dict[_Key, _Open] = {}
         self._calls = 0
-        # The last id of each row, of the calls that no call has followed yet.
+        # By call, for those that no call has followed yet: the last id of each row.
         self._unfollowed: dict[int, list[int]] = {}
 
     def add(self, values: Tensor, segments: Segments, *, judge: bool = True) -> TrajectorySums:
-        """Adds a batch; its sums are in float64, its finished trajectories known to have ended.
+        """Adds a batch (R, T, F); its sums are in float64. A step outside the mask counts as 0.
 
-        Args:
-            values: what is summed, (R, T, F); a step outside the mask counts as 0.
-            segments: how its steps form trajectories.
-            judge: whether trajectories that an earlier call left truncated, and that do not go on
-                in this one, count as finished; those that this call truncates never do if not.
-
-        Raises:
-            RuntimeError: if a row of a padded batch goes on with a trajectory under another id.
+        `judge`: whether trajectories that an earlier call left truncated, and that do not go on in
+        this one, count as finished; if not, those that this call truncates never do. RuntimeError
+        if a row of a padded batch goes on with a trajectory under another id.
         """
         values = values.detach().double()
         counts = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
@@ -97,6 +90,7 @@ class OpenTrajectories:
             values = torch.where(counts.unsqueeze(-1), values, 0.0)
         if not values.numel():
             return TrajectorySums(values, values.new_zeros(0))
+        # What rows go on from, (R, F): the sums so far, and how many steps counted.
         totals, counted = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
         finished, joined = [], False
         if segments.ids is not None:
@@ -127,7 +121,7 @@ class OpenTrajectories:
     ) -> tuple[Tensor, bool]:
         """Fills in what rows go on from, (R, F); gives the ended totals, and if any row goes on."""
         found, unknown = self._find(segments, counts)
-        if segments.is_init is not None:  # neither begun nor gone on with: its start is unknown
+        if segments.is_init is not None:
             counted[unknown] = -torch.inf
         rows, entries, ended = list(found.values()), [self._open.pop(key) for key in found], []
         if rows:
@@ -142,7 +136,7 @@ class OpenTrajectories:
         return totals.new_tensor(ended + self._judge(calls, first_ids, judge)), bool(calls)
 
     def _find(self, segments: Segments, counts: Tensor) -> tuple[dict[_Key, int], list[int]]:
-        """The row that goes on with an open trajectory; the rows that neither do so nor begin."""
+        """The row that goes on with each open trajectory; the rows that neither do so nor begin."""
         ids, begins = segments.ids, segments.is_init
         first_ids = ids[:, 0].tolist()  # type: ignore[index]
         known = {key[0] for key in self._open}
@@ -151,6 +145,7 @@ class OpenTrajectories:
             inside = (~begins).nonzero().squeeze(-1).tolist()
         if not known:
             return {}, inside
+        # In a padded batch each row holds one trajectory.
         padded = segments.mask is not None and bool(((ids == ids[:, :1]) | ~counts).all())  # type: ignore[index]
         rows = [row for row in inside if padded or first_ids[row] in known or None in known]
         digests = segments.states_before(ids.shape[1] * torch.tensor(rows)) if rows else []  # type: ignore[union-attr]
@@ -169,12 +164,9 @@ class OpenTrajectories:
         return found, unknown
 
     def _judge(self, calls: set[int], first_ids: list[int], judge: bool) -> list[float]:
-        """The totals of truncated trajectories that this batch shows to be over.
-
-        It does if it follows the call that left them: if it goes on with another trajectory of that
-        call; or with none at all, its ids are later ones (not those of a collector that begins),
-        and no call before that one waits to be followed.
-        """
+        """The totals of truncated trajectories that are over, since this batch follows `calls`."""
+        # If it goes on with none at all, it follows the earliest call that waits to be followed and
+        # that has earlier ids in all rows: those of a collector that begins are not later ones.
         if judge and not calls:
             most = max(map(len, self._unfollowed.values()), default=0)
             bounds = first_ids + first_ids[-1:] * most
@@ -199,7 +191,7 @@ class OpenTrajectories:
     def _suspend(
         self, segments: Segments, at: Tensor, running: Tensor, n_counted: Tensor, judge: bool
     ) -> Tensor:
-        """Keeps what rows leave open `at` their last steps; gives the totals of what ends there."""
+        """Keeps what rows leave open `at` their last steps, (R,); returns totals of what ends."""
         done, terminated = _at(segments.done, at), _at(segments.terminated, at)  # (R, F)
         left = torch.zeros_like(done) if segments.left is None else _at(segments.left, at)
         totals, counted = _at(running, at), _at(n_counted, at)
@@ -215,6 +207,7 @@ class OpenTrajectories:
                 key = (None if parted[row] else ids[row], state)
                 self._open.pop(key, None)  # a new entry is the youngest
                 self._open[key] = _Open(self._calls, kept[0][row], kept[1][row], ended[row])
+            # Trajectories that never go on, as of a closed collector, are dropped, oldest first.
             limit = max(_MIN_OPEN, _OPEN_PER_ROW * len(done))
             for key in list(islice(self._open, max(len(self._open) - limit, 0))):
                 del self._open[key]
@@ -227,29 +220,24 @@ class OpenTrajectories:
         return other
 
     def restore(self, other: OpenTrajectories) -> None:
-        """Takes over what another one, such as an earlier copy, has open."""
+        """Takes over what another object, such as an earlier copy, has open."""
         self._open, self._unfollowed = dict(other._open), dict(other._unfollowed)
         self._calls = other._calls
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:
-    """Of (R, T, ...), what is at steps, numbered row by row, (N,): (N, ...)."""
+    """The entries of (R, T, ...) at steps, numbered row by row, (N,): (N, ...)."""
     return values.flatten(0, 1).index_select(0, places)
 
 
 def _running(values: Tensor, ends: Tensor, initial: Tensor) -> Tensor:
-    """`running_sum` over time of (R, T, F)."""
+    # `running_sum` takes time as the last dimension: (R, F, T).
     sums = running_sum(values.transpose(1, 2), ends.transpose(1, 2), initial=initial)
     return sums.transpose(1, 2)
 
 
 def _ends(segments: Segments, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Where trajectories end inside the rows, (R, T, F); the last step that is not padding, (R,).
-
-    Behind the last step that counts there may be masked steps, and padding behind those. A step is
-    not padding if it goes on with the trajectory of the step before it (the same id, which has not
-    ended) or begins another one (padding has the id 0).
-    """
+    """Where trajectories end inside rows, (R, T, F); the last step that is not padding, (R,)."""
     ids, n_steps = segments.ids, counts.shape[1]
     last = torch.full((len(counts),), n_steps - 1, device=counts.device)
     if ids is None:
@@ -261,8 +249,10 @@ def _ends(segments: Segments, counts: Tensor) -> tuple[Tensor, Tensor]:
     if segments.mask is not None:
         steps = torch.arange(n_steps, device=counts.device)
         last_counted = torch.where(counts, steps, -1).amax(1, keepdim=True).clamp_min(0)
+        # Behind the last step that counts there may be masked steps, and padding behind those. A
+        # step is real if it goes on with a trajectory that has not ended (the same id) or begins
+        # another: padding has the id 0, as has the first trajectory, whose row is full if open.
         real = torch.ones_like(counts)
-        # Only the first trajectory has the id of padding, and a row that leaves it open is full.
         real[:, 1:] = torch.where(changed, ids[:, 1:] > 0, ~done[:, :-1])
         last = (real | (steps <= last_counted)).long().cumprod(1).sum(1) - 1
         ends &= steps < last.unsqueeze(-1)

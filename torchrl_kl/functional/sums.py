@@ -1,6 +1,6 @@
 """Sums and means over the steps that count, and over trajectories that follow one another in a row.
 
-`*B` is any leading shape; T is time, the last dimension. Half precision is added up in float32.
+*B is any leading shape; T is time, the last dimension. Half precision is added up in float32.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ def masked_sum(
     """Sum of the values that count: of a tensor, or along `dim`.
 
     You may rely on: where the mask is False, no value reaches the sum or its gradient, even NaN.
+    The result has the dtype of `values`, and is 0 where nothing counts.
 
     Args:
         values: one number per step, floating point, shape (*B).
         mask: True where a step counts, boolean, shape (*B). None: everywhere.
         dim: the dimension or dimensions to sum over. None: all of them.
-
-    Returns:
-        The sum, 0 where nothing counts, in the dtype of `values`, added up in at least float32.
 
     Raises:
         TypeError: if the values are not floating point.
@@ -45,11 +43,8 @@ def masked_mean(
 ) -> Tensor:
     """Mean of the values that count: of a tensor, or along `dim`.
 
-    You may rely on: every value that counts has the same weight, whatever its row. The arguments,
-    the dtype of the result, the mask and the errors are as in `masked_sum`.
-
-    Raises:
-        ValueError: also if nothing counts in one of the means.
+    You may rely on: every value that counts has the same weight, whatever its row. Arguments, dtype
+    and errors are as in `masked_sum`; a mean of nothing is a ValueError too.
 
     Example:
         >>> import torch
@@ -60,6 +55,7 @@ def masked_mean(
     """
     total = _sum_counted(values, mask, dim)
     counts = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    # Like `total`, the shape of `values` without `dim`.
     number = counts.sum(dim)
     empty = int((number == 0).sum())
     if empty > 0:
@@ -74,15 +70,14 @@ def masked_mean(
 def sum_over_trajectories(
     values: Tensor, done: Tensor, *, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Total of the values of each trajectory; they end at `done` and follow one another in a row.
+    """Total of the values of each trajectory, which ends at `done`, where the next one begins.
 
     You may rely on: the totals add up to the sum of all values that count, and each carries the
     gradient of its steps. The first trajectory of a row may have begun before the row.
 
     Args:
         values: one number per step, floating point, shape (*B, T), time last.
-        done: True at the last step of a trajectory, also of a masked one, boolean, shape (*B, T).
-            At the end of a row the trajectory is cut.
+        done: True at the last step of a trajectory, masked or not, boolean, shape (*B, T).
         mask: True where a step counts, boolean, shape (*B, T). Elsewhere a value is 0, even NaN.
 
     Returns:
@@ -90,8 +85,7 @@ def sum_over_trajectories(
         row ended before the trajectory did. A trajectory without a step that counts is left out.
 
     Raises:
-        TypeError: if the values are not floating point.
-        ValueError: if the values have no dimension, or `done` or the mask does not fit them.
+        TypeError, ValueError: as `masked_sum` does; also if the values have no dimension.
 
     Example:
         >>> import torch
@@ -105,7 +99,8 @@ def sum_over_trajectories(
     ends = done.clone()
     ends[..., -1:] = True
     ends = ends.flatten()
-    index = ends.cumsum(0) - ends.long()  # how many trajectories ended before this step
+    # (*B * T,): the number of the trajectory of each step, i.e. how many have ended before it.
+    index = ends.cumsum(0) - ends.long()
     counts = torch.ones_like(ends) if mask is None else mask.flatten()
     number = index.new_zeros(int(ends.sum())).index_add(0, index, counts.long())
     addends = torch.where(counts, values.flatten(), 0.0).to(working_dtype(values.dtype))
@@ -117,14 +112,13 @@ def sum_over_trajectories(
 def running_sum(values: Tensor, ends: Tensor, *, initial: Tensor | None = None) -> Tensor:
     """At each step, the sum over its trajectory up to and including that step, (*B, T).
 
-    `values` and `ends`, True at the last step of a trajectory, are (*B, T). The first trajectory of
-    each row begins with `initial` (*B). The errors are those of `sum_over_trajectories`.
-
-    You may rely on: no trajectory reaches another, even if it is infinite. On the CPU the result is
+    `ends`, (*B, T), is True at the last step of a trajectory; the first one of each row begins with
+    `initial`, (*B). No trajectory changes another, even if it is infinite. On the CPU the result is
     bit for bit that of a loop that adds up in float64 and rounds each sum, as `torch.cumsum` does.
     """
     _check_rows(values, "ends", ends)
     addends = values.to(working_dtype(values.dtype))
+    # Added to the first step, so that the order of additions is that of one long row.
     if initial is not None:
         first = addends[..., :1] + initial.to(addends).unsqueeze(-1)
         addends = torch.cat([first, addends[..., 1:]], -1)
@@ -140,12 +134,14 @@ def _sum_trajectories(values: Tensor, begins: Tensor) -> Tensor:
     trajectory = begins.cumsum(0) - 1  # the number of each step's trajectory, (N,)
     step = torch.arange(len(values), device=values.device) - starts[trajectory]
     longest = int(step.max()) + 1
-    if len(starts) * longest > 4 * len(values):  # one table would waste memory: halve its width
+    # One table (M, longest) would waste memory: treat the long ones and the short ones apart.
+    if len(starts) * longest > 4 * len(values):
         lengths = starts.diff(append=starts.new_tensor([len(values)]))
         long, running = (lengths > longest // 2)[trajectory], torch.empty_like(values)
         for part in (long, ~long):
             running[part] = _sum_trajectories(values[part], begins[part])
         return running
+    # A cumulative sum over the whole row would carry infinities, and rounding, into the next one.
     place = trajectory * longest + step  # in a table with a row for each trajectory
     table = values.new_zeros(len(starts) * longest).scatter(0, place, values)
     return table.reshape(-1, longest).cumsum(-1).flatten()[place]
@@ -153,6 +149,7 @@ def _sum_trajectories(values: Tensor, begins: Tensor) -> Tensor:
 
 def sum_before(values: Tensor, ends: Tensor) -> Tensor:
     """At each step, the sum over the earlier steps of its trajectory; else as `running_sum`."""
+    # By a shift, not as `running - values`, which is NaN at an infinity.
     running = running_sum(values, ends)
     shifted = torch.cat([torch.zeros_like(running[..., :1]), running[..., :-1]], -1)
     return torch.where(_begins(ends), 0.0, shifted)
@@ -161,6 +158,7 @@ def sum_before(values: Tensor, ends: Tensor) -> Tensor:
 def sum_after(values: Tensor, ends: Tensor) -> Tensor:
     """At each step, the sum over the later steps of its trajectory; else as `running_sum`."""
     _check_rows(values, "ends", ends)
+    # Backwards in time a trajectory ends where it began.
     return sum_before(values.flip(-1), _begins(ends).flip(-1)).flip(-1)
 
 
@@ -172,6 +170,7 @@ def _begins(ends: Tensor) -> Tensor:
 def _sum_counted(values: Tensor, mask: Tensor | None, dim: int | tuple[int, ...] | None) -> Tensor:
     _check_values(values)
     check_mask(mask, values.shape, "`values`")
+    # Not `values * mask`: NaN * 0 is NaN, in the sum and in its gradient.
     if mask is not None:
         values = torch.where(mask, values, 0.0)
     return values.sum(dim, dtype=working_dtype(values.dtype))

@@ -18,38 +18,36 @@ from torchrl_kl.transforms.penalty import NO_KL, PenaltyTransform
 class RewardAdjustmentTransform(PenaltyTransform):
     """Subtracts the KL, `reward = task_reward - coeff * kl`, and feeds the controller.
 
-    A step is penalized with the coefficient of that moment. What was measured is pooled, and the
-    controller is updated once with its mean and count: of finished trajectories, or with
-    `per="step"` of steps. (One trajectory at a time, its clip would make it steer the median.)
+    Each step is penalized with the coefficient of that moment. The KL of finished trajectories (of
+    steps, with `per="step"`) is pooled, and the controller is updated with its mean and count.
 
-    The controller moves in the steps of an env and in calls on a batch. It does not move while
-    frozen, in a replay buffer or after `eval()` (on batches), or in env steps with random or
-    deterministic actions (an argmax is not a sample: its k1 is biased). A batch does not say how
-    its actions were chosen: freeze the transform for batches of an evaluation.
+    The controller is updated in env steps and in calls on a batch, but not while frozen, in a
+    replay buffer, after `eval()` (on batches), or in env steps with random or deterministic actions
+    (an argmax is not a sample: its k1 is biased). A batch does not say how its actions were chosen:
+    freeze the transform for evaluation batches.
 
-    You may rely on: every step's coefficient is recorded; penalizing twice raises an error. With
-    gamma < 1 the reward penalizes the discounted KL, the controller holds the undiscounted one.
+    You may rely on: the coefficient of every step is recorded; penalizing twice raises an error.
+    With gamma < 1 the penalty is the discounted KL, but the controller steers the undiscounted one.
 
     Keys:
-        reads ("next", "reward"), ("next", "kl"), and ("next", "kl_estimate") where there is one,
-        which the controller is then fed; all of one shape.
-        writes ("next", "reward"), ("next", "task_reward"), ("next", "kl_coeff"), and ("next",
-        "episode_kl"), the sum of what the controller is fed over the trajectory so far, at least
-        float32; a batch without a time dimension gets no "episode_kl".
+        reads ("next", "reward"), ("next", "kl") and, if present, ("next", "kl_estimate"), which is
+        then what the controller is fed; all of one shape.
+        writes ("next", "reward"), ("next", "task_reward"), ("next", "kl_coeff") and, unless a batch
+        has no time dimension, ("next", "episode_kl"): the sum over the trajectory so far of what
+        the controller is fed, at least float32.
 
-    State: the controller's, and `statistics`, the pool since its last update. The sums of
-    trajectories that are still open are not saved: a restarted collector begins new ones.
+    State: the controller's, and `statistics`, the pool since its last update; not the sums of
+    unfinished trajectories, since a restarted collector begins new ones.
 
     Args:
         controller, update_every, keys, time_dim: as for KLConstrainedTransform.
 
     Raises:
         TypeError: if `controller` is neither a KLController nor a number.
-        KeyError: if the reward, the KL or, on a batch, "next" is not there.
+        KeyError: if the reward, the KL or, on a batch, "next" is missing.
         ValueError: if `update_every` is less than 1, or 1 for a controller with a deadband; if KL
-            and reward differ in shape, or a batch for a controller of trajectories is not in order.
-        RuntimeError: if the reward was penalized before, or the controller would have to be fed
-            from a batch whose trajectories cannot be told apart.
+            and reward differ in shape, or the steps of trajectories are not in order.
+        RuntimeError: if the reward was penalized before, or trajectories cannot be told apart.
 
     Example:
         >>> import torch
@@ -75,16 +73,17 @@ class RewardAdjustmentTransform(PenaltyTransform):
         )
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        # Whether the policy drew the action, (*B, *A, 1), as KLDivergenceTransform has noted.
         counted = tensordict.get(td.hidden_key(self.keys.kl, "counted"), None)
         step = self._read(next_tensordict, tensordict.get("_step", None), counted)
         self.adjust_env_step(tensordict, next_tensordict, step)
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Penalizes a batch (*B) that has "next"; returns a shallow copy with the results."""
+        """Penalizes a batch (*B) that has "next"; returns a shallow copy."""
         self.refuse_wrong_order()
         tensordict = td.copy_batch(tensordict)
-        self.refuse_penalized_batch(tensordict)
+        self.refuse_penalized(tensordict.get("next"), "the batch")
         step = self._read(tensordict.get("next"), tensordict.get(td.MASK_KEY, None))
         self.adjust_batch(tensordict, step, None, trace=not td.is_fake(tensordict))
         return tensordict
@@ -95,21 +94,23 @@ class RewardAdjustmentTransform(PenaltyTransform):
         kl = td.get_required(next_tensordict, self.keys.kl, NO_KL)
         estimate = next_tensordict.get(self.keys.kl_estimate, None)
         if mask is not None:
+            # From (*B) to the shape of the KL, (*B, *A, 1).
             covered = td.expand_right(mask, kl.shape)
             kl = torch.where(covered, kl, 0.0)
             estimate = None if estimate is None else torch.where(covered, estimate, 0.0)
+        # Nothing reads the log-probs of a step whose KL is known.
         counts = True if counted is None else counted
         return KLStep(None, kl, mask, counts, kl=kl, estimate=estimate)
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Adds the running sum to the state spec, so that batched envs carry it."""
+        """Adds the running sum to the state spec."""
         kl = require_spec(self.parent_env.full_observation_spec, self.keys.kl, NO_KL)
         self.declare_episode_kl(input_spec, kl.dtype)
         return input_spec
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the task reward, the coefficient and the running sum."""
-        self.refuse_penalized(observation_spec.keys(True, True), "the env")
+        self.refuse_penalized(observation_spec, "the env")
         kl = require_spec(observation_spec, self.keys.kl, NO_KL)
         self.declare_penalty(observation_spec, kl.shape, kl.dtype)
         return observation_spec

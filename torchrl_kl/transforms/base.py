@@ -18,12 +18,12 @@ from torchrl_kl._torchrl import container_of
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.transforms.placement import refuse_wrong_order
 
-# The env that each transform was put into; not part of its state, which may be copied and sent.
+# The env of each transform. An attribute would be copied, or pickled, together with the transform.
 _homes: weakref.WeakKeyDictionary[Transform, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
 class KLTransform(Transform):
-    """Base of the transforms: they work in `_step` or `forward`, never on their input."""
+    """Base of the transforms: they work in `_step` or `forward` and leave their input unchanged."""
 
     keys: ResolvedKeys
     action_keys: Sequence[NestedKey] = ()  # actions that must reach it as the policy wrote them
@@ -31,12 +31,13 @@ class KLTransform(Transform):
 
     @property
     def parent_env(self) -> EnvBase:
-        """The env up to this transform; there only while a spec is made or the env steps."""
+        """The env up to this transform; available while a spec is made or the env steps."""
         return cast(EnvBase, self.parent)
 
     @property
     def env(self) -> EnvBase | None:
-        """The env that the transform is attached to; None if it is attached to none."""
+        """The env that the transform is attached to, if any."""
+        # A container is an env or a Compose; TorchRL's `container` raises in a replay buffer.
         container = container_of(self)
         while container is not None and not isinstance(container, EnvBase):
             container = container_of(cast(Transform, container))
@@ -48,11 +49,12 @@ class KLTransform(Transform):
         return self.env is not None
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        """Refuses a second env, also in a Compose, which TorchRL lets move to another one."""
+        """Refuses a second env, even inside a Compose, where TorchRL would allow it."""
         super().set_container(container)
         env, home = self.env, _homes.get(self, lambda: None)()
         if env is None:
             return
+        # A TransformedEnv around a TransformedEnv takes over its transforms: same `base_env`.
         elsewhere = (
             [] if home is None or home.base_env is env.base_env else home.transform.modules()
         )
@@ -67,6 +69,7 @@ class KLTransform(Transform):
     def _reset(self, tensordict, tensordict_reset):
         """Writes zeros for the declared entries; TorchRL masks them in partial resets."""
         env = cast(EnvBase, self.env)
+        # Data of an env that is not batch-locked may have more leading dimensions than its specs.
         leading = tensordict_reset.batch_size[: tensordict_reset.batch_dims - len(env.batch_size)]
         spec = env.full_observation_spec
         for key in self.out_keys:
@@ -79,13 +82,15 @@ class KLTransform(Transform):
         for key in self.out_keys:
             value = tensordict_reset.get(key, None)
             if value is not None:
+                # The mask lies next to the entry, or at the root for all agents.
                 reset = tensordict.get(td.sibling(key, "_reset"), tensordict.get("_reset", None))
                 reset = td.expand_right(reset, value.shape)
                 tensordict_reset.set(key, torch.where(reset, 0.0, value))
         return tensordict_reset
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
-        """Refuses an env whose later transforms undo this one, each time its specs are made."""
+        """Refuses an env in which later transforms undo this one."""
+        # Here and not in `__init__` alone: transforms can be appended at any time.
         self.refuse_wrong_order()
         return super().transform_output_spec(output_spec)
 
@@ -94,18 +99,13 @@ class KLTransform(Transform):
         refuse_wrong_order(self, KLTransform)
 
     def claim(self, spec: Composite, keys: Iterable[NestedKey]) -> None:
-        """RuntimeError if the env has one of the keys that this transform is going to declare."""
+        """RuntimeError if the env already has one of the keys that this transform declares."""
         taken = [key for key in keys if key in spec.keys(True, True)]
         if taken:
             raise RuntimeError(
                 f"{type(self).__name__} would overwrite {taken}, which the env has already: give "
                 'this transform other keys, such as `keys=KLKeys.named("second")`.'
             )
-
-    @property
-    def reward_spec(self) -> TensorSpec:
-        """The spec of the reward in the env before this transform."""
-        return self.parent_env.full_reward_spec[self.keys.reward]
 
     def declare_states(self, spec: Composite, reference: FrozenActor) -> None:
         """Adds the recurrent state of a reference to an observation or state spec."""
@@ -114,7 +114,7 @@ class KLTransform(Transform):
             td.add_spec(spec, key, (*batch_size, *leaf.shape), leaf.dtype, batch_size)
 
     def declare_reference(self, spec: Composite, reference: FrozenActor) -> None:
-        """Adds that state to the observation spec; RuntimeError if another reference has."""
+        """Adds that state to the observation spec; RuntimeError if another reference did so."""
         taken = [key for key in reference.own_state_keys if key in spec.keys(True, True)]
         if taken:
             raise RuntimeError(

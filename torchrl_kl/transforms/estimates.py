@@ -1,4 +1,4 @@
-"""What is known of a step, and the estimators of its KL other than k1."""
+"""What is known about a step, and the estimators of its KL other than k1."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Estimator = Literal["k1", "k2", "k3", "exact", "top_k"]
 
 
 class KLStep(NamedTuple):
-    """What is known of a batch of steps (*B), nats; *A: the agents, if the actions are nested."""
+    """What is known about a batch of steps (*B), nats; *A: the agents, if actions are nested."""
 
     log_prob: Tensor | None  # under the policy, (*B, *A); None where no policy ran
     ref_log_prob: Tensor  # of the same action under the reference, (*B, *A)
@@ -38,7 +38,7 @@ class KLStep(NamedTuple):
 
 
 class Estimate(nn.Module):
-    """An estimate of KL(policy || reference) of each step; only it reads the `policy_keys`."""
+    """An estimate of KL(policy || reference) of each step; it alone reads the `policy_keys`."""
 
     def __init__(self, policy_keys: list[NestedKey]):
         super().__init__()
@@ -47,7 +47,7 @@ class Estimate(nn.Module):
     def of_reference(
         self, tensordict: TensorDictBase, outputs: TensorDictBase, reference: nn.Module
     ) -> TensorDictBase | None:
-        """What it keeps of the `outputs` (*B) of a pass of `reference`; by default nothing."""
+        """What it keeps of the `outputs` (*B) of a pass of `reference`."""
         return None
 
     @abstractmethod
@@ -71,10 +71,12 @@ class ExactEstimate(Estimate):
 
     def __init__(self, actor: nn.Module, keys: ResolvedKeys):
         super().__init__(written_params(actor))
+        # Only the module that builds the distribution: the network is not needed.
         self.dist_module = copy.deepcopy(dist_module_of(actor))
         self.recorded = keys.recorded
 
     def of_reference(self, tensordict, outputs, reference):  # noqa: D102
+        # The parameters, such as logits (*B, V).
         return outputs.select(*dist_module_of(reference).in_keys).detach()
 
     def forward(self, tensordict, step: Any):  # noqa: D102
@@ -89,6 +91,7 @@ class ExactEstimate(Estimate):
                 step.of_reference,
             )
         policy, reference = (self.dist_module.get_dist(one) for one in (params, step.of_reference))
+        # The batch shape of a Normal includes the action dimensions, (*B, n), summed afterwards.
         if mask is not None:
             mask = td.expand_right(mask, policy.batch_shape)
         kl = kl_exact(policy, reference, mask=mask)
@@ -103,6 +106,7 @@ class TopKEstimate(Estimate):
         self.top_k_key = top_k_key
 
     def of_reference(self, tensordict, outputs, reference):  # noqa: D102
+        # (*B, V) log-probs under the reference, of which the policy's k actions (*B, k) are kept.
         log_probs = categorical_log_probs(dist_module_of(reference).get_dist(outputs))
         actions = self._recorded(tensordict, "actions")
         one_per_step = td.holder_batch_size(tensordict, self.top_k_key)
@@ -131,7 +135,7 @@ class TopKEstimate(Estimate):
 def make_estimate(
     estimator: Estimator, actor: nn.Module | None, keys: ResolvedKeys
 ) -> Estimate | None:
-    """The estimate of that name; None for k1, which is always there."""
+    """The estimate of that name; None for k1, which is always measured."""
     names = get_args(Estimator)
     if estimator not in names:
         raise ValueError(f"`estimator` must be one of {list(names)}, got {estimator!r}.")

@@ -20,14 +20,12 @@ from torchrl_kl.transforms.steps import ScoringTransform, measure, score_batch
 class ReferenceModelLogProbTransform(ScoringTransform):
     """Writes log pi_ref(a|s), the log-prob of the policy's action under a frozen reference.
 
-    Identical weights give the policy's own log-prob. The action is scored as the policy wrote it,
-    before action transforms that come earlier turn it into the env's.
+    The action is scored as the policy wrote it, before action transforms turn it into the env's.
 
     Keys:
         reads the actor's in_keys, its action, and its log-prob, to know whether the policy ran.
         writes ("next", "ref_log_prob"): nats per step, batch shape of the tensordict that holds the
-        action, zero where a random policy acted. A recurrent reference adds its state,
-        ("next", "ref_<state>"). KLDivergenceTransform removes the scratch entries, "_ref_...".
+        action, 0 where a random policy acted. A recurrent reference adds ("next", "ref_<state>").
 
     Args:
         actor, reference, keys, time_dim: as for KLConstrainedTransform.
@@ -35,10 +33,10 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         zero_states, recompute_log_prob, chunk_size: as for FrozenActor.
 
     Raises:
-        TypeError: if `actor` has no distribution, or `reference` is nothing that is allowed.
+        TypeError: if `actor` has no distribution, or `reference` has another type than allowed.
         ValueError: if `actor` has uninitialised weights, or the estimator is unknown.
         KeyError: if the policy ran but did not record its log-prob, or its top k.
-        RuntimeError: on a batch, if the reference is recurrent and its state is not known.
+        RuntimeError: on a batch, if the reference is recurrent and its state is unknown.
 
     Example:
         >>> from torchrl_kl import GPT, CausalLMActor, ReferenceModelLogProbTransform
@@ -67,6 +65,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         options["recompute_log_prob"] = recompute_log_prob
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, **options)
         self.keys = keys.resolve(frozen.log_prob_key)
+        # TorchRL wants each of the out_keys in the env's specs.
         super().__init__(
             in_keys=[*frozen.in_keys, *frozen.action_keys],
             out_keys=[self.keys.ref_log_prob, *frozen.own_state_keys],
@@ -78,6 +77,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         step = self._take_score(next_tensordict)
         self._write(tensordict, next_tensordict, step)
+        # (*B, *A): whether the policy drew the action, in an entry that no rollout keeps.
         counted = torch.full_like(step.ref_log_prob, bool(step.counted), dtype=torch.bool)
         tensordict.set(td.hidden_key(self.keys.ref_log_prob, "counted"), counted)
         return next_tensordict
@@ -93,6 +93,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         return tensordict
 
     def _write(self, tensordict: TensorDictBase, out: TensorDictBase, step: KLStep) -> None:
+        # `ref_log_prob` (*B, *A), and for KLDivergenceTransform the reference's parameters and a
+        # log-prob that was recomputed. TorchRL's collectors drop entries that begin with "_".
         out.set(self.keys.ref_log_prob, step.ref_log_prob)
         if step.of_reference is not None:
             out.set(td.hidden_key(self.keys.ref_log_prob, "dist"), step.of_reference)
@@ -111,36 +113,33 @@ class ReferenceModelLogProbTransform(ScoringTransform):
 class KLDivergenceTransform(KLTransform):
     """Writes k1, the estimate `log_prob - ref_log_prob` of KL(policy || reference) of each step.
 
-    k1 alone may be subtracted from a reward. A reward is not differentiated: a penalty c moves the
-    policy along E[c grad log pi], which is the gradient of the KL for k1 only. As penalties, k2 and
-    k3 nearly vanish at the reference, and an exact KL is the same whatever action its step takes.
-    So `estimator` chooses what is *measured* in addition, for logs and controllers: "exact" has no
-    sampling noise within a step, "top_k" only that of its tail.
+    Only k1 may be subtracted from a reward. A reward is not differentiated: a penalty c moves the
+    policy along E[c grad log pi], which is the gradient of the KL for k1 only. (k2 and k3 nearly
+    vanish at the reference, an exact KL does not depend on its step's action.) So `estimator`
+    chooses what is *measured* in addition, for logs and controllers: "exact" has no sampling noise
+    within a step, "top_k" only that of its tail.
 
-    You may rely on: the mean over the policy's actions of `kl`, "exact" and "top_k" is the KL. You
-    may not rely on the sign of `kl` and "top_k", nor on the means of k2 (and of k3 where the policy
-    lacks support).
+    You may rely on: the mean of `kl`, "exact" and "top_k" over the policy's actions is the KL. You
+    may not rely on the sign of `kl` and "top_k", nor on the mean of k2, nor on that of k3 where the
+    policy lacks support.
 
     Keys:
-        reads "action_log_prob" and ("next", "ref_log_prob"), shape (*B); for "exact" the parameters
-        of its distribution that the policy records, for "top_k" what TopKActor records.
+        reads "action_log_prob" and ("next", "ref_log_prob"), shape (*B); for "exact" the recorded
+        parameters of the policy's distribution, for "top_k" what TopKActor records.
         writes ("next", "kl"): nats per step, (*B, 1); with another estimator ("next",
         "kl_estimate") too. Zero on padding (("collector", "mask") False), and in an env step where
         no policy ran or a batched env skips the row.
-        drops, on a batch, what the estimate has used, unless `keep_dist_params`. (In an env the
-        policy's record stays in the rollout.)
+        drops, on a batch, what the estimate has used, unless `keep_dist_params`.
 
     Args:
         estimator, sum_agents, keys: as for KLConstrainedTransform.
-        actor: for "exact": an actor with the policy's distribution class and keys. Its weights are
-            not kept.
+        actor: for "exact": an actor with the policy's distribution class and keys.
         keep_dist_params: whether a batch keeps the policy's recorded parameters (or top k), for a
-            loss that reads them. ClipPPOLoss does not, KLPENPPOLoss does.
+            loss that reads them, such as KLPENPPOLoss.
 
     Raises:
         TypeError: if `sum_agents` is not a bool.
-        ValueError: if the estimator is unknown, "exact" has no actor, or what policy and reference
-            recorded differs in shape.
+        ValueError: if the estimator is unknown, "exact" has no actor, or shapes differ.
         KeyError: if a log-prob, or what the estimator reads, is missing where a policy ran.
 
     Example:
@@ -174,13 +173,15 @@ class KLDivergenceTransform(KLTransform):
         self.estimate = estimate
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        # (*B, *A); missing if another transform or the env wrote `ref_log_prob`.
         counted = tensordict.get(td.hidden_key(self.keys.ref_log_prob, "counted"), None)
         log_prob = self._log_prob(tensordict)
         if counted is not None and log_prob is None and counted.any():
             log_prob = self.keys.recorded.require(tensordict)
         counts = log_prob is not None if counted is None else bool(counted.all())
-        mask = tensordict.get("_step", None)
-        step = self._measure(tensordict, next_tensordict, log_prob, mask, counts)
+        mask = tensordict.get("_step", None)  # (*B), False in rows that a batched env skips
+        step = self._measure(tensordict, next_tensordict, log_prob, mask)
+        # (*B, *A, 1) for RewardAdjustmentTransform, which sees no log-probs.
         counted = torch.full_like(cast(Tensor, step.kl), counts, dtype=torch.bool)
         tensordict.set(td.hidden_key(self.keys.kl, "counted"), counted)
         return next_tensordict
@@ -193,14 +194,15 @@ class KLDivergenceTransform(KLTransform):
         if log_prob is None:
             log_prob = self.keys.recorded.require(tensordict)
         mask = td.counted_steps(tensordict, td.is_fake(tensordict))
-        self._measure(tensordict, tensordict.get("next"), log_prob, mask, True)
+        self._measure(tensordict, tensordict.get("next"), log_prob, mask)
+        # Parameters such as logits (*B, T, V) would fill a replay buffer.
         if self.estimate is not None and not self.keep_dist_params:
             for key in self.estimate.policy_keys:
                 tensordict.pop(key, None)
         return tensordict
 
     def _log_prob(self, tensordict: TensorDictBase) -> Tensor | None:
-        """What the policy recorded, or what it was asked for instead."""
+        # Recorded by the policy, or recomputed by ReferenceModelLogProbTransform, (*B, *A).
         log_prob = self.keys.recorded.read(tensordict)
         if log_prob is None:
             log_prob = tensordict.pop(td.hidden_key(self.keys.ref_log_prob, "policy"), None)
@@ -212,9 +214,7 @@ class KLDivergenceTransform(KLTransform):
         next_tensordict: TensorDictBase,
         log_prob: Tensor | None,
         mask: Tensor | None,
-        counted: bool,
     ) -> KLStep:
-        """Reads what was scored, writes what is measured."""
         ref_log_prob = td.get_required(next_tensordict, self.keys.ref_log_prob, _NO_REFERENCE)
         of_reference = None
         if self.estimate is not None:
@@ -222,14 +222,14 @@ class KLDivergenceTransform(KLTransform):
             of_reference = cast(TensorDictBase | None, next_tensordict.pop(hidden, None))
             if self.estimate.policy_keys and of_reference is None and log_prob is not None:
                 td.get_required(next_tensordict, hidden, _NO_REFERENCE_DIST)
-        step = KLStep(log_prob, ref_log_prob, mask, counted, of_reference)
+        step = KLStep(log_prob, ref_log_prob, mask, of_reference=of_reference)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         for key, value in zip(self.out_keys, (step.kl, step.estimate), strict=False):
             next_tensordict.set(key, value)
         return step
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the KL of the step."""
+        """Adds the KL and, with another estimator, the estimate."""
         ref = require_spec(observation_spec, self.keys.ref_log_prob, _NO_REFERENCE)
         self.claim(observation_spec, self.out_keys)
         shape = self.parent_env.batch_size if self.sum_agents else ref.shape

@@ -1,8 +1,8 @@
-"""What subtracts the KL from the reward, and feeds the controller that moves the coefficient."""
+"""Subtracts the KL from the reward, and feeds the controller that adapts the coefficient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -24,13 +24,9 @@ from torchrl_kl.transforms.steps import check_reward_shape, penalize
 
 
 class PenaltyTransform(KLTransform):
-    """Base of the transforms that subtract the penalty; see RewardAdjustmentTransform.
+    """Base of the transforms that subtract the penalty; see RewardAdjustmentTransform."""
 
-    `in_keys`, `out_keys`: further entries that are read and written; `out_key`: where the penalized
-    reward goes; `record`: whether the task reward and the running sum are written.
-    """
-
-    observed: Sequence[NestedKey] | None = None  # tell whether steps follow one another
+    observed: Sequence[NestedKey] | None = None  # they show whether steps follow one another
 
     def __init__(
         self,
@@ -44,6 +40,8 @@ class PenaltyTransform(KLTransform):
         record: bool = True,
         time_dim: int | None = None,
     ):
+        # `out_key` is the entry of the penalized reward; `in_keys` and `out_keys` are the further
+        # entries of a subclass; without `record`, task reward and running sum are not written.
         self.keys, self.time_dim, self.record = keys, time_dim, record
         self.out_key = out_key or keys.reward
         recorded = [keys.task_reward, keys.episode_kl] if record else []
@@ -53,36 +51,36 @@ class PenaltyTransform(KLTransform):
         )
         self.feed = ControllerFeed(as_controller(controller), update_every)
         self.frozen = False
-        # Rows whose trajectory has a step that was not drawn by the policy; None where no row has.
+        # Like `kl`: whether the trajectory has a step that the policy did not draw; None: none has.
         self._excluded: Tensor | None = None
 
     @property
     def controller(self) -> KLController:
-        """What moves the coefficient."""
+        """The controller, which holds the coefficient."""
         return self.feed.controller
 
     @property
     def statistics(self) -> KLStatistics:
-        """The pool since the controller's last update."""
+        """The KL values pooled since the controller's last update."""
         return self.feed.statistics
 
     @property
     def needs_ends(self) -> bool:  # type: ignore[override]
-        """Whether it has to see where trajectories end."""
+        """Whether its controller is fed finished trajectories."""
         return self.controller.per == "trajectory" and self.feed.adaptive
 
     def freeze(self) -> Self:
-        """Stops the controller; rewards are still penalized, with the coefficient as it is."""
+        """Stops the controller; rewards are penalized with its present coefficient."""
         self.frozen = True
         return self
 
     def unfreeze(self) -> Self:
-        """Lets the controller move again."""
+        """Lets the controller be updated again."""
         self.frozen = False
         return self
 
     def _penalize(self, next_tensordict: TensorDictBase, kl: Tensor) -> None:
-        """Writes the penalized reward and its record."""
+        # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1).
         reward = td.get_required(next_tensordict, self.keys.reward, _NO_REWARD)
         penalized, applied = penalize(kl, reward, self.controller.coeff, self.keys.reward)
         next_tensordict.set(self.out_key, penalized)
@@ -94,9 +92,11 @@ class PenaltyTransform(KLTransform):
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
     ) -> None:
         """Penalizes the reward of an env step, adds up the trajectory, and feeds the controller."""
+        # First, so that an update of the controller does not change the coefficient of this step.
         self._penalize(next_tensordict, step.kl)  # type: ignore[arg-type]
         if not self.record:
             return
+        # The sum is an entry of the data, so that TorchRL sets it to zero in partial resets.
         measured = step.measured.detach().to(episode_dtype(step.measured.dtype))
         episode_kl = tensordict.get(self.keys.episode_kl, 0.0) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
@@ -104,6 +104,7 @@ class PenaltyTransform(KLTransform):
             counted = torch.as_tensor(step.counted, device=episode_kl.device)
             not_drawn = ~counted.expand(episode_kl.shape)
             excluded = self._excluded
+            # The shape differs where an env that is not batch-locked steps with another batch.
             if excluded is not None and excluded.shape == not_drawn.shape:
                 not_drawn = not_drawn | excluded
             self._excluded = not_drawn
@@ -118,8 +119,8 @@ class PenaltyTransform(KLTransform):
     def _finished(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
     ) -> Tensor | None:
-        """The sums of the trajectories that end with this step; None where none does."""
-        episode_kl = next_tensordict.get(self.keys.episode_kl)
+        """The sums of the trajectories that end with this step, (N,); None if none does."""
+        episode_kl = next_tensordict.get(self.keys.episode_kl)  # (*B, *A, 1), as is `ended`
         done_key = td.find_done(next_tensordict, self.keys.done, named=self.keys.done_named)
         ended = cast(Tensor, td.find_ends(next_tensordict, done_key, episode_kl.shape))
         if not ended.any():
@@ -140,15 +141,13 @@ class PenaltyTransform(KLTransform):
         next_tensordict = tensordict.get("next")
         self._penalize(next_tensordict, step.kl)  # type: ignore[arg-type]
         if self.record:
+            # (*B, *A, 1), or None for a batch without a time dimension.
             running = self._feed_batch(tensordict, step, stream, trace)
             if running is not None:
                 next_tensordict.set(self.keys.episode_kl, running)
 
     def observe(self, tensordict: TensorDictBase, stream: OpenTrajectories | None = None) -> None:
-        """Moves the controller by a batch (*B) that a collector's workers have penalized.
-
-        Writes nothing, and raises as `forward` does. `stream`: as there.
-        """
+        """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
         next_tensordict = tensordict.get("next")
         measured = next_tensordict.get(self.keys.kl_estimate, None)
         if measured is None:
@@ -158,7 +157,7 @@ class PenaltyTransform(KLTransform):
 
     @staticmethod
     def new_stream() -> OpenTrajectories:
-        """The open trajectories of one more collector: trajectory ids restart with each."""
+        """The open trajectories of one more collector, since trajectory ids restart with each."""
         return OpenTrajectories()
 
     def _feed_batch(
@@ -174,6 +173,7 @@ class PenaltyTransform(KLTransform):
             observed=self.observed,
             stream=stream,
             move=not self.frozen,
+            # TorchRL puts the transforms of a replay buffer, but not a `postproc`, into eval mode.
             trace=trace and self.training,
         )
 
@@ -186,29 +186,29 @@ class PenaltyTransform(KLTransform):
         return super()._reset_on_native_autoreset(tensordict, tensordict_reset)
 
     def _include_again(self, tensordict: TensorDictBase) -> None:
-        """Rows that are reset begin a trajectory that may count."""
         if self._excluded is None:
             return
-        reset = tensordict.get(td.sibling(self.keys.episode_kl, "_reset"), None)
-        reset = tensordict.get("_reset", None) if reset is None else reset
+        # Rows that are reset begin a trajectory that may count; without a mask all are.
+        at_root = tensordict.get("_reset", None)
+        reset = tensordict.get(td.sibling(self.keys.episode_kl, "_reset"), at_root)
         if reset is not None:
             self._excluded = self._excluded & ~td.expand_right(reset, self._excluded.shape)
         if reset is None or not self._excluded.any():
             self._excluded = None
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        """Refuses an env whose reward is penalized already, as soon as one is known."""
+        """Refuses an env whose reward is penalized already."""
         super().set_container(container)
+        # There is no parent yet in a Compose that no env has.
         if self.parent is not None:
-            keys = self.parent_env.full_observation_spec.keys(True, True)
-            self.refuse_penalized(keys, "the env")
+            self.refuse_penalized(self.parent_env.full_observation_spec, "the env")
 
-    def refuse_penalized(self, keys: Iterable[NestedKey], where: str) -> None:
-        """RuntimeError if the coefficient is among the keys: the reward was penalized before."""
+    def refuse_penalized(self, entries: Composite | TensorDictBase, where: str) -> None:
+        """RuntimeError if the coefficient is among the entries: the reward was penalized before."""
         signs = {self.keys.kl_coeff}
         if self.out_key != self.keys.reward:  # which must not be penalized either
             signs.add(td.sibling(self.keys.reward, "kl_coeff"))
-        found = signs & set(keys)
+        found = signs & set(entries.keys(True, True))
         if found:
             raise RuntimeError(
                 f"{where} has {min(map(str, found))!r}: {self.keys.reward!r} was penalized for its "
@@ -216,19 +216,15 @@ class PenaltyTransform(KLTransform):
                 'reward use other keys: `KLKeys.named("second", reward=...)`.'
             )
 
-    def refuse_penalized_batch(self, tensordict: TensorDictBase) -> None:
-        """RuntimeError if the batch was penalized before."""
-        next_tensordict = tensordict.get("next", None)
-        if next_tensordict is not None:
-            self.refuse_penalized(next_tensordict.keys(True, True), "the batch")
-
     def declare_penalty(self, spec: Composite, kl_shape: torch.Size, dtype: torch.dtype) -> None:
         """Adds what the penalty records; ValueError if KL and reward differ in shape."""
-        check_reward_shape(kl_shape, self.reward_spec.shape, self.keys.reward)
+        reward = self.parent_env.full_reward_spec[self.keys.reward]
+        check_reward_shape(kl_shape, reward.shape, self.keys.reward)
+        # Entries like the reward. They are in the observation spec, not in the reward spec, where
+        # a RewardSum without arguments would sum them too.
         new = {self.keys.kl_coeff, self.out_key} - {self.keys.reward}
         new |= {self.keys.task_reward} if self.record else set()
         self.claim(spec, [*new, *([self.keys.episode_kl] if self.record else [])])
-        reward = self.reward_spec
         for key in sorted(new, key=str):
             td.add_spec(spec, key, reward.shape, reward.dtype, reward.shape[:-1])
         if self.record:
@@ -237,7 +233,7 @@ class PenaltyTransform(KLTransform):
     def declare_episode_kl(self, input_spec: Composite, dtype: torch.dtype) -> None:
         """Adds the running sum to the state spec, so that batched envs carry it."""
         if self.record:
-            shape = self.reward_spec.shape
+            shape = self.parent_env.full_reward_spec[self.keys.reward].shape
             spec = td.state_spec(input_spec)
             td.add_spec(spec, self.keys.episode_kl, shape, episode_dtype(dtype), shape[:-1])
 

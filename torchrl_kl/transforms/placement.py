@@ -13,14 +13,11 @@ from torchrl_kl._torchrl import container_of, declared_keys
 
 
 def refuse_wrong_order(transform: Any, own_class: type[Transform]) -> None:
-    """RuntimeError if a transform after it, in its Compose or those around it, undoes its work.
-
-    It must keep the `out_keys`, let the `action_keys` through as the policy wrote them and, if the
-    transform `needs_ends`, end no trajectories. Those of `own_class` are known to do so.
-    """
+    """RuntimeError if a transform after it, in its Compose or those around it, undoes its work."""
     for later in _later_transforms(transform):
         reason = None
-        if not isinstance(later, (own_class, tr.DTypeCastTransform)):  # a cast keeps the values
+        # This package's own transforms keep the entries of the others, a cast keeps their values.
+        if not isinstance(later, (own_class, tr.DTypeCastTransform)):
             reason = _interference(later, set(transform.out_keys), set(transform.action_keys))
         if reason is None and transform.needs_ends and _ends_trajectories(later):
             reason = "ends trajectories that the controller would never be told of"
@@ -30,7 +27,8 @@ def refuse_wrong_order(transform: Any, own_class: type[Transform]) -> None:
 
 
 def _later_transforms(transform: Transform) -> Iterator[Transform]:
-    """What comes after a transform in its Compose and in those around it, with Composes opened."""
+    """The transforms after this one in its Compose and in those around it, Composes opened."""
+    # "after" is nearer to the policy: they change the env's outputs later, and actions earlier.
     container = container_of(transform)
     while isinstance(container, Compose):
         siblings = list(container.transforms)
@@ -49,6 +47,7 @@ def _flat(transforms: Iterable[object]) -> Iterator[Transform]:
 
 def _interference(later: Transform, written: set[NestedKey], actions: set[NestedKey]) -> str | None:
     """How a later transform undoes the work of one of this package; None if it does not."""
+    # Not by the public properties, some of which need an env.
     out_keys, in_keys_inv, out_keys_inv = declared_keys(later)
     if spoiled := out_keys & written:
         return (
@@ -60,6 +59,7 @@ def _interference(later: Transform, written: set[NestedKey], actions: set[Nested
             f"turns {_listed(changed)} into the env's action before the reference sees it, which "
             "would score another action"
         )
+    # Without `in_keys` it takes every entry of the observation spec, and they are among these.
     if isinstance(later, tr.CatTensors) and not later.in_keys:
         return f"would make {_listed(written)} part of the observation (or name its `in_keys`)"
     if isinstance(later, (tr.FrameSkipTransform, tr.MultiAction)):

@@ -24,21 +24,19 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
 
     It scores each action under a frozen reference, measures the KL, and writes `reward =
     task_reward - coeff * kl`. Put it last in an env's transforms: a transform before it sees the
-    task's reward, one after it would take penalties for rewards. Outside an env, pass it as a
-    collector's `postproc` or call it on a batch, of which it returns a shallow copy.
+    task reward, one after it would take penalties for rewards. Outside an env, pass it as a
+    collector's `postproc` or call it on a batch.
 
     The penalty is always k1; with another `estimator` the controller is fed that measurement (see
-    KLDivergenceTransform). When the controller moves: see RewardAdjustmentTransform.
-
-    Keys and State: those of its three parts, ReferenceModelLogProbTransform, KLDivergenceTransform
-    and RewardAdjustmentTransform.
+    KLDivergenceTransform). RewardAdjustmentTransform says when the controller is updated. Keys and
+    State are those of these two and of ReferenceModelLogProbTransform.
 
     Args:
         actor: the policy; a frozen copy of it becomes the reference.
         controller: a KLController, or a float for a constant coefficient, reward per nat.
-        estimator: what is measured: "k1", "k2", "k3"; "exact", from the parameters that the policy
-            records of its distribution; or "top_k", from what TopKActor records.
-        reference: another actor to copy and freeze; or a FrozenActor, which is used as it is; or,
+        estimator: what is measured: "k1", "k2", "k3"; "exact", from the recorded parameters of the
+            policy's distribution; or "top_k", from what TopKActor records.
+        reference: another actor to copy and freeze; or a FrozenActor, which is used itself; or,
             for no copy at all, a callable that returns a context manager in which `actor` itself is
             the reference, such as PEFT's `model.disable_adapter`.
         update_every: how many finished trajectories (steps, with `per="step"`) an update of the
@@ -47,7 +45,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         sum_agents: whether agents that share a reward have one KL, the sum of theirs, at the root.
         keys: names of all entries.
         time_dim: the last batch dimension, if it is time and not named "time".
-        chunk_size: how many rows of a batch the reference scores at a time; see FrozenActor.
+        chunk_size: how many rows of a batch the reference scores at a time.
 
     Raises:
         TypeError, ValueError, KeyError, RuntimeError: as the three parts do.
@@ -95,6 +93,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
     ) -> None:
         if not isinstance(sum_agents, bool):
             raise TypeError(f"`sum_agents` must be True or False, got {sum_agents!r}.")
+        # In the order of the values in `_write`.
         self._written = [keys.ref_log_prob, keys.kl] if record else []
         if estimator != "k1":
             self._written.append(keys.kl_estimate)
@@ -112,6 +111,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         return self.keys.kl if self.estimate is None else self.keys.kl_estimate
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        # `_inv_call` has scored the action before the env stepped.
         step = self._take_score(next_tensordict)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         self._write(next_tensordict, step)
@@ -123,26 +123,27 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
     ) -> TensorDictBase:
         """Scores, measures and penalizes a batch (*B) that has "next"; returns a shallow copy.
 
-        Where its last dimension is time (named "time", or `time_dim`) the reference is evaluated
-        once, in recurrent mode; else step by step. `stream`: from `new_stream`, the open
-        trajectories of the collector of the batch, where several collectors alternate.
+        If its last dimension is time (named "time", or `time_dim`) the reference is evaluated once,
+        in recurrent mode. `stream`: from `new_stream`, if several collectors alternate.
         """
         self.refuse_wrong_order()
-        self.refuse_penalized_batch(tensordict)
         tensordict, fake = copy_batch(tensordict), is_fake(tensordict)
+        self.refuse_penalized(tensordict.get("next"), "the batch")
         step = score_batch(self.reference, tensordict, self.estimate, self.time_dim, fake=fake)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
+        # After the measurement, which reads them: logits (*B, V) would fill a replay buffer.
         self.drop_record(tensordict)
         self._write(tensordict.get("next"), step)
         self.adjust_batch(tensordict, step, stream, trace=not fake)
         return tensordict
 
     def drop_record(self, tensordict: TensorDictBase) -> None:
-        """Drops from a measured batch what the policy recorded for the measurement only."""
+        """Drops from a measured batch what the policy recorded only for the measurement."""
         for key in [] if self.estimate is None else self.estimate.policy_keys:
             tensordict.pop(key, None)
 
     def _write(self, next_tensordict: TensorDictBase, step: KLStep) -> None:
+        # (*B, *A), then twice (*B, *A, 1), or (*B, 1) where agents are summed.
         values = (step.ref_log_prob, step.kl, step.estimate)
         for key, value in zip(self._written, values, strict=False):
             next_tensordict.set(key, value)
@@ -154,8 +155,9 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds all entries but the reward."""
-        self.refuse_penalized(observation_spec.keys(True, True), "the env")
+        self.refuse_penalized(observation_spec, "the env")
         self.claim(observation_spec, self._written)
+        # `acting` is (*B, *A), the log-prob's shape; those of the KL are (*shape, 1).
         acting, dtype = self.log_prob_shape(), self.reference.dtype
         shape = self.parent_env.batch_size if self.sum_agents else acting
         for key in self._written[:1]:
@@ -170,8 +172,8 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
 class KLRewardTransform(KLConstrainedTransform):
     """Reward minus a constant times the KL: `out = reward - coef * (log_prob - ref_log_prob)`.
 
-    A KLConstrainedTransform that writes nothing but the result, with the interface of TorchRL's
-    class of this name (up to 0.7, say) and the sign right: that one added the penalty.
+    A KLConstrainedTransform that writes only the result, with the interface of TorchRL's former
+    class of this name and the right sign: up to TorchRL 0.7.2 that class added the penalty.
 
     Keys:
         reads ("next", "reward"), the actor's in_keys, the action and its log-prob.
@@ -180,14 +182,14 @@ class KLRewardTransform(KLConstrainedTransform):
     Args:
         actor, reference, sum_agents: as for KLConstrainedTransform.
         coef: the coefficient, reward per nat, at least 0.
-        in_keys, out_keys: the keys of the reward and of the result, lists of one; by default
-            ["reward"], and for the result that of the reward.
+        in_keys, out_keys: the key of the reward, "reward" by default, and that of the result, by
+            default the same.
         requires_grad: whether the reference's weights receive gradients.
         keys: names of the other entries; the coefficient is next to the result by default.
 
     Raises:
-        ValueError: if `in_keys` or `out_keys` is not one key, or `coef` is negative.
-        TypeError, ValueError, KeyError, RuntimeError: as KLConstrainedTransform does.
+        ValueError: if `in_keys` or `out_keys` is not one key, or `coef` is negative or not finite;
+            other errors are those of KLConstrainedTransform.
 
     Example:
         >>> import torch
@@ -219,6 +221,7 @@ class KLRewardTransform(KLConstrainedTransform):
         )
         reward_key = _one_key("in_keys", in_keys or [keys.reward])
         out_key = _one_key("out_keys", out_keys or [reward_key])
+        # The coefficient goes next to the result, which may be in another nested tensordict.
         keys = keys.with_reward(reward_key, out_key)
         resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
         controller = ConstantKLController(_one_number(coef))
@@ -226,7 +229,7 @@ class KLRewardTransform(KLConstrainedTransform):
 
     @property
     def coef(self) -> Tensor:
-        """The coefficient, 0-dim float64."""
+        """The coefficient, 0-dim float64, under the name of the former class."""
         return self.controller.coeff
 
 
@@ -241,7 +244,6 @@ def _one_number(coef: float | Tensor) -> float:
     value = torch.as_tensor(coef)
     if value.numel() != 1:
         raise ValueError(f"`coef` must be one number, got shape {tuple(value.shape)}.")
-    number = float(coef)
-    if not (value.isfinite().all() and number >= 0):
-        raise ValueError(f"`coef` must be finite and at least 0, got {number}.")
-    return number
+    if not (value.isfinite().all() and float(coef) >= 0):
+        raise ValueError(f"`coef` must be finite and at least 0, got {float(coef)}.")
+    return float(coef)

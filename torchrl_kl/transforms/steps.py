@@ -22,19 +22,21 @@ def score_env_step(
     reference: FrozenActor, tensordict: TensorDictBase, estimate: Estimate | None, env: EnvBase
 ) -> KLStep:
     """Scores the action of an env step (*B), on the policy's side of all action transforms."""
-    mask = tensordict.get("_step", None)
-    log_prob = reference.recorded.read(tensordict)
+    mask = tensordict.get("_step", None)  # (*B), False in rows that a batched env skips
+    log_prob = reference.recorded.read(tensordict)  # (*B, *A)
     if log_prob is None:
         log_prob = reference.present_log_prob(tensordict, env_actions=env.action_keys)
     inputs = reference.inputs(tensordict)
     if log_prob is None:
         _refuse_unrecorded(reference, tensordict, env)
         _refuse_parallel_worker(tensordict)
+        # A random policy: the KL is 0, and a recurrent reference keeps its state.
         shape = reference.recorded.batch_size(tensordict)
         zeros = torch.zeros(shape, dtype=reference.dtype, device=tensordict.device)
         states = [inputs.get(key) for key in reference.own_state_keys]
         return KLStep(None, zeros, mask, counted=False, states=states)
     score = reference.step(inputs)
+    # The outputs, such as logits (*B, V), are dropped but for what the estimate needs.
     kept = estimate and estimate.of_reference(tensordict, score.outputs, reference.actor)
     return KLStep(log_prob, score.log_prob, mask, reference.samples(), kept, score.states)
 
@@ -55,7 +57,7 @@ def score_batch(
     if log_prob is None:
         log_prob = reference.recorded.require(tensordict)
     log_probs, kept, states = [], [], []
-    # The outputs of a pass, such as logits, are dropped before the next rows are scored.
+    # The outputs of a pass, such as logits (rows, T, V), are dropped before the next rows.
     chunk = reference.chunk_size if tensordict.ndim else None
     for rows in [tensordict] if chunk is None else tensordict.split(chunk):
         score = reference.trajectories(rows) if timed else reference.step(reference.inputs(rows))
@@ -64,13 +66,14 @@ def score_batch(
         log_probs.append(score.log_prob)
         states = score.states  # a recurrent reference scores all rows at once
     mask = td.counted_steps(tensordict, fake)
-    ref_log_prob = _join(log_probs)
+    ref_log_prob = _join(log_probs)  # (*B, *A)
+    # A collector may make zeros to learn the keys; the log-prob of an action 0 can be -inf.
     ref_log_prob = torch.zeros_like(ref_log_prob) if fake else ref_log_prob
     return KLStep(log_prob, ref_log_prob, mask, True, _join(kept), states)
 
 
 def _join(parts: list[Any]) -> Any:
-    """Parts of a batch in one, without a copy of a single one; None without any."""
+    # Tensors or tensordicts along dimension 0; without a copy if there is only one.
     if not parts or parts[0] is None:
         return None
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -85,29 +88,29 @@ def measure(
     else:
         log_prob, mask = step.log_prob.detach(), step.mask
         if mask is not None:
-            mask = td.expand_right(mask, log_prob.shape)
+            mask = td.expand_right(mask, log_prob.shape)  # (*B) to (*B, *A)
         values = [kl_k1(log_prob, step.ref_log_prob, mask=mask)]
         if estimate is not None:
             values.append(estimate(tensordict, step._replace(log_prob=log_prob, mask=mask)))
     if sum_agents:
         values = [td.sum_action_dims(value, tensordict.batch_size) for value in values]
+    # TorchRL's rewards have one more dimension than its log-probs.
     kl, *estimates = [value.unsqueeze(-1) for value in values]
     return step._replace(kl=kl, estimate=estimates[0] if estimates else None)
 
 
 def penalize(kl: Tensor, reward: Tensor, coeff: Tensor, key: NestedKey) -> tuple[Tensor, Tensor]:
-    """The penalized reward `reward - coeff * kl`, and the coefficient of each entry.
-
-    A coefficient of 0 subtracts nothing, not even infinity. `key`: the reward's, for errors.
-    """
+    """The penalized reward `reward - coeff * kl`, and the coefficient of each entry."""
     check_reward_shape(kl.shape, reward.shape, key)
     if not reward.is_floating_point():
         raise TypeError(
             f"{key!r} must be floating point, got {reward.dtype}: the coefficient would be "
             "rounded to an integer. Cast the reward before the penalty."
         )
+    # `coeff` is 0-dim float64; the product is taken in the reward's dtype.
     applied = torch.empty_like(reward).copy_(coeff)
     penalized = torch.addcmul(reward, applied, kl.to(reward.dtype), value=-1)
+    # A coefficient of 0 subtracts nothing: 0 * inf would be NaN.
     return torch.where(applied.bool(), penalized, reward), applied
 
 
@@ -135,13 +138,11 @@ def _refuse_unrecorded(reference: FrozenActor, tensordict: TensorDictBase, env: 
 
 
 def _refuse_parallel_worker(tensordict: TensorDictBase) -> None:
-    """RuntimeError in a worker of a ParallelEnv, which is sent actions and states but no log-probs.
-
-    There, and only there, a step holds a mask "_reset" in memory that is shared with another
-    process. What a worker without buffers is sent is shared, too, but has no such mask.
-    """
+    """RuntimeError in a worker of a ParallelEnv, which receives no log-probs."""
     if parent_process() is None:
         return
+    # Only there does a step hold a mask "_reset" in memory that is shared with another process.
+    # A worker without buffers receives shared memory too, but no such mask.
     masks = [key for key in tensordict.keys(True, True) if td.as_tuple(key)[-1] == "_reset"]
     if any(m.device.type == "cpu" and m.is_shared() for m in map(tensordict.get, masks)):
         raise RuntimeError(
@@ -162,21 +163,23 @@ class ScoringTransform(KLTransform):
         self.reference.update_reference(source, tau)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        # Action transforms before this one have not yet turned the policy's action into the env's.
+        # A Compose inverts from last to first: action transforms before this one have not yet
+        # turned the policy's action into the env's. A replay buffer calls this too, without an env.
         env = self.env
         if env is not None:
             score = score_env_step(self.reference, tensordict, self.estimate, env)
-            vars(self)["_scored"] = score  # of the env step that is being made
+            vars(self)["_scored"] = score  # until `_step`; `nn.Module.__setattr__` takes longer
         return tensordict
 
     def _take_score(self, next_tensordict: TensorDictBase) -> KLStep:
-        """The score of this env step, whose next recurrent states it writes."""
+        """The score of this env step; writes its next recurrent states."""
         step: KLStep = vars(self).pop("_scored")
         for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
             next_tensordict.set(key, state)
         return step
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Adds the reference's recurrent state to the state spec, so that batched envs carry it."""
+        """Adds the reference's recurrent state to the state spec."""
+        # Batched envs carry only actions and what is in the state spec to their workers.
         self.declare_states(td.state_spec(input_spec), self.reference)
         return input_spec
