@@ -224,12 +224,26 @@ def get_required(tensordict: TensorDictBase, key: NestedKey, fix: str) -> Tensor
 def is_fake(tensordict: TensorDictBase) -> bool:
     """Whether all data, but scratch entries "_...", are zeros as in `Collector.fake_tensordict`."""
     return not any(
-        bool(value.any())
-        for key, value in tensordict.items(True, True)
-        if isinstance(value, Tensor)
-        and as_tuple(key)[-1] not in ("done", "truncated")
+        any(bool(part.any()) for part in parts_of(tensordict, key))
+        for key in tensordict.keys(True, True)
+        if as_tuple(key)[-1] not in ("done", "truncated")
         and not any(name.startswith("_") for name in as_tuple(key))
     )
+
+
+def parts_of(tensordict: TensorDictBase, key: NestedKey) -> list[Tensor]:
+    """The tensors of an entry: several where rows of a lazy stack differ in shape, none of text."""
+    value = tensordict.get(key, as_list=True)
+    if isinstance(value, Tensor):
+        return [*value.unbind(0)] if value.is_nested else [value]
+    values, parts = [value], []
+    while values:
+        one = values.pop()
+        if isinstance(one, list):
+            values += one
+        elif isinstance(one, Tensor):
+            parts.append(one)
+    return parts
 
 
 def counted_steps(tensordict: TensorDictBase, fake: bool) -> Tensor | None:
