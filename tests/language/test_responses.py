@@ -1,6 +1,7 @@
 """`as_steps` and ResponseKLTransform on batches of TorchRL's LLM API, against each model's logits."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import StepCounter
+from torchrl.envs import Compose, InitTracker, StepCounter
+from torchrl.envs.llm import ChatEnv
 
 from tests.language.chats import (
     MODELS,
@@ -37,6 +39,13 @@ from torchrl_kl import (
 
 COEFF = 0.3
 
+pytestmark = [
+    # TorchRL 0.14.1 calls cross_entropy with arguments that are deprecated, PEFT 0.21 transformers.
+    pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
 
 @pytest.fixture(autouse=True)
 def _lists():
@@ -62,11 +71,8 @@ def expected_kl(model, reference, text, places, temperature=1.0):
 
 def expected_of(batch, model, reference, temperature=1.0, *, eos=None):
     """Of each response of a batch, read with TorchRL's own masks and prompts, row by row."""
-    fulls, prompts, masks = (
-        rows_of(batch, *key)
-        for key in (("tokens", "full"), ("tokens", "prompt"), ("masks", "all_assistant_mask"))
-        if batch.get(key[0]).get(key[1], None, as_list=True) is not None or key[1] != "x"
-    )
+    fulls, prompts = (rows_of(batch, "tokens", name) for name in ("full", "prompt"))
+    masks = rows_of(batch, "masks", "all_assistant_mask")
     attended = rows_of(batch, "masks", "all_attention_mask")
     results = []
     for i, full in enumerate(fulls):
@@ -419,11 +425,9 @@ def make_collector(tokenizer, model, mode, *, postproc, flatten_data, pad_output
         batch_size=3,
         collate_fn=lambda items: TensorDict(query=list(items), batch_size=(len(items),)),
     )
-    from torchrl.envs.llm import ChatEnv
-
     env = ChatEnv.from_dataloader(
         loader, tokenizer=tokenizer, input_mode=mode, batch_size=(3,), repeats=1
-    ).append_transform(StepCounter(max_steps=1))
+    ).append_transform(Compose(InitTracker(), StepCounter(max_steps=1)))
     return LLMCollector(
         env,
         policy=make_wrapper(model, tokenizer, mode, pad_output=pad_output),
@@ -549,8 +553,6 @@ class TestErrors:
             KLConstrainedTransform(actor, ConstantKLController(0.1))(batch)
 
     def test_copies_in_other_processes_are_refused(self):
-        import pickle
-
         with pytest.raises(pickle.PicklingError, match="cannot be sent to another process"):
             pickle.dumps(self.make_transform())
 
