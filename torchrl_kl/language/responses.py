@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchrl_kl._tensordict import existing_keys
 
 FULL, PROMPT, RESPONSE = ("tokens", "full"), ("tokens", "prompt"), ("tokens", "response")
+LOG_PROB = ("log_probs", "full")
 ATTENDED, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
 
 
@@ -35,10 +36,11 @@ def as_steps(
     Keys:
         reads ("tokens", "full"), and ("tokens", "prompt") or ("masks", "all_assistant_mask");
         ("tokens", "response") where TorchRL has cut end tokens out of the prompt in the whole text;
-        ("masks", "all_attention_mask"); ("next", "reward"), one number per response.
-        writes the keys of `sample_responses` but the log-prob. The reward is at the last token that
-        counts, so that of an empty response is in no step. In a dialog the next state of a turn's
-        last token is that of the next turn's first.
+        ("masks", "all_attention_mask"); ("next", "reward"), one number per response; ("log_probs",
+        "full"), as ResponseKLTransform writes it.
+        writes the keys of `sample_responses`, "action_log_prob" only if those log-probs are there.
+        The reward is at the last token that counts, so that of an empty response is in no step. In
+        a dialog the next state of a turn's last token is that of the next turn's first.
 
     Args:
         batch: any batch size, of N elements in all.
@@ -60,7 +62,11 @@ def as_steps(
         (tensor([[7, 8]]), tensor([[2, 3]]))
     """
     responses = read_responses(batch, pad_token=pad_token, eos_token=eos_token)
-    return make_steps(responses, _rewards(batch, responses.tokens), eos_token)
+    steps = make_steps(responses, _rewards(batch, responses.tokens), eos_token)
+    recorded, _ = _rows(batch.reshape(-1), LOG_PROB)
+    if recorded is not None:
+        steps.set("action_log_prob", _log_probs(recorded, responses, steps))
+    return steps
 
 
 class Responses(NamedTuple):
@@ -183,6 +189,15 @@ def make_steps(responses: Responses, rewards: Tensor, eos_token: int | None) -> 
     )
     steps.names = [None, "time"]
     return steps
+
+
+def _log_probs(recorded: list[Tensor], responses: Responses, steps: TensorDict) -> Tensor:
+    """The recorded log-prob of each step, (N, T); 0 where none counts."""
+    mask, position = steps["collector", "mask"], steps["position"]
+    log_probs = torch.zeros(mask.shape, dtype=recorded[0].dtype, device=mask.device)
+    for i, row in enumerate(recorded):
+        log_probs[i, mask[i]] = row[position[i, mask[i]] + responses.shift[i]]
+    return log_probs
 
 
 def _rewards(batch: TensorDictBase, tokens: Tensor) -> Tensor:
