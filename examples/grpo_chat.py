@@ -166,7 +166,9 @@ def main() -> None:
         buffer.extend(batch)
         data = buffer.sample()
         steps = as_steps(data, pad_token=0, eos_token=1)
-        seen.append((batch["next", "reward"].mean(), batch["next", "kl"].mean(), controller.coeff.clone()))
+        seen.append(
+            (batch["next", "reward"].mean(), batch["next", "kl"].mean(), controller.coeff.clone())
+        )
         penalty.update_controller(steps)
         losses = objective(data)
         loss = losses.loss_objective + penalty(steps)["loss_kl"]
@@ -176,7 +178,8 @@ def main() -> None:
         bar.set_postfix_str("reward {:.2f}, KL {:.2f} nats, coeff {:.3f}".format(*seen[-1]))
     last = torch.tensor(seen[-max(len(seen) // 4, 1) :]).mean(0)
     print("reward {:.3f}  KL {:.3f}  coeff {:.3f}".format(*last.tolist()))
-    for i in range(0, len(seen), 10): print(*(f"{float(v):.3f}" for v in seen[i]))
+    for i in range(0, len(seen), 10):
+        print(*(f"{float(v):.3f}" for v in seen[i]))
     print(f"seconds      {time.perf_counter() - start:.0f}")
 
 

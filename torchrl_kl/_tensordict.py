@@ -233,7 +233,7 @@ def is_fake(tensordict: TensorDictBase) -> bool:
 
 def parts_of(tensordict: TensorDictBase, key: NestedKey) -> list[Tensor]:
     """The tensors of an entry: several where rows of a lazy stack differ in shape, none of text."""
-    value = tensordict.get(key, as_list=True)
+    value = tensordict.get(key, as_list=True)  # type: ignore[call-overload]
     if isinstance(value, Tensor):
         return [*value.unbind(0)] if value.is_nested else [value]
     values, parts = [value], []

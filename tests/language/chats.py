@@ -42,7 +42,7 @@ MODELS = ["gpt2", "llama", "qwen2"]
 MODES = ["history", "text", "tokens"]
 
 
-def make_tokenizer(*, pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
+def make_tokenizer(*, pad_is_eos: bool = False) -> Any:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
@@ -90,7 +90,7 @@ def make_wrapper(model: Any, tokenizer: Any, mode: str = "text", **options: Any)
     )
 
 
-def make_env(tokenizer: Any, mode: str = "text", n: int = 3) -> Any:
+def make_env(tokenizer: Any, mode: Any = "text", n: int = 3) -> Any:
     return ChatEnv(batch_size=(n,), input_mode=mode, tokenizer=tokenizer)
 
 
@@ -119,7 +119,7 @@ def sample_chats(
 
 def make_dialogs(tokenizer: Any, **options: Any) -> Any:
     """Whole dialogs of several turns, as TransformersWrapper reads them without generating."""
-    chats = [
+    chats: list[Any] = [
         [("user", "was it good"), ("assistant", "a good film")],
         [
             *[("user", "tell me"), ("assistant", "the story was bad")],
@@ -127,7 +127,7 @@ def make_dialogs(tokenizer: Any, **options: Any) -> Any:
         ],
     ]
     histories = [
-        History.from_chats([{"role": role, "content": text} for role, text in chat])
+        History.from_chats([{"role": role, "content": text} for role, text in chat])  # type: ignore[list-item]
         for chat in chats
     ]
     batch = TensorDict(history=ChatHistory(full=lazy_stack(histories)), batch_size=(2,))

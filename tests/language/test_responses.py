@@ -1,7 +1,8 @@
-"""`as_steps` and ResponseKLTransform on batches of TorchRL's LLM API, against each model's logits."""
+"""`as_steps` and ResponseKLTransform on batches of TorchRL's LLM API, against models' logits."""
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -137,11 +138,13 @@ class TestAgainstLogits:
         tokenizer = make_tokenizer()
         model, reference = (make_model("qwen2", tokenizer, seed) for seed in (0, 1))
         batch = sample_chats(model, tokenizer)
-        results = [
-            ResponseKLTransform(model, COEFF, reference=reference, **options)(batch)
-            for options in ({"estimator": "exact"}, {"estimator": "top_k", "top_k": 1000})
-        ]
-        exact, top_k = (result["next", "kl_estimate"] for result in results)
+        chosen: list[dict[str, Any]] = [{"estimator": "exact"}, {"estimator": "top_k"}]
+        exact, top_k = (
+            ResponseKLTransform(model, COEFF, reference=reference, top_k=1000, **options)(batch)[
+                "next", "kl_estimate"
+            ]
+            for options in chosen
+        )
         assert_close(top_k, exact, atol=1e-4, rtol=0)
 
     def test_chunks_change_nothing(self):
@@ -425,10 +428,10 @@ def make_collector(tokenizer, model, mode, *, postproc, flatten_data, pad_output
         batch_size=3,
         collate_fn=lambda items: TensorDict(query=list(items), batch_size=(len(items),)),
     )
-    env = ChatEnv.from_dataloader(
+    env: Any = ChatEnv.from_dataloader(
         loader, tokenizer=tokenizer, input_mode=mode, batch_size=(3,), repeats=1
     ).append_transform(Compose(InitTracker(), StepCounter(max_steps=1)))
-    return LLMCollector(
+    return LLMCollector(  # type: ignore[call-arg]
         env,
         policy=make_wrapper(model, tokenizer, mode, pad_output=pad_output),
         dialog_turns_per_batch=6,
@@ -555,5 +558,3 @@ class TestErrors:
     def test_copies_in_other_processes_are_refused(self):
         with pytest.raises(pickle.PicklingError, match="cannot be sent to another process"):
             pickle.dumps(self.make_transform())
-
-

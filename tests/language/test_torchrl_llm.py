@@ -15,14 +15,13 @@ from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
 from tests.language.chats import (
     QUESTIONS,
-    make_dialogs,
     make_model,
     make_tokenizer,
     make_wrapper,
     rows_of,
     sample_chats,
 )
-from torchrl_kl import AdaptiveKLController, CausalLMActor, ResponseKLTransform, as_steps
+from torchrl_kl import AdaptiveKLController, ResponseKLTransform, as_steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),

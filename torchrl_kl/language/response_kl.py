@@ -212,7 +212,7 @@ def _places(responses: Responses, steps: TensorDict, values: Tensor) -> list[Ten
 
 
 def _set_rows(batch: TensorDictBase, key: tuple[str, str], values: list[Tensor]) -> None:
-    """Sets an entry of a batch (*B), a row for each element; of the rows' common width or ragged."""
+    """Sets an entry of a batch (*B), one row per element, of a common width or ragged."""
     name, leaf = key
     holder = batch.get(name, None)
     lazy = isinstance(batch, LazyStackedTensorDict) or len({len(row) for row in values}) > 1

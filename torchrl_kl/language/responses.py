@@ -132,13 +132,12 @@ def _read_text(
     start = 0 if prompt is None else len(prompt)
     if prompt is not None and not full[:start].equal(prompt):
         # Where the pad token ends a turn, TorchRL cuts it out of the prompt, but in `full` only.
-        n_response = -1 if response is None else len(response)
-        if n_response < 0 or not full[len(full) - n_response :].equal(response):
+        if response is None or not full[len(full) - len(response) :].equal(response):
             raise ValueError(
                 f"{FULL} must begin with {PROMPT}, but that of element {i} (of {len(full)} and "
                 f"{start} tokens) does not: pad prompts on the left, or leave them unpadded."
             )
-        text = torch.cat([prompt, response])  # type: ignore[list-item]
+        text = torch.cat([prompt, response])
         return text, start, len(full) - len(text)
     first, end = 0, len(full)
     if attended is not None and not attended.all():
