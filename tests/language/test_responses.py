@@ -428,10 +428,10 @@ def make_collector(tokenizer, model, mode, *, postproc, flatten_data, pad_output
         batch_size=3,
         collate_fn=lambda items: TensorDict(query=list(items), batch_size=(len(items),)),
     )
-    env: Any = ChatEnv.from_dataloader(
+    env = ChatEnv.from_dataloader(
         loader, tokenizer=tokenizer, input_mode=mode, batch_size=(3,), repeats=1
-    ).append_transform(Compose(InitTracker(), StepCounter(max_steps=1)))
-    return LLMCollector(  # type: ignore[call-arg]
+    ).append_transform(Compose(InitTracker(), StepCounter(max_steps=1)))  # type: ignore[call-arg]
+    return LLMCollector(
         env,
         policy=make_wrapper(model, tokenizer, mode, pad_output=pad_output),
         dialog_turns_per_batch=6,
