@@ -33,6 +33,8 @@ from torchrl_kl import (
     CausalLMActor,
     ConstantKLController,
     KLConstrainedTransform,
+    KLDivergenceTransform,
+    ReferenceModelLogProbTransform,
     ResponseKLTransform,
     as_steps,
     sample_responses,
@@ -375,6 +377,17 @@ class TestPlaces:
         assert {float(v) for v in sample["next", "kl"].flatten()} <= {
             float(v) for v in expected["kl"].flatten()
         }
+
+    def test_parts_in_a_replay_buffer(self):
+        actor, other = (CausalLMActor(GPT(vocab_size=11, block_size=8)) for _ in range(2))
+        parts = (ReferenceModelLogProbTransform(other), KLDivergenceTransform())
+        steps = sample_responses(actor, torch.tensor([[1, 2, 3], [4, 5, 6]]), 4, pad_token=10)
+        buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=2)
+        for part in reversed(parts):  # a buffer inverts the last one first
+            buffer.append_transform(part, invert=True)
+        buffer.extend(steps)
+        expected = KLConstrainedTransform(actor, 0.1, reference=other)(steps)["next", "kl"]
+        assert buffer[:]["next", "kl"].equal(expected)
 
     def test_stack_in_a_replay_buffer(self):
         actor = CausalLMActor(GPT(vocab_size=11, block_size=8))

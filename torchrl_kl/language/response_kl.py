@@ -128,6 +128,12 @@ class ResponseKLTransform(PenaltyTransform):
             )
         return CausalLMActor(model, temperature=self.temperature)
 
+    @property
+    def _device(self) -> torch.device | None:
+        """Where the policy is; a collector may store its batches elsewhere."""
+        weight = next(self._policy.held.parameters(), None)
+        return None if weight is None else weight.device
+
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the reference towards the model `source`; see `FrozenActor.update_reference`."""
         self.reference.update_reference(self._actor_over(source), tau)
@@ -149,12 +155,14 @@ class ResponseKLTransform(PenaltyTransform):
         reward = td.get_required(following, self.keys.reward, _NO_REWARD)
         check_rewards(reward, batch.batch_size)
         tokens = {"pad_token": self.pad_token, "eos_token": self.eos_token}
-        responses = read_responses(batch, **tokens)
-        steps = make_steps(responses, reward.reshape(-1), self.eos_token)
+        responses = read_responses(batch, **tokens).to(self._device)
+        rewards = reward.reshape(-1).to(self._device)
+        steps = make_steps(responses, rewards, self.eos_token)
         step = self._score(steps)
         for key, values in ((_LOG_PROB, step.log_prob), (_REF_LOG_PROB, step.ref_log_prob)):
             holder = batch if key is _LOG_PROB else following
-            _set_rows(holder, key, _places(responses, steps, cast(Tensor, values)))
+            rows = _places(responses, steps, cast(Tensor, values))
+            _set_rows(holder, key, [row.to(reward.device) for row in rows])
         totals = {self.keys.kl: step.kl, self.keys.kl_estimate: step.estimate}
         for key, each in totals.items():
             if each is not None:

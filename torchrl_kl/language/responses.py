@@ -77,6 +77,10 @@ class Responses(NamedTuple):
     shift: list[int]  # token j of a text is token j + shift of its ("tokens", "full")
     widths: list[int]  # of ("tokens", "full"), N
 
+    def to(self, device: torch.device | None) -> Responses:
+        """The same on another device; None: where they are."""
+        return self._replace(tokens=self.tokens.to(device), counted=self.counted.to(device))
+
 
 def read_responses(
     batch: TensorDictBase, *, pad_token: int | None, eos_token: int | None

@@ -90,15 +90,6 @@ class PenaltyTransform(KLTransform):
         if self.record:
             next_tensordict.set(self.keys.task_reward, reward)
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        """A whole batch that a replay buffer is extended with (`append_transform(invert=True)`)."""
-        # Buffers put their transforms into eval mode, which stops the controller in samples.
-        training, self.training = self.training, True
-        try:
-            return self.forward(next_tensordict)
-        finally:
-            self.training = training
-
     def adjust_env_step(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
     ) -> None:
