@@ -34,6 +34,7 @@ from torchrl_kl import (
     ConstantKLController,
     KLConstrainedTransform,
     KLDivergenceTransform,
+    KLPenaltyLoss,
     ReferenceModelLogProbTransform,
     ResponseKLTransform,
     as_steps,
@@ -329,6 +330,23 @@ class TestSteps:
         assert steps["action"][0][steps["collector", "mask"][0]].tolist() == [7, 8, 0, 9]
         assert steps["action"][1].tolist() == [7, 8, 7, 9, 3]
         assert steps["position"][0, :4].tolist() == [1, 2, 3, 4]
+
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_scored_log_probs_are_those_of_the_steps(self, padded):
+        tokenizer = make_tokenizer()
+        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        batch = sample_chats(model, tokenizer, pad_output=padded)
+        assert "action_log_prob" not in as_steps(batch, pad_token=0)
+        steps = as_steps(ResponseKLTransform(model, COEFF)(batch), pad_token=0)
+        actor, mask = CausalLMActor(model), steps["collector", "mask"]
+        expected = torch.where(mask, rows_of_log_probs(actor, steps), 0.0)
+        assert_close(steps["action_log_prob"], expected, atol=1e-5, rtol=0)
+        # The loss takes such steps, and its KL is that of the exact estimator.
+        other = CausalLMActor(reference)
+        loss = KLPenaltyLoss(actor, 1.0, gradient="sequence", reference=other)
+        exact = ResponseKLTransform(model, COEFF, reference=reference, estimator="exact")
+        total = exact(batch)["next", "kl_estimate"].sum() / mask.sum()
+        assert_close(loss(steps)["kl"], total, atol=1e-4, rtol=0)
 
     def test_the_first_token_of_a_text_has_no_log_prob(self):
         tokens = TensorDict(full=torch.tensor([[5, 6]]), prompt=torch.zeros(1, 0).long())
