@@ -386,3 +386,27 @@ exact regret       ([0-9.]+) at coefficient 0\.[0-9]+
         GPT(language.n_tokens, language.text_length - 1).save_pretrained(tmp_path / "model")
         run_here("examples/collectors.py", tmp_path, f"{COLLECTED} --reference model")
         assert "language model" not in capsys.readouterr().err  # none was trained
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+class TestGRPOChat:
+    LINE = r"reward (\S+), KL (\S+) nats per response, coefficient (\S+)\n"
+
+    def test_it_trains_and_moves_the_coefficient(self, tmp_path):
+        found = re.fullmatch(self.LINE, run_here("examples/grpo_chat.py", tmp_path, "--quick"))
+        assert found
+        reward, kl, coeff = map(float, found.groups())
+        assert 0 < reward < 1
+        assert abs(kl) < 1
+        assert 0.1 < coeff < 0.5  # it falls while the KL is below its target
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.slow
+    def test_the_kl_settles_at_the_target(self, tmp_path):
+        found = re.fullmatch(self.LINE, run_command("examples/grpo_chat.py", tmp_path, ""))
+        assert found
+        reward, kl, coeff = map(float, found.groups())
+        assert reward > 0.25
+        assert kl == pytest.approx(1.0, rel=0.15)
+        assert 0.3 < coeff < 1.5

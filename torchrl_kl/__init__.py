@@ -29,6 +29,8 @@ from torchrl_kl.language import (
     CausalLMActor,
     CausalLMCritic,
     CausalLMRewardModel,
+    ResponseKLTransform,
+    as_steps,
     sample_responses,
 )
 from torchrl_kl.monitor import KLMonitor
@@ -65,9 +67,11 @@ __all__ = [
     "PIDKLController",
     "PolicyValues",
     "ReferenceModelLogProbTransform",
+    "ResponseKLTransform",
     "RewardAdjustmentTransform",
     "TargetKLController",
     "TopKActor",
+    "as_steps",
     "coeff_for_budget",
     "exact_kl",
     "kl_collector",

@@ -213,12 +213,26 @@ def is_fake(tensordict: TensorDictBase) -> bool:
     """Whether all data are zeros, as in the batch by which a collector learns the entries."""
     # Scratch entries may hold anything; a collector may set the artificial end of a batch.
     return not any(
-        bool(value.any())
-        for key, value in tensordict.items(True, True)
-        if isinstance(value, Tensor)
-        and as_tuple(key)[-1] not in ("done", "truncated")
+        any(bool(part.any()) for part in parts_of(tensordict, key))
+        for key in tensordict.keys(True, True)
+        if as_tuple(key)[-1] not in ("done", "truncated")
         and not any(name.startswith("_") for name in as_tuple(key))
     )
+
+
+def parts_of(tensordict: TensorDictBase, key: NestedKey) -> list[Tensor]:
+    """The tensors of an entry: several where rows of a lazy stack differ in shape, none of text."""
+    value = tensordict.get(key, as_list=True)  # type: ignore[call-overload]
+    if isinstance(value, Tensor):
+        return [*value.unbind(0)] if value.is_nested else [value]
+    values, parts = [value], []
+    while values:
+        one = values.pop()
+        if isinstance(one, list):
+            values += one
+        elif isinstance(one, Tensor):
+            parts.append(one)
+    return parts
 
 
 def counted_steps(tensordict: TensorDictBase, fake: bool) -> Tensor | None:

@@ -25,6 +25,11 @@ _PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequenti
 
 def check_actor(actor: nn.Module) -> None:
     """TypeError for a module without a distribution, ValueError for uninitialised weights."""
+    if any(kind.__module__.startswith("torchrl.modules.llm") for kind in type(actor).__mro__):
+        raise TypeError(
+            f"`actor` must act step by step, got {type(actor).__name__}, which writes whole "
+            "responses: use ResponseKLTransform(wrapper.model, ...) on its batches."
+        )
     has_dist = hasattr(actor, "get_dist") and hasattr(actor, "log_prob")
     if not (isinstance(actor, nn.Module) and has_dist):
         raise TypeError(

@@ -7,10 +7,12 @@ from typing import Any, cast
 
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
-from torch import nn
+from torch import Tensor, nn
 
 from torchrl_kl._tensordict import as_tuple, sibling
 from torchrl_kl.actors import reading
+
+RECORDED = ("log_probs", "actions", "in_top_k")
 
 
 class TopKActor(ProbabilisticTensorDictSequential):
@@ -75,8 +77,7 @@ class TopKActor(ProbabilisticTensorDictSequential):
         self.__dict__["_whole"] = ProbabilisticTensorDictSequential(*parts, **given)
         self.k = k
         self.top_k_key = unravel_key(top_k_key or sibling(log_prob_key, "top_k"))
-        names = ("log_probs", "actions", "in_top_k")
-        self._record_keys = [(*as_tuple(self.top_k_key), name) for name in names]
+        self._record_keys = [(*as_tuple(self.top_k_key), name) for name in RECORDED]
         dropped = (*reading.written_params(actor), *self._record_keys)
         self.out_keys = [*(key for key in out_keys if key not in dropped), *self._record_keys]
 
@@ -93,10 +94,15 @@ class TopKActor(ProbabilisticTensorDictSequential):
         n = log_probs.shape[-1]
         if self.k > n:
             raise ValueError(f"`k` must be at most the number of actions, {n}, got {self.k}.")
-        top = log_probs.topk(self.k, dim=-1)
         drawn = reading.action_index(played.get(dist_module.dist_sample_keys[0]), log_probs)
-        values = top.values, top.indices, (top.indices == drawn.unsqueeze(-1)).any(-1)
+        values = record_top_k(log_probs, drawn, self.k)
         for key, value in zip(self._record_keys, values, strict=True):
             played.set(key, value)
         tensordict_out = tensordict if tensordict_out is None else tensordict_out
         return tensordict_out.update(played.select(*self.out_keys, strict=False))
+
+
+def record_top_k(log_probs: Tensor, drawn: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What is recorded, as `RECORDED` names it, of log-probs (*B, V) and drawn actions (*B,)."""
+    top = log_probs.topk(k, dim=-1)
+    return top.values, top.indices, (top.indices == drawn.unsqueeze(-1)).any(-1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
@@ -65,6 +65,15 @@ class KLTransform(Transform):
                 "they share it."
             )
         _homes[self] = weakref.ref(env)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """A whole batch that a replay buffer is extended with (`append_transform(invert=True)`)."""
+        # Buffers put their transforms into eval mode, which stops the controller in samples.
+        training, self.training = self.training, True
+        try:
+            return self.forward(next_tensordict)
+        finally:
+            self.training = training
 
     def _reset(self, tensordict, tensordict_reset):
         """Writes zeros for the declared entries; TorchRL masks them in partial resets."""

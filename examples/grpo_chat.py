@@ -1,0 +1,149 @@
+"""GRPO on chats with TorchRL's LLM API, and a coefficient that holds the KL at a target.
+
+A tiny Llama with random weights (nothing is downloaded) answers questions, and is rewarded for the
+share of words of praise in its answers. ChatEnv, TransformersWrapper, LLMCollector, MCAdvantage and
+GRPOLoss are TorchRL's. ResponseKLTransform scores each batch once, and writes the log-probs that
+GRPOLoss reads and the KL of each response; with a coefficient of 0 it leaves the rewards as they
+are, since GRPO would divide a penalty by the standard deviation of its group. KLPenaltyLoss adds
+the KL to the loss, and its controller steers the coefficient to a KL of `--target-kl`.
+
+Printed at the end, as means over the last quarter of the batches:
+    reward       share of words of praise, in [0, 1]
+    KL           of the policy to the model that it began as, nats per response
+    coefficient  of the KL in the loss
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from digit_job import arg, parse_args
+from tensordict import TensorDict, TensorDictBase, set_list_to_stack
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import DataLoader
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.envs import Compose, InitTracker, StepCounter
+from torchrl.envs.llm import ChatEnv
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm import GRPOLoss, MCAdvantage
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from torchrl_kl import (
+    AdaptiveKLController,
+    CausalLMActor,
+    KLPenaltyLoss,
+    ResponseKLTransform,
+    as_steps,
+)
+
+SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
+PRAISE = ["good", "great", "fine", "lovely"]
+QUESTIONS = ["how was the film", "is the book short", "how is the end", "was it a long dull story"]
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} <end> "
+    "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+@dataclass
+class Args:
+    """What can be set from the command line."""
+
+    seed: int = arg(0, "Seed of the weights and of the sampled answers.")
+    quick: bool = arg(False, "Run at a small size, in seconds; the results are then poor.")
+    threads: int = arg(1, "Threads that PyTorch may use.")
+    batches: int = arg(100, "Batches of answers, with one update on each.")
+    group: int = arg(8, "Answers to each question, among which GRPO compares.")
+    lr: float = arg(1e-3, "Learning rate.")
+    target_kl: float = arg(1.0, "KL that the coefficient steers to, nats per response.")
+    init_coeff: float = arg(0.5, "Where the coefficient starts.")
+    horizon: float = arg(640.0, "Responses in which the coefficient can grow by a factor of e.")
+
+
+def make_tokenizer() -> Any:
+    words = [*SPECIAL, *PRAISE, *sorted(set(" ".join(QUESTIONS).split()))]
+    ids = dict(zip(words, range(len(words)), strict=True))
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "chat_template": TEMPLATE}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)  # type: ignore[arg-type]
+
+
+def make_model(tokenizer: Any) -> LlamaForCausalLM:
+    size: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 64}
+    size |= {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return LlamaForCausalLM(LlamaConfig(**size, **tokens)).eval()
+
+
+def make_collector(model, tokenizer: Any, measure: ResponseKLTransform, args: Args) -> LLMCollector:
+    n = len(QUESTIONS) * args.group
+    loader = DataLoader(
+        QUESTIONS * args.batches,  # type: ignore[arg-type]
+        batch_size=len(QUESTIONS),
+        collate_fn=lambda items: TensorDict(query=list(items), batch_size=(len(items),)),
+    )
+    env = ChatEnv.from_dataloader(
+        loader, tokenizer=tokenizer, input_mode="text", batch_size=(n,), repeats=args.group
+    ).append_transform(Compose(InitTracker(), StepCounter(max_steps=1)))  # type: ignore[call-arg]
+    # By default only the 50 most likely tokens can be drawn.
+    generate = {"max_new_tokens": 6, "do_sample": True, "top_k": len(tokenizer)}
+    options = {"tokenizer": tokenizer, "input_mode": "text", "generate_kwargs": generate}
+    praise = torch.tensor(tokenizer.convert_tokens_to_ids(PRAISE))
+
+    def reward_and_measure(batch: TensorDictBase) -> TensorDictBase:
+        responses = batch.get(("tokens", "response"))  # (N, T), padded
+        share = torch.isin(responses, praise).float().mean(-1)
+        return measure(batch.set(("next", "reward"), share[:, None, None]))
+
+    return LLMCollector(
+        env,
+        policy=TransformersWrapper(model, pad_output=True, **options),
+        dialog_turns_per_batch=n,
+        total_dialog_turns=n * args.batches,
+        flatten_data=True,
+        postproc=reward_and_measure,
+    )
+
+
+@set_list_to_stack(True)
+def main() -> None:
+    args: Args = parse_args(Args, __doc__)  # type: ignore[type-var]
+    args.batches, args.group = (4, 4) if args.quick else (args.batches, args.group)
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    tokenizer = make_tokenizer()
+    measure = ResponseKLTransform(model := make_model(tokenizer), 0.0)
+    controller = AdaptiveKLController(args.init_coeff, args.target_kl, args.horizon, clip=1.0)
+    actor, options = CausalLMActor(model), {"gradient": "sequence", "reference": measure.reference}
+    penalty = KLPenaltyLoss(actor, controller, **options)  # type: ignore[arg-type]
+    reads = {"tokenizer": tokenizer, "input_mode": "tokens", "generate": False}
+    scorer: Any = TransformersWrapper(model, pad_output=True, **reads)
+    objective = GRPOLoss(scorer, kl_to_ref_coeff=None, entropy_bonus=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    seen, bar = [], tqdm(make_collector(model, tokenizer, measure, args), total=args.batches)
+    for batch in bar:
+        n = len(batch)
+        sampler = SamplerWithoutReplacement()
+        buffer = ReplayBuffer(storage=LazyStackStorage(n), sampler=sampler, batch_size=n)
+        buffer.append_transform(MCAdvantage(grpo_size=args.group))
+        buffer.extend(batch)
+        data = buffer.sample()
+        steps = as_steps(data, pad_token=tokenizer.pad_token_id)
+        means = (float(batch["next", key].mean()) for key in ("reward", "kl"))
+        seen.append((*means, penalty.update_controller(steps)))
+        loss = objective(data).loss_objective + penalty(steps)["loss_kl"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        bar.set_postfix_str("reward {:.2f}, KL {:.2f} nats, coeff {:.3f}".format(*seen[-1]))
+    last = torch.tensor(seen[-max(len(seen) // 4, 1) :]).mean(0).tolist()
+    print("reward {:.3f}, KL {:.3f} nats per response, coefficient {:.3f}".format(*last))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,591 @@
+"""`as_steps` and ResponseKLTransform on batches of TorchRL's LLM API, against models' logits."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tensordict import TensorDict, lazy_stack, set_list_to_stack
+from torch.testing import assert_close
+from torch.utils.data import DataLoader
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import Compose, InitTracker, StepCounter
+from torchrl.envs.llm import ChatEnv
+
+from tests.language.chats import (
+    MODELS,
+    MODES,
+    QUESTIONS,
+    make_dialogs,
+    make_env,
+    make_model,
+    make_tokenizer,
+    make_wrapper,
+    rows_of,
+    sample_chats,
+)
+from torchrl_kl import (
+    GPT,
+    AdaptiveKLController,
+    CausalLMActor,
+    ConstantKLController,
+    KLConstrainedTransform,
+    KLDivergenceTransform,
+    KLPenaltyLoss,
+    ReferenceModelLogProbTransform,
+    ResponseKLTransform,
+    as_steps,
+    sample_responses,
+)
+
+COEFF = 0.3
+
+pytestmark = [
+    # TorchRL 0.14.1 calls cross_entropy with arguments that are deprecated, PEFT 0.21 transformers.
+    pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _lists():
+    with set_list_to_stack(True):
+        torch.manual_seed(0)
+        yield
+
+
+def expected_kl(model, reference, text, places, temperature=1.0):
+    """k1 and the exact KL, nats, of the tokens of one text at `places`, one prefix at a time."""
+    k1 = exact = 0.0
+    with torch.no_grad():
+        for place in places:
+            prefix = text[None, :place]
+            one, other = (
+                (lm(prefix).logits[0, -1].double() / temperature).log_softmax(-1)
+                for lm in (model, reference)
+            )
+            k1 += float(one[text[place]] - other[text[place]])
+            exact += float((one.exp() * (one - other)).sum())
+    return k1, exact
+
+
+def expected_of(batch, model, reference, temperature=1.0, *, eos=None):
+    """Of each response of a batch, read with TorchRL's own masks and prompts, row by row."""
+    fulls, prompts = (rows_of(batch, "tokens", name) for name in ("full", "prompt"))
+    masks = rows_of(batch, "masks", "all_assistant_mask")
+    attended = rows_of(batch, "masks", "all_attention_mask")
+    results = []
+    for i, full in enumerate(fulls):
+        first = int(attended[i].nonzero()[0])
+        if masks is not None:
+            places = masks[i].bool().nonzero()[:, 0].tolist()
+        else:
+            last = int(attended[i].nonzero()[-1])
+            cut = last + 1 < len(full) and eos is not None and full[last + 1] == eos
+            places = list(range(len(prompts[i]), last + 1 + cut))
+        text = full[first:]
+        results.append(
+            expected_kl(model, reference, text, [p - first for p in places], temperature)
+        )
+    return torch.tensor(results).T
+
+
+def make_batch(kind, tokenizer, model, **options):
+    """One prompt for all, prompts of several lengths, or dialogs of several turns."""
+    if kind == "dialogs":
+        return make_dialogs(tokenizer, **options)
+    questions = QUESTIONS[:1] * 3 if kind == "single" else QUESTIONS
+    return sample_chats(model, tokenizer, "text", questions, **options)
+
+
+class TestAgainstLogits:
+    @pytest.mark.parametrize("kind", MODELS)
+    @pytest.mark.parametrize("form", ["single", "ragged", "dialogs", "pad_is_eos"])
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_k1_and_exact_are_those_of_single_tokens(self, kind, form, padded):
+        tokenizer = make_tokenizer(pad_is_eos=form == "pad_is_eos")
+        model, reference = (make_model(kind, tokenizer, seed) for seed in (0, 1))
+        batch = make_batch(form, tokenizer, model, pad_output=padded)
+        k1, exact = expected_of(batch, model, reference, eos=tokenizer.eos_token_id)
+        transform = ResponseKLTransform(model, COEFF, reference=reference, estimator="exact")
+        result = transform(batch)["next"]
+        assert_close(result["kl"].flatten(), k1, atol=1e-4, rtol=0)
+        assert_close(result["kl_estimate"].flatten(), exact, atol=1e-4, rtol=0)
+        assert k1.abs().min() > 0.1
+
+    @pytest.mark.parametrize("kind", MODELS)
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_a_policy_does_not_diverge_from_itself(self, kind, mode, padded):
+        tokenizer = make_tokenizer()
+        model = make_model(kind, tokenizer)
+        batch = sample_chats(model, tokenizer, mode, pad_output=padded)
+        for estimator in ("k1", "exact", "top_k"):
+            result = ResponseKLTransform(model, COEFF, estimator=estimator)(batch)["next"]
+            measured = result["kl" if estimator == "k1" else "kl_estimate"]
+            assert measured.abs().max() < 1e-5
+
+    def test_temperature_is_that_of_policy_and_reference(self):
+        tokenizer = make_tokenizer()
+        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        batch = sample_chats(model, tokenizer, generate_kwargs={"temperature": 0.7})
+        transform = ResponseKLTransform(model, COEFF, reference=reference, temperature=0.7)
+        k1, _ = expected_of(batch, model, reference, 0.7)
+        assert_close(transform(batch)["next", "kl"].flatten(), k1, atol=1e-4, rtol=0)
+
+    def test_top_k_of_all_tokens_is_exact(self):
+        tokenizer = make_tokenizer()
+        model, reference = (make_model("qwen2", tokenizer, seed) for seed in (0, 1))
+        batch = sample_chats(model, tokenizer)
+        chosen: list[dict[str, Any]] = [{"estimator": "exact"}, {"estimator": "top_k"}]
+        exact, top_k = (
+            ResponseKLTransform(model, COEFF, reference=reference, top_k=1000, **options)(batch)[
+                "next", "kl_estimate"
+            ]
+            for options in chosen
+        )
+        assert_close(top_k, exact, atol=1e-4, rtol=0)
+
+    def test_chunks_change_nothing(self):
+        tokenizer = make_tokenizer()
+        model, reference = (make_model("gpt2", tokenizer, seed) for seed in (0, 1))
+        batch = sample_chats(model, tokenizer)
+        options = {"reference": reference, "estimator": "exact"}
+        whole = ResponseKLTransform(model, COEFF, **options)(batch)["next"]
+        parts = ResponseKLTransform(model, COEFF, chunk_size=1, **options)(batch)["next"]
+        for key in ("kl", "kl_estimate", "reward"):
+            assert_close(parts[key], whole[key], atol=1e-5, rtol=0)
+
+    def test_end_token_that_is_the_pad_token_counts_in_padded_batches(self):
+        tokenizer = make_tokenizer(pad_is_eos=True)
+        end = tokenizer.eos_token_id
+        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        prompt = torch.tensor([[end, 5, 6], [4, 5, 6]])  # the first is padded on the left
+        full = torch.tensor([[end, 5, 6, 9, end, end], [4, 5, 6, 9, 8, 7]])
+        attended = torch.tensor([[0, 1, 1, 1, 0, 0], [1] * 6]).bool()
+        batch = TensorDict(
+            tokens=TensorDict(full=full, prompt=prompt, batch_size=2),
+            masks=TensorDict(all_attention_mask=attended, batch_size=2),
+            next=TensorDict(reward=torch.ones(2, 1), batch_size=2),
+            batch_size=2,
+        )
+        result = ResponseKLTransform(model, COEFF, reference=reference)(batch)
+        scored = result["log_probs", "full"].isfinite()
+        assert scored.tolist() == [[False] * 3 + [True] * 2 + [False], [False] * 3 + [True] * 3]
+        first, _ = expected_kl(model, reference, full[0, 1:5], [2, 3])
+        assert_close(result["next", "kl"][0].item(), first, atol=1e-4, rtol=0)
+
+    def test_texts_whose_end_tokens_torchrl_cut_out_of_the_prompt(self):
+        tokenizer = make_tokenizer(pad_is_eos=True)
+        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        batch = sample_chats(model, tokenizer, "history")
+        prompts, fulls, responses = (
+            rows_of(batch, "tokens", name) for name in ("prompt", "full", "response")
+        )
+        assert not fulls[0][: len(prompts[0])].equal(prompts[0])
+        result = ResponseKLTransform(model, COEFF, reference=reference)(batch)
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            text = torch.cat([prompt, response])
+            k1, _ = expected_kl(model, reference, text, range(len(prompt), len(text)))
+            assert_close(result["next", "kl"][i].item(), k1, atol=1e-4, rtol=0)
+            scored = rows_of(result, "log_probs", "full")[i].isfinite()
+            assert scored.sum() == len(response)
+            assert scored[len(scored) - len(response) :].all()
+
+
+class TestReward:
+    @pytest.mark.parametrize("padded", [False, True])
+    @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 1, 1)])
+    def test_penalty_is_subtracted_once(self, padded, shape):
+        tokenizer = make_tokenizer()
+        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        batch = sample_chats(model, tokenizer, pad_output=padded)
+        batch["next", "reward"] = torch.arange(3.0).reshape(shape)
+        result = ResponseKLTransform(model, COEFF, reference=reference)(batch)["next"]
+        assert result["kl"].shape == result["reward"].shape == shape
+        assert_close(result["reward"], result["task_reward"] - COEFF * result["kl"])
+        assert result["task_reward"].equal(batch["next", "reward"])
+        assert (result["kl_coeff"] == COEFF).all()
+        assert "kl" not in batch["next"]
+        assert batch.get("log_probs").get("full", None) is None
+
+    def test_steps_sum_to_the_penalized_reward(self):
+        tokenizer = make_tokenizer()
+        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        batch = sample_chats(model, tokenizer, reward=2.0)
+        result = ResponseKLTransform(model, COEFF, reference=reference)(batch)["next"]
+        actor, other = CausalLMActor(model), CausalLMActor(reference)
+        steps = as_steps(batch, pad_token=0)
+        log_probs = [rows_of_log_probs(one, steps) for one in (actor, other)]
+        steps["action_log_prob"] = log_probs[0]
+        penalized = KLConstrainedTransform(actor, COEFF, reference=other)(steps)["next", "reward"]
+        sums = torch.where(steps["collector", "mask"], penalized[..., 0], 0).sum(1)
+        assert_close(sums, result["reward"].flatten(), atol=1e-4, rtol=0)
+        totals = torch.where(steps["collector", "mask"], log_probs[0] - log_probs[1], 0).sum(1)
+        assert_close(sums, 2.0 - COEFF * totals, atol=1e-4, rtol=0)
+
+    def test_log_probs_have_the_width_of_the_tokens(self):
+        tokenizer = make_tokenizer()
+        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        for padded in (False, True):
+            batch = sample_chats(model, tokenizer, pad_output=padded)
+            result = ResponseKLTransform(model, COEFF, reference=reference)(batch)
+            ours = rows_of(result, "log_probs", "full")
+            theirs = rows_of(result["next"], "ref_log_probs", "full")
+            for i, full in enumerate(rows_of(batch, "tokens", "full")):
+                scored = ours[i].isfinite()
+                assert len(ours[i]) == len(theirs[i]) == len(full)
+                assert scored.equal(theirs[i].isfinite())
+                total = (ours[i] - theirs[i])[scored].sum()
+                assert_close(total, result["next", "kl"][i].sum(), atol=1e-4, rtol=0)
+
+    def test_empty_responses_have_no_kl_and_do_not_move_the_controller(self):
+        model = GPT(vocab_size=11, block_size=8)
+        rows = [([1, 2, 3, 4], 2), ([1, 2], 2)]
+        tokens = [
+            TensorDict(full=torch.tensor(full), prompt=torch.tensor(full[:n])) for full, n in rows
+        ]
+        batch = TensorDict(tokens=lazy_stack(tokens), batch_size=2)
+        batch["next"] = TensorDict(reward=torch.tensor([[1.0], [2.0]]), batch_size=2)
+        controller = AdaptiveKLController(0.1, target=1.0, horizon=100)
+        transform = ResponseKLTransform(model, controller, update_every=2)
+        result = transform(batch)["next"]
+        assert result["kl"].tolist() == [[0.0], [0.0]]
+        assert result["reward"].tolist() == [[1.0], [2.0]]
+        assert transform.statistics.count == 1
+
+
+def rows_of_log_probs(actor, steps):
+    with torch.no_grad():
+        dist = actor.get_dist(steps.select("tokens", "position").contiguous())
+        return dist.log_prob(steps["action"])
+
+
+class TestSteps:
+    def test_layout_is_that_of_sample_responses(self):
+        actor = CausalLMActor(GPT(vocab_size=11, block_size=12))
+        prompts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
+        expected = sample_responses(
+            *(actor, prompts, 5),
+            pad_token=10,
+            eos_token=7,
+            reward_fn=lambda texts: texts.float().mean(-1),
+        )
+        texts, mask = expected["tokens"][:, 0], expected["collector", "mask"]
+        tokens = [
+            TensorDict(full=text[: len(prompt) + int(n)], prompt=prompt)
+            for text, prompt, n in zip(texts, prompts, mask.sum(1), strict=True)
+        ]
+        batch = TensorDict(tokens=lazy_stack(tokens), batch_size=2)
+        batch["next"] = TensorDict(reward=expected["next", "reward"].sum(1), batch_size=2)
+        steps = as_steps(batch, pad_token=10, eos_token=7)
+        assert steps.names == expected.names
+        n_steps, width = steps.shape[1], steps["tokens"].shape[-1]
+        assert steps["tokens"].stride(1) == 0
+        for key in expected.keys(True, True):
+            if key == "action_log_prob":
+                continue
+            value, other = steps[key], expected[key][:, :n_steps]
+            if "tokens" in (key, key[-1]):
+                other = other[..., :width]
+            where = steps["collector", "mask"]
+            assert value.dtype == other.dtype
+            assert value[where].equal(other[where]), key
+
+    def test_turns_of_a_dialog_follow_one_another(self):
+        batch = make_dialogs(make_tokenizer())
+        steps = as_steps(batch, pad_token=0)
+        mask, position = steps["collector", "mask"], steps["position"]
+        masks = rows_of(batch, "masks", "all_assistant_mask")
+        for i, one in enumerate(masks):
+            assert position[i][mask[i]].equal(one.nonzero()[:, 0])
+        both = mask[:, 1:]
+        assert steps["next", "position"][:, :-1][both].equal(position[:, 1:][both])
+        assert steps["next", "done"].sum() == len(masks)
+
+    def test_prompt_and_mask_count_what_both_have(self):
+        batch = make_dialogs(make_tokenizer(), pad_output=False)
+        fulls = rows_of(batch, "tokens", "full")
+        masks = rows_of(batch, "masks", "all_assistant_mask")
+        ends = [40, 25]
+        for i, row in enumerate(fulls[1:2]):
+            tokens = TensorDict(full=row[None], prompt=row[None, : ends[i]], batch_size=1)
+            entry = TensorDict(all_assistant_mask=masks[1][None], batch_size=1)
+            steps = as_steps(TensorDict(tokens=tokens, masks=entry, batch_size=1), pad_token=0)
+            counted = masks[1].nonzero()[:, 0]
+            assert steps["position"].flatten().equal(counted[counted >= ends[i]])
+
+    def test_padding_without_a_mask_is_told_by_the_pad_token(self):
+        tokens = TensorDict(
+            full=torch.tensor([[0, 5, 7, 8, 0, 9, 0], [6, 5, 7, 8, 7, 9, 3]]),
+            prompt=torch.tensor([[0, 5], [6, 5]]),
+            batch_size=2,
+        )
+        steps = as_steps(TensorDict(tokens=tokens, batch_size=2), pad_token=0)
+        # A pad token inside a response was sampled.
+        assert steps["action"][0][steps["collector", "mask"][0]].tolist() == [7, 8, 0, 9]
+        assert steps["action"][1].tolist() == [7, 8, 7, 9, 3]
+        assert steps["position"][0, :4].tolist() == [1, 2, 3, 4]
+
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_scored_log_probs_are_those_of_the_steps(self, padded):
+        tokenizer = make_tokenizer()
+        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        batch = sample_chats(model, tokenizer, pad_output=padded)
+        assert "action_log_prob" not in as_steps(batch, pad_token=0)
+        steps = as_steps(ResponseKLTransform(model, COEFF)(batch), pad_token=0)
+        actor, mask = CausalLMActor(model), steps["collector", "mask"]
+        expected = torch.where(mask, rows_of_log_probs(actor, steps), 0.0)
+        assert_close(steps["action_log_prob"], expected, atol=1e-5, rtol=0)
+        # The loss takes such steps, and its KL is that of the exact estimator.
+        other = CausalLMActor(reference)
+        loss = KLPenaltyLoss(actor, 1.0, gradient="sequence", reference=other)
+        exact = ResponseKLTransform(model, COEFF, reference=reference, estimator="exact")
+        total = exact(batch)["next", "kl_estimate"].sum() / mask.sum()
+        assert_close(loss(steps)["kl"], total, atol=1e-4, rtol=0)
+
+    def test_the_first_token_of_a_text_has_no_log_prob(self):
+        tokens = TensorDict(full=torch.tensor([[5, 6]]), prompt=torch.zeros(1, 0).long())
+        steps = as_steps(TensorDict(tokens=tokens, batch_size=1), pad_token=0)
+        assert steps["position"].tolist() == [[1]]
+
+
+class TestPlaces:
+    @pytest.mark.parametrize("mode", ["history", "text"])
+    @pytest.mark.parametrize("padded", [False, True])
+    @pytest.mark.parametrize("flat", [False, True])
+    def test_postproc_of_a_collector(self, mode, padded, flat):
+        tokenizer = make_tokenizer()
+        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        transform = ResponseKLTransform(model, COEFF, reference=reference)
+        seen = []
+
+        def postproc(batch):
+            batch["next", "reward"] = torch.ones(*batch.batch_size, 1, 1)
+            seen.append(batch)
+            return transform(batch)
+
+        collector = make_collector(
+            tokenizer, model, mode, postproc=postproc, flatten_data=flat, pad_output=padded
+        )
+        batch = next(iter(collector))
+        assert batch.batch_size == ((6,) if flat else (3, 2))
+        expected = transform(seen[0].reshape(-1))["next", "kl"]
+        assert_close(batch["next", "kl"].reshape(-1), expected.reshape(-1), atol=1e-5, rtol=0)
+        assert expected.abs().min() > 1e-3
+
+    def test_replay_buffer_scores_once_and_moves_the_controller(self):
+        tokenizer = make_tokenizer()
+        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        controller = AdaptiveKLController(COEFF, target=1.0, horizon=10)
+        transform = ResponseKLTransform(model, controller, reference=reference)
+        buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=4)
+        buffer.append_transform(transform, invert=True)
+        batch = sample_chats(model, tokenizer)
+        expected = ResponseKLTransform(model, COEFF, reference=reference)(batch)["next"]
+        buffer.extend(batch)
+        assert controller.coeff > COEFF
+        coeff = controller.coeff.item()
+        sample = buffer.sample()
+        assert controller.coeff == coeff
+        assert {float(v) for v in sample["next", "kl"].flatten()} <= {
+            float(v) for v in expected["kl"].flatten()
+        }
+
+    def test_parts_in_a_replay_buffer(self):
+        actor, other = (CausalLMActor(GPT(vocab_size=11, block_size=8)) for _ in range(2))
+        parts = (ReferenceModelLogProbTransform(other), KLDivergenceTransform())
+        steps = sample_responses(actor, torch.tensor([[1, 2, 3], [4, 5, 6]]), 4, pad_token=10)
+        buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=2)
+        for part in reversed(parts):  # a buffer inverts the last one first
+            buffer.append_transform(part, invert=True)
+        buffer.extend(steps)
+        expected = KLConstrainedTransform(actor, 0.1, reference=other)(steps)["next", "kl"]
+        assert buffer[:]["next", "kl"].equal(expected)
+
+    def test_stack_in_a_replay_buffer(self):
+        actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
+        controller = AdaptiveKLController(0.1, target=1.0, horizon=10)
+        stack = KLConstrainedTransform(actor, controller)
+        buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=2)
+        buffer.append_transform(stack, invert=True)
+        steps = sample_responses(actor, torch.tensor([[1, 2, 3], [4, 5, 6]]), 4, pad_token=10)
+        buffer.extend(steps)
+        assert controller.coeff < 0.1
+        assert not stack.training
+        assert buffer.sample()["next", "kl_coeff"].allclose(torch.tensor(0.1))
+
+    def test_envs_are_refused(self):
+        env = make_env(make_tokenizer())
+        with pytest.raises(RuntimeError, match=r"whole batches, not in an env: pass it as `LLMC"):
+            env.append_transform(ResponseKLTransform(GPT(vocab_size=11, block_size=8), 0.1))
+
+    def test_eval_and_freeze_stop_the_controller(self):
+        tokenizer = make_tokenizer()
+        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        batch = sample_chats(model, tokenizer)
+        controller = AdaptiveKLController(COEFF, target=1.0, horizon=10)
+        transform = ResponseKLTransform(model, controller, reference=reference)
+        for still in (transform.eval, transform.freeze):
+            still()
+            transform(batch)
+            assert controller.coeff == COEFF
+            transform.train()
+        transform.unfreeze()(batch)
+        assert controller.coeff > COEFF
+
+    @pytest.mark.parametrize("per", ["trajectory", "step"])
+    def test_controller_is_fed_responses_or_tokens(self, per):
+        tokenizer = make_tokenizer()
+        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        batch = sample_chats(model, tokenizer)
+        controller = AdaptiveKLController(COEFF, target=1.0, horizon=10_000, per=per)
+        options = {"reference": reference, "update_every": 10_000}
+        transform = ResponseKLTransform(model, controller, **options)
+        total = transform(batch)["next", "kl"].sum()
+        n_tokens = sum(map(len, rows_of(batch, "tokens", "response")))
+        statistics = transform.statistics
+        assert statistics.count == (3 if per == "trajectory" else n_tokens)
+        assert_close(float(statistics.mean * statistics.count), float(total), atol=1e-4, rtol=0)
+
+
+def make_collector(tokenizer, model, mode, *, postproc, flatten_data, pad_output):
+    loader = DataLoader(
+        QUESTIONS * 10,  # type: ignore[arg-type]
+        batch_size=3,
+        collate_fn=lambda items: TensorDict(query=list(items), batch_size=(len(items),)),
+    )
+    env = ChatEnv.from_dataloader(
+        loader, tokenizer=tokenizer, input_mode=mode, batch_size=(3,), repeats=1
+    ).append_transform(Compose(InitTracker(), StepCounter(max_steps=1)))  # type: ignore[call-arg]
+    return LLMCollector(
+        env,
+        policy=make_wrapper(model, tokenizer, mode, pad_output=pad_output),
+        dialog_turns_per_batch=6,
+        total_dialog_turns=6,
+        postproc=postproc,
+        flatten_data=flatten_data,
+    )
+
+
+class TestReference:
+    def test_adapters_off(self):
+        tokenizer = make_tokenizer()
+        base = make_model("llama", tokenizer)
+        plain = copy.deepcopy(base)
+        model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"]))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        batch = sample_chats(plain, tokenizer)
+        transform = ResponseKLTransform(model, COEFF, reference=model.disable_adapter)
+        k1, _ = expected_of(batch, model.eval(), plain)
+        assert_close(transform(batch)["next", "kl"].flatten(), k1, atol=1e-4, rtol=0)
+        assert not list(transform.reference.parameters())
+        assert k1.abs().min() > 1e-3
+
+    def test_policy_learns_and_reference_stays(self):
+        tokenizer = make_tokenizer()
+        model = make_model("qwen2", tokenizer)
+        batch = sample_chats(model, tokenizer)
+        transform = ResponseKLTransform(model, COEFF)
+        before = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        k1, _ = expected_of(batch, model, before)
+        assert_close(transform(batch)["next", "kl"].flatten(), k1, atol=1e-4, rtol=0)
+        transform.update_reference(model)
+        assert transform(batch)["next", "kl"].abs().max() < 1e-5
+
+    def test_policy_is_scored_in_eval_mode_and_left_as_it_was(self):
+        tokenizer = make_tokenizer()
+        model = make_model("gpt2", tokenizer)
+        model.train()  # GPT-2 has dropout
+        batch = sample_chats(model, tokenizer)
+        transform = ResponseKLTransform(model, COEFF)
+        assert transform(batch)["next", "kl"].abs().max() < 1e-5
+        assert model.training
+        assert not any(p.grad is not None for p in model.parameters())
+        names = set(dict(transform.named_parameters()))
+        assert all(name.startswith("reference.") for name in names)
+
+    def test_state_is_restored(self):
+        tokenizer = make_tokenizer()
+        model, other = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        batch = sample_chats(model, tokenizer)
+        first = ResponseKLTransform(model, COEFF, reference=other)
+        second = ResponseKLTransform(model, COEFF)
+        second.load_state_dict(first.state_dict())
+        results = [one(batch)["next", "kl"] for one in (first, second)]
+        assert results[0].equal(results[1])
+
+
+class TestErrors:
+    def make_batch(self, **next_entries):
+        tokens = TensorDict(full=torch.tensor([[5, 6, 7, 8]]), prompt=torch.tensor([[5, 6]]))
+        following = TensorDict(reward=torch.ones(1, 1), batch_size=1).update(next_entries)
+        return TensorDict(tokens=tokens, next=following, batch_size=1)
+
+    def make_transform(self, **options):
+        return ResponseKLTransform(GPT(vocab_size=11, block_size=8), 0.1, **options)
+
+    def test_wrappers_are_refused_where_models_are_due(self):
+        tokenizer = make_tokenizer()
+        wrapper = make_wrapper(make_model("llama", tokenizer), tokenizer)
+        with pytest.raises(TypeError, match=r"Wrapper: pass the model in it, such as `wrapper\.m"):
+            ResponseKLTransform(wrapper, 0.1)
+        with pytest.raises(TypeError, match=r"whole responses: use ResponseKLTransform\(wrapper"):
+            KLConstrainedTransform(wrapper, 0.1)
+
+    def test_a_second_penalty_is_refused(self):
+        transform = self.make_transform()
+        with pytest.raises(RuntimeError, match="a second penalty would count it twice"):
+            transform(transform(self.make_batch()))
+
+    def test_rewards_of_tokens_are_refused(self):
+        for reward in (torch.ones(1, 4, 1), torch.nested.nested_tensor([torch.ones(2)])):
+            batch = self.make_batch(reward=reward)
+            with pytest.raises(ValueError, match=r"must be one number per response, of shape \(1"):
+                self.make_transform()(batch)
+            with pytest.raises(ValueError, match="sum a reward of each token"):
+                as_steps(batch, pad_token=0)
+
+    def test_missing_entries(self):
+        batch = self.make_batch()
+        with pytest.raises(KeyError, match="a response has one; set it before this transform"):
+            self.make_transform()(batch.exclude(("next", "reward")))
+        for key in (("tokens", "full"), ("tokens", "prompt"), "tokens"):
+            with pytest.raises(KeyError, match="in a mode that returns tokens"):
+                as_steps(batch.exclude(key), pad_token=0)
+        with pytest.raises(KeyError, match='the batch has no "next"'):
+            self.make_transform()(batch.exclude("next"))
+
+    def test_prompts_that_do_not_begin_the_text(self):
+        batch = self.make_batch()
+        batch["tokens", "prompt"] = torch.tensor([[6, 5]])
+        with pytest.raises(ValueError, match=r"must begin with .* but that of element 0 \(of 4"):
+            as_steps(batch, pad_token=0)
+        batch["tokens", "response"] = torch.tensor([[9, 9]])
+        with pytest.raises(ValueError, match="pad prompts on the left, or leave them unpadded"):
+            as_steps(batch, pad_token=0)
+
+    @pytest.mark.parametrize(("name", "value"), [("top_k", 0), ("chunk_size", 0), ("top_k", True)])
+    def test_counts(self, name, value):
+        with pytest.raises(ValueError, match=f"`{name}` must be an int of at least 1, got"):
+            self.make_transform(**{name: value})
+
+    def test_ragged_batches_are_told_from_fake_ones(self):
+        tokenizer = make_tokenizer()
+        batch = sample_chats(make_model("llama", tokenizer), tokenizer)
+        actor = CausalLMActor(GPT(vocab_size=48, block_size=64))
+        with pytest.raises(KeyError, match="'action_log_prob' is not in the data"):
+            KLConstrainedTransform(actor, ConstantKLController(0.1))(batch)
+
+    def test_copies_in_other_processes_are_refused(self):
+        with pytest.raises(pickle.PicklingError, match="cannot be sent to another process"):
+            pickle.dumps(self.make_transform())

@@ -1,0 +1,222 @@
+"""Batches of TorchRL's LLM API, read as texts whose responses are scored token by token.
+
+Axes: N responses, T tokens of a response at most, L tokens of a whole text at most.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from torchrl_kl._tensordict import existing_keys
+
+FULL, PROMPT, RESPONSE = ("tokens", "full"), ("tokens", "prompt"), ("tokens", "response")
+LOG_PROB = ("log_probs", "full")
+ATTENDED, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
+
+
+def as_steps(
+    batch: TensorDictBase, *, pad_token: int | None, eos_token: int | None = None
+) -> TensorDict:
+    """A batch of TorchRL's LLM API, in the layout of `sample_responses`: one step per token.
+
+    It takes what ChatEnv, TransformersWrapper, vLLMWrapper and LLMCollector make, in all their
+    modes, lazy or padded. Texts are read as token ids and never tokenised again. Each element of
+    the batch is one response: what follows ("tokens", "prompt") in ("tokens", "full"), and of that
+    what ("masks", "all_assistant_mask") has, where there is one. Without a prompt it is the whole
+    dialog, of which the tokens of the assistant count.
+
+    TransformersWrapper cuts the end token out of unpadded responses if it is the pad token as well.
+    Use another pad token, or `pad_output=True`, with which it is read if `eos_token` is given.
+
+    Keys:
+        reads ("tokens", "full"), and ("tokens", "prompt") or ("masks", "all_assistant_mask");
+        ("tokens", "response") where TorchRL has cut end tokens out of the prompt in the whole text;
+        ("masks", "all_attention_mask"); ("next", "reward"), one number per response; ("log_probs",
+        "full"), as ResponseKLTransform writes it.
+        writes the keys of `sample_responses`, "action_log_prob" only if those log-probs are there.
+        The reward is at the last token that counts, so that of an empty response is in no step. In
+        a dialog the next state of a turn's last token is that of the next turn's first.
+
+    Args:
+        batch: any batch size, of N elements in all.
+        pad_token: id that fills texts after the response; it may be `eos_token`. Padded batches
+            that have no attention mask are padded with it, too. None: 0, for batches with a mask.
+        eos_token: id that ends a response. None: all responses count as ended.
+
+    Raises:
+        KeyError: the text is missing, or what tells where the response is.
+        ValueError: a text does not begin with its prompt, or there is not one reward per response.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_kl import as_steps
+        >>> tokens = TensorDict(full=torch.tensor([[5, 6, 7, 8]]), prompt=torch.tensor([[5, 6]]))
+        >>> steps = as_steps(TensorDict(tokens=tokens, batch_size=1), pad_token=0)
+        >>> steps["action"], steps["position"]
+        (tensor([[7, 8]]), tensor([[2, 3]]))
+    """
+    responses = read_responses(batch, pad_token=pad_token, eos_token=eos_token)
+    steps = make_steps(responses, _rewards(batch, responses.tokens), eos_token)
+    recorded, _ = _rows(batch.reshape(-1), LOG_PROB)
+    if recorded is not None:
+        steps.set("action_log_prob", _log_probs(recorded, responses, steps))
+    return steps
+
+
+class Responses(NamedTuple):
+    """Texts and their tokens that count."""
+
+    tokens: Tensor  # (N, L), padded on the right
+    counted: Tensor  # (N, L), True for the tokens of the response
+    shift: list[int]  # token j of a text is token j + shift of its ("tokens", "full")
+    widths: list[int]  # of ("tokens", "full"), N
+
+    def to(self, device: torch.device | None) -> Responses:
+        """The same on another device; None: where they are."""
+        return self._replace(tokens=self.tokens.to(device), counted=self.counted.to(device))
+
+
+def read_responses(
+    batch: TensorDictBase, *, pad_token: int | None, eos_token: int | None
+) -> Responses:
+    """The texts of a batch (*B), in the order of its elements; N is their number."""
+    rows = batch.reshape(-1)
+    full, dense = _rows(rows, FULL)
+    entries = [_rows(rows, key)[0] for key in (PROMPT, RESPONSE, ATTENDED, ASSISTANT)]
+    if full is None or (entries[0] is None and entries[3] is None):
+        raise KeyError(
+            f"the batch must have {FULL} and {PROMPT}, or else {ASSISTANT}, got "
+            f"{existing_keys(batch)}: collect it with a wrapper of TorchRL's LLM API, which writes "
+            "them, in a mode that returns tokens."
+        )
+    texts, counted, shifts = [], [], []
+    for i, row in enumerate(full):
+        prompt, response, attended, assistant = (None if one is None else one[i] for one in entries)
+        if attended is None and dense and pad_token is not None:
+            attended = row != pad_token
+        text, start, shift = _read_text(i, row, prompt, response, attended, eos_token)
+        counts = torch.arange(len(text), device=text.device) >= max(start, 1)
+        if assistant is not None:
+            places = torch.arange(len(text), device=text.device) + shift
+            counts &= assistant.bool()[places.clamp(min=0)] & (places >= 0)
+        texts.append(text)
+        counted.append(counts)
+        shifts.append(shift)
+    tokens = pad_sequence(texts, batch_first=True, padding_value=pad_token or 0)
+    return Responses(tokens, pad_sequence(counted, batch_first=True), shifts, [*map(len, full)])
+
+
+def _rows(batch: TensorDictBase, key: NestedKey) -> tuple[list[Tensor] | None, bool]:
+    """An entry of each element of a batch (N,), None if it is missing; whether it is one tensor."""
+    holder = batch.get(key[0], None)
+    if holder is None or holder.get(key[1], None, as_list=True) is None:
+        return None, False
+    value = holder.get(key[1], as_list=True)
+    return (list(value.unbind(0)), True) if isinstance(value, Tensor) else (list(value), False)
+
+
+def _read_text(
+    i: int,
+    full: Tensor,
+    prompt: Tensor | None,
+    response: Tensor | None,
+    attended: Tensor | None,
+    eos_token: int | None,
+) -> tuple[Tensor, int, int]:
+    """The text without padding, where in it the response begins, and the shift to `full`.
+
+    `full` (W,), `attended` (W,): False for padding, and for pad tokens that the model has sampled.
+    """
+    start = 0 if prompt is None else len(prompt)
+    if prompt is not None and not full[:start].equal(prompt):
+        # Where the pad token ends a turn, TorchRL cuts it out of the prompt, but in `full` only.
+        if response is None or not full[len(full) - len(response) :].equal(response):
+            raise ValueError(
+                f"{FULL} must begin with {PROMPT}, but that of element {i} (of {len(full)} and "
+                f"{start} tokens) does not: pad prompts on the left, or leave them unpadded."
+            )
+        text = torch.cat([prompt, response])
+        return text, start, len(full) - len(text)
+    first, end = 0, len(full)
+    if attended is not None and not attended.all():
+        real = attended.nonzero()[:, 0].tolist() or [0, start - 1]
+        first = real[0] if prompt is None else min(real[0], start)
+        end = max(real[-1] + 1, start)
+        # Padding may begin with the end token: there is nothing else after what a model has said.
+        ends_here = eos_token is not None and end < len(full) and full[end] == eos_token
+        if ends_here and (end == start or full[end - 1] != eos_token):
+            end += 1
+    return full[first:end], start - first, first
+
+
+def make_steps(responses: Responses, rewards: Tensor, eos_token: int | None) -> TensorDict:
+    """The layout (N, T) of responses and their rewards (N,)."""
+    texts, counted = responses.tokens, responses.counted
+    lengths = counted.sum(1, keepdim=True)  # (N, 1)
+    n_steps = max(int(lengths.max()), 1) if len(texts) else 1
+    step = torch.arange(n_steps, device=texts.device)
+    # The places of the tokens that count, then those of the others.
+    places = counted.long().argsort(dim=1, descending=True, stable=True)[:, :n_steps]
+    mask = step < lengths
+    position = torch.where(mask, places, places.new_full((), texts.shape[1] - 1)).clamp(min=0)
+    # A state after the user's next message follows on the last token of a turn.
+    following = torch.cat([position[:, 1:], position[:, -1:] + 1], 1)
+    last = step == lengths - 1
+    following = torch.where(last, position + 1, following)
+    action = texts.gather(1, position)
+    done = last.unsqueeze(-1)
+    cut = done & (action != (action if eos_token is None else eos_token)).unsqueeze(-1)
+    tokens = texts[:, None].expand(-1, n_steps, -1)
+    steps = TensorDict(
+        tokens=tokens,
+        position=position,
+        action=action,
+        collector=TensorDict(mask=mask, batch_size=mask.shape),
+        next=TensorDict(
+            tokens=tokens,
+            position=following,
+            reward=torch.where(done, rewards[:, None, None], 0.0),
+            done=done,
+            terminated=done & ~cut,
+            truncated=cut,
+            batch_size=mask.shape,
+        ),
+        batch_size=mask.shape,
+        device=texts.device,
+    )
+    steps.names = [None, "time"]
+    return steps
+
+
+def _log_probs(recorded: list[Tensor], responses: Responses, steps: TensorDict) -> Tensor:
+    """The recorded log-prob of each step, (N, T); 0 where none counts."""
+    mask, position = steps["collector", "mask"], steps["position"]
+    log_probs = torch.zeros(mask.shape, dtype=recorded[0].dtype, device=mask.device)
+    for i, row in enumerate(recorded):
+        log_probs[i, mask[i]] = row[position[i, mask[i]] + responses.shift[i]]
+    return log_probs
+
+
+def _rewards(batch: TensorDictBase, tokens: Tensor) -> Tensor:
+    """The reward of each response, (N,); zeros if the batch has none."""
+    reward = batch.get(("next", "reward"), None)
+    if reward is None:
+        return torch.zeros(len(tokens), device=tokens.device)
+    check_rewards(reward, batch.batch_size)
+    return reward.reshape(-1).to(tokens.device)
+
+
+def check_rewards(reward: Tensor, batch_size: torch.Size) -> None:
+    """ValueError unless there is one reward for each element of a batch."""
+    if reward.is_nested or reward.numel() != batch_size.numel():
+        shape = "nested" if reward.is_nested else tuple(reward.shape)
+        raise ValueError(
+            "('next', 'reward') must be one number per response, of shape "
+            f"{(*batch_size, 1)} or {(*batch_size, 1, 1)}, got {shape}: sum a reward of each token."
+        )
