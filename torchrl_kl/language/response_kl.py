@@ -149,9 +149,9 @@ class ResponseKLTransform(PenaltyTransform):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Scores, measures and penalizes a batch (*B) that has "next"; returns a shallow copy."""
-        self.refuse_penalized_batch(tensordict)
         batch = td.copy_batch(tensordict)
         following = cast(TensorDictBase, batch.get("next"))
+        self.refuse_penalized(following, "the batch")
         reward = td.get_required(following, self.keys.reward, _NO_REWARD)
         check_rewards(reward, batch.batch_size)
         tokens = {"pad_token": self.pad_token, "eos_token": self.eos_token}
