@@ -87,10 +87,10 @@ class Base(NamedTuple):
 
     @classmethod
     def load(cls, folder: Path) -> Base:
-        rewards = (LinearReward.load(folder / f"{name}.pt") for name in ("proxy", "gold"))
+        proxy, gold = (LinearReward.load(folder / f"{name}.pt") for name in ("proxy", "gold"))
         tokenizer = AutoTokenizer.from_pretrained(folder / "language_model")
-        prompts = torch.load(folder / "prompts.pt")
-        return cls(folder / "language_model", tokenizer, *rewards, *prompts)
+        prompts, eval_prompts = torch.load(folder / "prompts.pt")
+        return cls(folder / "language_model", tokenizer, proxy, gold, prompts, eval_prompts)
 
     def decode(self, ids: Tensor) -> list[str]:
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -163,11 +163,18 @@ def make_base(args: Args, folder: Path) -> dict:
 
     prompts = heldout_ids[:, : args.prompt_tokens].unique(dim=0)
     prompts = prompts[torch.randperm(len(prompts))]
+    if len(prompts) <= args.eval_responses:
+        raise SystemExit(
+            f"--eval-responses must be less than the {len(prompts)} prompts that the held-out "
+            f"reviews give, got {args.eval_responses}: raise --heldout."
+        )
     eval_prompts, prompts = prompts[: args.eval_responses], prompts[args.eval_responses :]
     base = Base(folder / "language_model", tokenizer, proxy, gold, prompts, eval_prompts)
     actor = CausalLMActor(model)
-    # As in Ziegler et al. (2019): rewards of the language model have mean 0 and standard deviation 1.
-    drawn = base.decode(base.sample(actor, draw(prompts, 512), args.response_tokens)["tokens"][:, 0])
+    # The rewards of the language model get mean 0, standard deviation 1 (Ziegler et al. 2019).
+    drawn = base.decode(
+        base.sample(actor, draw(prompts, 512), args.response_tokens)["tokens"][:, 0]
+    )
     for name, reward in (("proxy", proxy), ("gold", gold)):
         reward.normalise(drawn)
         reward.save(folder / f"{name}.pt")
@@ -203,13 +210,16 @@ class PPO:
 
     def __init__(self, base: Base, controller: KLController, in_loss: bool, args: Args):
         self.base, self.controller, self.args = base, controller, args
-        self.policy = AutoModelForCausalLM.from_pretrained(base.folder)
+        self.policy: Any = AutoModelForCausalLM.from_pretrained(base.folder)
         # The critic begins as the language model, but for its head.
-        self.critic = AutoModelForTokenClassification.from_pretrained(base.folder, num_labels=1)
+        self.critic: Any = AutoModelForTokenClassification.from_pretrained(
+            base.folder, num_labels=1
+        )
         if args.lora:
             self.policy = with_adapters(self.policy, "CAUSAL_LM", args.lora_rank)
             self.critic = with_adapters(self.critic, "TOKEN_CLS", args.lora_rank)
-        self.policy.eval(), self.critic.eval()  # without dropout
+        for model in (self.policy, self.critic):
+            model.eval()  # without dropout
         self.actor, value = CausalLMActor(self.policy), CausalLMCritic(self.critic)
         self.stack = KLConstrainedTransform(
             self.actor,
@@ -270,8 +280,13 @@ class PPO:
 
 
 def with_adapters(model: Any, task: str, rank: int) -> Any:
+    """The model with LoRA in all its layers but the output, which a critic learns anew."""
     config = LoraConfig(
-        task_type=task, r=rank, lora_alpha=2 * rank, target_modules="all-linear"
+        task_type=task,
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules="all-linear",
+        exclude_modules=["score", "classifier"] if task == "TOKEN_CLS" else None,
     )
     return get_peft_model(model, config)
 

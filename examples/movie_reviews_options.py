@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 
 def arg(default, help, choices=None):
@@ -23,7 +24,7 @@ class Args:
     resume: bool = arg(
         False, "Go on with what is in the folder --out: finished stages and runs are kept."
     )
-    logger: str = arg(
+    logger: Literal["csv", "tensorboard", "wandb"] = arg(
         "csv",
         "Where metrics go: metrics.csv alone, or TensorBoard or Weights & Biases too.",
         ["csv", "tensorboard", "wandb"],

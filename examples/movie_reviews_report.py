@@ -86,7 +86,7 @@ def make_table(before: dict[str, float], figures: Results) -> list[str]:
     rows = {"language model": (before, ["", ""])}
     for run, (title, _) in RUNS.items():
         late = (figures[run]["kl_last_quarter"], figures[run]["coeff_last_quarter"])
-        rows[title] = (figures[run]["final"], ["{:.2f}".format(late[0]), "{:.3f}".format(late[1])])
+        rows[title] = (figures[run]["final"], [f"{late[0]:.2f}", f"{late[1]:.3f}"])
     for title, (final, late) in rows.items():
         cells = [form.format(final[name]) for name, (_, form) in COLUMNS.items()]
         lines.append(f"| {' | '.join([title, *cells, *late])} |")
@@ -101,13 +101,13 @@ def make_samples(base: dict, results: Results) -> list[str]:
         texts = {"language model": base["samples"][i]}
         texts |= {title: results[run]["samples"][i] for run, (title, _) in RUNS.items()}
         for title, (prompt, response) in texts.items():
-            lines.append(f"- *{title}*: **{escape(prompt)}**{escape(response)}")
+            lines.append(f"- *{title}*: **{escape(prompt).strip()}**{escape(response)}")
     return lines
 
 
 def escape(text: str) -> str:
     """A text as Markdown shows it, on one line."""
-    text = " ".join(text.split()) if text.isspace() else text.replace("\n", " ")
+    text = text.replace("\n", " ").replace("\ufffd", "")
     return "".join(f"\\{c}" if c in "\\`*_[]<>#|" else c for c in text).rstrip()
 
 

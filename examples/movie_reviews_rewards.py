@@ -16,6 +16,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ def pairs(text: str) -> list[str]:
     units = re.findall(r"[a-z']+|[.,!?]", text.lower())
     seen: set[str] = set()
     features = []
-    for left, right in zip(units, units[1:], strict=False):
+    for left, right in pairwise(units):
         pair = f"{left} {right}"
         features.append(AGAIN if pair in seen else pair)
         seen.add(pair)
@@ -107,7 +108,7 @@ def corrupt(text: str, chance: random.Random) -> str:
     units = text.split()
     if chance.random() < 0.5:
         return " ".join(chance.sample(units, len(units)))
-    start, length = chance.randrange(len(units)), chance.randint(1, 3)
+    start, length = chance.randrange(len(units) // 2), chance.randint(1, 3)
     phrase = units[start : start + length]
     n_words = chance.randint(6, len(units))
     repeated = (phrase * n_words)[:n_words]
