@@ -170,7 +170,7 @@ def make_base(args: Args, folder: Path) -> dict:
         )
     eval_prompts, prompts = prompts[: args.eval_responses], prompts[args.eval_responses :]
     base = Base(folder / "language_model", tokenizer, proxy, gold, prompts, eval_prompts)
-    actor = CausalLMActor(model)
+    actor = CausalLMActor(model, temperature=args.temperature)
     # The rewards of the language model get mean 0, standard deviation 1 (Ziegler et al. 2019).
     drawn = base.decode(
         base.sample(actor, draw(prompts, 512), args.response_tokens)["tokens"][:, 0]
@@ -220,7 +220,8 @@ class PPO:
             self.critic = with_adapters(self.critic, "TOKEN_CLS", args.lora_rank)
         for model in (self.policy, self.critic):
             model.eval()  # without dropout
-        self.actor, value = CausalLMActor(self.policy), CausalLMCritic(self.critic)
+        self.actor = CausalLMActor(self.policy, temperature=args.temperature)
+        value = CausalLMCritic(self.critic)
         self.stack = KLConstrainedTransform(
             self.actor,
             ConstantKLController(0.0) if in_loss else controller,  # 0 only measures

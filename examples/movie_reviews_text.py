@@ -132,28 +132,50 @@ def train_language_model(
     model: Any, texts: Tensor, heldout: Tensor, updates: int, batch: int, lr: float
 ) -> dict[str, Any]:
     """Trains `model`, in place, to predict the tokens of texts (N, L); its losses."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, lr, total_steps=updates, pct_start=0.1
-    )
+    optimizers = make_optimizers(model, lr)
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            optimizer.param_groups[0]["lr"],
+            total_steps=updates,
+            pct_start=0.1,
+            cycle_momentum=False,
+        )
+        for optimizer in optimizers
+    ]
     model.train()
     losses = []
     bar = tqdm(range(updates), desc="language model", disable=None)
     for step in bar:
         loss = nats_per_token(model, texts[torch.randint(len(texts), (batch,))])
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        for part in (*optimizers, *schedules):
+            part.step()
         if step % 10 == 0:
             losses.append(loss.item())
             bar.set_postfix_str(f"loss {loss.item():.2f} nats per token")
     model.eval()
     with torch.no_grad():
         return {"losses": losses, "heldout_loss": nats_per_token(model, heldout).item()}
+
+
+def make_optimizers(model: Any, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the weights of the layers, which needs half as many texts as Adam; Adam for others.
+
+    Others are embeddings, the output and all vectors.
+    """
+    tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    tables.append(model.get_output_embeddings().weight)
+    known = {id(weight) for weight in tables}
+    parameters = list(model.parameters())
+    layers = [p for p in parameters if p.ndim == 2 and id(p) not in known]
+    others = [p for p in parameters if p.ndim != 2 or id(p) in known]
+    return [
+        torch.optim.Muon(layers, lr=4 * lr, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), fused=True),
+    ]
 
 
 def nats_per_token(model: Any, texts: Tensor) -> Tensor:
