@@ -13,6 +13,7 @@ from movie_reviews_options import Args
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator
 
 # The runs, with their titles and colours.
 RUNS = {
@@ -118,36 +119,54 @@ def smooth(values: list[float], width: int = 9) -> list[float]:
 
 
 def draw_curves(results: Results, target: float, file: Path) -> None:
-    """Rewards against KL; KL, coefficient and perplexity over the batches."""
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    rewards, kls, coeffs, perplexities = axes.flat
+    """Rewards against KL; KL, coefficient, perplexity and distinct-2 over the batches."""
+    figure, axes = plt.subplots(2, 3, figsize=(14, 8), layout="constrained")
+    rewards, near, kls, coeffs, perplexities, distinct = axes.flat
+    draw_rewards(results, target, rewards, near)
+    names = {"kl": kls, "coeff": coeffs, "perplexity": perplexities, "distinct_2": distinct}
     for run, (title, color) in RUNS.items():
-        curves = {name: smooth(values) for name, values in results[run]["curves"].items()}
-        roots = [max(kl, 0.0) ** 0.5 for kl in curves["kl"]]
-        rewards.plot(roots, curves["proxy"], color=color, linestyle="--", linewidth=1.2)
-        rewards.plot(roots, curves["gold"], color=color, linewidth=1.6)
-        for panel, name in ((kls, "kl"), (coeffs, "coeff"), (perplexities, "perplexity")):
-            panel.plot(curves[name], color=color, label=title, linewidth=1.4)
-    rewards.plot([], [], color="0.3", linestyle="--", label="proxy, which is optimised")
-    rewards.plot([], [], color="0.3", label="gold, which is not")
-    rewards.legend(frameon=False)
-    rewards.axhline(0, color="0.8", linewidth=0.8, zorder=0)
-    rewards.set(
-        title="Over-optimisation: reward against distance",
-        xlabel="square root of KL (nats per response)",
-        ylabel="reward (standard deviations)",
-    )
+        for name, panel in names.items():
+            curve = smooth(results[run]["curves"][name])
+            panel.plot(curve, color=color, label=title, linewidth=1.4)
     kls.axhline(target, color="0.4", linestyle=":", linewidth=1)
     kls.set(title=f"KL to the language model, target {target:g}", ylabel="nats per response")
-    kls.set_yscale("symlog", linthresh=5)
+    kls.set_yscale("symlog", linthresh=2)
+    kls.set_ylim(bottom=0)
+    kls.set_yticks([0, 1, 3, 10, 30, 100])
     coeffs.set(title="Coefficient", ylabel="reward per nat")
-    perplexities.set(
-        title="Perplexity of the responses under the language model", ylabel="per token"
-    )
-    perplexities.set_yscale("log")
-    for panel in (kls, coeffs, perplexities):
+    perplexities.set(title="Perplexity under the language model", ylabel="per token", yscale="log")
+    perplexities.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    distinct.set(title="Distinct-2", ylabel="different pairs of tokens per pair", ylim=(0, 1))
+    for panel in (kls, perplexities):
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panel.minorticks_off()
+    for panel in names.values():
         panel.set_xlabel("batch of responses")
     handles, labels = kls.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(file, dpi=80)
+    figure.savefig(file, dpi=75)
     plt.close(figure)
+
+
+def draw_rewards(results: Results, target: float, everything: Any, near: Any) -> None:
+    """Rewards against the square root of KL (Gao et al. 2022): all, and up to 4 times the target."""
+    shown = [0.0]
+    for run, (_, color) in RUNS.items():
+        curves = {name: smooth(values) for name, values in results[run]["curves"].items()}
+        roots = [max(kl, 0.0) ** 0.5 for kl in curves["kl"]]
+        for name, line in (("proxy", "--"), ("gold", "-")):
+            for panel in (everything, near):
+                panel.plot(roots, curves[name], color=color, linestyle=line, linewidth=1.4)
+            pairs = zip(curves["kl"], curves[name], strict=True)
+            shown += [reward for kl, reward in pairs if kl < 4 * target]
+    near.set(xlim=(0, (4 * target) ** 0.5), ylim=(min(shown) - 0.1, max(shown) + 0.1))
+    near.axvline(target**0.5, color="0.4", linestyle=":", linewidth=1)
+    near.set_title("The same, near the target")
+    everything.plot([], [], color="0.3", linestyle="--", label="proxy, which is optimised")
+    everything.plot([], [], color="0.3", label="gold, which is not")
+    everything.legend(frameon=False, loc="upper left")
+    everything.set_title("Over-optimisation: reward against KL")
+    for panel in (everything, near):
+        panel.axhline(0, color="0.8", linewidth=0.8, zorder=0)
+        panel.set_xlabel("square root of KL (nats per response)")
+        panel.set_ylabel("reward (standard deviations)")
