@@ -149,7 +149,7 @@ def draw_curves(results: Results, target: float, file: Path) -> None:
 
 
 def draw_rewards(results: Results, target: float, everything: Any, near: Any) -> None:
-    """Rewards against the square root of KL (Gao et al. 2022): all, and up to 4 times the target."""
+    """Rewards against the root of the KL (Gao et al. 2022): all, and up to 4 times the target."""
     shown = [0.0]
     for run, (_, color) in RUNS.items():
         curves = {name: smooth(values) for name, values in results[run]["curves"].items()}
