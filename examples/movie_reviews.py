@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from movie_reviews_options import Args, parse_args
+from movie_reviews_options import Args, check_settings, parse_args
 from movie_reviews_report import RUNS, write_report
 from movie_reviews_rewards import LinearReward, accuracy, fit_gold, fit_proxy
 from movie_reviews_text import (
@@ -372,7 +372,9 @@ def main() -> None:
     args = parse_args(__doc__)
     prepare_process(args)
     out = Path(args.out)
-    if not args.resume:
+    if args.resume:
+        check_settings(args, out / "config.json")
+    else:
         for folder in ("base", "log", *RUNS):
             shutil.rmtree(out / folder, ignore_errors=True)
     (out / "base").mkdir(parents=True, exist_ok=True)

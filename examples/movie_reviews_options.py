@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Literal
 
 
@@ -102,3 +104,16 @@ def parse_args(description: str | None, given: Sequence[str] | None = None) -> A
         if chosen:
             parser.set_defaults(**defaults)
     return Args(**vars(parser.parse_args(given)))
+
+
+def check_settings(args: Args, file: Path) -> None:
+    """SystemExit if the job that is to be resumed had other settings."""
+    before = json.loads(file.read_text()) if file.exists() else {}
+    free = {"out", "resume", "logger", "threads", "processes"}  # they do not change the result
+    settings = {name: value for name, value in asdict(args).items() if name not in free}
+    others = [name for name, value in settings.items() if before.get(name, value) != value]
+    if others:
+        raise SystemExit(
+            f"{file.parent} holds results of other settings ({', '.join(others)}): choose another "
+            "--out, or leave --resume out to replace them."
+        )

@@ -94,7 +94,7 @@ class TestTheRun:
         assert report.count("- *no KL penalty*: **") == report.count("\n## Prompt") == 6
         assert "Seconds: base " in run[1]
 
-    def test_it_goes_on_where_it_was_stopped(self, run, tmp_path):
+    def test_it_goes_on_where_it_was_stopped(self, run):
         folder, printed = run
         out = folder / "out"
         before = json.loads((out / "adaptive" / "result.json").read_text())
@@ -108,6 +108,11 @@ class TestTheRun:
         times = {"seconds": 0, "cpu_seconds": 0}
         assert before | times == after | times
         assert again.splitlines()[:7] == printed.splitlines()[:7]
+
+    def test_it_does_not_go_on_with_other_settings(self, run):
+        options = f"--data reviews.csv --out out --resume {TINY} --threads 2"
+        with pytest.raises(SystemExit, match=r"other settings \(seed, batches\): choose another"):
+            run_here(PATH, run[0], f"{options} --batches 5 --seed 1")
 
     # 2026-11: peft 0.21.2 asks transformers 5.23 for it.
     @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -181,7 +186,7 @@ class TestTexts:
         assert tokenizer.decode(tokenizer(" film 映画!")["input_ids"]) == " film 映画!"
         assert text.encode(tokenizer, ["film", GOOD], 8).shape == (1, 8)  # one is too short
 
-    def test_too_few_prompts(self, script, run):
+    def test_too_few_prompts(self, run):
         options = f"--data reviews.csv --out few {TINY} --eval-responses 500"
         with pytest.raises(SystemExit, match=r"--eval-responses must be less than .* got 500"):
             run_here(PATH, run[0], options)
