@@ -319,6 +319,8 @@ from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform, kl_collector
 from torchrl_kl.envs import DigitLanguageEnv
 
 if __name__ == "__main__":
+    # A process that was started in the background ignores Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
     make_env = functools.partial(DigitLanguageEnv, batch_size=(2,))
     stack = KLConstrainedTransform(policy, 0.1)

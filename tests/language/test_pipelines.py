@@ -282,7 +282,9 @@ def test_collectors_of_ray():
     ray = pytest.importorskip("ray")
     from torchrl.collectors.distributed import RayCollector
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    started = not ray.is_initialized()  # by the tests of collectors, in the same process
+    if started:
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     actor = make_actor("llama")
     collector = RayCollector(
         [DigitLanguageEnv] * 2,
@@ -298,4 +300,5 @@ def test_collectors_of_ray():
             check_recorded(batch, actor.reader.lm.model)
     finally:
         collector.shutdown()
-        ray.shutdown()
+        if started:
+            ray.shutdown()
