@@ -81,7 +81,7 @@ ARROWS: dict[str, set[str]] = {
         *("_feeding", "_tensordict", "_torchrl"),
         *("actors", "controllers", "functional"),
     },
-    "language": {"_tensordict", "actors", "controllers", "transforms"},
+    "language": {"_tensordict", "actors", "controllers", "functional", "transforms"},
     "objectives": {"_feeding", "_tensordict", "actors", "controllers", "functional"},
     "monitor": {"_feeding", "_tensordict", "actors", "controllers", "functional"},
     "collectors": {"_tensordict", "_torchrl", "actors", "controllers", "transforms"},

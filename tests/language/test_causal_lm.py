@@ -287,9 +287,11 @@ class TestErrors:
         with pytest.raises(ValueError, match="vocabulary of 11 tokens, got 11: build"):
             CausalLMRewardModel(llama, end_token=11)
 
-    @pytest.mark.parametrize("temperature", [0, -1.0, float("nan")])
+    @pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf")])
     def test_temperature(self, temperature):
-        with pytest.raises(ValueError, match=f"be greater than 0, got {temperature}"):
+        with pytest.raises(
+            ValueError, match=f"`temperature` must be finite and above 0, got {temperature}"
+        ):
             CausalLMActor(GPT(11, 8), temperature=temperature)
 
     @every_kind

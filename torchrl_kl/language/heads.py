@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
+from torchrl_kl.functional.numbers import check_number
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.distribution import NextToken
 from torchrl_kl.language.reader import StateReader
@@ -28,9 +29,7 @@ class LogitsReader(StateReader):
 
     def __init__(self, model: nn.Module, temperature: float, cache_bytes: int | None):
         super().__init__(model, clamp_full=True, cache_bytes=cache_bytes)
-        if not temperature > 0:
-            raise ValueError(f"`temperature` must be greater than 0, got {temperature}.")
-        self.temperature = temperature
+        self.temperature = check_number("temperature", temperature, above=0)
         self._check(self.lm.n_out)
 
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:

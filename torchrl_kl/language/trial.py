@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.language.cache import KeyValueCache
 from torchrl_kl.language.causal_lm import CausalLM
 
@@ -40,7 +39,7 @@ def _find_problem(lm: CausalLM) -> str | None:
     tokens = torch.tensor([[0, 1, 0, 1, 1], [1, 0, 0, 1, 0]], device=weight.device)
     tokens = tokens[:, :n_tokens].clamp(max=(lm.vocab_size or 2) - 1)
     each = torch.arange(2, device=tokens.device)
-    with torch.inference_mode(), torch.autocast(weight.device.type, enabled=False), _eval(lm):
+    with torch.inference_mode(), torch.autocast(weight.device.type, enabled=False), evaluating(lm):
         for last in (torch.full_like(each, n_tokens - 1), each + (n_tokens - 2)):
             expected = lm.at(tokens, each, last)
             try:
@@ -59,16 +58,3 @@ def _read_with_cache(lm: CausalLM, tokens: Tensor, last: Tensor) -> Tensor:
     cache.read_texts(lm, tokens[:, : width - 1], last - 1)
     slots = width - 1 if (last == width - 1).all() else last
     return cache.read_next(lm, tokens.gather(1, last[:, None])[:, 0], slots, width)
-
-
-@contextmanager
-def _eval(model: nn.Module) -> Iterator[None]:
-    """Puts all modules into eval mode, as dropout would make any two passes differ."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
