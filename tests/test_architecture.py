@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +58,7 @@ PUBLIC_NAMES = {
         "ResponseKLTransform",
         "sum_over_trajectories",
     ],
-    "torchrl_kl.envs": ["DigitLanguage", "DigitLanguageEnv"],
+    "torchrl_kl.envs": ["DigitLanguage", "DigitLanguageEnv", "DigitLanguageGymEnv"],
 }
 
 # Private names of PyTorch and of Hugging Face, for which they have no public ones.
@@ -202,7 +204,7 @@ def later():
     def test_envs_and_transforms_meet_only_in_keys(self, path):
         own, others = imports_of(path, "torchrl_kl.envs")
         assert {name.split(".")[0] for name in own} <= {"envs"}
-        assert others <= TENSORDICT
+        assert others <= TENSORDICT | {"gymnasium", "numpy"}
 
     def test_the_front_door_only_opens(self):
         own, others = imports_of(PACKAGE / "__init__.py")
@@ -293,5 +295,21 @@ class TestEnvsFolder:
         )
         assert result.stderr.splitlines()[-1] == sentence
 
+    @pytest.mark.skipif(
+        not (PACKAGE / "envs").is_dir(), reason="sdists and some file systems have no such links"
+    )
     def test_the_link_for_editors_leads_there(self):
         assert (ROOT / "torchrl_kl" / "envs").resolve() == ROOT / "envs"
+
+    def test_a_checkout_without_symbolic_links(self, tmp_path):
+        links = shutil.ignore_patterns("__pycache__", "envs")
+        shutil.copytree(PACKAGE, tmp_path / "torchrl_kl", ignore=links)
+        (tmp_path / "torchrl_kl" / "envs").write_text("../envs")  # as Git writes it there
+        shutil.copytree(ROOT / "envs", tmp_path / "envs")
+        code = "import torchrl_kl.envs as envs; print(envs.__file__, envs.DigitLanguage().n_tokens)"
+        command = [sys.executable, "-W", "ignore", "-c", code]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        result = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert result.stdout.split() == [str(tmp_path / "envs" / "__init__.py"), "11"]

@@ -1,5 +1,7 @@
 """KL control for reinforcement learning on TorchRL: measures the KL and adapts its penalty."""
 
+from os import path as _path
+
 from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.actors import FrozenActor, TopKActor
 from torchrl_kl.collectors import kl_collector
@@ -85,3 +87,10 @@ __all__ = [
     "sample_responses",
     "sum_over_trajectories",
 ]
+
+__version__ = "0.1.0"
+
+# In a checkout, `envs` is a symbolic link to a folder next to the package. File systems without
+# such links have a small file in its place: modules are then also looked for next to the package.
+if not _path.isdir(_path.join(__path__[0], "envs")):
+    __path__.append(_path.dirname(__path__[0]))
