@@ -48,9 +48,11 @@ class _Attention(nn.Module):
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, each (N, n_head, T, n_embd / n_head)."""
         n_texts, n_tokens, width = x.shape
+        joint = self.query_key_value(x)
+        if n_tokens == 1:
+            return joint.view(n_texts, 3, self.n_head, 1, -1).unbind(1)
         shape = n_texts, n_tokens, 3, self.n_head, width // self.n_head
-        joint = self.query_key_value(x).view(shape)
-        return joint.permute(2, 0, 3, 1, 4).unbind(0)
+        return joint.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
 
     def maps(self, x: Tensor) -> Tensor:
         query, key, _ = self.heads(x)
@@ -62,12 +64,11 @@ class _Attention(nn.Module):
         query, key, value = self.heads(x)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
-        drop, one = self.dropout if self.training else 0.0, query.shape[2] == 1
-        if one and not drop:
-            mixed = _attend_one(query, key, value, mask)
-        else:
-            causal = mask is None and not one
-            mixed = F.scaled_dot_product_attention(query, key, value, mask, drop, is_causal=causal)
+        drop, one = self.dropout if self.training else 0.0, x.shape[1] == 1
+        if one and not drop:  # heads and width are next to one another already
+            return self.project(_attend_one(query, key, value, mask).view(x.shape))
+        causal = mask is None and not one
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, drop, is_causal=causal)
         return self.project(mixed.transpose(1, 2).reshape(x.shape))
 
 
@@ -104,13 +105,10 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor, cache: Any = None, mask: Tensor | None = None) -> Tensor:
         drop = self.dropout if self.training else 0.0
-        x = x + _drop(self.attention(self.attention_norm(x), cache, mask), drop)
-        hidden = F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
-        return x + _drop(self.project(hidden), drop)
-
-
-def _drop(x: Tensor, p: float) -> Tensor:
-    return F.dropout(x, p) if p else x
+        mixed = self.attention(self.attention_norm(x), cache, mask)
+        x = x + (F.dropout(mixed, drop) if drop else mixed)
+        hidden = self.project(F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh"))
+        return x + (F.dropout(hidden, drop) if drop else hidden)
 
 
 class GPT(nn.Module):
@@ -233,7 +231,7 @@ class GPT(nn.Module):
         if position_ids is not None:
             positions = self.position_embedding(position_ids)
         x = self.token_embedding(tokens.reshape(-1, n_tokens)) + positions
-        return _drop(x, self.dropout if self.training else 0.0)
+        return F.dropout(x, self.dropout) if self.dropout and self.training else x
 
     def _check_tokens(self, tokens: Tensor) -> None:
         check_integers("tokens", tokens)
