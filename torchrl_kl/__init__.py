@@ -2,6 +2,7 @@
 
 from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.actors import FrozenActor, TopKActor
+from torchrl_kl.checkpoint import RunCheckpoint
 from torchrl_kl.collectors import kl_collector
 from torchrl_kl.controllers import (
     AdaptiveKLController,
@@ -69,6 +70,7 @@ __all__ = [
     "ReferenceModelLogProbTransform",
     "ResponseKLTransform",
     "RewardAdjustmentTransform",
+    "RunCheckpoint",
     "TargetKLController",
     "TopKActor",
     "as_steps",
