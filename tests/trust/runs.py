@@ -30,6 +30,16 @@ SIZES: dict[str, Any] = {"n_layer": 1, "n_head": 1, "n_embd": 8}
 FRAMES = 32  # 8 texts of 4 tokens
 
 
+def new_gpt(seed: int = 0) -> GPT:
+    return sharp(GPT(11, 8, n_layer=2, n_head=2, n_embd=8, dropout=0.1), seed)
+
+
+def same_model(one: GPT, other: GPT) -> bool:
+    state, others = one.state_dict(), other.state_dict()
+    same = one.config == other.config and state.keys() == others.keys()
+    return same and all(value.equal(others[name]) for name, value in state.items())
+
+
 class Run:
     """A run; `parts` is all that changes in it. Two of the same seed begin alike."""
 
