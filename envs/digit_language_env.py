@@ -27,6 +27,9 @@ class DigitLanguageEnv(EnvBase):
     entropy. A copy (`deepcopy`, `pickle`) continues from the same state: seed copies differently,
     as `set_seed` of `SerialEnv` and `ParallelEnv` does.
 
+    State: that of the generator, as `generator`, (N,) uint8. A `TransformedEnv` does not save the
+    state of its `base_env`. What is being written is in the tensordict only.
+
     `reset(prompt=prompts)` starts from the given int64 digits (*B, P), or (P,) for all rows; with
     `SerialEnv` and `ParallelEnv` it is `reset(list_of_kwargs=[{"prompt": ...}, ...])`.
 
@@ -122,6 +125,18 @@ class DigitLanguageEnv(EnvBase):
             self._generator.seed()
         else:
             self._generator.manual_seed(seed)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}generator"] = self._generator.get_state()
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        # It may be missing: TorchRL's collectors do not save the state of an env without transform.
+        state = state_dict.get(f"{prefix}generator")
+        if state is not None:
+            self._generator.set_state(state.cpu())
+        others = {name: state_dict[name] for name in state_dict if name != f"{prefix}generator"}
+        super()._load_from_state_dict(others, prefix, *args)
 
     def _reset(
         self, tensordict: TensorDictBase | None, *, prompt: Tensor | None = None, **kwargs: Any

@@ -41,6 +41,7 @@ PUBLIC_NAMES = {
         "PolicyValues",
         "ReferenceModelLogProbTransform",
         "RewardAdjustmentTransform",
+        "RunCheckpoint",
         "TopKActor",
         "TargetKLController",
         "coeff_for_budget",
@@ -63,6 +64,7 @@ PUBLIC_NAMES = {
 
 # Private names of PyTorch and of Hugging Face, for which they have no public ones.
 TORCH_NAMES = {
+    ("_metadata", "checkpoint.py"),
     ("_version", "fingerprint.py"),
     ("_parameters", "fingerprint.py"),
     ("_forward_hooks", "fingerprint.py"),
@@ -75,6 +77,7 @@ ARROWS: dict[str, set[str]] = {
     "functional": set(),
     "_tensordict": set(),
     "_torchrl": {"functional"},
+    "checkpoint": {"_torchrl"},
     "controllers": {"functional"},
     "exact": {"functional"},
     "actors": {"_tensordict", "_torchrl", "functional"},
@@ -83,7 +86,10 @@ ARROWS: dict[str, set[str]] = {
         *("_feeding", "_tensordict", "_torchrl"),
         *("actors", "controllers", "functional"),
     },
-    "language": {"_tensordict", "actors", "controllers", "functional", "transforms"},
+    "language": {
+        *("_tensordict", "actors", "checkpoint"),
+        *("controllers", "functional", "transforms"),
+    },
     "objectives": {"_feeding", "_tensordict", "actors", "controllers", "functional"},
     "monitor": {"_feeding", "_tensordict", "actors", "controllers", "functional"},
     "collectors": {"_tensordict", "_torchrl", "actors", "controllers", "transforms"},
@@ -97,7 +103,7 @@ TENSORDICT = {"torch", "tensordict", "torchrl"}
 LIBRARIES = {
     **dict.fromkeys(ARROWS, TENSORDICT),
     **{room: {"torch"} for room in ("functional", "controllers", "exact")},
-    "language": TENSORDICT | {"safetensors"},
+    **{room: TENSORDICT | {"safetensors"} for room in ("checkpoint", "language")},
     "transforms": TENSORDICT | {"typing_extensions"},  # which torch needs
     "collectors": TENSORDICT | {"cloudpickle", "ray"},
 }

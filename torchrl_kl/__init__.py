@@ -4,6 +4,7 @@ from os import path as _path
 
 from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.actors import FrozenActor, TopKActor
+from torchrl_kl.checkpoint import RunCheckpoint
 from torchrl_kl.collectors import kl_collector
 from torchrl_kl.controllers import (
     AdaptiveKLController,
@@ -71,6 +72,7 @@ __all__ = [
     "ReferenceModelLogProbTransform",
     "ResponseKLTransform",
     "RewardAdjustmentTransform",
+    "RunCheckpoint",
     "TargetKLController",
     "TopKActor",
     "as_steps",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
 from collections.abc import Iterable
 from functools import partial
@@ -28,7 +29,12 @@ _FLAGS = {"done", "terminated", "truncated", "is_init"}
 
 
 class ControllerFeed(nn.Module):
-    """Pools measured KL and updates a controller with the mean and the count of the pool."""
+    """Pools measured KL and updates a controller with the mean and the count of the pool.
+
+    State: the controller's and the pool's; as extra state what `stream` has open, and the truncated
+    trajectories of the collector that moved the controller last: a resumed collector begins new
+    ones.
+    """
 
     def __init__(self, controller: KLController, update_every: int | None = None):
         super().__init__()
@@ -38,6 +44,8 @@ class ControllerFeed(nn.Module):
             self._check_update_every(update_every)
         # The open trajectories of batches that come without those of their collector.
         self.stream = OpenTrajectories()
+        self._latest = self.stream  # which moved the controller last
+        self._truncated: list[float] = []  # totals that the collector of a resumed run had left
         self._idle = dict.fromkeys(_PATIENCE, 0)  # batches and env steps since the last update
         self._warned = False
 
@@ -72,6 +80,7 @@ class ControllerFeed(nn.Module):
         move = move and trace
         needs_trajectories = move and self.adaptive and self.controller.per == "trajectory"
         stream = self.stream if stream is None else stream
+        self._latest = stream if move else self._latest
         before, running, finished = stream.copy(), None, values.new_zeros(0)
         if td.find_time_dim(tensordict, time_dim) is not None:
             step = cast(TensorDictBase, tensordict.get("next"))
@@ -85,9 +94,11 @@ class ControllerFeed(nn.Module):
         elif needs_trajectories:
             raise RuntimeError(_NO_TIME.format(tuple(tensordict.batch_size)))
         if move:
+            finished = torch.cat([finished.new_tensor(self._truncated), finished])
             pooled = (values, mask) if self.controller.per == "step" else (finished,)
             try:
                 self.pool(*pooled)
+                self._truncated = []
             except ValueError:
                 # The user may repair the batch and pass it again.
                 stream.restore(before)
@@ -116,6 +127,22 @@ class ControllerFeed(nn.Module):
                 self._idle = dict.fromkeys(_PATIENCE, 0)
         if self.adaptive and not self._warned:
             self._count_idle("env steps" if in_env else "batches")
+
+    def get_extra_state(self) -> Tensor:
+        """JSON as bytes, (N,) uint8, since some containers of states hold tensors only."""
+        truncated = [] if self._latest is self.stream else self._latest.truncated()
+        state = {"idle": self._idle, "warned": self._warned, "stream": self.stream.state_dict()}
+        state["truncated"] = self._truncated + truncated
+        return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Goes on from what `get_extra_state` returned."""
+        found = json.loads(bytes(state.tolist()))
+        self._idle, self._warned = dict(found["idle"]), bool(found["warned"])
+        self._truncated = list(found["truncated"])
+        stream = OpenTrajectories()
+        stream.load_state_dict(found["stream"])
+        self.stream.restore(stream)
 
     def _needed(self, in_env: bool) -> int:
         if self.update_every is not None:

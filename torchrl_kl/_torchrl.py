@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,9 @@ from torch.distributions import Distribution
 from torchrl.envs.transforms import Transform
 
 from torchrl_kl.functional.distributions import COLUMN_READERS
+
+# Names of what a Checkpoint or a CheckpointRotation has not finished, or not yet removed.
+UNFINISHED = re.compile(r"\..+\.(stage|archive|backup|delete)-[0-9a-f]{32}")
 
 
 def container_of(transform: Transform) -> object:

@@ -25,8 +25,8 @@ class KLControlHook(TrainerHookBase):
     - `task_reward`: mean reward before the penalty, per step.
 
     You may rely on: padding (("collector", "mask") False) is in no mean; a trainer's checkpoint
-    restores the controller and the reference, whatever actor the new stack was built from, but not
-    the sums of open trajectories: a restarted collector begins new ones.
+    restores the controller, what it was fed, and the reference, whatever actor the new stack was
+    built from. A restarted collector begins new trajectories.
 
     Args:
         stack: penalizes the rewards; it must not be in an env or the collector's `postproc` too.

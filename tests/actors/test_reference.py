@@ -119,6 +119,7 @@ def test_it_is_in_the_state_dict_and_moves_with_the_transform():
     actor = make_actor()
     transform = ReferenceModelLogProbTransform(actor)
     saved = transform.state_dict()
+    assert saved.pop("reference.fingerprint").shape == (32,)
     assert len(saved) == len(actor.state_dict())
     for value, expected in zip(saved.values(), actor.state_dict().values(), strict=True):
         assert_close(value, expected, rtol=0, atol=0)

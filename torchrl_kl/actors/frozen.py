@@ -19,6 +19,7 @@ from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, existing_keys, is_fake, sibling
 from torchrl_kl.actors import reading
+from torchrl_kl.actors.identity import Identified
 from torchrl_kl.actors.moving import MasterWeights
 from torchrl_kl.actors.policy import ActingPolicy
 from torchrl_kl.actors.recurrent import RecurrentMemory
@@ -32,7 +33,7 @@ class Score(NamedTuple):
     outputs: TensorDictBase  # all that the actor read and wrote
 
 
-class FrozenActor(nn.Module):
+class FrozenActor(Identified):
     """A deep copy of an actor, always in eval mode, which only scores actions.
 
     You may rely on: only `update_reference` changes its weights; no gradient reaches it without
@@ -40,7 +41,11 @@ class FrozenActor(nn.Module):
     the reference of a policy in float32 may be in bfloat16. The hidden state of a recurrent
     reference is under its own keys, `ref_<name>` next to `<name>`.
 
-    State: the weights, under `actor`; the fp32 averages behind half-precision ones, under `master`.
+    State: the weights, under `actor`; the fp32 averages behind half-precision ones, under `master`;
+    `fingerprint`, a hash of the weights and of the classes of the modules. It is checked when a
+    state is loaded, which restores the weights whatever `actor` was. A state without them, if they
+    are kept in a file of their own, is loaded with `strict=False`; the actor that was given is then
+    checked before it scores.
 
     Args:
         actor: a probabilistic actor (`get_dist`, `log_prob`) with initialised weights.
@@ -59,6 +64,7 @@ class FrozenActor(nn.Module):
         TypeError: if the actor has no distribution.
         ValueError: if it has uninitialised weights, or other actions than `policy`; if `chunk_size`
             is less than 1, or given for a recurrent actor.
+        RuntimeError: in `load_state_dict` or when it scores, if it is not the saved reference.
 
     Example:
         >>> from torchrl_kl import GPT, FrozenActor, CausalLMActor
@@ -160,6 +166,7 @@ class FrozenActor(nn.Module):
             ValueError: if `tau` is out of range, or `source` has other weights (by name or shape)
                 or NaN among them; the reference is then unchanged.
         """
+        self.check_identity()
         self.master.move(self.actor, source, tau)
 
     def _apply(self, fn, recurse: bool = True):
@@ -291,6 +298,7 @@ class FrozenActor(nn.Module):
 
     def scoring(self, recurrent: bool) -> AbstractContextManager[None]:
         """The context of every pass of `actor`; `recurrent`: whether the last dimension is time."""
+        self.check_identity()
         grad, mode = self.requires_grad and torch.is_grad_enabled(), recurrent_mode()
         if mode is None and not self.state_keys:
             mode = False

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 from tensordict import NestedKey
 from tensordict.nn import ProbabilisticTensorDictSequential
-from torch import nn
+from torch import Tensor, nn
 
 from torchrl_kl.actors.frozen import FrozenActor, scoring_mode
+from torchrl_kl.actors.identity import weights_without_adapters
 from torchrl_kl.actors.policy import Borrowed, evaluating
 
 Switch = Callable[[], AbstractContextManager[Any]]
@@ -19,8 +20,11 @@ Switch = Callable[[], AbstractContextManager[Any]]
 class SwitchedActor(FrozenActor):
     """The policy itself as reference, within the context that `switch()` returns.
 
-    It scores without gradients and in eval mode, does not change the policy, and is not in
-    `state_dict`. Deep copies score with the same policy.
+    It scores without gradients and in eval mode, and does not change the policy, whose weights are
+    not in its `state_dict`. Deep copies score with the same policy.
+
+    State: with PEFT's adapters, `fingerprint`, a hash of all weights but theirs. It is checked when
+    a resumed run scores for the first time.
     """
 
     def __init__(self, actor: nn.Module, switch: Switch, **options: Any):
@@ -39,6 +43,10 @@ class SwitchedActor(FrozenActor):
         """The policy with its adapters on; it is the reference within `scoring`."""
         return self._borrowed.held[0]
 
+    def _weights(self) -> dict[str, Tensor]:
+        # Of any other switch it is not known which weights it leaves on.
+        return weights_without_adapters(self.actor)
+
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """RuntimeError: the reference has no weights that could be moved."""
         raise RuntimeError(
@@ -49,6 +57,7 @@ class SwitchedActor(FrozenActor):
     @contextmanager
     def scoring(self, recurrent: bool) -> Iterator[None]:
         """The context of every pass, within that of the switch."""
+        self.check_identity()
         # Called anew for each pass: a context manager can often be entered only once.
         context = self._borrowed.held[1]()
         if not isinstance(context, AbstractContextManager):

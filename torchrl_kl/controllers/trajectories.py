@@ -5,10 +5,10 @@ Axes: R rows of T steps, F values per step (1, or one for each agent).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 from operator import lt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -223,6 +223,34 @@ class OpenTrajectories:
         """Takes over what another object, such as an earlier copy, has open."""
         self._open, self._unfollowed = dict(other._open), dict(other._unfollowed)
         self._calls = other._calls
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is open, as plain values."""
+        entries = [[key[0], key[1].hex(), *one] for key, one in self._open.items()]
+        n_rows = [[call, len(ids)] for call, ids in self._unfollowed.items()]
+        return {"open": entries, "unfollowed": n_rows, "calls": self._calls}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Adds what was open, of calls that came before those of this object.
+
+        Whatever ids the next call has, it may follow them: ids restart with a collector.
+        """
+        before = int(state["calls"])
+        saved = {(key, bytes.fromhex(at)): _Open(*rest) for key, at, *rest in state["open"]}
+        mine = {key: one._replace(call=one.call + before) for key, one in self._open.items()}
+        self._open = saved | mine
+        followed = {call + before: ids for call, ids in self._unfollowed.items()}
+        self._unfollowed = {call: [-1] * n_rows for call, n_rows in state["unfollowed"]} | followed
+        self._calls += before
+
+    def truncated(self) -> list[float]:
+        """Totals of the trajectories that are finished unless a later call goes on with them."""
+        return [
+            total
+            for one in self._open.values()
+            for total, counted, ended in zip(one.totals, one.counted, one.ended, strict=True)
+            if ended and counted > 0
+        ]
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchrl_kl.actors.identity import has_adapters
+
 
 class Values(NamedTuple):
     """What is compared of a model's tensors."""
@@ -54,7 +56,7 @@ class Fingerprint:
 
     def _find_parts(self) -> None:
         self._modules = list(self.model.modules())
-        self._adapters = [module for module in self._modules if _has_adapters(module)]
+        self._adapters = [module for module in self._modules if has_adapters(module)]
         held: list[Any] = [
             entries
             for module in self._modules
@@ -94,11 +96,6 @@ def _elements(tensor: Tensor) -> list[Tensor]:
     # With no common divisor of step and width, the elements visit all columns in turn.
     steps = range(min(rows, width), 0, -1)
     return [tensor.view(-1)[:: next(step for step in steps if math.gcd(step, width) == 1)]]
-
-
-def _has_adapters(module: nn.Module) -> bool:
-    """Whether it is a layer with PEFT's adapters, which are switched without any new weight."""
-    return isinstance(getattr(type(module), "disable_adapters", None), property)
 
 
 def _adapter_state(layer: Any) -> tuple[Any, ...]:

@@ -5,10 +5,11 @@ Axes: B* any leading dimensions, T tokens, N texts (B* flattened).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -21,10 +22,15 @@ from tensordict import is_batchedtensor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchrl_kl.checkpoint import looks_pickled, write_durably
+
+_ARGUMENTS = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_out", "dropout")
+
 # Up to this length, attention of one position is a product and a sum of whole tensors.
 SHORT_TEXT = 16
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_NEXT_CONFIG, _NEXT_WEIGHTS = f"{_CONFIG}.next", f"{_WEIGHTS}.next"  # of a save in progress
 
 
 def values_hidden(tensor: Tensor) -> bool:
@@ -253,25 +259,37 @@ class GPT(nn.Module):
             )
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `config.json` and `model.safetensors`; a failed write leaves older files intact.
+        """Writes `config.json` and `model.safetensors`, so that the two always belong together.
+
+        Whenever a save fails or its process is killed, the folder has the older model or the new
+        one. Only one process may save to a folder at a time.
 
         Raises:
             ValueError: the weights do not share one floating-point dtype.
+            OSError: the files cannot be written.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: value.contiguous() for name, value in self.state_dict().items()}
         _check_dtypes(weights)
         content = save(weights)
-        digest = sha256(content).hexdigest()
-        config = {"class": type(self).__name__, **self.config, "weights_sha256": digest}
-        # No older file is replaced before both new ones are complete.
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
-            new = Path(temporary)
-            (new / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            (new / _WEIGHTS).write_bytes(content)
-            for name in (_CONFIG, _WEIGHTS):
-                os.replace(new / name, folder / name)
+        config: dict[str, Any] = {"class": type(self).__name__, **self.config}
+        config["weights_sha256"] = sha256(content).hexdigest()
+        config["config_sha256"] = _config_digest(config)
+        next_config, next_weights = folder / _NEXT_CONFIG, folder / _NEXT_WEIGHTS
+        if next_config.exists() and (old := folder / _WEIGHTS).exists():
+            # A save that was killed half way is completed.
+            os.replace(_find_config(folder, old.read_bytes()), folder / _CONFIG)
+        try:
+            write_durably(next_config, (json.dumps(config, indent=2) + "\n").encode())
+            write_durably(next_weights, content)
+        except BaseException:
+            for file in (next_config, next_weights):
+                file.unlink(missing_ok=True)
+            raise
+        # Between the two, the config of the weights is `next_config`, where it is looked for.
+        os.replace(next_weights, folder / _WEIGHTS)
+        os.replace(next_config, folder / _CONFIG)
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> GPT:
@@ -279,14 +297,18 @@ class GPT(nn.Module):
 
         Raises:
             FileNotFoundError: one of the two files is missing.
-            ValueError: a file is damaged, was saved by another class, or does not fit the other.
+            ValueError: a file was changed since it was saved, was saved by another class, or does
+                not belong to the other. No code in a file is run.
         """
         try:
             config, weights = _read_files(Path(folder), cls.__name__)
             with torch.device("meta"):
-                gpt = cls(**config)
+                gpt = cls(**{name: config[name] for name in _ARGUMENTS})
             # `assign` keeps the dtype of the file; a copy would cast to that of the fresh module.
             gpt.load_state_dict(weights, assign=True)
+            # Other heads or another dropout would fit the weights too.
+            if config["config_sha256"] != _config_digest(config):
+                raise ValueError(f"{_CONFIG} was changed since it was saved.")
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"`folder` must contain {_CONFIG} and {_WEIGHTS}, but {error.filename} does "
@@ -320,22 +342,47 @@ def _check_dtypes(weights: Mapping[str, Tensor]) -> None:
         raise ValueError(f"the weights must share one floating-point dtype, got {got}.")
 
 
+def _config_digest(config: Mapping[str, Any]) -> str:
+    """SHA-256 of all entries but the one that has it."""
+    entries = {key: value for key, value in config.items() if key != "config_sha256"}
+    return sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def _find_config(folder: Path, weights: bytes) -> Path:
+    """The config that was saved with the content of a weights file; else `config.json`."""
+    digest = sha256(weights).hexdigest()
+    for file in (folder / _CONFIG, folder / _NEXT_CONFIG):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            config = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(config, dict) and config.get("weights_sha256") == digest:
+                return file
+    return folder / _CONFIG
+
+
 def _read_files(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The arguments and the weights of a model of class `name`."""
-    config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    found = config.pop("class", None) if isinstance(config, dict) else None
+    """The config and the weights of a model of class `name`."""
+    content = (folder / _WEIGHTS).read_bytes()
+    config = json.loads(_find_config(folder, content).read_text(encoding="utf-8"))
+    found = config.get("class") if isinstance(config, dict) else None
     if found != name:
         raise ValueError(f"`class` must be {name!r}, got {found!r}: load it with that class.")
-    sizes = {"vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_out"}
-    if config.keys() != (expected := sizes | {"dropout", "weights_sha256"}):
+    expected = {*_ARGUMENTS, "weights_sha256", "config_sha256"}
+    if config.keys() - {"class"} != expected:
         raise ValueError(f"its keys must be class and {sorted(expected)}, got {sorted(config)}.")
-    content = (folder / _WEIGHTS).read_bytes()
-    if config.pop("weights_sha256") != sha256(content).hexdigest():
+    if config["weights_sha256"] != sha256(content).hexdigest():
+        if looks_pickled(content):
+            raise ValueError(
+                f"{_WEIGHTS} is a pickle, which can run code when it is loaded: load it where you "
+                "trust it, and save the model by `save_pretrained`."
+            )
         raise ValueError(f"{_WEIGHTS} is not the file that {_CONFIG} was saved with.")
     weights = load(content)
     _check_dtypes(weights)
     # Compared before the model is built, which takes minutes for thousands of blocks.
-    n_blocks = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
-    if (n_layer := config["n_layer"]) != n_blocks:
+    sizes = Counter(key.split(".")[1] for key in weights if key.startswith("blocks."))
+    if (n_layer := config["n_layer"]) != len(sizes):
+        n_blocks = len(sizes)
         raise ValueError(f"`n_layer` must be the {n_blocks} blocks of {_WEIGHTS}, got {n_layer!r}.")
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"the blocks of {_WEIGHTS} must have the same weights, got {sizes}.")
     return config, weights

@@ -95,7 +95,7 @@ class KLMonitor:
     the batch. Half of that is for the pooled evidence, wrong in at most one of 2 million runs,
     however long. You may not rely on it for frames of a random policy: begin after them.
 
-    State: `state_dict`, plain numbers. The sums of open trajectories are not saved.
+    State: `state_dict`, plain numbers.
 
     Keys:
         reads ("next", keys.kl_estimate) or else ("next", keys.kl), for the target; ("next",
@@ -188,8 +188,8 @@ class KLMonitor:
         return {name: ConditionCount(*it[:2]) for name, it in self._state.conditions.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The window, the evidence, the episodes and the counts, as plain numbers."""
-        return asdict(self._state)
+        """The window, the evidence, the episodes, the counts and the sums of open trajectories."""
+        return asdict(self._state) | {"open_trajectories": self._open_trajectories.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues where another monitor was; a shorter window keeps the latest batches.
@@ -201,6 +201,9 @@ class KLMonitor:
             raise KeyError(f"`state_dict` lacks {missing}, got {sorted(state_dict)}.")
         # A copy: the lists in it are appended to.
         state = copy.deepcopy(dict(state_dict))
+        self._open_trajectories = OpenTrajectories()
+        if "open_trajectories" in state:
+            self._open_trajectories.load_state_dict(state.pop("open_trajectories"))
         state["evidence"] = PooledEvidence(**state["evidence"])
         self._state = _State(**state)
 

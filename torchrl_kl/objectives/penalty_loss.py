@@ -76,8 +76,8 @@ class KLPenaltyLoss(LossModule):
         "sequence", the weighted k1 (which may be negative) for "k2" and "k3"; "kl_coeff", reward
         per nat; what `loss` writes.
 
-    State: `actor_network_params`, `reference`, the controller, `statistics` and `loss`. The sums of
-    open trajectories are not saved.
+    State: `actor_network_params`, `reference`, `loss`, the controller and what it is fed: the pool
+    since its last update and the sums of open trajectories.
 
     Args:
         actor: the policy, a probabilistic actor; it records its log-prob if that is read.

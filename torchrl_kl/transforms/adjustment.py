@@ -36,8 +36,8 @@ class RewardAdjustmentTransform(PenaltyTransform):
         has no time dimension, ("next", "episode_kl"): the sum over the trajectory so far of what
         the controller is fed, at least float32.
 
-    State: the controller's, and `statistics`, the pool since its last update; not the sums of
-    unfinished trajectories, since a restarted collector begins new ones.
+    State: the controller's; the pool since its last update; the sums of trajectories that batches
+    left open, but not those in an env, which are entries of its data. `freeze` is not saved.
 
     Args:
         controller, update_every, keys, time_dim: as for KLConstrainedTransform.

@@ -1,0 +1,294 @@
+"""Damaged and foreign files are refused in words, and no code in them is run."""
+
+import copy
+import json
+import random
+import zipfile
+from collections import Counter
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.testing import assert_close
+from torchrl.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    GlobalRNGState,
+    StateDictCheckpointAdapter,
+)
+
+from tests.trust import mutations
+from tests.trust.runs import new_gpt, same_model
+from torchrl_kl import GPT, ExponentialKLController, RunCheckpoint
+
+resource = pytest.importorskip("resource")
+N_MUTATIONS = 500
+MEMORY = 64 * 2**20  # bytes; the files have less than 50,000
+
+
+def peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def repair(folder: Path) -> None:
+    """Both digests are made to fit, as an attacker would."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        weights = (folder / "model.safetensors").read_bytes()
+        config["weights_sha256"] = sha256(weights).hexdigest()
+        config.pop("config_sha256", None)
+        text = json.dumps(config, sort_keys=True)
+        config["config_sha256"] = sha256(text.encode()).hexdigest()
+        (folder / "config.json").write_text(json.dumps(config))
+    except (ValueError, TypeError, AttributeError):
+        pass  # there is nothing to repair
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("repaired", [False, True])
+def test_mutated_models(tmp_path, repaired):
+    """500 each; if the digests are made to fit, another model of the same weights may load."""
+    gpt, outcomes = new_gpt(), Counter[str]()
+    gpt.save_pretrained(tmp_path)
+    planted, first_peak = tmp_path / "planted", peak_memory()
+    files = {name: (tmp_path / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    for seed in range(N_MUTATIONS):
+        rng = random.Random(seed)
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content)
+        name = rng.choice(sorted(files))
+        if seed % 50 == 0:
+            new = rng.choice(mutations.pickles(planted))
+        elif rng.random() < 0.5:
+            new = mutations.damage(files[name], rng)
+        elif name == "config.json":
+            new = mutations.edit_json(files[name].decode(), rng).encode()
+        else:
+            new = mutations.edit_header(files[name], rng)
+        (tmp_path / name).write_bytes(new)
+        if repaired:
+            repair(tmp_path)
+        try:
+            loaded = GPT.from_pretrained(tmp_path)
+        except ValueError as error:
+            named = str(error).startswith(f"`folder` {tmp_path} does not contain a valid GPT: ")
+            outcomes["refused" if named else "another error"] += 1
+        else:
+            outcomes["loaded"] += 1
+            assert repaired or same_model(loaded, gpt), f"seed {seed}"
+            loaded(torch.zeros(1, 1, dtype=torch.long))
+    print(outcomes)
+    assert not planted.exists()
+    assert outcomes["another error"] == 0
+    assert outcomes["refused"] > 0.9 * N_MUTATIONS or repaired
+    assert peak_memory() - first_peak < MEMORY
+
+
+class Parts:
+    """Some components of a run."""
+
+    def __init__(self, seed: int):
+        self.model = new_gpt(seed)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1 + seed)
+        self.model(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
+        self.optimizer.step()
+        self.controller = ExponentialKLController(1.0 + seed, target=0.5)
+        self.progress = {"step": seed, "curve": [0.5, float(seed)]}
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def checkpoint(self) -> RunCheckpoint:
+        return RunCheckpoint(**vars(self), random=GlobalRNGState())
+
+    def state(self) -> Any:
+        states = [getattr(self, name).state_dict() for name in ("model", "optimizer", "controller")]
+        return copy.deepcopy([*states, self.progress, self.generator.get_state()])
+
+    def is_at(self, state: Any) -> bool:
+        try:
+            assert_close(self.state(), state, rtol=0, atol=0)
+        except AssertionError:
+            return False
+        return True
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("inside", [False, True])
+def test_mutated_checkpoints(tmp_path, inside):
+    """500 each; `inside` the archive, whose checksums are right, a file was edited."""
+    path, planted, outcomes = tmp_path / "checkpoint", tmp_path / "planted", Counter[str]()
+    saved = Parts(0)
+    saved.checkpoint().save(path)
+    content, expected, first_peak = path.read_bytes(), saved.state(), peak_memory()
+    parts = Parts(1)
+    before, checkpoint = parts.state(), parts.checkpoint()
+    for seed in range(N_MUTATIONS):
+        rng = random.Random(seed)
+        if seed % 50 == 0:
+            path.write_bytes(rng.choice(mutations.pickles(planted)))
+        else:
+            path.write_bytes((mutations.edit_member if inside else mutations.damage)(content, rng))
+        try:
+            checkpoint.load(path)
+        except CheckpointError:
+            outcomes["refused"] += 1
+            assert inside or parts.is_at(before), f"seed {seed}"
+        else:
+            outcomes["loaded"] += 1
+            assert inside or parts.is_at(expected), f"seed {seed}"
+            parts = Parts(1)
+            checkpoint = parts.checkpoint()
+    print(outcomes)
+    assert not planted.exists()
+    assert outcomes["refused"] > (0.5 if inside else 0.8) * N_MUTATIONS
+    assert peak_memory() - first_peak < MEMORY
+
+
+class TestRefused:
+    def test_a_model_that_is_a_pickle(self, tmp_path):
+        new_gpt().save_pretrained(tmp_path)
+        for content in mutations.pickles(tmp_path / "planted")[1:]:
+            (tmp_path / "model.safetensors").write_bytes(content)
+            with pytest.raises(
+                ValueError, match="is a pickle, which can run code when it is loaded"
+            ):
+                GPT.from_pretrained(tmp_path)
+
+    @pytest.mark.parametrize("change", [{"n_head": 4}, {"dropout": 0.2}])
+    def test_a_config_that_fits_the_weights_but_was_changed(self, tmp_path, change):
+        new_gpt().save_pretrained(tmp_path)
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        with pytest.raises(ValueError, match="config.json was changed since it was saved"):
+            GPT.from_pretrained(tmp_path)
+
+    def test_blocks_that_lack_weights(self, tmp_path):
+        new_gpt().save_pretrained(tmp_path)
+        weights = load_file(tmp_path / "model.safetensors")
+        del weights["blocks.1.mlp_norm.bias"]
+        save_file(weights, tmp_path / "model.safetensors")
+        repair(tmp_path)
+        with pytest.raises(ValueError, match="must have the same weights"):
+            GPT.from_pretrained(tmp_path)
+
+    def test_checkpoints_that_are_pickles(self, tmp_path):
+        path, planted = tmp_path / "run", tmp_path / "planted"
+        for content in mutations.pickles(planted)[1:]:
+            path.write_bytes(content)
+            with pytest.raises(CheckpointError, match="is a pickle, which can run code"):
+                RunCheckpoint(model=new_gpt()).load(path)
+        assert not planted.exists()
+
+    def test_checkpoints_of_torchrls_formats(self, tmp_path):
+        Checkpoint(model=new_gpt()).save(tmp_path / "folder")
+        with pytest.raises(CheckpointError, match="but a folder, which has no checksums"):
+            RunCheckpoint(model=new_gpt()).load(tmp_path / "folder")
+        other = Checkpoint(format="archive").register(
+            "model", new_gpt(), adapter=StateDictCheckpointAdapter("torch")
+        )
+        other.save(tmp_path / "archive")
+        with pytest.raises(CheckpointError, match="manifest adapter is 'torchrl.state_dict'"):
+            RunCheckpoint(model=new_gpt()).load(tmp_path / "archive")
+
+    def test_archives_that_expand(self, tmp_path):
+        RunCheckpoint(model=new_gpt()).save(tmp_path / "run")
+        members = mutations.read_zip((tmp_path / "run").read_bytes())
+        small = mutations.write_zip(members, compression=zipfile.ZIP_DEFLATED)
+        (tmp_path / "run").write_bytes(small)
+        with pytest.raises(CheckpointError, match="it would expand when it is read"):
+            RunCheckpoint(model=new_gpt()).load(tmp_path / "run")
+
+    def test_an_empty_file(self, tmp_path):
+        (tmp_path / "run").touch()
+        with pytest.raises(CheckpointError, match="is not the file of a RunCheckpoint, or was cut"):
+            RunCheckpoint(model=new_gpt()).load(tmp_path / "run")
+
+    def test_a_component_of_another_structure(self, tmp_path):
+        RunCheckpoint(model=new_gpt()).save(tmp_path / "run")
+        with pytest.raises(CheckpointError, match="Failed to load checkpoint component 'model'"):
+            RunCheckpoint(model=GPT(11, 8)).load(tmp_path / "run")
+        with pytest.raises(CheckpointError, match=r"missing=\['policy'\]"):
+            RunCheckpoint(policy=new_gpt()).load(tmp_path / "run")
+        with pytest.raises(FileNotFoundError):
+            RunCheckpoint(model=new_gpt()).load(tmp_path / "other")
+
+    def test_what_cannot_be_saved(self, tmp_path):
+        class Dumped:
+            def dump(self, path):
+                """Files of any kind."""
+
+        with pytest.raises(TypeError, match="`memory` must have `state_dict`.* got a Dumped"):
+            RunCheckpoint(memory=Dumped())
+        with pytest.raises(ValueError, match="`format` must be 'archive', .* got 'directory'"):
+            RunCheckpoint().save(tmp_path / "run", format="directory")
+
+        class WithSet(nn.Module):
+            def get_extra_state(self):
+                return {1, 2}
+
+        with pytest.raises(TypeError, match="a state must consist of tensors, .* got a set"):
+            RunCheckpoint(module=WithSet()).save(tmp_path / "run")
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("option", [{"map_location": "cpu"}, {"tensor_load_kwargs": {"a": 1}}])
+    def test_options_without_a_use(self, tmp_path, option):
+        RunCheckpoint(model=new_gpt()).save(tmp_path / "run")
+        with pytest.raises(CheckpointError, match="must be left out: tensors are read on the CPU"):
+            RunCheckpoint(model=new_gpt()).load(tmp_path / "run", **option)
+
+
+class TestStates:
+    def test_every_kind_of_value_comes_back(self, tmp_path):
+        class Holder:
+            state: Any
+
+            def state_dict(self) -> Any:
+                return self.state
+
+            def load_state_dict(self, state: Any) -> None:
+                self.state = state
+
+        one, other, shared = Holder(), Holder(), torch.arange(4)
+        one.state = {
+            "numbers": [0.1, float("inf"), -(2**70), True, None, "text"],
+            ("a", 1): (torch.tensor(3), torch.zeros(0, 2), shared[::2], shared.view(2, 2).t()),
+            2: torch.tensor([1 + 2j, 0]),
+            "half": torch.tensor([0.1], dtype=torch.bfloat16),
+            "empty": {},
+        }
+        RunCheckpoint(holder=one).save(tmp_path / "run")
+        RunCheckpoint(holder=other).load(tmp_path / "run")
+        assert other.state["numbers"] == one.state["numbers"]
+        assert list(other.state) == list(one.state)
+        assert_close(
+            [*other.state[("a", 1)], other.state[2], other.state["half"]],
+            [*one.state[("a", 1)], one.state[2], one.state["half"]],
+            rtol=0,
+            atol=0,
+        )
+
+    def test_the_versions_of_module_states_come_back(self, tmp_path):
+        one, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+        one(torch.randn(5, 2))
+        RunCheckpoint(norm=one).save(tmp_path / "run")
+        RunCheckpoint(norm=other).load(tmp_path / "run")
+        assert other.num_batches_tracked == 1
+
+    def test_plain_values_are_updated_in_place(self, tmp_path):
+        saved, found, curve = {"step": 3, "best": 0.1}, {"step": 0, "other": 1}, [1.0]
+        RunCheckpoint(progress=saved, curve=[0.5, 0.25]).save(tmp_path / "run")
+        result = RunCheckpoint(progress=found, curve=curve).load(tmp_path / "run")
+        assert (found, curve) == (saved, [0.5, 0.25])
+        assert result.loaded == {"progress", "curve"}
+
+    def test_left_files_of_killed_processes_are_removed(self, tmp_path):
+        name = ".checkpoint-000000000003.torchrl.{}-" + 32 * "0"
+        (tmp_path / name.format("stage") / "components").mkdir(parents=True)
+        for kind in ("archive", "backup", "delete"):
+            (tmp_path / name.format(kind)).touch()
+        (tmp_path / ".other").touch()
+        RunCheckpoint(model=new_gpt()).save(tmp_path / "run")
+        assert sorted(file.name for file in tmp_path.iterdir()) == [".other", "run"]

@@ -1,0 +1,137 @@
+"""Full disks, read-only folders and killed processes: the last good file is kept."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchrl.checkpoint import CheckpointRotation
+
+from tests.trust.runs import new_gpt, same_model
+from torchrl_kl import GPT, RunCheckpoint
+
+
+def save_bytes(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def full_disk(tmp_path) -> Iterator[Path]:
+    """A folder on a disk of 100 kB, if this process may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", folder]).returncode:
+        pytest.skip("only root may mount a file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def large() -> GPT:
+    return GPT(11, 8, n_embd=96, n_layer=1)  # 460 kB
+
+
+class TestFullDisk:
+    def test_a_model_that_does_not_fit(self, full_disk):
+        new_gpt().save_pretrained(full_disk)
+        before = save_bytes(full_disk)
+        with pytest.raises(OSError, match="No space left on device"):
+            large().save_pretrained(full_disk)
+        assert save_bytes(full_disk) == before
+
+    def test_a_checkpoint_that_does_not_fit(self, full_disk):
+        rotation, progress = CheckpointRotation(full_disk, keep_last=2), {"step": 1}
+        rotation.save(RunCheckpoint(model=new_gpt(), progress=progress), step=1)
+        before = save_bytes(full_disk)
+        with pytest.raises(OSError, match="No space left on device"):
+            rotation.save(RunCheckpoint(model=large(), progress={"step": 2}), step=2)
+        assert save_bytes(full_disk) == before
+        progress.clear()
+        rotation.load_latest(RunCheckpoint(model=new_gpt(1), progress=progress))
+        assert progress == {"step": 1}
+
+    def test_a_folder_that_is_read_only(self, full_disk):
+        new_gpt().save_pretrained(full_disk)
+        RunCheckpoint(model=new_gpt()).save(full_disk / "run")
+        before = save_bytes(full_disk)
+        subprocess.run(["mount", "-o", "remount,ro", full_disk], check=True)
+        with pytest.raises(OSError, match="Read-only file system"):
+            new_gpt(1).save_pretrained(full_disk)
+        with pytest.raises(OSError, match="Read-only file system"):
+            RunCheckpoint(model=new_gpt(1)).save(full_disk / "run")
+        assert save_bytes(full_disk) == before
+        GPT.from_pretrained(full_disk)
+        RunCheckpoint(model=new_gpt(1)).load(full_disk / "run")
+
+
+class Killed(BaseException):
+    """In place of SIGKILL: nothing is cleaned up."""
+
+
+class TestKilledSave:
+    @pytest.mark.parametrize("saves", [1, 2])
+    def test_a_model_between_its_two_files(self, tmp_path, monkeypatch, saves):
+        """At each call that changes a file, in a first save and in one over an older model."""
+        for killed_at in range(20):
+            folder = tmp_path / str(killed_at)
+            if saves == 2:
+                new_gpt(0).save_pretrained(folder)
+            if not killed_in(
+                monkeypatch, killed_at, lambda to=folder: new_gpt(1).save_pretrained(to)
+            ):
+                break
+            # Killed once more, at every place.
+            for again in range(killed_at + 1):
+                killed_in(monkeypatch, again, lambda to=folder: new_gpt(2).save_pretrained(to))
+                try:
+                    loaded = GPT.from_pretrained(folder)
+                except FileNotFoundError:
+                    assert saves == 1
+                else:
+                    assert any(same_model(loaded, new_gpt(seed)) for seed in range(3))
+            new_gpt(3).save_pretrained(folder)
+            assert same_model(GPT.from_pretrained(folder), new_gpt(3))
+            assert sorted(save_bytes(folder)) == ["config.json", "model.safetensors"]
+        assert killed_at > 4
+
+    def test_a_checkpoint(self, tmp_path, monkeypatch):
+        """Over a file of the same name, which TorchRL moves away before it has the new one."""
+        path = tmp_path / "run"
+        for killed_at in range(40):
+            RunCheckpoint(model=new_gpt(0)).save(path)
+            if not killed_in(monkeypatch, killed_at, RunCheckpoint(model=new_gpt(1)).save, path):
+                break
+            found = new_gpt(2)
+            RunCheckpoint(model=found).load(path)
+            assert same_model(found, new_gpt(0)) or same_model(found, new_gpt(1))
+        assert killed_at > 8
+        assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
+def killed_in(monkeypatch, n_calls: int, function: Any, *args: Any) -> bool:
+    """Runs a function until the call of that number which changes a file; whether it came to it."""
+    count = 0
+
+    def counted(call: Any) -> Any:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            if count >= n_calls:  # a killed process does nothing more
+                raise Killed
+            count += 1
+            return call(*args, **kwargs)
+
+        return counting
+
+    with monkeypatch.context() as patch:
+        for name in ("replace", "fsync", "unlink", "mkdir"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        for name in ("unlink", "mkdir", "open"):
+            patch.setattr(Path, name, counted(getattr(Path, name)))
+        patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+        try:
+            function(*args)
+        except Killed:
+            return True
+    return False

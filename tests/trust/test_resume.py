@@ -1,0 +1,163 @@
+"""A run that is stopped after any step and resumed is the uninterrupted one, bit for bit."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.helpers import spied
+from tests.streams import Step, cut, make_batch, make_streams, values_of
+from tests.trust import runs
+from torchrl_kl._feeding import ControllerFeed
+from torchrl_kl.controllers.trajectories import OpenTrajectories
+
+N_STEPS = 5
+KINDS = [runs.Postproc, runs.InEnv, runs.OwnLoop, runs.Loss, runs.Responses, runs.InProcess]
+
+
+def whole_state(run: runs.Run) -> dict[str, Any]:
+    return {name: part.state_dict() for name, part in run.parts.items() if name != "generator"}
+
+
+def check_equal(one: Any, other: Any) -> None:
+    """Exactly: numbers, tensors and what is nested around them."""
+    if isinstance(one, torch.Tensor):
+        assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            check_equal(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            check_equal(a, b)
+    else:
+        assert one == other or one != one
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_on_bit_for_bit_after_any_step(kind, tmp_path):
+    run = kind(seed=0)
+    logged = []
+    for step in range(N_STEPS):
+        logged += runs.go_on(run, step + 1)
+        runs.save(run, tmp_path / str(step + 1))
+    assert len({row[-1] for row in logged}) > 1  # something changes
+    for stopped in range(1, N_STEPS):
+        resumed = kind(seed=10)  # other weights, another reference and other random numbers
+        runs.load(resumed, tmp_path / str(stopped))
+        assert runs.go_on(resumed, N_STEPS) == logged[stopped:]
+        check_equal(whole_state(resumed), whole_state(run))
+
+
+def test_it_goes_on_bit_for_bit_with_coefficients_of_a_worker(tmp_path):
+    run = runs.Workers(seed=0)
+    try:
+        logged = runs.go_on(run, 2)
+        runs.save(run, tmp_path / "two")
+        logged += runs.go_on(run, 4)
+    finally:
+        run.close()
+    resumed = runs.Workers(seed=10)
+    try:
+        runs.load(resumed, tmp_path / "two")
+        assert runs.go_on(resumed, 4) == logged[2:]
+        check_equal(whole_state(resumed), whole_state(run))
+    finally:
+        resumed.close()
+    # One worker, in another process, is the same as none.
+    alone = runs.InProcess(seed=0)
+    assert runs.go_on(alone, 4) == logged
+    check_equal(whole_state(alone), whole_state(run))
+
+
+def new_feed() -> ControllerFeed:
+    """Its controller counts what it is told, and moves with it."""
+    return ControllerFeed(spied(step=0.125)[1], update_every=3)
+
+
+def told_by(feed: ControllerFeed) -> list[tuple[float, int]]:
+    controller: Any = feed.controller
+    return controller.calls
+
+
+def add(feed: ControllerFeed, rows: Any, stream: OpenTrajectories | None = None, **flags) -> Any:
+    batch = make_batch(rows, states=True, is_init=False, **flags)
+    batch.names = [None, "time"]
+    return feed.add_batch(batch, values_of(rows), None, done_key="done", stream=stream)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sums_go_on_where_the_data_go_on(seed):
+    """Trajectories cut anywhere, with truncations at the end of a batch."""
+    rng = random.Random(seed)
+    batches = cut(make_streams(rng, 3, 40), rng)
+    feed, states, running = new_feed(), [], []
+    for rows in batches:
+        states.append((copy.deepcopy(feed.state_dict()), len(told_by(feed))))
+        running.append(add(feed, rows))
+    for first, (state, n_told) in enumerate(states):
+        resumed = new_feed()
+        resumed.load_state_dict(state)
+        for rows, expected in zip(batches[first:], running[first:], strict=True):
+            assert_close(add(resumed, rows), expected, rtol=0, atol=0)
+        assert told_by(resumed) == told_by(feed)[n_told:]
+        check_equal(dict(resumed.state_dict()), dict(feed.state_dict()))
+
+
+def episodes(n: int, *, first_id: int) -> list[list[Step]]:
+    """Rows of one episode each, all ended by their time limit; others for each `n`."""
+    rng, rows = random.Random(n), []
+    for row in range(4):
+        values = [rng.randint(-40, 40) / 8 for _ in range(3)]
+        flags = [[False], [False], [True]]
+        rows.append(
+            [
+                Step(first_id + row, [value], t == 0, [False], flags[t], 100 * n + 10 * row + t)
+                for t, value in enumerate(values)
+            ]
+        )
+    return rows
+
+
+@pytest.mark.parametrize("of_collector", [False, True])
+@pytest.mark.parametrize("saved", [1, 2])
+def test_what_a_batch_truncates_counts_once_a_collector_begins_anew(of_collector, saved):
+    """It is known of each batch's episodes only from the next batch that they are over."""
+    n_batches, last = 6, 5
+
+    def new_stream() -> OpenTrajectories | None:
+        return OpenTrajectories() if of_collector else None
+
+    whole, stream = new_feed(), new_stream()
+    states = []
+    for n in range(n_batches):
+        states.append((copy.deepcopy(whole.state_dict()), len(told_by(whole))))
+        add(whole, episodes(n, first_id=4 * n), stream)
+    assert sum(n for _, n in told_by(whole)) == 4 * last
+    for first, (state, n_told) in enumerate(states):
+        for _ in range(saved):  # twice: it is saved again before the first batch
+            resumed, stream = new_feed(), new_stream()
+            resumed.load_state_dict(state)
+            state = copy.deepcopy(resumed.state_dict())
+        for n in range(first, n_batches):
+            # The ids of the resumed run begin at 0.
+            add(resumed, episodes(n, first_id=4 * (n - first)), stream)
+        assert told_by(resumed) == told_by(whole)[n_told:]
+        check_equal(resumed.statistics.state_dict(), whole.statistics.state_dict())
+
+
+def test_a_refused_batch_keeps_what_the_last_run_truncated():
+    run, resumed = new_feed(), new_feed()
+    add(run, episodes(0, first_id=0), OpenTrajectories())
+    resumed.load_state_dict(run.state_dict())
+    bad, stream = episodes(1, first_id=0), OpenTrajectories()
+    bad[0][0].value, bad[0][-1].terminated = [float("nan")], [True]
+    with pytest.raises(ValueError, match="must be finite"):
+        add(resumed, bad, stream)
+    assert not told_by(resumed)
+    add(resumed, episodes(1, first_id=0), stream)
+    assert [n for _, n in told_by(resumed)] == [4]

@@ -1,0 +1,96 @@
+"""Which reference it is: a hash of its weights and structure, saved and checked with its state."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import torch
+from torch import Tensor, nn
+
+_OTHER_STATE = (
+    "`state_dict` has a reference that does not fit its fingerprint: its weights were changed "
+    "after they were saved, or its modules here are of other classes. Load the state unchanged, "
+    "into a reference that was built by the same code."
+)
+_OTHER_REFERENCE = (
+    "the reference is not the one that the run was trained against: the state that was loaded has "
+    "another fingerprint. Build it from the model that the run began with, out of its own file, "
+    "never from the policy that is resumed, whose KL to itself would be 0."
+)
+
+
+class Identified(nn.Module):
+    """Has a `fingerprint` of `actor` in its state, and checks it against what is loaded."""
+
+    actor: nn.Module
+    _expected: Tensor | None = None  # the fingerprint in a state that came without weights
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The weights that make it the reference that it is, by name."""
+        state = self.actor.state_dict()
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+    def check_identity(self) -> None:
+        """RuntimeError if a state was loaded without its weights, and this has others."""
+        if self._expected is None:
+            return
+        if not fingerprint(self.actor, self._weights()).equal(self._expected):
+            raise RuntimeError(_OTHER_REFERENCE)
+        self._expected = None
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._expected is not None:  # not checked yet
+            destination[f"{prefix}fingerprint"] = self._expected
+        elif weights := self._weights():
+            destination[f"{prefix}fingerprint"] = fingerprint(self.actor, weights)
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        args = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        key, start = f"{prefix}fingerprint", f"{prefix}actor."
+        expected = state_dict.get(key)
+        if expected is None:
+            missing_keys += [key] if self._weights() else []
+            return
+        unexpected_keys[:] = (name for name in unexpected_keys if name != key)
+        weights = {
+            name.removeprefix(start): value
+            for name, value in state_dict.items()
+            if name.startswith(start) and isinstance(value, Tensor)
+        }
+        # Without weights it is checked when it scores: until then, the policy may be loaded that
+        # shares its weights.
+        self._expected = None if weights else expected.cpu()
+        if weights and not fingerprint(self.actor, weights).equal(expected.cpu()):
+            raise RuntimeError(_OTHER_STATE)
+
+
+def fingerprint(model: nn.Module, weights: dict[str, Tensor]) -> Tensor:
+    """SHA-256 of named weights (name, dtype, shape, bytes) and of the model's classes, uint8."""
+    digest = sha256()
+    for name, module in model.named_modules():
+        digest.update(f"{name}:{type(module).__qualname__};".encode())
+    for name, value in sorted(weights.items()):
+        value = value.detach().cpu().contiguous()
+        digest.update(f"{name}:{value.dtype}{tuple(value.shape)};".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether it is a layer with PEFT's adapters, which are switched without any new weight."""
+    return isinstance(getattr(type(module), "disable_adapters", None), property)
+
+
+def weights_without_adapters(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of the model that PEFT's adapters were added to; none if it has no adapters."""
+    layers = [module for module in model.modules() if has_adapters(module)]
+    added = {id(weight) for layer in layers for weight in layer.parameters()}
+    for layer in layers:  # what a layer was before; a copy is trained of an `original_module`
+        before = getattr(layer, "base_layer", getattr(layer, "original_module", None))
+        added -= {id(weight) for weight in before.parameters()} if before is not None else set()
+    weights = model.named_parameters() if layers else ()
+    return {name: weight for name, weight in weights if id(weight) not in added}

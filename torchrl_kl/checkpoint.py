@@ -1,0 +1,240 @@
+"""Checkpoints of whole runs, on TorchRL's `Checkpoint`, in files that run no code when loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+from torchrl.checkpoint import Checkpoint, CheckpointAdapter, CheckpointError, CheckpointLoadResult
+
+from torchrl_kl._torchrl import UNFINISHED
+
+_STATE = "state.safetensors"
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Writes a file that is on the disk, and not only in the system's memory, when this returns."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def looks_pickled(content: bytes) -> bool:
+    """Whether a file is a pickle, or a zip file, as `torch.save` writes it with pickles."""
+    return content.startswith((b"PK\3\4", b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"))
+
+
+class RunCheckpoint(Checkpoint):
+    """TorchRL's `Checkpoint` in one file with checksums, from which no code can be run.
+
+    Use it, with TorchRL's `CheckpointRotation`, for all that changes in a run: modules, optimizers,
+    schedulers, TorchRL's `GlobalRNGState()`, the stack, `torch.Generator`s, envs with a state, and
+    dictionaries and lists of plain values, which are updated in place. TorchRL's own formats check
+    no checksums and may read pickles.
+
+    You may rely on: whenever the process is killed, even while it saves, and wherever the disk is
+    full, the file has the older checkpoint or the new one, as a whole. A file that was changed or
+    cut off is refused before any component changes, without reading more than its size. Files
+    that a killed process left are removed by the next `save` to the folder, so only one process
+    may save there. You may not rely on the components after another error of `load`: build them
+    anew.
+
+    Args:
+        components: objects with `state_dict` and `load_state_dict`, generators, or plain values.
+
+    Raises:
+        TypeError: if a component, or what is in its state, is of another type.
+        OSError: in `save`, if the file cannot be written; in `load`, if it is not there.
+        CheckpointError: in `load`, if the file is damaged, does not have the components, or one
+            of them refuses its state.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from torchrl.checkpoint import CheckpointRotation
+        >>> from torchrl_kl import RunCheckpoint
+        >>> policy, progress = torch.nn.Linear(2, 1), {"step": 3}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     rotation = CheckpointRotation(folder, keep_last=2)
+        ...     _ = rotation.save(RunCheckpoint(policy=policy, progress=progress), step=3)
+        ...     resumed, found = torch.nn.Linear(2, 1), {}
+        ...     _ = rotation.load_latest(RunCheckpoint(policy=resumed, progress=found))
+        >>> resumed.weight.equal(policy.weight), found
+        (True, {'step': 3})
+    """
+
+    def __init__(self, **components: Any):
+        super().__init__(format="archive", **components)
+
+    def register(self, name: str, component: Any) -> RunCheckpoint:
+        """Adds a component under a name."""
+        adapter = _StateFile() if _has_state(component) else None
+        if adapter is None and hasattr(component, "dump"):
+            raise TypeError(
+                f"`{name}` must have `state_dict` and `load_state_dict`, got a "
+                f"{type(component).__name__} with `dump`, whose files could be of any kind."
+            )
+        super().register(name, component, adapter=adapter)
+        return self
+
+    def save(self, path: str | Path, *, format: str | None = None, **options: Any) -> Path:
+        """Saves all components to a file; the other arguments are those of TorchRL's `save`."""
+        if format not in (None, "archive"):
+            raise ValueError(f"`format` must be 'archive', which has checksums, got {format!r}.")
+        path = Path(path).expanduser().absolute()
+        for left in path.parent.glob(".*"):
+            if UNFINISHED.fullmatch(left.name):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        part = path.with_name(f".{path.name}.part")
+        try:
+            super().save(part, **options)
+            _sync(part)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        _sync(path.parent)
+        return path
+
+    def load(self, path: str | Path, **options: Any) -> CheckpointLoadResult:
+        """Restores all components from a file; the other arguments are those of TorchRL's."""
+        path = Path(path).expanduser()
+        try:
+            _check_archive(path)
+            return super().load(path, **options)
+        except (CheckpointError, FileNotFoundError, PermissionError):
+            raise
+        except Exception as error:  # whatever the damage of a file leads to
+            raise CheckpointError(
+                f"`path` {path} is damaged ({type(error).__name__}: {error}): remove it, to resume "
+                "from the checkpoint before it."
+            ) from error
+
+
+def _check_archive(path: Path) -> None:
+    """CheckpointError unless it is a zip file with a manifest, which does not expand."""
+    refused = "is not the file of a RunCheckpoint"
+    if path.is_dir():
+        raise CheckpointError(f"`path` {path} {refused} but a folder, which has no checksums.")
+    with path.open("rb") as file:
+        pickled = looks_pickled(file.read(4))
+    if not zipfile.is_zipfile(path):
+        hint = ": it is a pickle, which can run code when it is loaded" if pickled else ""
+        raise CheckpointError(f"`path` {path} {refused}{hint}, or was cut off.")
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    if "manifest.json" not in (member.filename for member in members):
+        raise CheckpointError(
+            f"`path` {path} {refused}: it has no manifest. A file of `torch.save` is a pickle, "
+            "which can run code when it is loaded."
+        )
+    compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+    if compressed or sum(member.file_size for member in members) > path.stat().st_size:
+        raise CheckpointError(f"`path` {path} is damaged: it would expand when it is read.")
+
+
+def _sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _has_state(component: Any) -> bool:
+    names = ("state_dict", "load_state_dict")
+    return isinstance(component, torch.Generator) or all(hasattr(component, n) for n in names)
+
+
+class _StateFile(CheckpointAdapter):
+    """A state dict as one safetensors file, with its structure as JSON among the metadata."""
+
+    adapter_id = "torchrl_kl.safetensors"
+
+    def save(
+        self, component: Any, path: Path, *, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        if isinstance(component, torch.Generator):
+            state: Any = component.get_state()
+        else:
+            state = component.state_dict(*args, **kwargs)
+        tensors: dict[str, Tensor] = {}
+        structure = json.dumps(_encode(state, tensors))
+        path.mkdir(parents=True)
+        # No memory map: a full disk would end the process there.
+        write_durably(path / _STATE, save(tensors, {"state": structure}))
+
+    def load(
+        self,
+        component: Any,
+        path: Path,
+        *,
+        map_location: Any,
+        tensor_load_kwargs: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        if map_location is not None or tensor_load_kwargs:
+            raise ValueError(
+                "`map_location` and `tensor_load_kwargs` must be left out: tensors are read on the "
+                "CPU, and components move them to where they are."
+            )
+        content = (path / _STATE).read_bytes()
+        tensors = load(content)  # which has checked sizes and offsets
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + size])
+        state = _decode(json.loads(header["__metadata__"]["state"]), tensors)
+        if isinstance(component, torch.Generator):
+            component.set_state(state)
+        else:
+            component.load_state_dict(state, *args, **kwargs)
+
+
+def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """A state as plain JSON; its tensors are collected by number."""
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        # A copy: safetensors refuses tensors that share memory.
+        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        items = [[_encode(key, tensors), _encode(item, tensors)] for key, item in value.items()]
+        # Of modules: the versions of their states.
+        metadata = _encode(getattr(value, "_metadata", None), tensors)
+        return {"dict": items, "metadata": metadata}
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(item, tensors) for item in value]}
+    if isinstance(value, list):
+        return [_encode(item, tensors) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(
+        f"a state must consist of tensors, dicts, lists, tuples and plain values, got a "
+        f"{type(value).__name__}, which could be saved as a pickle only."
+    )
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The state that `_encode` was given."""
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    if "tuple" in value:
+        return tuple(_decode(item, tensors) for item in value["tuple"])
+    state = {_decode(key, tensors): _decode(item, tensors) for key, item in value["dict"]}
+    if value["metadata"] is not None:
+        state = OrderedDict(state)
+        state._metadata = _decode(value["metadata"], tensors)  # type: ignore[attr-defined]
+    return state
