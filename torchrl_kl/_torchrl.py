@@ -41,6 +41,23 @@ def indices_of(distribution: Distribution) -> Tensor | None:
 COLUMN_READERS.append(indices_of)
 
 
+def watch_workers(
+    collector: Any, run: Callable[[Callable[[], None]], None], check: Callable[[], None]
+) -> None:
+    """Makes a DistributedCollector that will be built notice a dead worker wherever it waits.
+
+    It waits for all workers to join, which is left to `run`; later it waits for a worker's answer,
+    and calls `check`, which may raise.
+    """
+    join = collector._init_master_dist
+
+    def watched_join(*args: Any) -> None:
+        run(lambda: join(*args))
+        watch_store(collector, check)
+
+    collector._init_master_dist = watched_join
+
+
 def watch_store(collector: Any, check: Callable[[], None]) -> None:
     """Makes a DistributedCollector call `check`, which may raise, while it waits for a worker."""
     collector._store = _WatchedStore(collector._store, check)

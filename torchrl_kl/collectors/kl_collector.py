@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from torchrl.envs.utils import ExplorationType
 
 from torchrl_kl.collectors import watched
 from torchrl_kl.collectors.links import LearnerLink, WorkerLink, number_trajectories
+from torchrl_kl.collectors.processes import worker_env
 from torchrl_kl.controllers import ConstantKLController
 from torchrl_kl.transforms import KLConstrainedTransform
 
@@ -82,8 +84,10 @@ def kl_collector(
     kwargs |= {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
     kwargs = _arguments(collector_class, num_workers, kwargs)
     link, in_process = LearnerLink(stack), collector_class is Collector
+    over_ray = collector_class is RayCollector
+    if not (in_process or over_ray):
+        envs = [partial(worker_env, env, learner=os.getpid()) for env in envs]
     if where == "workers":
-        over_ray = collector_class is RayCollector
         link = WorkerLink(stack, over_ray=over_ray, in_process=in_process)
         envs = [link.env_factory(env) for env in envs]
     env: Any = envs[0] if in_process else envs

@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,7 +59,7 @@ class SharedFiles:
 class PenalizedEnv(TransformedEnv):
     """An env with a copy of the stack as its last transform, which follows the learner's.
 
-    It reads `files` at each step where they are given; over Ray, messages call `follow`.
+    It reads `files` at each step where they are given; else the learner's collector calls `follow`.
     """
 
     files: SharedFiles | None = None
@@ -115,16 +116,18 @@ class LearnerLink:
 class WorkerLink:
     """The workers penalize; what they measured moves the controller of the learner's stack.
 
-    They learn what has changed from messages over Ray, or else from files of this machine. In
-    another process than the learner's, a reference that is the policy itself becomes a copy of the
-    policy as it is now, since TorchRL sends policies without their weights.
+    They learn what has changed from messages over Ray, or from files of this machine; in one
+    process, the env is told. In another process than the learner's, a reference that is the policy
+    itself becomes a copy of the policy as it is now, since TorchRL sends policies without their
+    weights.
     """
 
     def __init__(self, stack: KLConstrainedTransform, *, over_ray: bool, in_process: bool):
         self.stack, self.stream = stack, stack.new_stream()
         self.files = None
-        if not over_ray:
-            folder = Path(tempfile.mkdtemp())
+        if not (over_ray or in_process):
+            # In the folder that workers remove if the learner was killed.
+            folder = Path(tempfile.mkdtemp(dir=get_temp_dir()))
             # The folder lasts as long as the link, and no longer if the collector cannot be built.
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             self.files = SharedFiles(folder, stack.controller.coeff.item())
@@ -152,9 +155,7 @@ class WorkerLink:
         if self.files is not None:
             self.files.write(coeff, weights)
         else:
-            # No answer is waited for: an actor treats its messages in order, between two batches.
-            for actor in collector.remote_collectors:
-                actor.cascade_execute.remote("env.follow", coeff, weights)
+            collector.follow(coeff, weights)
         self._sent = version
 
     def receive(self, batch: TensorDictBase) -> TensorDictBase:

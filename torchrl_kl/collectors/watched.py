@@ -10,11 +10,13 @@ import contextlib
 import os
 import signal
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from threading import Thread
+from multiprocessing.util import get_temp_dir
+from threading import Event, Thread
 from typing import Any, cast
 
 import torch
@@ -23,14 +25,25 @@ from torch import distributed, nn
 from torchrl.collectors import BaseCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.collectors.distributed import DistributedCollector, RayCollector
 from torchrl.collectors.utils import split_trajectories
-from torchrl.weight_update import SharedMemWeightSyncScheme
+from torchrl.weight_update import (
+    DistributedWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightSyncScheme,
+)
 
 from torchrl_kl import _torchrl
 from torchrl_kl.collectors.links import LearnerLink, WorkerLink, restore_trajectories
+from torchrl_kl.collectors.processes import (
+    POLL_SECONDS,
+    STOPPED_LOOKS,
+    EndingStrategy,
+    kill_stopped,
+    ray_pids,
+)
 
-_POLL_SECONDS = 1.0
 _EXIT_SECONDS = 5.0
 _PROBE_SECONDS = 10.0
+_STOPPED = f"stopped by a signal for {STOPPED_LOOKS * POLL_SECONDS:.0f} s, then killed"
 _USER_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
 
 
@@ -42,13 +55,19 @@ class WatchedCollector(BaseCollector):
     ):
         self._link, self._split_trajs = link, split_trajs
         self._cat_results = kwargs.get("cat_results")
+        # `_killed`: the workers that were stopped; `_over`: shut down, or nothing refers to this.
+        self._killed, self._over, self._named = set[int](), Event(), False
+        reference: weakref.ref[WatchedCollector] = weakref.ref(self, lambda _, over=self._over: over.set())
         # Python waits for child processes when it exits, for ever if Ctrl-C has left the loop.
-        atexit.register(_shut_down, weakref.ref(self))
+        atexit.register(_shut_down, reference)
+        get_temp_dir()  # which the workers share if it is there before they are
+        looked_at = (partial(_pids_of, reference), self._killed, self._over)
+        Thread(target=kill_stopped, args=looked_at, daemon=True).start()
         try:
             with self._naming_dead():
                 super().__init__(*args, **kwargs)
         except BaseException:
-            _shut_down(weakref.ref(self))
+            _shut_down(reference)
             raise
 
     def iterator(self) -> Iterator[TensorDictBase]:
@@ -80,24 +99,43 @@ class WatchedCollector(BaseCollector):
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """As TorchRL's, which may wait without end for the answer of a dead worker."""
-        update, outcome = super().update_policy_weights_, Future[None]()
+        update = partial(super().update_policy_weights_, *args, **kwargs)
+        with self._naming_dead():
+            self._watch(update) if self._processes() else update()
 
-        def call() -> None:
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """As TorchRL's; RuntimeError if a worker died meanwhile or before."""
+        try:
+            self._shut_down(*args, **kwargs)
+        finally:
+            self._over.set()
+        # Those that were terminated needed too long, or had another one's failure to end for.
+        dead = None if self._named else self._find_failed(ignored=-signal.SIGTERM)
+        if dead is not None:
+            self._named = True
+            raise RuntimeError(
+                f"{dead} of the collector died before it was shut down in order: look for its "
+                "traceback above. All workers have ended; what this one did last may be lost."
+            )
+
+    def _shut_down(self, *args: Any, **kwargs: Any) -> None:
+        super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
+
+    def _watch(self, call: Callable[[], None]) -> None:
+        """Calls in a thread that may hang for ever, while this one looks after the workers."""
+        outcome = Future[None]()
+
+        def run() -> None:
             try:
-                outcome.set_result(update(*args, **kwargs))
+                outcome.set_result(call())
             except BaseException as error:
                 outcome.set_exception(error)
 
-        with self._naming_dead():
-            if self._processes():
-                # In a thread that may hang for ever, while this one looks after the workers.
-                self._refuse_dead()
-                Thread(target=call, daemon=True).start()
-                while not wait([outcome], timeout=_POLL_SECONDS).done:
-                    self._refuse_dead()
-            else:
-                call()
-            outcome.result()
+        self._refuse_dead()
+        Thread(target=run, daemon=True).start()
+        while not wait([outcome], timeout=POLL_SECONDS).done:
+            self._refuse_dead()
+        outcome.result()
 
     @contextlib.contextmanager
     def _naming_dead(self) -> Iterator[None]:
@@ -108,6 +146,7 @@ class WatchedCollector(BaseCollector):
             dead = self._find_dead(error)
             if dead is None:
                 raise
+            self._named = True
             _shut_down(weakref.ref(self))
             raise RuntimeError(
                 f"{dead} of the collector died: the other workers were stopped, and the collector "
@@ -128,15 +167,17 @@ class WatchedCollector(BaseCollector):
                 by_sentinel[cast(int, ending)].join()
         return self._find_failed()
 
-    def _find_failed(self) -> str | None:
-        """The first worker process that has failed, in words."""
-        codes = {}
+    def _find_failed(self, *, ignored: int = 0) -> str | None:
+        """The first worker process that has failed, with another code than `ignored`, in words."""
+        failed = []
         for worker, process in enumerate(self._processes()):
             with contextlib.suppress(ValueError):  # TorchRL has closed it
-                codes[worker] = process.exitcode
-        # TorchRL terminates the others when it notices one: those come last.
-        failed = sorted((code == -signal.SIGTERM, worker) for worker, code in codes.items() if code)
-        return f"worker {failed[0][1]} (exit code {codes[failed[0][1]]})" if failed else None
+                code = process.exitcode
+                why = _STOPPED if process.pid in self._killed else f"exit code {code}"
+                if code and code != ignored:
+                    # TorchRL terminates the others when it notices one: those come last.
+                    failed.append((code == -signal.SIGTERM, worker, why))
+        return "worker {1} ({2})".format(*min(failed)) if failed else None
 
     def _refuse_dead(self) -> None:
         dead = self._find_failed()
@@ -150,6 +191,14 @@ class WatchedCollector(BaseCollector):
         jobs = [*getattr(self, "procs", []), *getattr(self, "jobs", [])]
         return [job for job in jobs if isinstance(job, BaseProcess)]
 
+    def _pids(self) -> list[int]:
+        """The workers' processes on this machine, by number."""
+        pids = []
+        for process in self._processes():
+            with contextlib.suppress(ValueError):  # TorchRL has closed it
+                pids.append(process.pid or 0)
+        return pids
+
 
 class WatchedSingle(WatchedCollector, Collector):
     """A Collector: its worker is this process."""
@@ -160,18 +209,23 @@ class WatchedSingle(WatchedCollector, Collector):
             policy_or_weights = cast(Any, TensorDict.from_module(policy_or_weights)).data
         super().update_policy_weights_(policy_or_weights, **kwargs)
 
+    def follow(self, coeff: float, weights: dict[str, torch.Tensor]) -> None:
+        """Sets what the copy of the stack in the env follows."""
+        cast(Any, self.env).follow(coeff, weights)
+
 
 class _WatchedMulti(WatchedCollector):
     def __init__(self, *args: Any, **kwargs: Any):
         if kwargs.get("weight_updater") is None:  # as TorchRL does, which would keep it to itself
             kwargs.setdefault("weight_sync_schemes", {"policy": SharedMemWeightSyncScheme()})
         self._schemes = kwargs.get("weight_sync_schemes") or {}
+        _end_workers_on_failure(self._schemes)
         super().__init__(*args, **kwargs)
 
-    def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """As TorchRL's, which changes the number of threads of this process, and leaves some."""
+    def _shut_down(self, *args: Any, **kwargs: Any) -> None:
+        # TorchRL changes the number of threads of this process, and leaves some.
         threads = torch.get_num_threads()
-        super().shutdown(*args, **kwargs)  # type: ignore[safe-super]
+        super()._shut_down(*args, **kwargs)
         torch.set_num_threads(threads)
         for scheme in self._schemes.values():
             scheme.shutdown()  # when Python exits it would be too late, and never return
@@ -190,6 +244,11 @@ class WatchedDistributed(WatchedCollector, DistributedCollector):
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._had_group, self._started = distributed.is_initialized(), False
+        if kwargs.get("weight_updater") is None:  # as TorchRL does
+            how = {"backend": kwargs.get("backend", "gloo"), "sync": kwargs.get("sync", False)}
+            kwargs.setdefault("weight_sync_schemes", {"policy": DistributedWeightSyncScheme(**how)})
+        _end_workers_on_failure(kwargs.get("weight_sync_schemes") or {})
+        _torchrl.watch_workers(self, self._watch, self._refuse_dead)
         given = "OMP_NUM_THREADS" in os.environ
         # One thread per worker, as TorchRL sets it for MultiSyncCollector, and Ray for its actors.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -198,20 +257,20 @@ class WatchedDistributed(WatchedCollector, DistributedCollector):
         finally:
             if not given:
                 del os.environ["OMP_NUM_THREADS"]
-        _torchrl.watch_store(self, self._refuse_dead)
         self._started = True
 
-    def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """As TorchRL's, which would wait for the last message of a dead worker."""
+    def _shut_down(self, *args: Any, **kwargs: Any) -> None:
         try:
+            # TorchRL would wait for the last message of a dead worker.
             if self._started and self._find_failed() is None:
-                with contextlib.suppress(RuntimeError):  # workers that do not answer are killed
-                    super().shutdown(*args, **kwargs)
+                with contextlib.suppress(RuntimeError):  # workers that do not answer are ended
+                    super()._shut_down(*args, **kwargs)
         finally:
             # Those that did not end by themselves; for the others this does nothing.
-            for job in self._processes():
-                job.kill()
-                job.join()
+            for end in (BaseProcess.terminate, BaseProcess.kill):
+                for job in self._processes():
+                    end(job)
+                    job.join(_EXIT_SECONDS)
             if distributed.is_initialized() and not self._had_group:
                 distributed.destroy_process_group()
 
@@ -219,9 +278,17 @@ class WatchedDistributed(WatchedCollector, DistributedCollector):
 class WatchedRay(WatchedCollector, RayCollector):
     """A RayCollector. Ray's own error for a dead actor does not say which worker it was."""
 
+    _known: Sequence[int] = ()
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.update_policy_weights_()  # TorchRL connects the actors to the policy at the first call
+
+    def follow(self, coeff: float, weights: dict[str, torch.Tensor]) -> None:
+        """Sends what the copies of the stack in the envs follow."""
+        # No answer is waited for: an actor treats its messages in order, between two batches.
+        for actor in self.remote_collectors:
+            actor.cascade_execute.remote("env.follow", coeff, weights)
 
     def _find_dead(self, error: Exception) -> str | None:
         import ray
@@ -234,8 +301,25 @@ class WatchedRay(WatchedCollector, RayCollector):
                 try:
                     ray.get(probe)
                 except RayActorError:
-                    return f"worker {worker} (a Ray actor)"
+                    stopped = self._killed.intersection(self._known[worker : worker + 1])
+                    return f"worker {worker} (a Ray actor{', ' + _STOPPED if stopped else ''})"
         return None
+
+    def _pids(self) -> Sequence[int]:
+        actors = getattr(self, "remote_collectors", ())
+        if not (len(self._known) == len(actors) and all(self._known)):
+            self._known = ray_pids(actors)
+        return self._known
+
+
+def _end_workers_on_failure(schemes: dict[str, WeightSyncScheme]) -> None:
+    for scheme in schemes.values():
+        scheme.strategy = EndingStrategy(scheme.strategy.extract_as)
+
+
+def _pids_of(reference: weakref.ref[WatchedCollector]) -> Sequence[int]:
+    collector = reference()
+    return () if collector is None else collector._pids()
 
 
 def _shut_down(reference: weakref.ref[WatchedCollector]) -> None:
