@@ -207,7 +207,7 @@ class Controllers(Machine):
 
 
 def test_controllers_in_any_order():
-    run(Controllers, 240, steps=25)
+    run(Controllers, 300, steps=25)
 
 
 @cases(

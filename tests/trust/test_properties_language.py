@@ -5,6 +5,7 @@ import pickle
 import random
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
@@ -94,7 +95,9 @@ class Cached(Machine):
             optimizer.step()
             optimizer.zero_grad()
 
-    @rule(how=st.sampled_from(["deepcopy", "pickle", "train", "double", "clear", "grad", "refused"]))
+    @rule(
+        how=st.sampled_from(["deepcopy", "pickle", "train", "double", "clear", "grad", "refused"])
+    )
     def carry(self, how: str) -> None:
         if how == "deepcopy":
             self.actor = copy.deepcopy(self.actor)
@@ -112,12 +115,8 @@ class Cached(Machine):
         else:
             with torch.no_grad():
                 state = TensorDict(tokens=self.texts, position=self.position + 2 * LENGTH)
-                try:
+                with pytest.raises(ValueError, match="`position` must lie in"):
                     self.actor.get_dist(state.auto_batch_size_())
-                except ValueError as error:
-                    assert "`position` must lie in" in str(error)
-                else:
-                    raise AssertionError("a position beyond the text was accepted")
 
     @invariant()
     def log_probs_are_those_of_the_bare_model(self) -> None:
@@ -126,7 +125,7 @@ class Cached(Machine):
 
 
 def test_a_cache_in_any_order():
-    run(Cached, 100, steps=12)
+    run(Cached, 140, steps=12)
 
 
 def prefix_log_prob(model: Any, text: list[int], n: int, temperature: float) -> float:
@@ -185,7 +184,9 @@ def test_sampled_responses(seed, kind, lengths, n_new, eos, pad, temperature, ch
             assert step["collector", "mask"].item() == counts
             assert step["next", "done"].item() == last
             assert step["next", "terminated"].item() == (last and (eos is None or eos in said))
-            assert step["next", "truncated"].item() == (last and eos is not None and eos not in said)
+            assert step["next", "truncated"].item() == (
+                last and eos is not None and eos not in said
+            )
             assert step["next", "reward"].item() == (sum(text) + 0.5 if last else 0.0)
             expected = prefix_log_prob(model, text, len(prompt) + t, temperature) if counts else 0.0
             # Logits to 2e-5 nats, as for the cache, divided by the temperature.
@@ -204,22 +205,33 @@ def dialogs(draw: Any) -> tuple[dict[str, Any], TensorDict, list[dict[str, Any]]
     for _ in range(n):
         prompt = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 4))]
         said = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 5))]
-        if eos is not None and rng.random() < 0.6:
+        # Where the pad token is the end token, what is padded has ended.
+        if eos is not None and (pad == eos or rng.random() < 0.6):
             said[-1] = eos
         counted = [False] * len(prompt) + [True] * len(said)
         if turns and rng.random() < 0.6:
             user = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 3))]
-            again = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 3))]
+            again = [rng.randrange(2, VOCAB) for _ in range(rng.randint(0, 2))] + said[-1:]
             said = said + user + again
             counted += [False] * len(user) + [True] * len(again)
         log_probs = [-rng.random() for _ in counted]
         reward = rng.randint(-20, 20) / 4
-        rows.append({"prompt": prompt, "text": prompt + said, "counted": counted,
-                     "log_probs": log_probs, "reward": reward})
+        rows.append(
+            {
+                "prompt": prompt,
+                "text": prompt + said,
+                "counted": counted,
+                "log_probs": log_probs,
+                "reward": reward,
+            }
+        )
     made = {"pad_token": pad, "eos_token": eos}
     recorded = draw(st.booleans())
-    return made, make_llm_batch(rows, layout, pad, turns, recorded), [
-        {**row, "recorded": recorded} for row in rows]
+    return (
+        made,
+        make_llm_batch(rows, layout, pad, turns, recorded),
+        [{**row, "recorded": recorded} for row in rows],
+    )
 
 
 def make_llm_batch(
@@ -244,7 +256,7 @@ def make_llm_batch(
         part = TensorDict(next=TensorDict(reward=torch.tensor([row["reward"]])))
         part["tokens", "full"] = padded(row["text"], pad)
         attended = padded([True] * len(row["text"]), False)
-        if layout in ("left", "masks") or layout == "right":
+        if layout != "lazy":
             part["masks", "all_attention_mask"] = attended
         if turns:
             part["masks", "all_assistant_mask"] = padded(row["counted"], False)
@@ -256,7 +268,7 @@ def make_llm_batch(
     return lazy_stack(parts)
 
 
-@cases(100, drawn=dialogs())
+@cases(160, drawn=dialogs())
 def test_dialogs_as_steps(drawn):
     made, batch, rows = drawn
     steps = as_steps(batch, **made)

@@ -76,29 +76,23 @@ class Streams(Machine):
     def add(self, batch: Any, which: int, judge: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The running sums of the steps, (R, T, F), and the totals that are told."""
         done_key: Any = ("agents", "done") if self.per_agent else "done"
-        if self.padded:
-            batch["place"] = torch.arange(batch.numel()).reshape(batch.shape)
-            counts = batch.pop(("collector", "mask"), None)
-            if counts is not None:
-                batch["counts"] = counts
-            padded: Any = split_trajectories(batch, prefix="collector")
-            real = padded["collector", "mask"]
-            if counts is not None:
-                padded["collector", "mask"] = padded.pop("counts") & real
-        else:
-            padded = batch
-        values = padded["value"]
-        values = values.unsqueeze(-1) if self.per_agent else values
-        mask = padded.get(("collector", "mask"), None)
-        running, finished = sum_trajectories(
-            padded, values, mask, done_key, self.streams[which], judge=judge
+        stream = self.streams[which]
+        if not self.padded:
+            values = batch["value"].unsqueeze(-1) if self.per_agent else batch["value"]
+            mask = batch.get(("collector", "mask"), None)
+            sums = sum_trajectories(batch, values, mask, done_key, stream, judge=judge)
+            return sums.running.reshape(*batch.shape, -1), sums.finished
+        batch["place"] = torch.arange(batch.numel()).reshape(batch.shape)
+        batch["counts"] = batch.pop(("collector", "mask"), torch.ones(batch.shape).bool())
+        padded: Any = split_trajectories(batch, prefix="collector")
+        real = padded["collector", "mask"]
+        sums = sum_trajectories(
+            padded, padded["value"], padded["counts"] & real, "done", stream, judge=judge
         )
-        running = running.reshape(*padded.shape, -1)
-        if self.padded:
-            flat = torch.empty(batch.numel(), running.shape[-1], dtype=running.dtype)
-            flat[padded["place"][real]] = running[real]
-            running = flat.reshape(*batch.shape, -1)
-        return running, finished
+        # Back to where the steps were in the batch.
+        running = torch.empty(batch.numel(), 1, dtype=sums.running.dtype)
+        running[padded["place"][real]] = sums.running[real]
+        return running.reshape(*batch.shape, 1), sums.finished
 
     def check_running(self, rows: list[list[Step]], running: torch.Tensor) -> None:
         for row, found in zip(rows, running.tolist(), strict=True):
