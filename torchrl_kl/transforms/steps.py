@@ -58,7 +58,8 @@ def score_batch(
         log_prob = reference.recorded.require(tensordict)
     log_probs, kept, states = [], [], []
     # The outputs of a pass, such as logits (rows, T, V), are dropped before the next rows.
-    chunk = reference.chunk_size if tensordict.ndim else None
+    # TensorDict does not split an empty batch.
+    chunk = reference.chunk_size if tensordict.batch_size.numel() and tensordict.ndim else None
     for rows in [tensordict] if chunk is None else tensordict.split(chunk):
         score = reference.trajectories(rows) if timed else reference.step(reference.inputs(rows))
         if estimate is not None:
