@@ -136,6 +136,7 @@ class LogProbKeys:
     def __init__(self, key: NestedKey | list[NestedKey]):
         self.keys = [unravel_key(one) for one in (key if isinstance(key, list) else [key])]
         self.key = self.keys[0] if len(self.keys) == 1 else self.keys
+        self.name = self.keys[0] if len(self.keys) == 1 else " + ".join(map(str, self.keys))
         # The KL is the sum over the parts: it belongs to the nested tensordict that holds them all.
         first, *others = (as_tuple(one)[:-1] for one in self.keys)
         depth = len(first)

@@ -10,7 +10,9 @@ from torchrl.data import Composite
 from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.controllers import KLController
+from torchrl_kl.functional.invalid import OnInvalid
 from torchrl_kl.transforms.base import require_spec
+from torchrl_kl.transforms.checks import passed_on
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.penalty import NO_KL, PenaltyTransform
 
@@ -40,13 +42,14 @@ class RewardAdjustmentTransform(PenaltyTransform):
     left open, but not those in an env, which are entries of its data. `freeze` is not saved.
 
     Args:
-        controller, update_every, keys, time_dim: as for KLConstrainedTransform.
+        controller, update_every, keys, time_dim, on_invalid: as for KLConstrainedTransform.
 
     Raises:
         TypeError: if `controller` is neither a KLController nor a number.
         KeyError: if the reward, the KL or, on a batch, "next" is missing.
         ValueError: if `update_every` is less than 1, or 1 for a controller with a deadband; if KL
-            and reward differ in shape, or the steps of trajectories are not in order.
+            and reward differ in shape, or the steps of trajectories are not in order; or for an
+            invalid KL or reward.
         RuntimeError: if the reward was penalized before, or trajectories cannot be told apart.
 
     Example:
@@ -66,16 +69,22 @@ class RewardAdjustmentTransform(PenaltyTransform):
         update_every: int | None = None,
         keys: KLKeys | None = None,
         time_dim: int | None = None,
+        on_invalid: OnInvalid = "raise",
     ):
         named = (keys or KLKeys()).resolve()
         super().__init__(
-            controller, named, in_keys=[named.kl], update_every=update_every, time_dim=time_dim
+            controller,
+            named,
+            in_keys=[named.kl],
+            update_every=update_every,
+            time_dim=time_dim,
+            on_invalid=on_invalid,
         )
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         # Whether the policy drew the action, (*B, *A, 1), as KLDivergenceTransform has noted.
         counted = tensordict.get(td.hidden_key(self.keys.kl, "counted"), None)
-        step = self._read(next_tensordict, tensordict.get("_step", None), counted)
+        step = self._read(tensordict, next_tensordict, tensordict.get("_step", None), counted)
         self.adjust_env_step(tensordict, next_tensordict, step)
         return next_tensordict
 
@@ -84,12 +93,16 @@ class RewardAdjustmentTransform(PenaltyTransform):
         self.refuse_wrong_order()
         tensordict = td.copy_batch(tensordict)
         self.refuse_penalized(tensordict.get("next"), "the batch")
-        step = self._read(tensordict.get("next"), tensordict.get(td.MASK_KEY, None))
+        step = self._read(tensordict, tensordict.get("next"), tensordict.get(td.MASK_KEY, None))
         self.adjust_batch(tensordict, step, None, trace=not td.is_fake(tensordict))
         return tensordict
 
     def _read(
-        self, next_tensordict: TensorDictBase, mask: Tensor | None, counted: Tensor | None = None
+        self,
+        tensordict: TensorDictBase,
+        next_tensordict: TensorDictBase,
+        mask: Tensor | None,
+        counted: Tensor | None = None,
     ) -> KLStep:
         kl = td.get_required(next_tensordict, self.keys.kl, NO_KL)
         estimate = next_tensordict.get(self.keys.kl_estimate, None)
@@ -100,7 +113,8 @@ class RewardAdjustmentTransform(PenaltyTransform):
             estimate = None if estimate is None else torch.where(covered, estimate, 0.0)
         # Nothing reads the log-probs of a step whose KL is known.
         counts = True if counted is None else counted
-        return KLStep(None, kl, mask, counts, kl=kl, estimate=estimate)
+        valid = passed_on(tensordict, self.keys.kl)
+        return KLStep(None, kl, mask, counts, kl=kl, estimate=estimate, valid=valid)
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Adds the running sum to the state spec."""

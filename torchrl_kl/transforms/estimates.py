@@ -30,11 +30,19 @@ class KLStep(NamedTuple):
     states: Sequence[Tensor] = ()  # the next recurrent states of the reference
     kl: Tensor | None = None  # k1, (*B, *A, 1), or (*B, 1) where agents are summed
     estimate: Tensor | None = None  # another measurement of the same KL
+    valid: Tensor | None = None  # True where all numbers are valid, (*B); None where all are
 
     @property
     def measured(self) -> Tensor:
         """What the controller is fed: the estimate, or else k1."""
         return self.kl if self.estimate is None else self.estimate  # type: ignore[return-value]
+
+    @property
+    def counting(self) -> Tensor | None:
+        """True where a step counts and is valid, (*B); None where all do and are."""
+        if self.valid is None or self.mask is None:
+            return self.mask if self.valid is None else self.valid
+        return td.expand_right(self.mask, self.valid.shape) & self.valid
 
 
 class Estimate(nn.Module):

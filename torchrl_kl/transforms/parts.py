@@ -12,7 +12,9 @@ from torchrl.data import Composite
 from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.actors.references import Switch, as_reference
+from torchrl_kl.functional.invalid import Guard, OnInvalid, is_valid
 from torchrl_kl.transforms.base import KLTransform, require_spec
+from torchrl_kl.transforms.checks import pass_on, passed_on, without_invalid
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.steps import ScoringTransform, measure, score_batch
 
@@ -31,10 +33,13 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         actor, reference, keys, time_dim: as for KLConstrainedTransform.
         estimator: that of the KLDivergenceTransform that follows.
         zero_states, recompute_log_prob, chunk_size: as for FrozenActor.
+        on_invalid: as for KLConstrainedTransform, and the same for all three parts. Masked steps
+            have the policy's log-prob instead (0 if that is invalid), so that their KL is 0.
 
     Raises:
         TypeError: if `actor` has no distribution, or `reference` has another type than allowed.
-        ValueError: if `actor` has uninitialised weights, or the estimator is unknown.
+        ValueError: if `actor` has uninitialised weights, or the estimator is unknown; or for an
+            invalid log-prob.
         KeyError: if the policy ran but did not record its log-prob, or its top k.
         RuntimeError: on a batch, if the reference is recurrent and its state is unknown.
 
@@ -59,8 +64,9 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         zero_states: bool = False,
         recompute_log_prob: bool = False,
         chunk_size: int | None = None,
+        on_invalid: OnInvalid = "raise",
     ):
-        keys = keys or KLKeys()
+        self.guard, keys = Guard(on_invalid), keys or KLKeys()
         options: dict[str, Any] = {"zero_states": zero_states, "chunk_size": chunk_size}
         options["recompute_log_prob"] = recompute_log_prob
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, **options)
@@ -75,8 +81,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         self.estimate = make_estimate(estimator, frozen.actor, self.keys)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        step = self._take_score(next_tensordict)
-        self._write(tensordict, next_tensordict, step)
+        step = self._write(tensordict, next_tensordict, self._take_score(next_tensordict))
         # (*B, *A): whether the policy drew the action, in an entry that no rollout keeps.
         counted = torch.full_like(step.ref_log_prob, bool(step.counted), dtype=torch.bool)
         tensordict.set(td.hidden_key(self.keys.ref_log_prob, "counted"), counted)
@@ -92,7 +97,15 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         self._write(tensordict, tensordict.get("next"), step)
         return tensordict
 
-    def _write(self, tensordict: TensorDictBase, out: TensorDictBase, step: KLStep) -> None:
+    def _write(self, tensordict: TensorDictBase, out: TensorDictBase, step: KLStep) -> KLStep:
+        log_prob = step.log_prob
+        if log_prob is not None:
+            step, _ = without_invalid(self, tensordict, step, causes=self.reference.in_keys)
+            if step.valid is not None:
+                valid = td.expand_right(step.valid, log_prob.shape)
+                ref_log_prob = torch.where(valid | ~is_valid(log_prob), step.ref_log_prob, log_prob)
+                step = step._replace(ref_log_prob=ref_log_prob)
+        pass_on(tensordict, self.keys.ref_log_prob, step)
         # `ref_log_prob` (*B, *A), and for KLDivergenceTransform the reference's parameters and a
         # log-prob that was recomputed. TorchRL's collectors drop entries that begin with "_".
         out.set(self.keys.ref_log_prob, step.ref_log_prob)
@@ -100,6 +113,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
             out.set(td.hidden_key(self.keys.ref_log_prob, "dist"), step.of_reference)
         if step.log_prob is not None and self.keys.recorded.missing(tensordict):
             tensordict.set(td.hidden_key(self.keys.ref_log_prob, "policy"), step.log_prob)
+        return step
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the log-prob under the reference and its recurrent state."""
@@ -136,10 +150,12 @@ class KLDivergenceTransform(KLTransform):
         actor: for "exact": an actor with the policy's distribution class and keys.
         keep_dist_params: whether a batch keeps the policy's recorded parameters (or top k), for a
             loss that reads them, such as KLPENPPOLoss.
+        on_invalid: as for KLConstrainedTransform.
 
     Raises:
         TypeError: if `sum_agents` is not a bool.
-        ValueError: if the estimator is unknown, "exact" has no actor, or shapes differ.
+        ValueError: if the estimator is unknown, "exact" has no actor, or shapes differ; or for an
+            invalid log-prob or KL.
         KeyError: if a log-prob, or what the estimator reads, is missing where a policy ran.
 
     Example:
@@ -160,7 +176,9 @@ class KLDivergenceTransform(KLTransform):
         sum_agents: bool = False,
         keep_dist_params: bool = False,
         keys: KLKeys | None = None,
+        on_invalid: OnInvalid = "raise",
     ):
+        self.guard = Guard(on_invalid)
         if not isinstance(sum_agents, bool):
             raise TypeError(f"`sum_agents` must be True or False, got {sum_agents!r}.")
         self.keys = (keys or KLKeys()).resolve(sum_agents=sum_agents)
@@ -222,8 +240,11 @@ class KLDivergenceTransform(KLTransform):
             of_reference = cast(TensorDictBase | None, next_tensordict.pop(hidden, None))
             if self.estimate.policy_keys and of_reference is None and log_prob is not None:
                 td.get_required(next_tensordict, hidden, _NO_REFERENCE_DIST)
-        step = KLStep(log_prob, ref_log_prob, mask, of_reference=of_reference)
+        valid = passed_on(tensordict, self.keys.ref_log_prob)
+        step = KLStep(log_prob, ref_log_prob, mask, of_reference=of_reference, valid=valid)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
+        step, _ = without_invalid(self, tensordict, step)
+        pass_on(tensordict, self.keys.kl, step)
         for key, value in zip(self.out_keys, (step.kl, step.estimate), strict=False):
             next_tensordict.set(key, value)
         return step

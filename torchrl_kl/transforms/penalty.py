@@ -18,8 +18,11 @@ from torchrl_kl._feeding import ControllerFeed
 from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.controllers.trajectories import OpenTrajectories
+from torchrl_kl.functional.invalid import Guard, OnInvalid
 from torchrl_kl.transforms.base import KLTransform, episode_dtype
+from torchrl_kl.transforms.checks import without_invalid
 from torchrl_kl.transforms.estimates import KLStep
+from torchrl_kl.transforms.rows import EnvRows
 from torchrl_kl.transforms.steps import check_reward_shape, penalize
 
 
@@ -39,6 +42,7 @@ class PenaltyTransform(KLTransform):
         out_key: NestedKey | None = None,
         record: bool = True,
         time_dim: int | None = None,
+        on_invalid: OnInvalid = "raise",
     ):
         # `out_key` is the entry of the penalized reward; `in_keys` and `out_keys` are the further
         # entries of a subclass; without `record`, task reward and running sum are not written.
@@ -51,8 +55,7 @@ class PenaltyTransform(KLTransform):
         )
         self.feed = ControllerFeed(as_controller(controller), update_every)
         self.frozen = False
-        # Like `kl`: whether the trajectory has a step that the policy did not draw; None: none has.
-        self._excluded: Tensor | None = None
+        self.guard, self._rows = Guard(on_invalid), EnvRows()
 
     @property
     def controller(self) -> KLController:
@@ -79,42 +82,50 @@ class PenaltyTransform(KLTransform):
         self.frozen = False
         return self
 
-    def _penalize(self, next_tensordict: TensorDictBase, kl: Tensor) -> None:
-        # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1).
+    def _penalize(
+        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
+    ) -> KLStep:
+        """Writes the penalized reward; returns the step (*B) without invalid numbers."""
         reward = td.get_required(next_tensordict, self.keys.reward, _NO_REWARD)
-        penalized, applied = penalize(kl, reward, self.controller.coeff, self.keys.reward)
+        coeff = self.controller.coeff
+        step, reward = without_invalid(
+            self, tensordict, step, reward, coeff=coeff, causes=self.observed
+        )
+        if step.valid is not None:
+            next_tensordict.set(self.keys.reward, reward)
+        # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1).
+        kl, reward = cast(Tensor, step.kl), cast(Tensor, reward)
+        penalized, applied = penalize(kl, reward, coeff, self.keys.reward)
         next_tensordict.set(self.out_key, penalized)
         next_tensordict.set(self.keys.kl_coeff, applied)
         if self.record:
             next_tensordict.set(self.keys.task_reward, reward)
+        return step
 
     def adjust_env_step(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
-    ) -> None:
-        """Penalizes the reward of an env step, adds up the trajectory, and feeds the controller."""
+    ) -> KLStep:
+        """Penalizes the reward of an env step, adds up the trajectory, and feeds the controller.
+
+        Returns the step without invalid numbers.
+        """
         # First, so that an update of the controller does not change the coefficient of this step.
-        self._penalize(next_tensordict, step.kl)  # type: ignore[arg-type]
+        step = self._penalize(tensordict, next_tensordict, step)
         if not self.record:
-            return
+            return step
         # The sum is an entry of the data, so that TorchRL sets it to zero in partial resets.
         measured = step.measured.detach().to(episode_dtype(step.measured.dtype))
         episode_kl = tensordict.get(self.keys.episode_kl, 0.0) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
-        if step.counted is not True:
-            counted = torch.as_tensor(step.counted, device=episode_kl.device)
-            not_drawn = ~counted.expand(episode_kl.shape)
-            excluded = self._excluded
-            # The shape differs where an env that is not batch-locked steps with another batch.
-            if excluded is not None and excluded.shape == not_drawn.shape:
-                not_drawn = not_drawn | excluded
-            self._excluded = not_drawn
+        self._rows.add(episode_kl, step.counted, step.valid)
         if self.frozen:
-            return
+            return step
         if self.controller.per == "step":
             drawn = step.counted is True or torch.as_tensor(step.counted).all()
-            self.feed.pool(measured if drawn else None, step.mask, in_env=True)
+            self.feed.pool(measured if drawn else None, step.counting, in_env=True)
         else:
             self.feed.pool(self._finished(tensordict, next_tensordict, step), in_env=True)
+        return step
 
     def _finished(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
@@ -130,21 +141,23 @@ class PenaltyTransform(KLTransform):
             ended = ended & ~td.expand_right(before, episode_kl.shape)
         if step.mask is not None:
             ended = ended & td.expand_right(step.mask, episode_kl.shape)
-        if self._excluded is not None and self._excluded.shape == ended.shape:
-            ended = ended & ~self._excluded
-        return episode_kl[ended]
+        return episode_kl[ended & ~self._rows.left_out(ended)]
 
     def adjust_batch(
         self, tensordict: TensorDictBase, step: KLStep, stream: OpenTrajectories | None, trace: bool
-    ) -> None:
-        """Penalizes a batch (a copy), adds up its trajectories, and feeds the controller."""
+    ) -> KLStep:
+        """Penalizes a batch (a copy), adds up its trajectories, and feeds the controller.
+
+        Returns the steps without invalid numbers.
+        """
         next_tensordict = tensordict.get("next")
-        self._penalize(next_tensordict, step.kl)  # type: ignore[arg-type]
+        step = self._penalize(tensordict, next_tensordict, step)
         if self.record:
             # (*B, *A, 1), or None for a batch without a time dimension.
             running = self._feed_batch(tensordict, step, stream, trace)
             if running is not None:
                 next_tensordict.set(self.keys.episode_kl, running)
+        return step
 
     def observe(self, tensordict: TensorDictBase, stream: OpenTrajectories | None = None) -> None:
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
@@ -166,7 +179,7 @@ class PenaltyTransform(KLTransform):
         return self.feed.add_batch(
             tensordict,
             step.measured.detach(),
-            step.mask,
+            step.counting,
             done_key=self.keys.done,
             done_named=self.keys.done_named,
             time_dim=self.time_dim,
@@ -178,23 +191,18 @@ class PenaltyTransform(KLTransform):
         )
 
     def _reset(self, tensordict, tensordict_reset):
-        self._include_again(tensordict)
+        self._begin(tensordict)
         return super()._reset(tensordict, tensordict_reset)
 
     def _reset_on_native_autoreset(self, tensordict, tensordict_reset):
-        self._include_again(tensordict)
+        self._begin(tensordict)
         return super()._reset_on_native_autoreset(tensordict, tensordict_reset)
 
-    def _include_again(self, tensordict: TensorDictBase) -> None:
-        if self._excluded is None:
-            return
-        # Rows that are reset begin a trajectory that may count; without a mask all are.
-        at_root = tensordict.get("_reset", None)
-        reset = tensordict.get(td.sibling(self.keys.episode_kl, "_reset"), at_root)
-        if reset is not None:
-            self._excluded = self._excluded & ~td.expand_right(reset, self._excluded.shape)
-        if reset is None or not self._excluded.any():
-            self._excluded = None
+    def _begin(self, tensordict: TensorDictBase) -> None:
+        if self.record:
+            # Rows that are reset begin a trajectory; without a mask all are.
+            at_root = tensordict.get("_reset", None)
+            self._rows.reset(tensordict.get(td.sibling(self.keys.episode_kl, "_reset"), at_root))
 
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses an env whose reward is penalized already."""

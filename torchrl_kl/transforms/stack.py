@@ -14,6 +14,7 @@ from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.controllers.trajectories import OpenTrajectories
+from torchrl_kl.functional.invalid import OnInvalid
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.steps import ScoringTransform, measure, score_batch
@@ -46,6 +47,10 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         keys: names of all entries.
         time_dim: the last batch dimension, if it is time and not named "time".
         chunk_size: how many rows of a batch the reference scores at a time.
+        on_invalid: what to do where a log-prob, KL or reward is NaN, infinite, or at least 2 ** 64:
+            "raise" an error that names it, or "mask" the step. A masked step has a KL of 0 and is
+            neither penalized nor counted; its reward becomes 0 if it is invalid. What the policy
+            recorded stays as it is. The first time, a warning gives the counts.
 
     Raises:
         TypeError, ValueError, KeyError, RuntimeError: as the three parts do.
@@ -72,11 +77,13 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         keys: KLKeys | None = None,
         time_dim: int | None = None,
         chunk_size: int | None = None,
+        on_invalid: OnInvalid = "raise",
     ):
         keys = keys or KLKeys()
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, chunk_size=chunk_size)
         resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
         options: dict[str, Any] = {"update_every": update_every, "time_dim": time_dim}
+        options["on_invalid"] = on_invalid
         self._init(actor, frozen, controller, resolved, sum_agents, estimator, **options)
 
     def _init(
@@ -114,8 +121,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         # `_inv_call` has scored the action before the env stepped.
         step = self._take_score(next_tensordict)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
-        self._write(next_tensordict, step)
-        self.adjust_env_step(tensordict, next_tensordict, step)
+        self._write(next_tensordict, self.adjust_env_step(tensordict, next_tensordict, step))
         return next_tensordict
 
     def forward(
@@ -133,8 +139,8 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         # After the measurement, which reads them: logits (*B, V) would fill a replay buffer.
         self.drop_record(tensordict)
+        step = self.adjust_batch(tensordict, step, stream, trace=not fake)
         self._write(tensordict.get("next"), step)
-        self.adjust_batch(tensordict, step, stream, trace=not fake)
         return tensordict
 
     def drop_record(self, tensordict: TensorDictBase) -> None:
@@ -186,6 +192,7 @@ class KLRewardTransform(KLConstrainedTransform):
             default the same.
         requires_grad: whether the reference's weights receive gradients.
         keys: names of the other entries; the coefficient is next to the result by default.
+        on_invalid: as for KLConstrainedTransform.
 
     Raises:
         ValueError: if `in_keys` or `out_keys` is not one key, or `coef` is negative or not finite;
@@ -214,6 +221,7 @@ class KLRewardTransform(KLConstrainedTransform):
         reference: nn.Module | Switch | None = None,
         sum_agents: bool = False,
         keys: KLKeys | None = None,
+        on_invalid: OnInvalid = "raise",
     ):
         keys = keys or KLKeys()
         frozen = as_reference(
@@ -225,7 +233,8 @@ class KLRewardTransform(KLConstrainedTransform):
         keys = keys.with_reward(reward_key, out_key)
         resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
         controller = ConstantKLController(_one_number(coef))
-        self._init(actor, frozen, controller, resolved, sum_agents, out_key=out_key, record=False)
+        options: dict[str, Any] = {"out_key": out_key, "record": False, "on_invalid": on_invalid}
+        self._init(actor, frozen, controller, resolved, sum_agents, **options)
 
     @property
     def coef(self) -> Tensor:
