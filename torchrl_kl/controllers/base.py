@@ -7,15 +7,19 @@ in the unit of `target`, which a controller declares: nats per trajectory or nat
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from torchrl_kl.controllers.plan import Plan, RewardPlan
 from torchrl_kl.functional.numbers import Float64State, check_number
 
 Per = Literal["trajectory", "step"]
+InitCoeff = float | Literal["plan"]
+_ENOUGH = 256  # rewards without a plan after which the user is warned
 
 
 class KLController(Float64State, ABC):
@@ -44,14 +48,21 @@ class KLController(Float64State, ABC):
     target: float = math.nan
     min_coeff: float = 0.0
     max_coeff: float = math.inf
+    plan: RewardPlan | None
 
     def __init__(self, init_coeff: float, *, per: Per = "trajectory"):
         super().__init__()
         if per not in ("trajectory", "step"):
             raise ValueError(f'`per` must be "trajectory" or "step", got {per!r}.')
         self.per: Per = per
+        self.plan = None
         coeff = check_number("init_coeff", init_coeff, at_least=0.0)
         self.register_buffer("coeff", torch.tensor(coeff, dtype=torch.float64))
+
+    @property
+    def planning(self) -> bool:
+        """Whether it waits for rewards, from which it plans its coefficient."""
+        return self.plan is not None and not self.plan.made
 
     def update(
         self, kl: float | Tensor, n_steps: int, *, standard_error: float | Tensor | None = None
@@ -70,7 +81,13 @@ class KLController(Float64State, ABC):
         Raises:
             ValueError: if a number is out of its range, or a deadband needs a `standard_error`.
             TypeError: if `n_steps` is not an integer.
+            RuntimeError: if the controller still waits for rewards to plan from.
         """
+        if self.planning:
+            raise RuntimeError(
+                "the coefficient is not planned yet: pass rewards to `observe_rewards` before the "
+                "first `update`, as the transforms and losses do."
+            )
         kl = _as_float(kl)
         if not math.isfinite(kl):
             raise ValueError(
@@ -114,7 +131,8 @@ class TargetKLController(KLController):
     settle anywhere in that band.
 
     Args:
-        init_coeff: the first coefficient, reward per nat, above 0.
+        init_coeff: the first coefficient, reward per nat, above 0; or "plan": it is computed from
+            the rewards of the first trajectories, see `observe_rewards`.
         target: the KL to hold, nats per trajectory or per step, as `per` says; above 0.
         deadband: how many standard errors from the target count as noise, at least 0; above 0,
             `update` needs the `standard_error`. 2 is usual.
@@ -137,12 +155,76 @@ class TargetKLController(KLController):
     _settings: tuple[str, ...] = ()
 
     def __init__(
-        self, init_coeff: float, target: float, *, deadband: float = 0.0, per: Per = "trajectory"
+        self,
+        init_coeff: InitCoeff,
+        target: float,
+        *,
+        deadband: float = 0.0,
+        per: Per = "trajectory",
     ):
-        check_number("init_coeff", init_coeff, above=0.0)
-        super().__init__(init_coeff, per=per)
+        planned = init_coeff == "plan"
+        if not planned:
+            check_number("init_coeff", init_coeff, above=0.0)  # type: ignore[arg-type]
+        super().__init__(0.0 if planned else init_coeff, per=per)  # type: ignore[arg-type]
         self.target = check_number("target", target, above=0.0)
+        if planned:
+            self.plan = RewardPlan(self.target)
         self.deadband = check_number("deadband", deadband, at_least=0.0)
+
+    def observe_rewards(
+        self,
+        rewards: Tensor,
+        *,
+        groups: Tensor | None = None,
+        log_ratios: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> float:
+        """Pools task rewards until they tell the coefficient; the transforms and losses call it.
+
+        At first the policy is the reference, whose rewards tell the coefficient for the target:
+        `RewardPlan` has the formula. Until then the coefficient is range / sqrt(2 * target) of the
+        rewards so far, whose optimum spends at most a quarter of the target, or 0 while all rewards
+        are equal. After the plan, and with a number as `init_coeff`, nothing changes.
+
+        Args:
+            rewards: one number per trajectory, its task reward summed up; with `per="step"` per
+                step, or per piece of a trajectory with `lengths`. Shape (N,).
+            groups, log_ratios, lengths: as for `RewardPlan.add`.
+
+        Returns:
+            The coefficient, reward per nat.
+
+        Raises:
+            ValueError: if a number is not finite, or shapes differ.
+            RuntimeError: if the target cannot be spent, or rewards that keep coming carry no
+                preference.
+        """
+        if self.plan is None or self.plan.made:
+            return self.coeff.item()
+        self.plan.add(rewards, groups=groups, log_ratios=log_ratios, lengths=lengths)
+        plan = self.plan.solve()
+        if plan is None:
+            self.coeff.fill_(self.plan.cautious_coeff)
+            self._warn_waiting()
+        else:
+            self.coeff.fill_(self._begin(plan))
+            self.plan.close()
+        return self.coeff.item()
+
+    def _begin(self, plan: Plan) -> float:
+        """The first coefficient after the plan; other state is set here. It may raise."""
+        return plan.coeff
+
+    def _warn_waiting(self) -> None:
+        plan = self.plan
+        if plan is None or plan.warned or len(plan.samples) < _ENOUGH:
+            return
+        plan.warned = True
+        warnings.warn(
+            f"no coefficient could be planned from {len(plan.samples)} rewards so far: "
+            f"{plan.reason}. The coefficient is {self.coeff.item():.4g} until more rewards come.",
+            stacklevel=3,
+        )
 
     def _ignore_noise(self, kl: float, standard_error: float | None) -> float:
         if self.deadband == 0:

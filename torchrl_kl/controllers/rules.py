@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_kl.controllers.base import KLController, Per, TargetKLController
+from torchrl_kl.controllers.base import InitCoeff, KLController, Per, TargetKLController
+from torchrl_kl.controllers.plan import Plan
 from torchrl_kl.functional.numbers import check_number
 
 
@@ -72,7 +73,7 @@ class AdaptiveKLController(TargetKLController):
 
     def __init__(
         self,
-        init_coeff: float,
+        init_coeff: InitCoeff,
         target: float,
         horizon: float,
         *,
@@ -101,16 +102,24 @@ class _LogKLController(TargetKLController):
     """Moves the logarithm of the coefficient between two bounds; a subclass says how far."""
 
     def __init__(
-        self, init_coeff: float, target: float, min_coeff: float, max_coeff: float, **shared: Any
+        self, init_coeff: InitCoeff, target: float, min_coeff: float, max_coeff: float, **shared: Any
     ):
         super().__init__(init_coeff, target, **shared)
         self.min_coeff = check_number("min_coeff", min_coeff, above=0.0)
         self.max_coeff = check_number("max_coeff", max_coeff, at_least=self.min_coeff)
-        if not self.min_coeff <= self.coeff.item() <= self.max_coeff:
+        if not self.planning:
+            self._check_within("`init_coeff`", self.coeff.item())
+
+    def _check_within(self, name: str, coeff: float) -> None:
+        if not self.min_coeff <= coeff <= self.max_coeff:
             raise ValueError(
-                f"`init_coeff` must lie within [min_coeff, max_coeff] = {self._bounds}, got "
-                f"{self.coeff.item():g}: move the bound or start inside."
+                f"{name} must lie within [min_coeff, max_coeff] = {self._bounds}, got "
+                f"{coeff:g}: move the bound or start inside."
             )
+
+    def _begin(self, plan: Plan) -> float:
+        self._check_within("the planned coefficient", plan.coeff)
+        return super()._begin(plan)
 
     @abstractmethod
     def _log_change(self, error: float) -> float:
@@ -159,7 +168,7 @@ class ExponentialKLController(_LogKLController):
 
     def __init__(
         self,
-        init_coeff: float,
+        init_coeff: InitCoeff,
         target: float,
         *,
         gain: float = 0.1,
@@ -224,7 +233,7 @@ class PIDKLController(_LogKLController):
 
     def __init__(
         self,
-        init_coeff: float,
+        init_coeff: InitCoeff,
         target: float,
         *,
         kp: float = 0.6,

@@ -1,0 +1,116 @@
+"""Samples of the reference, reweighted by exp(reward / coeff): their KL, and what it is known to.
+
+Axes: P rows of S samples; a row that is shorter is padded.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+class Reweighted:
+    """Rows of samples with rewards, each row a sample of one conditional distribution.
+
+    Args:
+        rewards: (P, S), any value in padding.
+        log_weights: of each sample for the reference, (P, S), -inf for padding.
+    """
+
+    def __init__(self, rewards: Tensor, log_weights: Tensor):
+        held = log_weights > -math.inf
+        best = rewards.masked_fill(~held, -math.inf).amax(1, keepdim=True)
+        # How far each reward is below the best of its row, (P, S).
+        self.gaps = torch.where(held, rewards - best, 0.0)
+        self.log_weights = log_weights.log_softmax(1)
+        self.weights = self.log_weights.exp()
+
+    @classmethod
+    def of_groups(cls, rewards: Tensor, log_weights: Tensor, groups: Tensor) -> Reweighted:
+        """Samples (N,), one row for each number in `groups`."""
+        order = groups.argsort(stable=True)
+        counts = groups.unique(return_counts=True)[1].tolist()
+        values = torch.stack([rewards, log_weights], 1)[order].split(counts)
+        rows = pad_sequence(list(values), batch_first=True, padding_value=-math.inf)
+        return cls(*rows.unbind(-1))
+
+    @property
+    def differ(self) -> bool:
+        """Whether the rewards of any row differ."""
+        return bool((self.gaps < 0).any())
+
+    def kl(self, coeff: float) -> float:
+        """KL of the reweighted to the given samples, nats, mean over the rows."""
+        return self._kls(coeff).mean().item()
+
+    def _kls(self, coeff: float) -> Tensor:
+        """That of each row, (P,)."""
+        log_total, new = self._reweight(coeff)
+        return (new * self.gaps / coeff).sum(1) - log_total.squeeze(1)
+
+    def _reweight(self, coeff: float) -> tuple[Tensor, Tensor]:
+        """log E[exp(gap / coeff)], (P, 1), and the new weights, (P, S)."""
+        exponents = self.log_weights + self.gaps / coeff
+        log_total = exponents.logsumexp(1, keepdim=True)
+        return log_total, (exponents - log_total).exp()
+
+    def solve(self, budget: float, *, high: float, low: float) -> float | None:
+        """The coefficient between `low` and `high` with this KL; None if `low` has less."""
+        if self.kl(low) < budget:
+            return None
+        while high / low > 1 + 1e-9:
+            middle = math.sqrt(high) * math.sqrt(low)
+            low, high = (middle, high) if self.kl(middle) >= budget else (low, middle)
+        return low
+
+    def effective(self, coeff: float) -> Tensor:
+        """How many samples carry the new weight of each row, (P,)."""
+        return 1 / self._reweight(coeff)[1].square().sum(1)
+
+    def slope(self, coeff: float) -> float:
+        """-d KL / d log coeff: the variance of gap / coeff under the new weights."""
+        return self._variance(self._reweight(coeff)[1]) / coeff**2
+
+    def _variance(self, weights: Tensor) -> float:
+        centred = self.gaps - (weights * self.gaps).sum(1, keepdim=True)
+        return (weights * centred.square()).sum(1).mean().item()
+
+    def standard_error(self, coeff: float) -> float:
+        """Of log(coeff), by the delta method: from rows, or within the only one."""
+        if len(self.gaps) > 1:
+            kls = self._kls(coeff)
+            error = (kls.std() / math.sqrt(len(kls))).item()
+        else:
+            log_total, new = self._reweight(coeff)
+            factor = (self.gaps / coeff - log_total).exp()
+            tilted = self.gaps / coeff
+            centred = tilted - (new * tilted).sum(1, keepdim=True)
+            influence = factor * centred - (factor - 1)
+            error = (self.weights * influence).norm().item()
+        slope = self.slope(coeff)
+        return error / slope if slope > 0 else math.inf
+
+    def coeff_by_variance(self, budget: float) -> float:
+        """sqrt(Var / (2 budget)), exact for normally distributed rewards."""
+        return math.sqrt(self._unbiased.mean().item() / (2 * budget))
+
+    @property
+    def _unbiased(self) -> Tensor:
+        """The variance of the rewards of each row, (P,), without the bias of S."""
+        centred = self.gaps - (self.weights * self.gaps).sum(1, keepdim=True)
+        variances = (self.weights * centred.square()).sum(1)
+        return variances / (1 - self.weights.square().sum(1)).clamp_min(1e-12)
+
+    def error_by_variance(self) -> float:
+        """Standard error of the logarithm of `coeff_by_variance`."""
+        variances = self._unbiased
+        mean = variances.mean()
+        if len(variances) > 1:
+            error = variances.std() / math.sqrt(len(variances))
+        else:
+            centred = self.gaps - (self.weights * self.gaps).sum(1, keepdim=True)
+            error = (self.weights * (centred.square() - mean)).norm()
+        return (error / mean / 2).item()
