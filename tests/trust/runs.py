@@ -150,7 +150,7 @@ class OwnLoop(Run):
         stack = KLConstrainedTransform(
             self.policy, controller, reference=self.first, update_every=5
         )
-        self.stack = stack.to(torch.bfloat16)
+        self.stack: Any = stack.to(torch.bfloat16)
         base = DigitLanguageEnv(batch_size=(8,), seed=seed)
         self.env = TransformedEnv(base, self.stack)
         self.state = self.env.reset()
@@ -163,7 +163,7 @@ class OwnLoop(Run):
         self.state.update(state)
 
     def step(self) -> list[float]:
-        logged = []
+        logged, done = [], self.state
         for _ in range(3):  # less than a text
             with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
                 done, self.state = self.env.step_and_maybe_reset(self.policy(self.state))

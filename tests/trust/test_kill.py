@@ -80,6 +80,7 @@ class TestKilledSave:
     @pytest.mark.parametrize("saves", [1, 2])
     def test_a_model_between_its_two_files(self, tmp_path, monkeypatch, saves):
         """At each call that changes a file, in a first save and in one over an older model."""
+        killed_at = 0
         for killed_at in range(20):
             folder = tmp_path / str(killed_at)
             if saves == 2:
@@ -105,6 +106,7 @@ class TestKilledSave:
     def test_a_checkpoint(self, tmp_path, monkeypatch):
         """Over a file of the same name, which TorchRL moves away before it has the new one."""
         path = tmp_path / "run"
+        killed_at = 0
         for killed_at in range(40):
             RunCheckpoint(model=new_gpt(0)).save(path)
             if not killed_in(monkeypatch, killed_at, RunCheckpoint(model=new_gpt(1)).save, path):
