@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.testing import assert_close
+from torchrl.envs import SerialEnv
 
 from tests.helpers import spied
 from tests.streams import Step, cut, make_batch, make_streams, values_of
@@ -16,6 +17,7 @@ from tests.trust import runs
 from torchrl_kl import AdaptiveKLController, KLMonitor
 from torchrl_kl._feeding import ControllerFeed
 from torchrl_kl.controllers.trajectories import OpenTrajectories
+from torchrl_kl.envs import DigitLanguageEnv
 
 N_STEPS = 5
 KINDS = [runs.Postproc, runs.InEnv, runs.OwnLoop, runs.Loss, runs.Responses, runs.InProcess]
@@ -199,3 +201,18 @@ def test_a_monitor_goes_on_with_open_trajectories():
         # What is open is kept under other numbers of calls.
         check_equal(resumed.state_dict()["pools"], whole.state_dict()["pools"])
         check_equal(resumed.counts, whole.counts)
+
+
+def test_the_generator_of_an_env_goes_on():
+    for make in (DigitLanguageEnv, lambda: SerialEnv(2, DigitLanguageEnv)):
+        env, resumed = make(), make()
+        env.reset()
+        resumed.reset()
+        state = copy.deepcopy(env.state_dict())
+        expected = env.reset()["tokens"].clone()
+        resumed.load_state_dict(state)
+        assert resumed.reset()["tokens"].equal(expected)
+    # TorchRL's collectors save nothing of an env without transforms.
+    DigitLanguageEnv().load_state_dict({})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        DigitLanguageEnv().load_state_dict({"other": torch.zeros(1)})
