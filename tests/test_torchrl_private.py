@@ -5,12 +5,14 @@ They are those of torchrl 0.14.1. A failure names the version that has changed o
 
 import inspect
 import re
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchrl
+from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.collectors.distributed import DistributedCollector, generic
 from torchrl.envs import Compose, TransformedEnv
 from torchrl.envs.transforms import ObservationNorm, RewardScaling
@@ -52,6 +54,16 @@ def test_the_store_of_a_distributed_collector():
     source = inspect.getsource(DistributedCollector)
     assert 'self._store.get(f"NODE_{rank}_status")' in source, CHANGED
     assert 'b"busy"' in inspect.getsource(generic), CHANGED
+
+
+def test_the_names_of_unfinished_checkpoints():
+    source = inspect.getsource(Checkpoint.save) + inspect.getsource(CheckpointRotation)
+    source += inspect.getsource(Checkpoint)
+    for name in ("stage", "archive", "backup"):
+        assert f'f".{{destination.name}}.{name}-{{uuid.uuid4().hex}}"' in source, CHANGED
+        assert _torchrl.UNFINISHED.fullmatch(f".checkpoint-1.torchrl.{name}-{uuid.uuid4().hex}")
+    assert 'f".{path.name}.delete-{uuid.uuid4().hex}"' in source, CHANGED
+    assert not _torchrl.UNFINISHED.fullmatch(".checkpoint-1.torchrl.part")
 
 
 class Store:

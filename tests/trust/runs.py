@@ -1,11 +1,12 @@
 """Tiny training runs that can be saved after every step, made of the package's objects."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.checkpoint import GlobalRNGState
+from torchrl.checkpoint import CheckpointRotation, GlobalRNGState
 from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.envs import TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
@@ -149,7 +150,7 @@ class OwnLoop(Run):
         stack = KLConstrainedTransform(
             self.policy, controller, reference=self.first, update_every=5
         )
-        self.stack = stack.to(torch.bfloat16)
+        self.stack: Any = stack.to(torch.bfloat16)
         base = DigitLanguageEnv(batch_size=(8,), seed=seed)
         self.env = TransformedEnv(base, self.stack)
         self.state = self.env.reset()
@@ -162,7 +163,7 @@ class OwnLoop(Run):
         self.state.update(state)
 
     def step(self) -> list[float]:
-        logged = []
+        logged, done = [], self.state
         for _ in range(3):  # less than a text
             with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
                 done, self.state = self.env.step_and_maybe_reset(self.policy(self.state))
@@ -290,3 +291,21 @@ def go_on(run: Run, until: int) -> list[list[float]]:
         logged.append(run.step())
         run.steps_done += 1
     return logged
+
+
+def train(folder: Path, until: int) -> None:
+    """Resumes the run in a folder, and saves it, its model and what it logged after each step."""
+    run, curve = Responses(0), []
+    checkpoint = RunCheckpoint(**run.parts, curve=curve)
+    rotation = CheckpointRotation(folder / "checkpoints", keep_last=2)
+    if rotation.latest() is not None:
+        rotation.load_latest(checkpoint)
+        GPT.from_pretrained(folder / "model")
+    run.steps_done = len(curve)
+    with (folder / "journal").open("a", buffering=1) as journal:
+        print("resumed", run.steps_done, file=journal)
+        while run.steps_done < until:
+            curve += go_on(run, run.steps_done + 1)
+            rotation.save(checkpoint, step=run.steps_done)
+            print("saved", run.steps_done, file=journal)
+            run.model.save_pretrained(folder / "model")

@@ -215,6 +215,14 @@ class TestRefused:
         with pytest.raises(FileNotFoundError):
             RunCheckpoint(model=new_gpt()).load(tmp_path / "other")
 
+    @pytest.mark.parametrize("coeff", [-0.1, float("nan"), float("inf")])
+    def test_a_coefficient_that_no_controller_has(self, coeff):
+        controller = ExponentialKLController(0.25, target=0.5)
+        state = {"coeff": torch.tensor(coeff, dtype=torch.float64)}
+        with pytest.raises(ValueError, match="`coeff` must be finite and at least 0"):
+            controller.load_state_dict(state)
+        assert controller.coeff == 0.25
+
     def test_what_cannot_be_saved(self, tmp_path):
         class Dumped:
             def dump(self, path):

@@ -1,8 +1,13 @@
 """Full disks, read-only folders and killed processes: the last good file is kept."""
 
+import multiprocessing
 import os
+import random
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,7 @@ from typing import Any
 import pytest
 from torchrl.checkpoint import CheckpointRotation
 
+from tests.trust import runs
 from tests.trust.runs import new_gpt, same_model
 from torchrl_kl import GPT, RunCheckpoint
 
@@ -74,6 +80,7 @@ class TestKilledSave:
     @pytest.mark.parametrize("saves", [1, 2])
     def test_a_model_between_its_two_files(self, tmp_path, monkeypatch, saves):
         """At each call that changes a file, in a first save and in one over an older model."""
+        killed_at = 0
         for killed_at in range(20):
             folder = tmp_path / str(killed_at)
             if saves == 2:
@@ -99,6 +106,7 @@ class TestKilledSave:
     def test_a_checkpoint(self, tmp_path, monkeypatch):
         """Over a file of the same name, which TorchRL moves away before it has the new one."""
         path = tmp_path / "run"
+        killed_at = 0
         for killed_at in range(40):
             RunCheckpoint(model=new_gpt(0)).save(path)
             if not killed_in(monkeypatch, killed_at, RunCheckpoint(model=new_gpt(1)).save, path):
@@ -135,3 +143,46 @@ def killed_in(monkeypatch, n_calls: int, function: Any, *args: Any) -> bool:
         except Killed:
             return True
     return False
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("n_kills", "seed"), [(4, 0), pytest.param(20, 1, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_again_and_again(tmp_path, monkeypatch, n_kills, seed):
+    """By SIGKILL, at random moments of steps and of saves."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.trust.runs"])
+    rng, journal, in_save, saved = random.Random(seed), tmp_path / "journal", 0, 0
+    left: set[str] = set()
+    for n in range(n_kills + 1):
+        last = n == n_kills
+        until = saved + 3 if last else 10**6
+        process = context.Process(target=runs.train, args=(tmp_path, until))
+        process.start()
+        while process.is_alive() and resumptions(journal) <= n:
+            time.sleep(0.01)
+        if not last:
+            time.sleep(rng.uniform(0, 1))
+            process.kill()
+        process.join()
+        assert process.exitcode == (0 if last else -signal.SIGKILL)
+        lines = [line.split() for line in journal.read_text().splitlines()]
+        resumed = [int(step) for word, step in lines if word == "resumed"]
+        # The kill may come after the file is in place, and before the journal says so.
+        assert resumed[-1] in (saved, saved + 1)
+        saved = int(lines[-1][1])
+        former, left = left, {file.name for file in (tmp_path / "checkpoints").glob(".*")}
+        in_save += bool(left - former)
+    print(f"{n_kills} kills, {in_save} of them during a save, {saved} steps")
+    assert resumptions(journal) == n_kills + 1
+    assert in_save or n_kills < 20
+    uninterrupted, curve = runs.Responses(0), []
+    CheckpointRotation(tmp_path / "checkpoints", keep_last=2).load_latest(
+        RunCheckpoint(curve=curve)
+    )
+    assert curve == runs.go_on(uninterrupted, saved)
+    assert same_model(GPT.from_pretrained(tmp_path / "model"), uninterrupted.model)
+
+
+def resumptions(journal: Path) -> int:
+    return journal.read_text().count("resumed") if journal.exists() else 0

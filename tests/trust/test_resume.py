@@ -2,17 +2,22 @@
 
 import copy
 import random
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
+from torchrl.envs import SerialEnv
 
 from tests.helpers import spied
 from tests.streams import Step, cut, make_batch, make_streams, values_of
 from tests.trust import runs
+from torchrl_kl import AdaptiveKLController, KLMonitor
 from torchrl_kl._feeding import ControllerFeed
 from torchrl_kl.controllers.trajectories import OpenTrajectories
+from torchrl_kl.envs import DigitLanguageEnv
 
 N_STEPS = 5
 KINDS = [runs.Postproc, runs.InEnv, runs.OwnLoop, runs.Loss, runs.Responses, runs.InProcess]
@@ -139,10 +144,12 @@ def test_what_a_batch_truncates_counts_once_a_collector_begins_anew(of_collector
         add(whole, episodes(n, first_id=4 * n), stream)
     assert sum(n for _, n in told_by(whole)) == 4 * last
     for first, (state, n_told) in enumerate(states):
-        for _ in range(saved):  # twice: it is saved again before the first batch
-            resumed, stream = new_feed(), new_stream()
-            resumed.load_state_dict(state)
-            state = copy.deepcopy(resumed.state_dict())
+        for _ in range(saved - 1):  # it is saved again before the first batch
+            between = new_feed()
+            between.load_state_dict(state)
+            state = copy.deepcopy(between.state_dict())
+        resumed, stream = new_feed(), new_stream()
+        resumed.load_state_dict(state)
         for n in range(first, n_batches):
             # The ids of the resumed run begin at 0.
             add(resumed, episodes(n, first_id=4 * (n - first)), stream)
@@ -161,3 +168,51 @@ def test_a_refused_batch_keeps_what_the_last_run_truncated():
     assert not told_by(resumed)
     add(resumed, episodes(1, first_id=0), stream)
     assert [n for _, n in told_by(resumed)] == [4]
+
+
+RECIPE = Path(__file__).parents[2] / "docs" / "recipes" / "checkpoint_and_resume.py"
+
+
+def test_the_recipe_goes_on_bit_for_bit(tmp_path):
+    train = runpy.run_path(str(RECIPE))["train"]
+    whole = train(str(tmp_path / "whole"), 4)
+    assert len(set(whole)) == 4
+    assert train(str(tmp_path / "stopped"), 2) == whole[:2]
+    assert train(str(tmp_path / "stopped"), 4) == whole
+    assert len(RECIPE.read_text().splitlines()) < 60
+
+
+def test_a_monitor_goes_on_with_open_trajectories():
+    rng, batches = random.Random(0), []
+    for rows in cut(make_streams(rng, 3, 40), rng):
+        batch = make_batch(rows, states=True, is_init=False)
+        batch.names = [None, "time"]
+        batch["next", "kl"] = values_of(rows)
+        batches.append(batch)
+    whole, states = KLMonitor(AdaptiveKLController(1.0, target=0.5, horizon=100)), []
+    for batch in batches:
+        states.append(copy.deepcopy(whole.state_dict()))
+        whole(batch)
+    for first, state in enumerate(states):
+        resumed = KLMonitor(whole.controller)
+        resumed.load_state_dict(state)
+        for batch in batches[first:]:
+            resumed(batch)
+        # What is open is kept under other numbers of calls.
+        check_equal(resumed.state_dict()["pools"], whole.state_dict()["pools"])
+        check_equal(resumed.counts, whole.counts)
+
+
+def test_the_generator_of_an_env_goes_on():
+    for make in (DigitLanguageEnv, lambda: SerialEnv(2, DigitLanguageEnv)):
+        env, resumed = make(), make()
+        env.reset()
+        resumed.reset()
+        state = copy.deepcopy(env.state_dict())
+        expected = env.reset()["tokens"].clone()
+        resumed.load_state_dict(state)
+        assert resumed.reset()["tokens"].equal(expected)
+    # TorchRL's collectors save nothing of an env without transforms.
+    DigitLanguageEnv().load_state_dict({})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        DigitLanguageEnv().load_state_dict({"other": torch.zeros(1)})

@@ -108,6 +108,12 @@ class KLController(Float64State, ABC):
         self.coeff.fill_(value)
         return value
 
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        coeff = state_dict.get(f"{prefix}coeff")
+        if coeff is not None:
+            check_number("coeff", float(coeff), at_least=0.0)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     @abstractmethod
     def _next_coeff(self, kl: float, n_steps: int) -> float:
         """The next coefficient, which the caller sets; other state is updated here, in place.
