@@ -6,7 +6,8 @@ with the reference in the env. Batches end inside of trajectories. The process i
 every batch, and the means of the second and of the last quarter of the run are compared:
 
     memory       resident memory of the process, MiB
-    batch        processor time per batch, collected and learned from, ms
+    batch        processor time per batch, collected and learned from, divided by that of a fixed
+                 piece of work just before: other work on the machine slows both
     pickle       size of the pickled stack, kB
     open         trajectories whose KL is kept because they go on in a later batch
     descriptors, threads, children    of the process: files and sockets, threads, processes
@@ -25,7 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 import psutil
@@ -58,9 +59,9 @@ class Args:
     """What can be set from the command line."""
 
     frames: int = arg(300_000, "Frames of each job.", quick=6_000)
-    digit_rows: int = arg(64, "Texts per batch of the digit job.", quick=16)
+    digit_rows: int = arg(128, "Texts per batch of the digit job.", quick=16)
     digit_steps: int = arg(6, "Tokens per text and batch; responses have 4.")
-    pole_rows: int = arg(8, "CartPoles that run at once.", quick=4)
+    pole_rows: int = arg(16, "CartPoles that run at once.", quick=4)
     pole_steps: int = arg(50, "Steps of each CartPole per batch.")
     out: str = arg("runs/long_run", "Folder for long_run.json.")
     quick: bool = quick_flag()
@@ -73,7 +74,7 @@ class Job:
     env: EnvBase
     actor: Any
     critic: Any
-    where: str
+    where: Literal["learner", "workers"]
     rows: int
     steps: int
 
@@ -131,6 +132,14 @@ class Trainer:
         self.optimizer.step()
 
 
+def work() -> float:
+    """Processor time of a fixed piece of work: small tensors, as in a step of an env."""
+    start, values = time.process_time(), torch.linspace(0, 1, 64)
+    for _ in range(500):
+        values = (values * 1.01).clamp(0, 1).exp().log_softmax(0).add(1)
+    return time.process_time() - start
+
+
 def measure(args: Args, job: Job) -> Iterator[dict[str, float]]:
     """Trains a policy; what was measured after each batch."""
     controller = AdaptiveKLController(0.1, target=0.5, horizon=10_000)
@@ -138,14 +147,16 @@ def measure(args: Args, job: Job) -> Iterator[dict[str, float]]:
     monitor = KLMonitor(controller, actor=job.actor)
     arguments = {"frames_per_batch": job.frames_per_batch, "total_frames": args.frames}
     collector = kl_collector(Collector, job.env, job.actor, stack, where=job.where, **arguments)
-    trainer, process, start = Trainer(job), psutil.Process(), time.process_time()
+    trainer, process = Trainer(job), psutil.Process()
+    start = time.process_time()
+    yardstick = work()
     for batch in collector:
         monitor(batch)
         trainer.update(batch)
         now = time.process_time()
         yield {
             "memory": process.memory_info().rss / 2**20,
-            "batch": 1e3 * (now - start),
+            "batch": (now - start - yardstick) / yardstick,
             "pickle": len(pickle.dumps(stack)) / 1e3,
             "open": len(vars(vars(collector)["_link"].stream)["_open"]),
             "descriptors": process.num_fds(),
@@ -153,6 +164,7 @@ def measure(args: Args, job: Job) -> Iterator[dict[str, float]]:
             "children": len(process.children(recursive=True)),
         }
         start = time.process_time()
+        yardstick = work()
     collector.shutdown()
 
 

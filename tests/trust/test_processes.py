@@ -127,7 +127,7 @@ def troubles_of(kind: str) -> list[str]:
     ("kind", "where", "troubles"),
     [
         ("multi-sync", "workers", ["rollout-stopped", "weights-raising"]),
-        ("gloo-async", "learner", ["birth-killed", "rollout-killed"]),
+        ("gloo-async", "learner", ["birth-killed"]),
     ],
 )
 def test_some_harms(kind, where, troubles):
