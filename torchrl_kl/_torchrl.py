@@ -9,6 +9,7 @@ from typing import Any
 
 from tensordict import NestedKey
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributions import Distribution
 from torchrl.envs.transforms import Transform
 
@@ -52,10 +53,22 @@ def watch_workers(
     join = collector._init_master_dist
 
     def watched_join(*args: Any) -> None:
-        run(lambda: join(*args))
+        known = distributed_c10d._world.group_count
+        try:
+            run(lambda: join(*args))
+        except BaseException:
+            # Groups are found by their number, which must be that of new workers the next time.
+            distributed_c10d._world.group_count = known
+            raise
         watch_store(collector, check)
 
     collector._init_master_dist = watched_join
+
+
+def release_sender(scheme: Any) -> None:
+    """Ends the wait of a SharedMemWeightSyncScheme for workers that are gone."""
+    for queue in getattr(scheme, "_ack_queues", {}).values():
+        queue.put("updated")
 
 
 def watch_store(collector: Any, check: Callable[[], None]) -> None:

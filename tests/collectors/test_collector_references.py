@@ -16,7 +16,8 @@ from torchrl.collectors.distributed import DistributedCollector, RayCollector
 from tests.adapters import adapted_actor, base_of
 from tests.helpers import WalkEnv, assert_same, make_actor, moved, play
 from torchrl_kl import KLConstrainedTransform, kl_collector
-from torchrl_kl.collectors.links import SharedFiles, WorkerLink
+from torchrl_kl.collectors import links
+from torchrl_kl.collectors.links import PenalizedEnv, SharedFiles, WorkerLink
 
 WHERE = pytest.mark.parametrize("where", ["learner", "workers"])
 FRAMES = 24
@@ -94,32 +95,38 @@ def test_a_move_that_raises_no_version_counter_reaches_the_workers_too(move):
     assert scores[1] > 0.1
 
 
-def test_nothing_is_written_while_nothing_moves(monkeypatch, tmp_path):
+def test_nothing_is_sent_while_nothing_moves(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(SharedFiles, "write", lambda *_: pytest.fail("nothing moved"))
+    monkeypatch.setattr(PenalizedEnv, "follow", lambda *_: pytest.fail("nothing moved"))
     stack: Any = KLConstrainedTransform(make_actor(), 0.1)
     for _ in collector_of(Collector, make_actor(), stack, "workers"):
-        assert list(tmp_path.iterdir())
+        assert not list(tmp_path.iterdir())  # one process needs no files
 
 
-def test_the_folder_lasts_as_long_as_the_collector(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    collector = collector_of(
-        Collector, make_actor(), KLConstrainedTransform(make_actor(), 0.1), "workers"
-    )
+def test_nothing_is_written_while_nothing_moves(monkeypatch):
+    stack = KLConstrainedTransform(make_actor(), 0.1)
+    link = WorkerLink(stack, over_ray=False, in_process=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedFiles, "write", lambda *_: pytest.fail("nothing moved"))
+        link.send(None)
+    stack.update_reference(moved(make_actor()))
+    link.send(None)
+    assert link.files is not None
+    assert link.files.numbers.tolist() == [pytest.approx(0.1), 1]
+
+
+def test_the_folder_lasts_as_long_as_the_link(monkeypatch, tmp_path):
+    monkeypatch.setattr(links, "get_temp_dir", lambda: str(tmp_path))
+    stack = KLConstrainedTransform(make_actor(), 0.1)
+    link = WorkerLink(stack, over_ray=False, in_process=False)
     assert list(tmp_path.iterdir())
-    collector.shutdown()
-    del collector
+    del link
     gc.collect()
     assert not list(tmp_path.iterdir())
+    wrong: Any = {"no_such_argument": 1}
     with pytest.raises(TypeError, match="no_such_argument"):
-        collector_of(
-            Collector,
-            make_actor(),
-            KLConstrainedTransform(make_actor(), 0.1),
-            "workers",
-            no_such_argument=1,
-        )
+        collector_of(MultiSyncCollector, make_actor(), stack, "workers", **wrong)
+    gc.collect()
     assert not list(tmp_path.iterdir())
 
 

@@ -2,6 +2,7 @@
 
 import pickle
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,7 @@ from torchrl_kl.collectors.links import (
     number_trajectories,
     restore_trajectories,
 )
-from torchrl_kl.collectors.watched import WatchedCollector
+from torchrl_kl.collectors.watched import WatchedCollector, WatchedRay
 
 WHERE = pytest.mark.parametrize("where", ["learner", "workers"])
 
@@ -166,6 +167,29 @@ class TestOneProcess:
                     sums[trajectory] += step["next", "kl"].item()
                     running = step["next", "episode_kl"].item()
                     assert running == pytest.approx(sums[trajectory], abs=1e-5)
+
+    def test_two_plain_collectors_need_a_stream_each(self):
+        """Ids and states of the two are equal: without streams, nothing would tell them apart."""
+        stack, _ = spied()
+        arguments: Any = {"frames_per_batch": 15, "total_frames": 60}
+        collectors = [
+            Collector(
+                corridor,
+                policy(),
+                postproc=partial(stack, stream=stack.new_stream()),
+                auto_register_policy_transforms=False,
+                **arguments,
+            )
+            for _ in range(2)
+        ]
+        sums = [defaultdict(float) for _ in collectors]
+        for batches in zip(*collectors, strict=True):
+            for known, batch in zip(sums, batches, strict=True):
+                for step in batch.reshape(-1):
+                    trajectory = int(step["collector", "traj_ids"])
+                    known[trajectory] += step["next", "kl"].item()
+                    running = step["next", "episode_kl"].item()
+                    assert running == pytest.approx(known[trajectory], abs=1e-5)
 
     def test_the_learner_needs_no_next_observations(self):
         one, other = (
@@ -352,7 +376,7 @@ class TestWorkers:
         env: Any = link.env_factory(walk)()
         env.transform.half()
         controller.coeff.fill_(0.3)  # which float16 does not have
-        link.send(None)
+        link.send(env)
         batch = env.rollout(2, policy())
         assert (batch["next", "kl_coeff"] == torch.tensor(0.3)).all()
 
@@ -375,7 +399,10 @@ class TestWorkers:
         link = WorkerLink(stack, over_ray=True, in_process=False)
         sent: list[Any] = []
         execute = SimpleNamespace(remote=lambda *args: sent.append(args))
-        collector = SimpleNamespace(remote_collectors=[SimpleNamespace(cascade_execute=execute)])
+        collector: Any = SimpleNamespace(
+            remote_collectors=[SimpleNamespace(cascade_execute=execute)]
+        )
+        collector.follow = partial(WatchedRay.follow, collector)
         link.send(collector)
         assert sent == []
         controller.coeff.fill_(2.0)

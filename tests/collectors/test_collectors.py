@@ -11,12 +11,9 @@ import functools
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -308,45 +305,3 @@ def test_the_only_worker_dies_in_the_middle_of_a_batch():
             pass
     assert wait_for_end(before) == []
     assert not torch.distributed.is_initialized()
-
-
-SCRIPT = """
-import functools, os, signal, sys
-import psutil
-import tests.collectors.conftest
-from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
-from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform, kl_collector
-from torchrl_kl.envs import DigitLanguageEnv
-
-if __name__ == "__main__":
-    # A process that was started in the background ignores Ctrl-C.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
-    make_env = functools.partial(DigitLanguageEnv, batch_size=(2,))
-    stack = KLConstrainedTransform(policy, 0.1)
-    arguments = {"num_workers": 2, "frames_per_batch": 24, "total_frames": 2400}
-    collector = kl_collector(globals()[sys.argv[1]], make_env, policy, stack, **arguments)
-    for batch in collector:
-        print(*[child.pid for child in psutil.Process().children()], flush=True)
-        if sys.argv[2] == "break":
-            break
-        os.kill(os.getpid(), signal.SIGINT)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "end"), [("MultiSyncCollector", "Ctrl-C"), ("MultiAsyncCollector", "break")]
-)
-def test_a_process_ends_whose_loop_was_left_without_shutdown(kind, end, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-W", "ignore", str(script), kind, end]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert (run.returncode == 0) == (end == "break")
-    assert ("KeyboardInterrupt" in run.stderr) == (end == "Ctrl-C")
-    workers = [int(pid) for pid in run.stdout.split()]
-    assert len(workers) >= 2
-    alive = [psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)]
-    assert psutil.wait_procs(alive, timeout=300)[1] == []

@@ -3,13 +3,15 @@
     python learner.py KIND WHERE TROUBLE...
 
 TROUBLE is "MOMENT-HARM", and all of them happen in this process, one after another; or a way in
-which the learner itself ends: "break", "raise", "sigint", "sigterm" or "sigkill". One line of JSON
-is printed for each trouble.
+which the learner itself ends: "break", "raise", "sigint", "sigterm" or "sigkill"; or "two", which
+uses two collectors at once. One line of JSON is printed for each trouble.
 """
 
 import contextlib
 import functools
+import gc
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -37,7 +39,7 @@ KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "ray-sync": (RayCollector, {"num_workers": 2, "sync": True}),
     "ray-async": (RayCollector, {"num_workers": 2}),
 }
-HARMED = 1  # the worker
+HARMED, ALONE = 1, -1  # the worker that comes to harm; the env of a Collector
 ROWS, FRAMES = 2, 24
 
 
@@ -75,10 +77,11 @@ class HarmfulReward:
         return torch.zeros(len(texts))
 
 
-def make_env(worker: int, learner: int, moment: str, harm: str, folder: Path) -> DigitLanguageEnv:
+def make_env(worker: int, moment: str, harm: str, folder: Path) -> DigitLanguageEnv:
     """The env of a worker, which may come to harm unless it is in the learner's process."""
     act = functools.partial(do_harm, harm, folder / "clock")
-    if worker != HARMED or (os.getpid() == learner):
+    # TorchRL also makes an env of a worker in the learner's process; a Collector has no other.
+    if worker != HARMED and (worker != ALONE or not moment):
         return DigitLanguageEnv(batch_size=(ROWS,))
     if moment == "start":
         act()
@@ -95,6 +98,7 @@ def make_env(worker: int, learner: int, moment: str, harm: str, folder: Path) ->
         batch_size=(ROWS,), reward_fn=HarmfulReward(act) if moment == "rollout" else None
     )
     env.moment, env.harm = moment, act
+    env.is_closed = False  # else TorchRL would not close it
     return env
 
 
@@ -102,10 +106,8 @@ def build(kind: str, where: str, moment: str = "", harm: str = "", folder: Path 
     collector_class, arguments = KINDS[kind]
     policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
     stack = KLConstrainedTransform(policy, 0.1)
-    envs = [
-        functools.partial(make_env, n, os.getpid(), moment, harm, folder)
-        for n in range(arguments.get("num_workers", 1))
-    ]
+    workers = range(arguments.get("num_workers", 0)) or [ALONE]
+    envs = [functools.partial(make_env, n, moment, harm, folder) for n in workers]
     return kl_collector(
         collector_class,
         envs if len(envs) > 1 else envs[0],
@@ -170,6 +172,8 @@ def happen(kind: str, where: str, trouble: str) -> dict[str, Any]:
     began = float((folder / "clock").read_text()) if (folder / "clock").exists() else None
     if collector is not None:
         collector.shutdown()
+    del collector
+    gc.collect()
     deadline = time.time() + 20
     while collectors_alive() and time.time() < deadline:
         time.sleep(0.1)
@@ -191,6 +195,19 @@ def use_again(kind: str, where: str) -> int:
     batches = [batch for batch, _ in zip(collector, range(3), strict=False)]
     collector.shutdown()
     return sum(batch.numel() for batch in batches)
+
+
+def use_two(kind: str, where: str) -> list[int]:
+    """Collects three batches with each of two collectors, in turn."""
+    collectors = [build(kind, where) for _ in range(2)]
+    frames = [0, 0]
+    try:
+        for _, *batches in zip(range(3), *collectors, strict=False):
+            frames = [n + batch.numel() for n, batch in zip(frames, batches, strict=True)]
+    finally:
+        for collector in collectors:
+            collector.shutdown()
+    return frames
 
 
 def end(kind: str, where: str, how: str) -> None:
@@ -221,7 +238,12 @@ def main() -> None:
         ray.init(
             num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
         )
+    # Names of semaphores in /dev/shm, which else do not tell whose they are.
+    multiprocessing.current_process()._config["semprefix"] = f"/kl{os.getpid()}"  # type: ignore[attr-defined]
     for trouble in troubles:
+        if trouble == "two":
+            print(json.dumps({"two": use_two(kind, where)}), flush=True)
+            continue
         if "-" not in trouble:
             end(kind, where, trouble)
             return

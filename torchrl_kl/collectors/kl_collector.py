@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing.util import get_temp_dir
 from typing import Any, Literal
 
 import torch
@@ -86,6 +87,7 @@ def kl_collector(
     link, in_process = LearnerLink(stack), collector_class is Collector
     over_ray = collector_class is RayCollector
     if not (in_process or over_ray):
+        get_temp_dir()  # which the workers share, and remove, if it is there before they are
         envs = [partial(worker_env, env, learner=os.getpid()) for env in envs]
     if where == "workers":
         link = WorkerLink(stack, over_ray=over_ray, in_process=in_process)

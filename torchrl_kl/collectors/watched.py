@@ -15,7 +15,6 @@ from concurrent.futures import Future, wait
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from multiprocessing.util import get_temp_dir
 from threading import Event, Thread
 from typing import Any, cast
 
@@ -57,10 +56,11 @@ class WatchedCollector(BaseCollector):
         self._cat_results = kwargs.get("cat_results")
         # `_killed`: the workers that were stopped; `_over`: shut down, or nothing refers to this.
         self._killed, self._over, self._named = set[int](), Event(), False
-        reference: weakref.ref[WatchedCollector] = weakref.ref(self, lambda _, over=self._over: over.set())
+        reference: weakref.ref[WatchedCollector] = weakref.ref(
+            self, lambda _, over=self._over: over.set()
+        )
         # Python waits for child processes when it exits, for ever if Ctrl-C has left the loop.
         atexit.register(_shut_down, reference)
-        get_temp_dir()  # which the workers share if it is there before they are
         looked_at = (partial(_pids_of, reference), self._killed, self._over)
         Thread(target=kill_stopped, args=looked_at, daemon=True).start()
         try:
@@ -228,6 +228,7 @@ class _WatchedMulti(WatchedCollector):
         super()._shut_down(*args, **kwargs)
         torch.set_num_threads(threads)
         for scheme in self._schemes.values():
+            _torchrl.release_sender(scheme)
             scheme.shutdown()  # when Python exits it would be too late, and never return
 
 
@@ -243,7 +244,13 @@ class WatchedDistributed(WatchedCollector, DistributedCollector):
     """A DistributedCollector, whose workers are watched if they are processes of this machine."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self._had_group, self._started = distributed.is_initialized(), False
+        if distributed.is_initialized():
+            raise RuntimeError(
+                "a DistributedCollector makes the process group of torch.distributed, and this "
+                "process has one already: shut down its other collector first, or use a "
+                "MultiSyncCollector or a RayCollector, of which there may be several."
+            )
+        self._started = False
         if kwargs.get("weight_updater") is None:  # as TorchRL does
             how = {"backend": kwargs.get("backend", "gloo"), "sync": kwargs.get("sync", False)}
             kwargs.setdefault("weight_sync_schemes", {"policy": DistributedWeightSyncScheme(**how)})
@@ -271,7 +278,7 @@ class WatchedDistributed(WatchedCollector, DistributedCollector):
                 for job in self._processes():
                     end(job)
                     job.join(_EXIT_SECONDS)
-            if distributed.is_initialized() and not self._had_group:
+            if distributed.is_initialized():
                 distributed.destroy_process_group()
 
 
