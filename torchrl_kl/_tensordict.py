@@ -115,6 +115,14 @@ class KLKeys:
         return ResolvedKeys(recorded=recorded, done_named=self.done is not None, **keys)
 
 
+def as_keys(keys: KLKeys | None) -> KLKeys:
+    """The keys, or the default ones; TypeError for anything else."""
+    if not isinstance(keys, KLKeys | None):
+        got = type(keys).__name__
+        raise TypeError(f'`keys` must be KLKeys, got {got}: write `KLKeys(kl="...")`.')
+    return keys or KLKeys()
+
+
 @dataclass(frozen=True)
 class ResolvedKeys:
     """The entries of one stack, all named; `done_named`: whether the user named `done`."""
@@ -200,6 +208,11 @@ def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:
     # A flag (*B, 1) fits values (*B, *A, 1) once its last 1 is removed.
     while value.ndim and value.shape[-1] == 1 and value.shape != torch.Size(shape[: value.ndim]):
         value = value.squeeze(-1)
+    if value.shape != torch.Size(shape[: value.ndim]):
+        raise ValueError(
+            f"a flag must have the first dimensions of {tuple(shape)}, and perhaps trailing 1s, "
+            f"got shape {tuple(value.shape)}."
+        )
     return value.reshape(*value.shape, *(1,) * (len(shape) - value.ndim)).expand(shape)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchrl.data import Composite
 
 from torchrl_kl import _tensordict as td
-from torchrl_kl._tensordict import KLKeys
+from torchrl_kl._tensordict import KLKeys, as_keys
 from torchrl_kl.controllers import KLController
 from torchrl_kl.transforms.base import require_spec
 from torchrl_kl.transforms.estimates import KLStep
@@ -67,7 +67,7 @@ class RewardAdjustmentTransform(PenaltyTransform):
         keys: KLKeys | None = None,
         time_dim: int | None = None,
     ):
-        named = (keys or KLKeys()).resolve()
+        named = as_keys(keys).resolve()
         super().__init__(
             controller, named, in_keys=[named.kl], update_every=update_every, time_dim=time_dim
         )
