@@ -176,7 +176,7 @@ def sum_trajectories(
 
     # Rows R = all but the last dimension of *B: (R, T, F) for values, (R, T) for steps.
     def per_value(flag: Tensor) -> Tensor:
-        return td.expand_right(flag, values.shape).reshape(n_rows, n_steps, n_values)
+        return td.expand_right(flag.bool(), values.shape).reshape(n_rows, n_steps, n_values)
 
     def per_step(entry: Tensor, name: str) -> Tensor:
         if entry.numel() != n_rows * n_steps:

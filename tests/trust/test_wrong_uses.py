@@ -28,8 +28,11 @@ MODEL = GPT(vocab_size=11, block_size=9)
 def read_uses(text: str) -> list[tuple[str, str, str]]:
     """Each expression with the name of its error and a part of what that says."""
     lines = text.strip().splitlines()
-    pairs = zip(lines[::2], lines[1::2], strict=True)
-    return [(use, *error.strip().split(": ", 1)) for use, error in pairs]
+    uses = []
+    for use, error in zip(lines[::2], lines[1::2], strict=True):
+        kind, _, says = error.strip().partition(": ")
+        uses.append((use, kind, says))
+    return uses
 
 
 USES = [
