@@ -203,23 +203,29 @@ def sum_trajectories(
 
     # Rows R = all but the last dimension of *B: (R, T, F) for values, (R, T) for steps.
     def per_value(flag: Tensor) -> Tensor:
-        return td.expand_right(flag, values.shape).reshape(n_rows, n_steps, n_values)
+        return td.expand_right(flag.bool(), values.shape).reshape(n_rows, n_steps, n_values)
 
-    def per_step(entry: Tensor) -> Tensor:
+    def per_step(entry: Tensor, name: str) -> Tensor:
+        if entry.numel() != n_rows * n_steps:
+            raise ValueError(
+                f"`{name}` must have one number per step of a batch of shape "
+                f"{tuple(tensordict.batch_size)}, got shape {tuple(entry.shape)}."
+            )
         return entry.reshape(n_rows, n_steps)
 
     done = cast(Tensor, td.find_ends(step, done_key, values.shape))
     terminated = td.find_ends(step, done_key, values.shape, "terminated")
     left = tensordict.get(done_key, None)  # at the root: True if an agent was done before the step
     ids, is_init = tensordict.get(td.TRAJECTORY_KEY, None), tensordict.get("is_init", None)
+    is_init = is_init.bool() if is_init is not None and is_init.numel() else None
     keys = _state_keys(tensordict, observed)
     segments = Segments(
         done=per_value(done),
         terminated=per_value(torch.zeros_like(done) if terminated is None else terminated),
         left=None if left is None else per_value(left),
-        mask=None if mask is None else per_step(mask),
-        ids=None if ids is None else per_step(ids).to(values.device),
-        is_init=None if is_init is None or not is_init.numel() else per_step(is_init)[:, 0],
+        mask=None if mask is None else per_step(mask, "mask"),
+        ids=None if ids is None else per_step(ids, "traj_ids").to(values.device),
+        is_init=None if is_init is None else per_step(is_init, "is_init")[:, 0],
         states_before=partial(_digests, tensordict, keys, tensordict.batch_dims),
         states_after=partial(_digests, step, keys, tensordict.batch_dims),
     )

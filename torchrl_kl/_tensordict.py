@@ -105,7 +105,22 @@ class KLKeys:
             "top_k": recorded.sibling("top_k"),
         }
         keys = {name: unravel_key(getattr(self, name) or key) for name, key in default.items()}
+        # "done" and "top_k" are read; several stacks on one reward may read the same ones.
+        written = [key for name, key in keys.items() if name not in ("done", "top_k")]
+        if twice := sorted({str(key) for key in written if written.count(key) > 1}):
+            raise ValueError(
+                f"`keys` must name different entries, got {', '.join(twice)} for several of them: "
+                "each would overwrite another."
+            )
         return ResolvedKeys(recorded=recorded, done_named=self.done is not None, **keys)
+
+
+def as_keys(keys: KLKeys | None) -> KLKeys:
+    """The keys, or the default ones; TypeError for anything else."""
+    if not isinstance(keys, KLKeys | None):
+        got = type(keys).__name__
+        raise TypeError(f'`keys` must be KLKeys, got {got}: write `KLKeys(kl="...")`.')
+    return keys or KLKeys()
 
 
 @dataclass(frozen=True)
@@ -194,6 +209,11 @@ def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:
     # A flag (*B, 1) fits values (*B, *A, 1) once its last 1 is removed.
     while value.ndim and value.shape[-1] == 1 and value.shape != torch.Size(shape[: value.ndim]):
         value = value.squeeze(-1)
+    if value.shape != torch.Size(shape[: value.ndim]):
+        raise ValueError(
+            f"a flag must have the first dimensions of {tuple(shape)}, and perhaps trailing 1s, "
+            f"got shape {tuple(value.shape)}."
+        )
     return value.reshape(*value.shape, *(1,) * (len(shape) - value.ndim)).expand(shape)
 
 
@@ -246,6 +266,9 @@ def counted_steps(tensordict: TensorDictBase, fake: bool) -> Tensor | None:
 
 def copy_batch(tensordict: TensorDictBase) -> TensorDictBase:
     """A shallow copy of a batch, nested tensordicts included."""
+    if not isinstance(tensordict, TensorDictBase):
+        got = type(tensordict).__name__
+        raise TypeError(f"the batch must be a TensorDict, got {got}: pass what a collector gives.")
     # A collector hands out the same buffer again: entries written into it would come back.
     if tensordict.get("next", None) is None:
         raise KeyError(

@@ -1,10 +1,21 @@
 """What was found by attack, each with the smallest use that shows it."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
+from torchrl.envs import ExcludeTransform, RenameTransform, SelectTransform, Transform
+from torchrl.envs.utils import step_mdp
 
-from tests.helpers import WalkEnv, make_actor, play
-from torchrl_kl import KLConstrainedTransform
+from tests.helpers import WalkEnv, make_actor, moved, play, spied, with_transforms
+from torchrl_kl import (
+    ExponentialKLController,
+    KLConstrainedTransform,
+    KLKeys,
+    PIDKLController,
+    ResponseKLTransform,
+)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (0,)], ids=str)
@@ -14,3 +25,108 @@ def test_an_empty_batch_is_scored_in_chunks(shape):
     empty = batch[:0] if len(shape) == 2 else batch[:0, 0]
     stack = KLConstrainedTransform(actor, 0.1, chunk_size=1)
     assert stack(empty)["next", "kl"].shape == torch.Size((*shape, 1))
+
+
+class TestTheRunningSumOfAnEnv:
+    """Where a step had none it began anew, and the controller was told of the last step alone."""
+
+    @pytest.mark.parametrize(
+        "later",
+        [
+            ExcludeTransform("episode_kl"),
+            SelectTransform("observation", "left"),
+            RenameTransform(["episode_kl"], ["other"]),
+        ],
+        ids=lambda later: type(later).__name__,
+    )
+    def test_no_later_transform_may_drop_it(self, later: Transform):
+        stack, controller = spied()
+        with pytest.raises(KeyError, match="'episode_kl' is not in the data.*drop or rename"):
+            play(with_transforms(WalkEnv((2,)), stack, later.clone()), moved(make_actor()))
+        assert not controller.calls
+
+    def test_a_loop_by_hand_may_not_drop_it(self):
+        env, policy = with_transforms(WalkEnv((2,)), spied()[0]), moved(make_actor())
+        td = step_mdp(env.step(policy(env.reset())))
+        with pytest.raises(KeyError, match=r"'episode_kl' is not in the data.*Reset the env first"):
+            env.step(policy(td.exclude("episode_kl")))
+
+
+class TestKeys:
+    @pytest.mark.parametrize(
+        "keys",
+        [
+            {"kl": "reward"},
+            {"task_reward": "reward"},
+            {"kl_coeff": "kl"},
+            {"ref_log_prob": ("kl",)},
+            {"kl": "kl", "episode_kl": "kl"},
+        ],
+        ids=str,
+    )
+    def test_two_entries_may_not_have_one_name(self, keys: Any):
+        """With `task_reward="reward"`, the penalized reward was overwritten by the task's."""
+        with pytest.raises(ValueError, match="`keys` must name different entries"):
+            KLConstrainedTransform(make_actor(), 0.1, keys=KLKeys(**keys))
+
+    def test_other_entries_may(self):
+        keys = KLKeys(kl=("a", "kl"), task_reward=("b", "kl"), done="done").resolve()
+        assert keys.kl != keys.task_reward
+
+
+class TestLoadedCoefficients:
+    """A controller took any number from a state, and went on from it."""
+
+    @pytest.mark.parametrize("coeff", [float("nan"), float("inf"), -0.1, 11.0, 1e-5])
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_one_that_no_update_gives_is_refused(self, coeff, assign):
+        controller = ExponentialKLController(0.1, target=0.5)
+        state = {"coeff": torch.tensor(coeff, dtype=torch.float64)}
+        with pytest.raises(RuntimeError, match="`coeff` must (be one finite number|lie within)"):
+            controller.load_state_dict(state, assign=assign)
+        assert controller.coeff.item() == 0.1
+
+    def test_other_numbers_of_the_state_too(self):
+        controller = PIDKLController(0.1, target=0.5)
+        state = copy.deepcopy(controller.state_dict())
+        state["filtered_error"].fill_(torch.nan)
+        with pytest.raises(
+            RuntimeError, match="`filtered_error` must be one finite number, got nan"
+        ):
+            controller.load_state_dict(state)
+        assert controller.filtered_error == 0
+
+    def test_within_a_stack_too(self):
+        stack = KLConstrainedTransform(make_actor(), ExponentialKLController(0.1, target=0.5))
+        state = copy.deepcopy(stack.state_dict())
+        state["feed.controller.coeff"].fill_(torch.nan)
+        with pytest.raises(RuntimeError, match="`coeff` must be one finite number, got nan"):
+            stack.load_state_dict(state)
+
+
+class TestFlags:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
+    @pytest.mark.parametrize(
+        "key", ["is_init", "done", ("next", "done"), ("next", "terminated")], ids=str
+    )
+    def test_they_may_have_any_dtype(self, key, dtype):
+        """Bitwise operators refused floats, with the words of PyTorch."""
+        batch = play(WalkEnv((2,)), moved(make_actor()), 8)
+        batch["is_init"] = torch.zeros(2, 8, 1, dtype=torch.bool)
+        results, told = [], []
+        for flag in (batch[key], batch[key].to(dtype)):
+            stack, controller = spied()
+            results.append(stack(batch.clone().set(key, flag))["next", "episode_kl"])
+            told.append(controller.calls)
+        assert results[0].equal(results[1])
+        assert told[0] == told[1] != []
+
+
+def test_tokens_of_a_dialog_are_integers():
+    """Of float tokens, `as_steps` made float actions."""
+    from tests.trust.test_wrong_uses import MODEL, dialog
+
+    batch = dialog()
+    batch["tokens", "full"] = batch["tokens", "full"].float()
+    with pytest.raises(TypeError, match="must be int64 or int32, got torch.float32"):
+        ResponseKLTransform(MODEL, 0.1)(batch)

@@ -113,6 +113,9 @@ class FrozenActor(Identified):
         self._policy = ActingPolicy(acting, self.recorded) if recompute_log_prob else None
         self._interaction_type = getattr(acting, "default_interaction_type", None)
         self._find_keys()
+        if chunk_size is not None and type(chunk_size) is not int:
+            got = type(chunk_size).__name__
+            raise TypeError(f"`chunk_size` must be an int or None, got {got}.")
         if chunk_size is not None and (chunk_size < 1 or self.state_keys):
             raise ValueError(
                 "`chunk_size` must be at least 1, or None for a recurrent actor, got "

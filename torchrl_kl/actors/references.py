@@ -92,11 +92,11 @@ def as_reference(
         )
     # It is used itself: options that it was not built with would be ignored.
     if isinstance(reference, FrozenActor):
-        given = [name for name, value in options.items() if value]
-        if given:
+        given = next(((name, value) for name, value in options.items() if value), None)
+        if given is not None:
             raise ValueError(
                 f"`{given[0]}` must be given to the FrozenActor that is the reference: build "
-                f"FrozenActor(actor, {given[0]}=True)."
+                f"FrozenActor(actor, {given[0]}={given[1]!r})."
             )
         if not reference.asks(actor):
             raise ValueError(

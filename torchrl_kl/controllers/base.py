@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ class KLController(Float64State, ABC):
                 "the coefficient is not planned yet: pass rewards to `observe_rewards` before the "
                 "first `update`, as the transforms and losses do."
             )
-        kl = _as_float(kl)
+        kl = _as_float("kl", kl)
         if not math.isfinite(kl):
             raise ValueError(
                 f"`kl` must be finite, got {kl}: look for -inf log-probabilities (masked actions, "
@@ -98,7 +99,9 @@ class KLController(Float64State, ABC):
             raise TypeError(f"`n_steps` must be an int, got {type(n_steps).__name__}.")
         if n_steps < 1:
             raise ValueError(f"`n_steps` must be at least 1, got {n_steps}.")
-        standard_error = None if standard_error is None else _as_float(standard_error)
+        standard_error = (
+            None if standard_error is None else _as_float("standard_error", standard_error)
+        )
         if standard_error is not None and (standard_error < 0 or math.isinf(standard_error)):
             raise ValueError(
                 f"`standard_error` must be finite and at least 0, or NaN, got {standard_error}."
@@ -124,6 +127,24 @@ class KLController(Float64State, ABC):
     def _ignore_noise(self, kl: float, standard_error: float | None) -> float:
         """The KL that the rule sees for a valid measurement; may raise, changes nothing."""
         return kl
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: list[str]
+    ) -> None:
+        """Refuses numbers that no update gives, which makes `load_state_dict` a RuntimeError."""
+        errors = lists[-1]
+        for name in self._buffers:
+            loaded = state_dict.get(f"{prefix}{name}", torch.zeros(()))
+            if not (loaded.numel() == 1 and math.isfinite(loaded.item())):
+                errors.append(f"`{name}` must be one finite number, got {loaded.tolist()}.")
+        coeff = state_dict.get(f"{prefix}coeff", self.coeff)
+        if not errors and not self.min_coeff <= coeff.item() <= self.max_coeff:
+            errors.append(
+                f"`coeff` must lie within [{self.min_coeff:g}, {self.max_coeff:g}], got "
+                f"{coeff.item():g}: build the controller with the bounds of the one that was saved."
+            )
+        if not errors:
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
 
     def extra_repr(self) -> str:
         """The coefficient and the unit, for `repr`."""
@@ -254,5 +275,13 @@ class TargetKLController(KLController):
         return ", ".join([super().extra_repr(), *(f"{n}={getattr(self, n):g}" for n in names)])
 
 
-def _as_float(value: float | Tensor) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)
+def _as_float(name: str, value: float | Tensor) -> float:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            shape = tuple(value.shape)
+            raise ValueError(f"`{name}` must be one number, got shape {shape}: pass the mean.")
+        value = value.item()
+    # `Real` includes the scalars of NumPy.
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}.")
+    return float(value)

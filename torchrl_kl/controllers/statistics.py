@@ -49,12 +49,14 @@ class KLStatistics(Float64State):
             mask: True where a value counts, boolean, the shape of `values`.
 
         Raises:
-            TypeError: if `values` is not a tensor.
+            TypeError: if `values` is not a tensor of real numbers.
             ValueError: if the mask does not fit, or a value is not finite. Nothing is then added.
         """
         if not isinstance(values, Tensor):
             got = type(values).__name__
             raise TypeError(f"`values` must be a tensor, got {got}: pass `torch.tensor(values)`.")
+        if values.is_complex():
+            raise TypeError(f"`values` must be real numbers, got {values.dtype}.")
         check_mask(mask, values.shape, "`values`", means="the values that count")
         total, of_squares = self.sum, self.sum_of_squares
         values = (values if mask is None else values[mask]).detach().to(total)

@@ -218,6 +218,9 @@ def kl_top_k(
 
 
 def _check_pair(log_prob: Tensor, ref_log_prob: Tensor, name: str, ref_name: str) -> None:
+    if not (isinstance(log_prob, Tensor) and isinstance(ref_log_prob, Tensor)):
+        got = f"{type(log_prob).__name__} and {type(ref_log_prob).__name__}"
+        raise TypeError(f"`{name}` and `{ref_name}` must be tensors, got {got}.")
     if log_prob.shape != ref_log_prob.shape:
         raise ValueError(
             f"`{name}` and `{ref_name}` must have the same shape, got {tuple(log_prob.shape)} and "

@@ -50,7 +50,12 @@ def check_mask(
     name: str = "mask",
     means: str = "the steps that count",
 ) -> None:
-    """ValueError unless the mask is None, or boolean of the shape of what `of` names."""
+    """ValueError unless the mask is None, or boolean of the shape of what `of` names.
+
+    TypeError if it is not a tensor.
+    """
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(f"`{name}` must be a tensor or None, got {type(mask).__name__}.")
     if mask is not None and (mask.dtype != torch.bool or mask.shape != shape):
         raise ValueError(
             f"`{name}` must be boolean of the shape of {of}, {tuple(shape)}, got {mask.dtype} of "

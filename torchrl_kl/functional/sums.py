@@ -184,5 +184,7 @@ def _check_rows(values: Tensor, name: str, ends: Tensor) -> None:
 
 
 def _check_values(values: Tensor) -> None:
+    if not isinstance(values, Tensor):
+        raise TypeError(f"`values` must be a tensor, got {type(values).__name__}.")
     if not values.is_floating_point():
         raise TypeError(f"`values` must be floating point, got {values.dtype}: use `.float()`.")

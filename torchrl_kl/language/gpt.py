@@ -39,7 +39,9 @@ def values_hidden(tensor: Tensor) -> bool:
 
 
 def check_integers(name: str, tensor: Tensor) -> None:
-    """TypeError unless the tensor holds int64 or int32."""
+    """TypeError unless it is a tensor of int64 or int32."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"`{name}` must be a tensor, got {type(tensor).__name__}.")
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"`{name}` must be int64 or int32, got {tensor.dtype}: use `.long()`.")
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_kl._tensordict import existing_keys
+from torchrl_kl.language.gpt import check_integers
 
 FULL, PROMPT, RESPONSE = ("tokens", "full"), ("tokens", "prompt"), ("tokens", "response")
 LOG_PROB = ("log_probs", "full")
@@ -97,6 +98,7 @@ def read_responses(
         )
     texts, counted, shifts = [], [], []
     for i, row in enumerate(full):
+        check_integers(str(FULL), row)
         prompt, response, attended, assistant = (None if one is None else one[i] for one in entries)
         if attended is None and dense and pad_token is not None:
             attended = row != pad_token

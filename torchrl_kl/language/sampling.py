@@ -105,12 +105,14 @@ def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Te
 
 def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
+        if type(count) is not int or count < 1:
             raise ValueError(f"`{name}` must be an int of at least 1, got {count}.")
 
 
 def _check_ids(vocab_size: int | None, **tokens: int | None) -> None:
     for name, token in tokens.items():
+        if token is not None and type(token) is not int:
+            raise TypeError(f"`{name}` must be an int, got {type(token).__name__}.")
         if token is not None and not 0 <= token < (vocab_size or token + 1):
             size = "" if vocab_size is None else f" of {vocab_size} tokens"
             raise ValueError(f"`{name}` must lie in the model's vocabulary{size}, got {token}.")

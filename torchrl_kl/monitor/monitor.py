@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_kl._feeding import sum_trajectories
-from torchrl_kl._tensordict import MASK_KEY, KLKeys, find_done, find_time_dim, get_required
+from torchrl_kl._tensordict import MASK_KEY, KLKeys, as_keys, find_done, find_time_dim, get_required
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.controllers.rules import KLController
 from torchrl_kl.controllers.statistics import KLStatistics
@@ -154,7 +154,7 @@ class KLMonitor:
         if not 0 < tolerance < math.inf:
             raise ValueError(f"`tolerance` must be finite and above 0, got {tolerance}.")
         self.controller, self.window, self.check_every = controller, window, check_every
-        self.time_dim, self._needs_estimate = time_dim, keys.kl_estimate is not None
+        self.time_dim, self._needs_estimate = time_dim, as_keys(keys).kl_estimate is not None
         self._check, log_prob_key = None, "action_log_prob"
         if actor is not None:
             self._check = SamplerCheck(actor, reference, keys.log_prob, tolerance, time_dim)

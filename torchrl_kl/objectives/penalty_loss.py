@@ -138,6 +138,8 @@ class KLPenaltyLoss(LossModule):
         allow_penalized_reward: bool = False,
     ):
         check_options(gradient, weights, reduction)
+        if loss is not None and not isinstance(loss, LossModule):
+            raise TypeError(f"`loss` must be a LossModule or None, got {type(loss).__name__}.")
         super().__init__()
         self.reference = as_reference(actor, reference)
         actions = self.reference.action_keys
@@ -278,7 +280,11 @@ class KLPenaltyLoss(LossModule):
         # (*B), True where a step counts; None where all do.
         key = MASK_KEY if self.loss_mask_key == "auto" else self.loss_mask_key
         mask = None if key is None else tensordict.get(key, None)
-        return None if mask is None else expand_right(mask, tensordict.batch_size)
+        if mask is None:
+            return None
+        if mask.dtype != torch.bool:
+            raise TypeError(f"the mask {key!r} must be boolean, got {mask.dtype}: use `.bool()`.")
+        return expand_right(mask, tensordict.batch_size)
 
     def _distributions(self, tensordict: TensorDictBase) -> tuple[Distribution, Distribution]:
         timed = find_time_dim(tensordict, self.time_dim) is not None

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchrl.data import Composite
 
 from torchrl_kl import _tensordict as td
-from torchrl_kl._tensordict import KLKeys
+from torchrl_kl._tensordict import KLKeys, as_keys
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional.invalid import OnInvalid
 from torchrl_kl.transforms.base import require_spec
@@ -71,7 +71,7 @@ class RewardAdjustmentTransform(PenaltyTransform):
         time_dim: int | None = None,
         on_invalid: OnInvalid = "raise",
     ):
-        named = (keys or KLKeys()).resolve()
+        named = as_keys(keys).resolve()
         super().__init__(
             controller,
             named,

@@ -138,11 +138,13 @@ class KLTransform(Transform):
         return spec[path].shape if path and path in spec.keys(True) else self.parent_env.batch_size
 
 
-def require_spec(spec: Composite, key: NestedKey, fix: str) -> TensorSpec:
-    """The spec of `key`; KeyError with the fix if it is missing."""
+def require_spec(
+    spec: Composite, key: NestedKey, fix: str, name: str = "observation"
+) -> TensorSpec:
+    """The spec of `key`; KeyError with the fix if it is missing. `name`: which spec it is."""
     if key not in spec.keys(True, True):
         keys = td.existing_keys(spec)
-        raise KeyError(f"{key!r} is not in the observation spec, got {keys}: {fix}")
+        raise KeyError(f"{key!r} is not in the {name} spec, got {keys}: {fix}")
     return spec[key]
 
 

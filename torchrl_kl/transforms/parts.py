@@ -66,7 +66,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         chunk_size: int | None = None,
         on_invalid: OnInvalid = "raise",
     ):
-        self.guard, keys = Guard(on_invalid), keys or KLKeys()
+        self.guard, keys = Guard(on_invalid), td.as_keys(keys)
         options: dict[str, Any] = {"zero_states": zero_states, "chunk_size": chunk_size}
         options["recompute_log_prob"] = recompute_log_prob
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, **options)
@@ -181,7 +181,7 @@ class KLDivergenceTransform(KLTransform):
         self.guard = Guard(on_invalid)
         if not isinstance(sum_agents, bool):
             raise TypeError(f"`sum_agents` must be True or False, got {sum_agents!r}.")
-        self.keys = (keys or KLKeys()).resolve(sum_agents=sum_agents)
+        self.keys = td.as_keys(keys).resolve(sum_agents=sum_agents)
         self.sum_agents, self.keep_dist_params = sum_agents, keep_dist_params
         estimate = make_estimate(estimator, actor, self.keys)
         super().__init__(

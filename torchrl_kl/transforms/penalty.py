@@ -19,7 +19,7 @@ from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.functional.invalid import Guard, OnInvalid
-from torchrl_kl.transforms.base import KLTransform, episode_dtype
+from torchrl_kl.transforms.base import KLTransform, episode_dtype, require_spec
 from torchrl_kl.transforms.checks import without_invalid
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.rows import EnvRows
@@ -115,7 +115,7 @@ class PenaltyTransform(KLTransform):
             return step
         # The sum is an entry of the data, so that TorchRL sets it to zero in partial resets.
         measured = step.measured.detach().to(episode_dtype(step.measured.dtype))
-        episode_kl = tensordict.get(self.keys.episode_kl, 0.0) + measured
+        episode_kl = td.get_required(tensordict, self.keys.episode_kl, _NO_SUM) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
         self._rows.add(episode_kl, step.counted, step.valid)
         if self.frozen:
@@ -226,7 +226,8 @@ class PenaltyTransform(KLTransform):
 
     def declare_penalty(self, spec: Composite, kl_shape: torch.Size, dtype: torch.dtype) -> None:
         """Adds what the penalty records; ValueError if KL and reward differ in shape."""
-        reward = self.parent_env.full_reward_spec[self.keys.reward]
+        rewards = self.parent_env.full_reward_spec
+        reward = require_spec(rewards, self.keys.reward, _NO_REWARD, "reward")
         check_reward_shape(kl_shape, reward.shape, self.keys.reward)
         # Entries like the reward. They are in the observation spec, not in the reward spec, where
         # a RewardSum without arguments would sum them too.
@@ -241,7 +242,8 @@ class PenaltyTransform(KLTransform):
     def declare_episode_kl(self, input_spec: Composite, dtype: torch.dtype) -> None:
         """Adds the running sum to the state spec, so that batched envs carry it."""
         if self.record:
-            shape = self.parent_env.full_reward_spec[self.keys.reward].shape
+            rewards = self.parent_env.full_reward_spec
+            shape = require_spec(rewards, self.keys.reward, _NO_REWARD, "reward").shape
             spec = td.state_spec(input_spec)
             td.add_spec(spec, self.keys.episode_kl, shape, episode_dtype(dtype), shape[:-1])
 
@@ -255,3 +257,7 @@ class PenaltyTransform(KLTransform):
 
 NO_KL = "put KLDivergenceTransform before this transform, or name its entry with `KLKeys(kl=...)`."
 _NO_REWARD = "name the reward to penalize: `KLKeys(reward=...)`."
+_NO_SUM = (
+    "the running sum is carried from step to step. Reset the env first, and let no later transform "
+    "drop or rename that entry."
+)

@@ -9,12 +9,21 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
 from torchrl.data import Composite
 
-from torchrl_kl._tensordict import KLKeys, ResolvedKeys, add_spec, as_tuple, copy_batch, is_fake
+from torchrl_kl._tensordict import (
+    KLKeys,
+    ResolvedKeys,
+    add_spec,
+    as_keys,
+    as_tuple,
+    copy_batch,
+    is_fake,
+)
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.functional.invalid import OnInvalid
+from torchrl_kl.functional.numbers import check_number
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.steps import ScoringTransform, measure, score_batch
@@ -79,7 +88,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         chunk_size: int | None = None,
         on_invalid: OnInvalid = "raise",
     ):
-        keys = keys or KLKeys()
+        keys = as_keys(keys)
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, chunk_size=chunk_size)
         resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
         options: dict[str, Any] = {"update_every": update_every, "time_dim": time_dim}
@@ -223,12 +232,12 @@ class KLRewardTransform(KLConstrainedTransform):
         keys: KLKeys | None = None,
         on_invalid: OnInvalid = "raise",
     ):
-        keys = keys or KLKeys()
+        keys = as_keys(keys)
         frozen = as_reference(
             actor, reference, log_prob_key=keys.log_prob, requires_grad=requires_grad
         )
-        reward_key = _one_key("in_keys", in_keys or [keys.reward])
-        out_key = _one_key("out_keys", out_keys or [reward_key])
+        reward_key = _one_key("in_keys", [keys.reward] if in_keys is None else in_keys)
+        out_key = _one_key("out_keys", [reward_key] if out_keys is None else out_keys)
         # The coefficient goes next to the result, which may be in another nested tensordict.
         keys = keys.with_reward(reward_key, out_key)
         resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
@@ -250,9 +259,8 @@ def _one_key(name: str, keys: NestedKey | list[NestedKey]) -> NestedKey:
 
 
 def _one_number(coef: float | Tensor) -> float:
-    value = torch.as_tensor(coef)
-    if value.numel() != 1:
-        raise ValueError(f"`coef` must be one number, got shape {tuple(value.shape)}.")
-    if not (value.isfinite().all() and float(coef) >= 0):
-        raise ValueError(f"`coef` must be finite and at least 0, got {float(coef)}.")
-    return float(coef)
+    if isinstance(coef, Tensor):
+        if coef.numel() != 1:
+            raise ValueError(f"`coef` must be one number, got shape {tuple(coef.shape)}.")
+        coef = coef.item()
+    return check_number("coef", coef, at_least=0.0)
