@@ -92,7 +92,11 @@ class PenaltyTransform(KLTransform):
             self, tensordict, step, reward, coeff=coeff, causes=self.observed
         )
         if step.valid is not None:
-            next_tensordict.set(self.keys.reward, reward)
+            left = {self.keys.reward: reward, self.keys.kl: step.kl}
+            left |= {self.keys.kl_estimate: step.estimate}
+            for key, value in left.items():  # of which the parts of the stack have written the KL
+                if next_tensordict.get(key, None) is not None:
+                    next_tensordict.set(key, value)
         # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1).
         kl, reward = cast(Tensor, step.kl), cast(Tensor, reward)
         penalized, applied = penalize(kl, reward, coeff, self.keys.reward)
