@@ -20,6 +20,7 @@ from torchrl_kl.controllers import KLController
 from torchrl_kl.functional.invalid import OnInvalid, is_valid, seem_valid
 from torchrl_kl.language.heads import CausalLMActor
 from torchrl_kl.language.responses import Responses, check_rewards, make_steps, read_responses
+from torchrl_kl.transforms.doubts import refuse_advantages
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.steps import measure, score_batch
@@ -156,6 +157,8 @@ class ResponseKLTransform(PenaltyTransform):
         batch = td.copy_batch(tensordict)
         following = cast(TensorDictBase, batch.get("next"))
         self.refuse_penalized(following, "the batch")
+        if self.controller.coeff.item() != 0:
+            refuse_advantages(batch)
         reward = td.get_required(following, self.keys.reward, _NO_REWARD)
         check_rewards(reward, batch.batch_size)
         tokens = {"pad_token": self.pad_token, "eos_token": self.eos_token}

@@ -21,6 +21,7 @@ from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.functional.invalid import Guard, OnInvalid
 from torchrl_kl.transforms.base import KLTransform, episode_dtype
 from torchrl_kl.transforms.checks import without_invalid
+from torchrl_kl.transforms.doubts import refuse_advantages
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.rows import EnvRows
 from torchrl_kl.transforms.steps import check_reward_shape, penalize
@@ -155,6 +156,8 @@ class PenaltyTransform(KLTransform):
         Returns the steps without invalid numbers.
         """
         next_tensordict = tensordict.get("next")
+        if self.controller.coeff.item() != 0:
+            refuse_advantages(tensordict)
         step = self._penalize(tensordict, next_tensordict, step)
         if self.record:
             # (*B, *A, 1), or None for a batch without a time dimension.

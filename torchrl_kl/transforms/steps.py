@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from multiprocessing import parent_process
 from typing import Any
 
@@ -15,6 +16,7 @@ from torchrl_kl import _tensordict as td
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.functional import kl_k1
 from torchrl_kl.transforms.base import KLTransform
+from torchrl_kl.transforms.doubts import FirstKL, random_steps
 from torchrl_kl.transforms.estimates import Estimate, KLStep
 
 
@@ -66,10 +68,12 @@ def score_batch(
         log_probs.append(score.log_prob)
         states = score.states  # a recurrent reference scores all rows at once
     mask = td.counted_steps(tensordict, fake)
+    random = None if fake else random_steps(tensordict, log_prob, reference.trace_keys)
     ref_log_prob = _join(log_probs)  # (*B, *A)
     # A collector may make zeros to learn the keys; the log-prob of an action 0 can be -inf.
     ref_log_prob = torch.zeros_like(ref_log_prob) if fake else ref_log_prob
-    return KLStep(log_prob, ref_log_prob, mask, True, _join(kept), states)
+    step = KLStep(log_prob, ref_log_prob, mask, True, _join(kept), states)
+    return step if random is None else step._replace(valid=~random)
 
 
 def _join(parts: list[Any]) -> Any:
@@ -157,10 +161,43 @@ class ScoringTransform(KLTransform):
 
     reference: FrozenActor
     estimate: Estimate | None
+    _first: FirstKL | None = None  # until it was looked at
+    _warned_of_random = False
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
         self.reference.update_reference(source, tau)
+        self._first = None
+
+    def expect_zero_at_first(self, policy: nn.Module) -> None:
+        """Warns once if the reference, a copy of `policy`, is no longer one at the first steps."""
+        self._first = FirstKL(policy)
+        self.register_load_state_dict_post_hook(_expect_any)  # a run that goes on
+
+    def look_at_first(self, step: KLStep, *, whole_batch: bool = False) -> None:
+        """Looks at the KL of the first steps; later there is nothing to do."""
+        if self._first is None or step.log_prob is None or torch.compiler.is_compiling():
+            return
+        counts, k1 = step.counting, step.log_prob - step.ref_log_prob
+        k1 = k1 if counts is None else k1[td.expand_right(counts, k1.shape)]
+        doubt = self._first.add(k1, self.reference.actor, whole_batch=whole_batch)
+        if doubt is not None:
+            self._first = None
+        if doubt:
+            warnings.warn(f"{type(self).__name__}: {doubt}", stacklevel=2)
+
+    def warn_of_random_steps(self, step: KLStep) -> None:
+        """Warns once of steps of a batch that a random policy has made."""
+        if step.valid is None or self._warned_of_random:
+            return
+        self._warned_of_random = True
+        warnings.warn(
+            f"{type(self).__name__}: in {int((~step.valid).sum())} of {step.valid.numel()} steps "
+            "the log-prob and all that the policy writes is 0, as in the frames of a random policy "
+            "(`init_random_frames`). Such steps are neither penalized nor counted. Put the "
+            "transform into the env, which tells them apart, to be without this warning.",
+            stacklevel=2,
+        )
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         # A Compose inverts from last to first: action transforms before this one have not yet
@@ -183,3 +220,7 @@ class ScoringTransform(KLTransform):
         # Batched envs carry only actions and what is in the state spec to their workers.
         self.declare_states(td.state_spec(input_spec), self.reference)
         return input_spec
+
+
+def _expect_any(transform: ScoringTransform, _: object) -> None:
+    transform._first = None
