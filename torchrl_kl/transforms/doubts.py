@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_kl._tensordict import as_tuple
+from torchrl_kl._tensordict import as_tuple, expand_right
 
 _ADVANTAGES = {"advantage", "value_target"}
 _FIRST_STEPS = 32  # of an env, over which the first KL is averaged; or those of the first batch
@@ -28,18 +28,24 @@ def refuse_advantages(tensordict: TensorDictBase) -> None:
 
 
 def random_steps(
-    tensordict: TensorDictBase, log_prob: Tensor, traces: Sequence[NestedKey]
+    tensordict: TensorDictBase,
+    log_prob: Tensor,
+    mask: Tensor | None,
+    traces: Sequence[NestedKey],
 ) -> Tensor | None:
     """True where a random policy acted, (*B); None if it did nowhere, or nothing tells.
 
     For its frames (`init_random_frames`) collectors fill what the policy writes with zeros.
-    `traces`: entries that only the policy writes, such as logits.
+    `mask`: True where a step counts, (*B); `traces`: entries that only the policy writes, such as
+    logits.
     """
     n_batch, batch_size = tensordict.batch_dims, tensordict.batch_size
     # A log-prob of 0, (*B, *A), alone may be that of a policy that is certain.
     zero = (log_prob == 0).reshape(*batch_size, -1).all(-1) if log_prob.numel() else None
     if zero is None or not zero.any():
         return None
+    if mask is not None:
+        zero = zero & expand_right(mask, batch_size)
     seen = False
     for key in traces:
         value = tensordict.get(key, None)
