@@ -93,7 +93,9 @@ def _recorded(reference: FrozenActor, tensordict: TensorDictBase) -> Tensor | No
         warnings.warn(_ROUNDED, stacklevel=2)
         return log_prob
     rescored = td.sum_action_dims(module.get_dist(params).log_prob(action), log_prob.shape)
-    return torch.where(rounded.flatten(log_prob.ndim).any(-1), rescored, log_prob)
+    # The parameters of padding, and of frames of a random policy, are 0.
+    rounded = rounded.flatten(log_prob.ndim).any(-1) & rescored.isfinite()
+    return torch.where(rounded, rescored, log_prob)
 
 
 def _join(parts: list[Any]) -> Any:
