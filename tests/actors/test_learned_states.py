@@ -92,3 +92,12 @@ def test_env_and_batch_give_the_same():
     assert (inside["next", "kl"].abs() > 0.01).any()
     bound = 256 * torch.finfo(torch.float32).eps
     assert_within(outside["next", "kl"], inside["next", "kl"], bound)
+
+
+def test_a_batch_without_steps_is_refused():
+    actor = make_actor()
+    batch = play(make_env(actor), actor)[:, :0]
+    with pytest.raises(
+        ValueError, match=r"must have steps, got the shape \(2, 0\) with an empty time"
+    ):
+        KLConstrainedTransform(actor, 0.1)(batch)

@@ -17,9 +17,11 @@ from tests.helpers import (
     collect,
     compose,
     make_actor,
+    memory_of,
     moved,
     play,
     policy,
+    with_transforms,
 )
 from torchrl_kl import (
     GPT,
@@ -180,3 +182,20 @@ class TestOldWeights:
         pickle.loads(pickle.dumps(transform))(batch)  # in another process nobody knows the policy
         with pytest.warns(UserWarning, match="the policy's weights have changed"):
             copy.deepcopy(transform)(batch)
+
+
+class TestNames:
+    """Errors name what the user wrote."""
+
+    def test_a_log_prob_that_was_not_recorded(self):
+        batch = play(WalkEnv((2,)), make_actor(return_log_prob=False), 6)
+        with pytest.raises(
+            KeyError, match=r"reference=FrozenActor\(actor, recompute_log_prob=True"
+        ):
+            KLConstrainedTransform(make_actor(), 0.1)(batch)
+
+    def test_the_state_of_a_recurrent_reference(self):
+        actor = make_actor("lstm")
+        batch = play(with_transforms(WalkEnv((2,)), *memory_of(actor)), actor, 6).reshape(-1)
+        with pytest.raises(RuntimeError, match="put KLConstrainedTransform or Reference"):
+            KLConstrainedTransform(actor, 0.1)(batch)

@@ -271,7 +271,8 @@ class FrozenActor(nn.Module):
         if missing:
             raise RuntimeError(
                 f"the reference is recurrent and its state {missing} is not in the data, got "
-                f"{existing_keys(inputs)}: put ReferenceModelLogProbTransform into the env, or "
+                f"{existing_keys(inputs)}: put KLConstrainedTransform or "
+                "ReferenceModelLogProbTransform into the env, or "
                 'pass batches whose last dimension is time (named "time", or `time_dim=`).'
             )
         # States are zero where a trajectory begins, where an actor may insert a learned one. A
