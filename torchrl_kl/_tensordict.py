@@ -17,7 +17,8 @@ TRAJECTORY_KEY = ("collector", "traj_ids")
 RECORD_LOG_PROB = (
     "build the policy with ProbabilisticActor(..., return_log_prob=True), name the entry that it "
     "records with `KLKeys(log_prob=...)`, or let the policy be asked again with "
-    "`recompute_log_prob=True` of ReferenceModelLogProbTransform or FrozenActor."
+    "`recompute_log_prob=True` of ReferenceModelLogProbTransform or FrozenActor (for "
+    "KLConstrainedTransform: `reference=FrozenActor(actor, recompute_log_prob=True)`)."
 )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
-from tensordict.nn import ProbabilisticTensorDictSequential
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torchrl.data import TensorSpec
@@ -17,7 +17,14 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import recurrent_mode, set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
-from torchrl_kl._tensordict import LogProbKeys, as_tuple, existing_keys, is_fake, sibling
+from torchrl_kl._tensordict import (
+    LogProbKeys,
+    as_tuple,
+    existing_keys,
+    expand_right,
+    is_fake,
+    sibling,
+)
 from torchrl_kl.actors import reading
 from torchrl_kl.actors.identity import Identified
 from torchrl_kl.actors.moving import MasterWeights
@@ -79,6 +86,7 @@ class FrozenActor(Identified):
     """
 
     _own_dtype: torch.dtype | None = None  # of the weights, found once; None for another's weights
+    rounding: ProbabilisticTensorDictModule | None = None  # see `reading.rounding_module`
     _plain: Sequence[bool] = ()  # see `plain_parts`; not of another's actor, which may change
 
     def __init__(
@@ -142,6 +150,8 @@ class FrozenActor(Identified):
         self._init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
         self._cast_keys = [*self.in_keys, *self.state_keys]
         self._input_keys = [*self.in_keys, *self.action_keys, *self.own_state_keys]
+        # Not as a submodule, which that of another's actor must not become.
+        vars(self)["rounding"] = reading.rounding_module(self.actor)
         self._memory = RecurrentMemory(self.in_keys, self._init_key)
 
     @property
@@ -271,13 +281,18 @@ class FrozenActor(Identified):
         if missing:
             raise RuntimeError(
                 f"the reference is recurrent and its state {missing} is not in the data, got "
-                f"{existing_keys(inputs)}: put ReferenceModelLogProbTransform into the env, or "
+                f"{existing_keys(inputs)}: put KLConstrainedTransform or "
+                "ReferenceModelLogProbTransform into the env, or "
                 'pass batches whose last dimension is time (named "time", or `time_dim=`).'
             )
-        # States are zero where a trajectory begins. A SliceSampler sets `is_init` elsewhere too,
-        # where TorchRL's modules would replace the state by zeros.
-        if self._init_key is not None and inputs.get(self._init_key, None) is not None:
-            inputs.set(self._init_key, torch.zeros_like(inputs.get(self._init_key)))
+        # States are zero where a trajectory begins, where an actor may insert a learned one. A
+        # SliceSampler sets `is_init` elsewhere too, where the state must not be replaced.
+        is_init = None if self._init_key is None else inputs.get(self._init_key, None)
+        if is_init is not None and self._init_key is not None:
+            for key in self.own_state_keys:
+                state = inputs.get(key).flatten(inputs.batch_dims)
+                is_init = is_init & ~expand_right(state.bool().any(-1), is_init.shape)
+            inputs.set(self._init_key, is_init)
 
     def _set_first_states(
         self, tensordict: TensorDictBase, inputs: TensorDictBase, zero_states: bool, carry: bool

@@ -30,8 +30,13 @@ class RecurrentMemory:
         self, tensordict: TensorDictBase, specs: list[TensorSpec], zero_states: bool, carry: bool
     ) -> list[Tensor]:
         """States (*R, T, ...), set at the first step of each row; later trajectories start at 0."""
-        self._check_order(tensordict)
         shape = tensordict.batch_size
+        if not shape[-1]:
+            raise ValueError(
+                f"a batch for a recurrent reference must have steps, got the shape {tuple(shape)} "
+                "with an empty time dimension: leave such batches out."
+            )
+        self._check_order(tensordict)
         begins = torch.zeros(shape[:-1], dtype=torch.bool, device=tensordict.device)
         if self.init_key is not None:
             begins = tensordict.get(self.init_key).reshape(shape)[..., 0]
@@ -47,7 +52,8 @@ class RecurrentMemory:
             if known is None and not zero_states:
                 raise RuntimeError(
                     "a row of the batch begins inside a trajectory and the state of the recurrent "
-                    "reference is unknown there: put ReferenceModelLogProbTransform into the env, "
+                    "reference is unknown there: put KLConstrainedTransform or "
+                    "ReferenceModelLogProbTransform into the env, "
                     "or accept the error of a zero state with `zero_states=True`."
                 )
             for state, first in zip(states, known or (), strict=False):
@@ -95,7 +101,7 @@ class RecurrentMemory:
             may_differ = may_differ | after.get(self.init_key).reshape(after.batch_size)
         keys = [key for key in self.in_keys if key != self.init_key]
         fix = (
-            "The reference is recurrent: put ReferenceModelLogProbTransform into the env, which "
-            "records the state of each step."
+            "The reference is recurrent: put KLConstrainedTransform or "
+            "ReferenceModelLogProbTransform into the env, which records the state of each step."
         )
         require_order(tensordict, keys, may_differ, fix)

@@ -56,7 +56,7 @@ class Guard:
         owner: str,
         *,
         allowed: Mapping[Any, float] | None = None,
-        causes: Mapping[Any, Tensor] | None = None,
+        causes: Mapping[Any, Any] | None = None,
     ) -> Tensor:
         """True where a step (*B) has valid numbers only, or does not count.
 
@@ -68,7 +68,7 @@ class Guard:
             mask: True where a step counts, (*B); None: everywhere.
             owner: the class that the message names.
             allowed: an infinity by key that is valid there.
-            causes: further entries, (*B, ...), which are only named where they are NaN.
+            causes: further entries, (*B, ...), of which those that are NaN are named, too.
         """
         device = next(iter(entries.values())).device
         counts = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask
@@ -83,6 +83,8 @@ class Guard:
                 valid = valid & ~wrong
                 found.append(_described(key, values, ~fine, wrong))
         for key, values in (causes or {}).items() if found else ():
+            if not (isinstance(values, Tensor) and values.is_floating_point()):
+                continue
             wrong = counts & values.isnan().reshape(*shape, -1).any(-1)
             if wrong.any():
                 found.insert(0, _described(key, values, values.isnan(), wrong))

@@ -17,8 +17,10 @@ from torchrl_kl.actors.policy import Borrowed, evaluating
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.controllers import KLController
+from torchrl_kl.functional.invalid import OnInvalid, is_valid, seem_valid
 from torchrl_kl.language.heads import CausalLMActor
 from torchrl_kl.language.responses import Responses, check_rewards, make_steps, read_responses
+from torchrl_kl.transforms.doubts import refuse_advantages
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.steps import measure, score_batch
@@ -71,6 +73,7 @@ class ResponseKLTransform(PenaltyTransform):
             vocabulary never exist for all of them. None: all.
         top_k: how many tokens "top_k" measures exactly, at least 1.
         pad_token, eos_token: as for `as_steps`; by default those of the model's configuration.
+        on_invalid: as for KLConstrainedTransform; what is masked is the whole response.
 
     Raises:
         TypeError: `model` is not a module, or is a wrapper of TorchRL.
@@ -101,6 +104,7 @@ class ResponseKLTransform(PenaltyTransform):
         top_k: int = 64,
         pad_token: int | None = None,
         eos_token: int | None = None,
+        on_invalid: OnInvalid = "raise",
     ):
         _check_count("top_k", top_k)
         _check_count("chunk_size", 1 if chunk_size is None else chunk_size)
@@ -112,6 +116,7 @@ class ResponseKLTransform(PenaltyTransform):
         out_keys = [keys.kl, *([] if estimator == "k1" else [keys.kl_estimate])]
         out_keys += [keys.log_prob, ("next", *_REF_LOG_PROB)]  # type: ignore[list-item]
         options: dict[str, Any] = {"in_keys": [("tokens", "full")], "update_every": update_every}
+        options["on_invalid"] = on_invalid
         super().__init__(controller, keys, out_keys=out_keys, **options)
         self._policy = Borrowed(actor, refusal=_NOT_PICKLED)
         self.reference = as_reference(actor, reference)
@@ -152,13 +157,16 @@ class ResponseKLTransform(PenaltyTransform):
         batch = td.copy_batch(tensordict)
         following = cast(TensorDictBase, batch.get("next"))
         self.refuse_penalized(following, "the batch")
+        if self.controller.coeff.item() != 0:
+            refuse_advantages(batch)
         reward = td.get_required(following, self.keys.reward, _NO_REWARD)
         check_rewards(reward, batch.batch_size)
         tokens = {"pad_token": self.pad_token, "eos_token": self.eos_token}
         responses = read_responses(batch, **tokens).to(self._device)
         rewards = reward.reshape(-1).to(self._device)
         steps = make_steps(responses, rewards, self.eos_token)
-        step = self._score(steps)
+        step, reward = self._kept(self._score(steps), reward)
+        following.set(self.keys.reward, reward)
         for key, values in ((_LOG_PROB, step.log_prob), (_REF_LOG_PROB, step.ref_log_prob)):
             holder = batch if key is _LOG_PROB else following
             rows = _places(responses, steps, cast(Tensor, values))
@@ -167,7 +175,8 @@ class ResponseKLTransform(PenaltyTransform):
         for key, each in totals.items():
             if each is not None:
                 following.set(key, each.sum((1, 2)).to(reward.device).reshape(reward.shape))
-        self._penalize(following, following.get(self.keys.kl))
+        kl = following.get(self.keys.kl)
+        self._penalize(batch, following, KLStep(None, kl, kl=kl))
         if self.training and not self.frozen:
             self._feed(step)
         return batch.set("next", following)
@@ -184,6 +193,40 @@ class ResponseKLTransform(PenaltyTransform):
             None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)
         )
         return KLStep(log_prob, ref_log_prob, mask, kl=kl, estimate=estimate)  # type: ignore[arg-type]
+
+    def _kept(self, step: KLStep, reward: Tensor) -> tuple[KLStep, Tensor]:
+        """The steps (N, T) and the rewards without those of responses with invalid numbers."""
+        counted, rewards = cast(Tensor, step.mask), reward.reshape(-1).to(self._device)
+        ratio = cast(Tensor, step.log_prob) - step.ref_log_prob
+        numbers = torch.where(counted, ratio, 0.0), cast(Tensor, step.measured).squeeze(-1), rewards
+        if seem_valid(numbers):
+            return step, reward
+        names = (_LOG_PROB, ("next", *_REF_LOG_PROB), ("next", "kl_estimate"), ("next", "reward"))
+        values = (step.log_prob, step.ref_log_prob, step.estimate)
+        entries = {
+            name: torch.where(counted, value.reshape(counted.shape), 0.0)
+            for name, value in zip(names[:3], values, strict=True)
+            if value is not None
+        }
+        only_measures = self.controller.coeff.item() == 0 and not self.guard.masks
+        infinite = {names[1]: -torch.inf, names[2]: torch.inf} if only_measures else None
+        valid = self.guard.valid_steps(
+            entries | {names[3]: rewards},
+            rewards.shape,
+            None,
+            type(self).__name__,
+            allowed=infinite,
+        )
+        kept = valid.unsqueeze(-1)  # (N, 1)
+        kl, estimate = (
+            None if each is None else torch.where(kept.unsqueeze(-1), each, 0.0)
+            for each in (step.kl, step.estimate)
+        )
+        log_prob, ref_log_prob = (
+            torch.where(kept, cast(Tensor, each), torch.nan) for each in values[:2]
+        )
+        step = KLStep(log_prob, ref_log_prob, counted & kept, kl=kl, estimate=estimate)
+        return step, torch.where(is_valid(reward), reward, 0.0)
 
     @torch.no_grad()
     def _ask_policy(self, rows: TensorDictBase) -> None:

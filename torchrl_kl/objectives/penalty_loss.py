@@ -5,7 +5,6 @@ Axes: *B is the batch of steps; where its last dimension is time, *B is (*R, T),
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -31,7 +30,16 @@ from torchrl_kl._tensordict import (
 )
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
-from torchrl_kl.objectives.terms import Gradient, Reduction, Steps, Weights, check_options
+from torchrl_kl.functional.invalid import Guard, OnInvalid, seem_valid
+from torchrl_kl.objectives.terms import (
+    Gradient,
+    Reduction,
+    Steps,
+    Weights,
+    check_options,
+    finite_padding,
+    reduce_steps,
+)
 
 
 class KLPenaltyLoss(LossModule):
@@ -89,10 +97,12 @@ class KLPenaltyLoss(LossModule):
         reduction: over the valid steps: "mean", "sum" or "none", shape (*B), 0 on padding.
         time_dim: the last batch dimension, if it is time and the batch does not name it "time".
         allow_penalized_reward: whether the loss takes a batch whose reward was penalized already.
+        on_invalid: what to do where a log-prob or KL is NaN, infinite, or at least 2 ** 64: "raise"
+            an error that names it, or "mask" the step as if it were padding, with one warning.
 
     Raises:
         ValueError: if an option is unknown or "k1", the actor has several actions, time is missing
-            or shuffled, or `loss` writes an entry of the same name.
+            or shuffled, `loss` writes an entry of the same name, or a number is invalid.
         KeyError: if the recorded log-prob, the action, or the ends of trajectories are missing.
         TypeError: if `controller` is neither a KLController nor a number.
         RuntimeError: if the reward was penalized before, or a recurrent state is not known.
@@ -136,11 +146,13 @@ class KLPenaltyLoss(LossModule):
         reduction: Reduction = "mean",
         time_dim: int | None = None,
         allow_penalized_reward: bool = False,
+        on_invalid: OnInvalid = "raise",
     ):
         check_options(gradient, weights, reduction)
         if loss is not None and not isinstance(loss, LossModule):
             raise TypeError(f"`loss` must be a LossModule or None, got {type(loss).__name__}.")
         super().__init__()
+        self.guard = Guard(on_invalid)
         self.reference = as_reference(actor, reference)
         actions = self.reference.action_keys
         if len(actions) > 1:
@@ -202,7 +214,7 @@ class KLPenaltyLoss(LossModule):
         coeff = coeff.to(value)
         # A coefficient of 0 adds nothing, not even infinity.
         penalty = torch.where(coeff == 0, 0.0, coeff * value)
-        loss_kl, kl = _reduce(penalty, mask, self.reduction), _reduce(kl, mask, "mean")
+        loss_kl, kl = reduce_steps(penalty, mask, self.reduction), reduce_steps(kl, mask, "mean")
         out = TensorDict(loss_kl=loss_kl, kl=kl, kl_coeff=coeff.detach().clone())
         if self.loss is None:
             return out
@@ -258,23 +270,56 @@ class KLPenaltyLoss(LossModule):
         return unravel_key(("next", *as_tuple(self.tensor_keys.done)))
 
     def _terms(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
-        """What is minimised, before the coefficient, the measured KL, and the mask."""
+        """What is minimised, before the coefficient, the measured KL, and the mask; (*B) each."""
         mask = self._mask(tensordict)
-        action_key, batch_size = self.tensor_keys.action, tensordict.batch_size
-        if mask is not None:
-            keys = (*self.actor_network.in_keys, *self.reference.own_state_keys, action_key)
-            tensordict = _finite_padding(tensordict, mask, keys)
-        steps = Steps(*self._distributions(tensordict), batch_size, mask)
-        if self._reads_actions:
-            action = get_required(tensordict, action_key, "name it with `set_keys(action=...)`.")
-            recorded = get_required(tensordict, self.tensor_keys.sample_log_prob, RECORD_LOG_PROB)
-            ends = self._ends(tensordict, mask) if self._reads_trajectories else None
-            steps = steps._replace(action=action, recorded=recorded, ends=ends)
+        steps = self._steps(tensordict, mask)
         value, kl = steps.terms(self.gradient, self.weights)
-        # (*B) each. With agents they are sums over them, as for one actor with all their actions.
+        if not seem_valid((value, kl)):
+            mask = self._valid(tensordict, steps, mask, value, kl)
+            # Again, and not by `where`: a gradient of 0 times NaN would be NaN.
+            value, kl = self._steps(tensordict, mask).terms(self.gradient, self.weights)
+        # With agents they are sums over them, as for one actor with all their actions.
+        action_key, batch_size = self.tensor_keys.action, tensordict.batch_size
         n_agents = holder_batch_size(tensordict, action_key)[len(batch_size) :].numel()
         mask = torch.ones_like(kl, dtype=torch.bool) if mask is None else mask
         return value / n_agents, kl.detach() / n_agents, mask
+
+    def _steps(self, tensordict: TensorDictBase, mask: Tensor | None) -> Steps:
+        action_key = self.tensor_keys.action
+        if mask is not None:
+            keys = (*self.actor_network.in_keys, *self.reference.own_state_keys, action_key)
+            tensordict = finite_padding(tensordict, mask, keys)
+        steps = Steps(*self._distributions(tensordict), tensordict.batch_size, mask)
+        if not self._reads_actions:
+            return steps
+        action = get_required(tensordict, action_key, "name it with `set_keys(action=...)`.")
+        recorded = get_required(tensordict, self.tensor_keys.sample_log_prob, RECORD_LOG_PROB)
+        ends = self._ends(tensordict, mask) if self._reads_trajectories else None
+        return steps._replace(action=action, recorded=recorded, ends=ends)
+
+    def _valid(
+        self, tensordict: TensorDictBase, steps: Steps, mask: Tensor | None, *terms: Tensor
+    ) -> Tensor:
+        """The mask (*B) without steps of invalid numbers; ValueError unless they are masked."""
+        # A coefficient of 0 adds nothing, not even infinity.
+        measures = self.controller.coeff.item() == 0 and not self.guard.masks
+        infinite = {"kl": torch.inf, "loss_kl": torch.inf, "ref_log_prob": -torch.inf}
+        causes = {key: tensordict.get(key, None) for key in self.actor_network.in_keys}
+        made_of = steps.numbers(self.tensor_keys.sample_log_prob)
+        # Where the numbers of all steps are valid, their weights may still be too large.
+        for numbers in (made_of, dict(zip(("loss_kl", "kl"), terms, strict=True))):
+            valid = self.guard.valid_steps(
+                numbers,
+                tensordict.batch_size,
+                mask,
+                type(self).__name__,
+                allowed=infinite if measures else None,
+                causes=causes,
+            )
+            mask = valid if mask is None else mask & valid
+            if not valid.all():
+                break
+        return cast(Tensor, mask)
 
     def _mask(self, tensordict: TensorDictBase) -> Tensor | None:
         # (*B), True where a step counts; None where all do.
@@ -344,25 +389,3 @@ class KLPenaltyLoss(LossModule):
                     "penalize the KL again. Drop it, or set the coefficient of the transform to 0, "
                     "or, if both are meant, pass `allow_penalized_reward=True`."
                 )
-
-
-def _finite_padding(
-    tensordict: TensorDictBase, mask: Tensor, keys: Iterable[NestedKey]
-) -> TensorDictBase:
-    """A shallow copy with 0 for NaN and inf on padding."""
-    # Times a gradient of 0 they would be NaN.
-    tensordict = tensordict.copy()
-    for key in keys:
-        value = tensordict.get(key, None)
-        if value is not None and value.is_floating_point():
-            keep = expand_right(mask, value.shape) | value.isfinite()
-            tensordict.set(key, torch.where(keep, value, 0.0))
-    return tensordict
-
-
-def _reduce(values: Tensor, mask: Tensor, reduction: Reduction) -> Tensor:
-    """Over the steps that count; `values` are 0 elsewhere."""
-    if reduction == "none":
-        return values
-    total = values.sum()
-    return total if reduction == "sum" else total / mask.sum().clamp_min(1)

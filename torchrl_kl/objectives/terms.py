@@ -6,9 +6,11 @@ Axes: *B is the batch of steps; where its last dimension is time, *B is (*R, T),
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, cast
 
 import torch
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -60,6 +62,18 @@ class Steps(NamedTuple):
         # The gradient of the probability of getting to a step is what makes "sequence" exact.
         return (way if gradient == "sequence" else way.detach()) * value, way * kl
 
+    def numbers(self, recorded_key: NestedKey) -> dict[NestedKey, Tensor]:
+        """What the terms of a step are made of before they are added up, (*B) each, detached."""
+        if self.action is None:
+            return {"kl": self._exact_kl().detach()}
+        action, recorded = self.action, cast(Tensor, self.recorded)
+        log_probs = {
+            "log_prob": self.policy.log_prob(action),
+            "ref_log_prob": self.reference.log_prob(action),
+            recorded_key: recorded,
+        }
+        return {key: self._sum(each.detach()) for key, each in log_probs.items()}
+
     def _exact_kl(self) -> Tensor:
         # (*B), or (*B, ...) with agents and separate action dimensions, which are summed.
         shape = self.policy.batch_shape
@@ -101,3 +115,25 @@ def check_options(gradient: str, weights: str | None, reduction: str) -> None:
             'use "k2" for KL(policy || reference) from the action alone.',
             stacklevel=3,
         )
+
+
+def finite_padding(
+    tensordict: TensorDictBase, mask: Tensor, keys: Iterable[NestedKey]
+) -> TensorDictBase:
+    """A shallow copy with 0 for NaN and inf on padding."""
+    # Times a gradient of 0 they would be NaN.
+    tensordict = tensordict.copy()
+    for key in keys:
+        value = tensordict.get(key, None)
+        if value is not None and value.is_floating_point():
+            keep = expand_right(mask, value.shape) | value.isfinite()
+            tensordict.set(key, torch.where(keep, value, 0.0))
+    return tensordict
+
+
+def reduce_steps(values: Tensor, mask: Tensor, reduction: Reduction) -> Tensor:
+    """Over the steps that count; `values` are 0 elsewhere."""
+    if reduction == "none":
+        return values
+    total = values.sum()
+    return total if reduction == "sum" else total / mask.sum().clamp_min(1)

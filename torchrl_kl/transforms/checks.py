@@ -55,7 +55,7 @@ def without_invalid(
         None if mask is None else td.expand_right(mask, batch_size),
         type(transform).__name__,
         allowed=infinite if only_measures else None,
-        causes=_floats(tensordict, causes or ()),
+        causes={key: tensordict.get(key, None) for key in causes or ()},
     )
     if step.valid is not None:
         valid = valid & step.valid
@@ -85,13 +85,3 @@ def pass_on(tensordict: TensorDictBase, key: NestedKey, step: KLStep) -> None:
 def passed_on(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
     """Which steps the part that wrote `key` has kept, (*B); None: all."""
     return tensordict.pop(td.hidden_key(key, "valid"), None)
-
-
-def _floats(tensordict: TensorDictBase, keys: Sequence[NestedKey]) -> dict[NestedKey, Tensor]:
-    # Those that have a value for each step; a nested tensordict or text has none.
-    entries = {key: tensordict.get(key, None) for key in keys}
-    return {
-        key: value
-        for key, value in entries.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }

@@ -79,9 +79,12 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         self.reference, self.time_dim = frozen, time_dim
         self.action_keys = frozen.action_keys
         self.estimate = make_estimate(estimator, frozen.actor, self.keys)
+        if reference is None:
+            self.expect_zero_at_first(actor)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         step = self._write(tensordict, next_tensordict, self._take_score(next_tensordict))
+        self.look_at_first(step)
         # (*B, *A): whether the policy drew the action, in an entry that no rollout keeps.
         counted = torch.full_like(step.ref_log_prob, bool(step.counted), dtype=torch.bool)
         tensordict.set(td.hidden_key(self.keys.ref_log_prob, "counted"), counted)
@@ -94,7 +97,9 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         step = score_batch(
             self.reference, tensordict, self.estimate, self.time_dim, fake=td.is_fake(tensordict)
         )
-        self._write(tensordict, tensordict.get("next"), step)
+        self.warn_of_random_steps(step)
+        step = self._write(tensordict, tensordict.get("next"), step)
+        self.look_at_first(step, whole_batch=True)
         return tensordict
 
     def _write(self, tensordict: TensorDictBase, out: TensorDictBase, step: KLStep) -> KLStep:

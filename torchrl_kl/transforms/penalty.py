@@ -21,6 +21,7 @@ from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.functional.invalid import Guard, OnInvalid
 from torchrl_kl.transforms.base import KLTransform, episode_dtype, require_spec
 from torchrl_kl.transforms.checks import without_invalid
+from torchrl_kl.transforms.doubts import refuse_advantages
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.rows import EnvRows
 from torchrl_kl.transforms.steps import check_reward_shape, penalize
@@ -92,7 +93,11 @@ class PenaltyTransform(KLTransform):
             self, tensordict, step, reward, coeff=coeff, causes=self.observed
         )
         if step.valid is not None:
-            next_tensordict.set(self.keys.reward, reward)
+            left = {self.keys.reward: reward, self.keys.kl: step.kl}
+            left |= {self.keys.kl_estimate: step.estimate}
+            for key, value in left.items():  # of which the parts of the stack have written the KL
+                if next_tensordict.get(key, None) is not None:
+                    next_tensordict.set(key, value)
         # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1).
         kl, reward = cast(Tensor, step.kl), cast(Tensor, reward)
         penalized, applied = penalize(kl, reward, coeff, self.keys.reward)
@@ -151,6 +156,8 @@ class PenaltyTransform(KLTransform):
         Returns the steps without invalid numbers.
         """
         next_tensordict = tensordict.get("next")
+        if self.controller.coeff.item() != 0:
+            refuse_advantages(tensordict)
         step = self._penalize(tensordict, next_tensordict, step)
         if self.record:
             # (*B, *A, 1), or None for a batch without a time dimension.

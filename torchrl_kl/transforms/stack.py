@@ -94,6 +94,8 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         options: dict[str, Any] = {"update_every": update_every, "time_dim": time_dim}
         options["on_invalid"] = on_invalid
         self._init(actor, frozen, controller, resolved, sum_agents, estimator, **options)
+        if reference is None:
+            self.expect_zero_at_first(actor)
 
     def _init(
         self,
@@ -130,7 +132,10 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         # `_inv_call` has scored the action before the env stepped.
         step = self._take_score(next_tensordict)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
-        self._write(next_tensordict, self.adjust_env_step(tensordict, next_tensordict, step))
+        step = self.adjust_env_step(tensordict, next_tensordict, step)
+        self._write(next_tensordict, step)
+        if self._first is not None:
+            self.look_at_first(step)
         return next_tensordict
 
     def forward(
@@ -145,11 +150,13 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         tensordict, fake = copy_batch(tensordict), is_fake(tensordict)
         self.refuse_penalized(tensordict.get("next"), "the batch")
         step = score_batch(self.reference, tensordict, self.estimate, self.time_dim, fake=fake)
+        self.warn_of_random_steps(step)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         # After the measurement, which reads them: logits (*B, V) would fill a replay buffer.
         self.drop_record(tensordict)
         step = self.adjust_batch(tensordict, step, stream, trace=not fake)
         self._write(tensordict.get("next"), step)
+        self.look_at_first(step, whole_batch=True)
         return tensordict
 
     def drop_record(self, tensordict: TensorDictBase) -> None:
@@ -244,6 +251,8 @@ class KLRewardTransform(KLConstrainedTransform):
         controller = ConstantKLController(_one_number(coef))
         options: dict[str, Any] = {"out_key": out_key, "record": False, "on_invalid": on_invalid}
         self._init(actor, frozen, controller, resolved, sum_agents, **options)
+        if reference is None:
+            self.expect_zero_at_first(actor)
 
     @property
     def coef(self) -> Tensor:

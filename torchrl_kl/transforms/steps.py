@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from multiprocessing import parent_process
 from typing import Any
 
@@ -12,9 +13,11 @@ from torchrl.data import Composite
 from torchrl.envs import EnvBase
 
 from torchrl_kl import _tensordict as td
+from torchrl_kl.actors import reading
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.functional import kl_k1
 from torchrl_kl.transforms.base import KLTransform
+from torchrl_kl.transforms.doubts import FirstKL, random_steps
 from torchrl_kl.transforms.estimates import Estimate, KLStep
 
 
@@ -23,7 +26,7 @@ def score_env_step(
 ) -> KLStep:
     """Scores the action of an env step (*B), on the policy's side of all action transforms."""
     mask = tensordict.get("_step", None)  # (*B), False in rows that a batched env skips
-    log_prob = reference.recorded.read(tensordict)  # (*B, *A)
+    log_prob = _recorded(reference, tensordict)  # (*B, *A)
     if log_prob is None:
         log_prob = reference.present_log_prob(tensordict, env_actions=env.action_keys)
     inputs = reference.inputs(tensordict)
@@ -51,7 +54,7 @@ def score_batch(
 ) -> KLStep:
     """Scores a batch (*B): in one pass along time, or step by step where no dimension is time."""
     timed = td.find_time_dim(tensordict, time_dim) is not None
-    log_prob = reference.recorded.read(tensordict)
+    log_prob = _recorded(reference, tensordict)
     if log_prob is None:
         log_prob = reference.present_log_prob(tensordict, timed=timed)
     if log_prob is None:
@@ -67,10 +70,33 @@ def score_batch(
         log_probs.append(score.log_prob)
         states = score.states  # a recurrent reference scores all rows at once
     mask = td.counted_steps(tensordict, fake)
+    random = None if fake else random_steps(tensordict, log_prob, mask, reference.trace_keys)
     ref_log_prob = _join(log_probs)  # (*B, *A)
     # A collector may make zeros to learn the keys; the log-prob of an action 0 can be -inf.
     ref_log_prob = torch.zeros_like(ref_log_prob) if fake else ref_log_prob
-    return KLStep(log_prob, ref_log_prob, mask, True, _join(kept), states)
+    step = KLStep(log_prob, ref_log_prob, mask, True, _join(kept), states)
+    return step if random is None else step._replace(valid=~random)
+
+
+def _recorded(reference: FrozenActor, tensordict: TensorDictBase) -> Tensor | None:
+    """The policy's log-prob of its actions, (*B, *A), as they were recorded; None without one."""
+    log_prob = reference.recorded.read(tensordict)
+    if log_prob is None or reference.rounding is None or torch.compiler.is_compiling():
+        return log_prob
+    # What a TanhNormal records is the log-prob of its draw. Beyond the largest tanh the action is
+    # rounded, and all that is left to score: by several nats less, under the policy as well.
+    module, action = reference.rounding, tensordict.get(reference.action_keys[0])
+    rounded = reading.rounded(module, action)  # (*B, *A, n)
+    if not rounded.any():
+        return log_prob
+    params = tensordict.select(*module.in_keys, strict=False).detach()
+    if any(params.get(key, None) is None for key in module.in_keys):
+        warnings.warn(_ROUNDED, stacklevel=2)
+        return log_prob
+    rescored = td.sum_action_dims(module.get_dist(params).log_prob(action), log_prob.shape)
+    # The parameters of padding, and of frames of a random policy, are 0.
+    rounded = rounded.flatten(log_prob.ndim).any(-1) & rescored.isfinite()
+    return torch.where(rounded, rescored, log_prob)
 
 
 def _join(parts: list[Any]) -> Any:
@@ -153,15 +179,56 @@ def _refuse_parallel_worker(tensordict: TensorDictBase) -> None:
         )
 
 
+_ROUNDED = (
+    "actions of a TanhNormal are rounded where it is saturated (a `loc` of 7 or more): what was "
+    "recorded is the log-prob of the draw before rounding, several nats larger than that of the "
+    "action, and so is the KL. Keep the parameters of the policy's distribution in the data, from "
+    "which the action itself is scored, or bound them (`tanh_loc`, `upscale`)."
+)
+
+
 class ScoringTransform(KLTransform):
     """Base of the transforms that score actions under a reference."""
 
     reference: FrozenActor
     estimate: Estimate | None
+    _first: FirstKL | None = None  # until it was looked at
+    _warned_of_random = False
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
         self.reference.update_reference(source, tau)
+        self._first = None
+
+    def expect_zero_at_first(self, policy: nn.Module) -> None:
+        """Warns once if the reference, a copy of `policy`, is no longer one at the first steps."""
+        self._first = FirstKL(policy)
+        self.register_load_state_dict_post_hook(_expect_any)  # a run that goes on
+
+    def look_at_first(self, step: KLStep, *, whole_batch: bool = False) -> None:
+        """Looks at the KL of the first steps; later there is nothing to do."""
+        if self._first is None or step.log_prob is None or torch.compiler.is_compiling():
+            return
+        counts, k1 = step.counting, step.log_prob - step.ref_log_prob
+        k1 = k1 if counts is None else k1[td.expand_right(counts, k1.shape)]
+        doubt = self._first.add(k1, self.reference.actor, whole_batch=whole_batch)
+        if doubt is not None:
+            self._first = None
+        if doubt:
+            warnings.warn(f"{type(self).__name__}: {doubt}", stacklevel=2)
+
+    def warn_of_random_steps(self, step: KLStep) -> None:
+        """Warns once of steps of a batch that a random policy has made."""
+        if step.valid is None or self._warned_of_random:
+            return
+        self._warned_of_random = True
+        warnings.warn(
+            f"{type(self).__name__}: in {int((~step.valid).sum())} of {step.valid.numel()} steps "
+            "the log-prob and all that the policy writes is 0, as in the frames of a random policy "
+            "(`init_random_frames`). Such steps are neither penalized nor counted. Put the "
+            "transform into the env, which tells them apart, to be without this warning.",
+            stacklevel=2,
+        )
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         # A Compose inverts from last to first: action transforms before this one have not yet
@@ -184,3 +251,7 @@ class ScoringTransform(KLTransform):
         # Batched envs carry only actions and what is in the state spec to their workers.
         self.declare_states(td.state_spec(input_spec), self.reference)
         return input_spec
+
+
+def _expect_any(transform: ScoringTransform, _: object) -> None:
+    transform._first = None

@@ -1,0 +1,201 @@
+"""Uses that would change numbers silently are errors, or are warned of once."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.testing import assert_close
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.envs import TransformedEnv
+
+from tests.helpers import (
+    SpyController,
+    WalkEnv,
+    collect,
+    compose,
+    make_actor,
+    memory_of,
+    moved,
+    play,
+    policy,
+    with_transforms,
+)
+from torchrl_kl import (
+    GPT,
+    KLConstrainedTransform,
+    KLDivergenceTransform,
+    KLRewardTransform,
+    ReferenceModelLogProbTransform,
+    ResponseKLTransform,
+    RewardAdjustmentTransform,
+)
+
+
+def parts(actor: Any, controller: Any) -> Any:
+    return compose(
+        ReferenceModelLogProbTransform(actor),
+        KLDivergenceTransform(),
+        RewardAdjustmentTransform(controller),
+    )
+
+
+MAKE = {"stack": KLConstrainedTransform, "preset": KLRewardTransform, "parts": parts}
+every = pytest.mark.parametrize("make", MAKE.values(), ids=list(MAKE))
+
+
+class TestAdvantages:
+    """Advantages that were computed before the penalty do not contain it."""
+
+    @every
+    @pytest.mark.parametrize("key", ["advantage", "value_target", ("agents", "advantage")])
+    def test_they_are_refused(self, make, key):
+        batch = play(WalkEnv((2,)), policy(), 6).set(key, torch.zeros(2, 6, 1))
+        with pytest.raises(RuntimeError, match=r"'(advantage|value_target)'.* already, computed"):
+            make(make_actor(), 0.1)(batch)
+        make(make_actor(), 0.1)(batch.exclude(key))
+
+    def test_in_a_replay_buffer(self):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(24), batch_size=4)
+        buffer.append_transform(KLConstrainedTransform(make_actor(), 0.1))
+        batch = play(WalkEnv((2,)), policy(), 6).reshape(-1)
+        buffer.extend(batch.set("advantage", torch.zeros(12, 1)))
+        with pytest.raises(RuntimeError, match="'advantage' already"):
+            buffer.sample()
+
+    def test_of_responses(self):
+        full = torch.tensor([[5, 6, 7, 8]])
+        tokens = TensorDict(full=full, prompt=full[:, :2], batch_size=1)
+        batch = TensorDict(tokens=tokens, next={"reward": torch.ones(1, 1)}, batch_size=1)
+        batch["advantage"] = torch.zeros(1, 1)
+        with pytest.raises(RuntimeError, match="'advantage' already"):
+            ResponseKLTransform(GPT(11, 8), 0.1)(batch)
+        assert ResponseKLTransform(GPT(11, 8), 0.0)(batch)["next", "kl"].abs() < 1e-5
+
+    def test_a_measurement_leaves_them_right(self):
+        batch = play(WalkEnv((2,)), policy(), 6).set("advantage", torch.zeros(2, 6, 1))
+        assert (KLConstrainedTransform(make_actor(), 0.0)(batch)["next", "kl"] != 0).any()
+
+
+class TestRandomFrames:
+    """`init_random_frames` gives steps that no policy made, with a log-prob of 0."""
+
+    @pytest.mark.parametrize("make", [KLConstrainedTransform, parts], ids=["stack", "parts"])
+    @pytest.mark.parametrize("kind", ["categorical", "tanh_normal"])
+    def test_they_are_as_in_an_env(self, make, kind):
+        actor, results, told = make_actor(kind), [], []
+        behaviour, options = moved(actor), {"frames": 12, "batches": 2, "init_random_frames": 12}
+        for place in ("env", "postproc"):
+            controller = SpyController(per="step")
+            transform: Any = make(actor, controller)
+            penalty = transform if make is KLConstrainedTransform else transform[2]
+            penalty.feed.update_every = 1 if place == "postproc" else 12
+            env: Any = WalkEnv((2,), discrete=kind == "categorical")
+            if place == "env":
+                results.append(collect(TransformedEnv(env, transform), behaviour, **options))
+            else:
+                with pytest.warns(UserWarning, match="in 12 of 12 steps.*init_random_frames"):
+                    results.append(collect(env, behaviour, postproc=transform, **options))
+            told.append(controller.calls)
+        for inside, outside in zip(*results, strict=True):
+            for name in ("kl", "reward", "task_reward"):
+                expected = inside["next", name]
+                assert_close(outside["next", name], expected, rtol=1e-4, atol=1e-4)
+        assert (results[0][0]["next", "kl"] == 0).all()
+        assert [n for _, n in told[0]] == [n for _, n in told[1]] == [12]
+
+    def test_they_may_be_mixed_with_others(self):
+        batch = play(WalkEnv((2,)), policy(), 6)
+        expected = KLConstrainedTransform(make_actor(), 0.1)(batch)
+        for key in ("action_log_prob", "logits"):
+            batch[key][0, 2] = 0
+        with pytest.warns(UserWarning, match="in 1 of 12 steps"):
+            after = KLConstrainedTransform(make_actor(), 0.1)(batch)["next"]
+        assert after["kl"][0, 2] == 0
+        assert after["reward"][0, 2] == batch["next", "reward"][0, 2]
+        others = torch.ones(2, 6, dtype=torch.bool)
+        others[0, 2] = False
+        assert_close(after["kl"][others], expected["next", "kl"][others], rtol=0, atol=0)
+
+    def test_a_policy_that_is_certain_is_no_random_one(self):
+        actor = policy()
+        with torch.no_grad():
+            actor[0].module.bias[1] = 1e3
+        batch = play(WalkEnv((2,)), actor, 6)
+        assert (batch["action_log_prob"] == 0).all()
+        assert (KLConstrainedTransform(make_actor(), 0.1)(batch)["next", "kl"] > 0).all()
+
+
+class TestOldWeights:
+    """Weights that are loaded into the policy after the reference was copied from it."""
+
+    def built(self, make) -> tuple[Any, Any]:
+        actor = make_actor()
+        transform = make(actor, 0.1)
+        actor.load_state_dict(moved(actor, scale=1.0).state_dict())
+        return transform, actor
+
+    @every
+    @pytest.mark.parametrize("place", ["env", "batch"])
+    def test_it_is_said_once(self, make, place):
+        transform, actor = self.built(make)
+        said = r"Transform: the first \d+ steps have a KL of .* the policy's weights have changed"
+        env: Any = WalkEnv((8,))
+        if place == "env":
+            env = TransformedEnv(env, transform)
+            with pytest.warns(UserWarning, match=said) as caught:
+                play(env, actor, 40)
+        else:
+            batch = play(env, actor, 40)
+            with pytest.warns(UserWarning, match=said) as caught:
+                transform(batch)
+            transform(batch)  # warnings are errors
+        assert len(caught) == 1
+
+    @every
+    def test_a_policy_that_is_trained_later_is_not_warned_of(self, make):
+        actor = make_actor()
+        transform = make(actor, 0.1)
+        transform(play(WalkEnv((2,)), actor))
+        actor.load_state_dict(moved(actor, scale=1.0).state_dict())
+        transform(play(WalkEnv((2,)), actor))
+
+    def test_a_run_that_goes_on_is_not_warned_of(self):
+        transform, actor = self.built(KLConstrainedTransform)
+        transform.load_state_dict(transform.state_dict())
+        transform(play(WalkEnv((8,)), actor, 40))
+
+    def test_a_reference_that_is_given_or_moved_is_not_warned_of(self):
+        actor = make_actor()
+        given = KLConstrainedTransform(actor, 0.1, reference=make_actor())
+        to_itself = KLConstrainedTransform(actor, 0.1)
+        actor.load_state_dict(moved(actor, scale=1.0).state_dict())
+        to_itself.update_reference(make_actor())
+        for transform in (given, to_itself):
+            transform(play(WalkEnv((8,)), actor, 40))
+
+    def test_copies(self):
+        transform, actor = self.built(KLConstrainedTransform)
+        batch = play(WalkEnv((8,)), actor, 40)
+        pickle.loads(pickle.dumps(transform))(batch)  # in another process nobody knows the policy
+        with pytest.warns(UserWarning, match="the policy's weights have changed"):
+            copy.deepcopy(transform)(batch)
+
+
+class TestNames:
+    """Errors name what the user wrote."""
+
+    def test_a_log_prob_that_was_not_recorded(self):
+        batch = play(WalkEnv((2,)), make_actor(return_log_prob=False), 6)
+        with pytest.raises(
+            KeyError, match=r"reference=FrozenActor\(actor, recompute_log_prob=True"
+        ):
+            KLConstrainedTransform(make_actor(), 0.1)(batch)
+
+    def test_the_state_of_a_recurrent_reference(self):
+        actor = make_actor("lstm")
+        batch = play(with_transforms(WalkEnv((2,)), *memory_of(actor)), actor, 6).reshape(-1)
+        with pytest.raises(RuntimeError, match="put KLConstrainedTransform or Reference"):
+            KLConstrainedTransform(actor, 0.1)(batch)
