@@ -36,6 +36,7 @@ PUBLIC_NAMES = {
         "KLRewardTransform",
         "KLStatistics",
         "PIDKLController",
+        "PlannedKLController",
         "PolicyValues",
         "ReferenceModelLogProbTransform",
         "RewardAdjustmentTransform",

@@ -10,6 +10,7 @@ from torchrl_kl.controllers import (
     KLController,
     KLStatistics,
     PIDKLController,
+    PlannedKLController,
     TargetKLController,
     coeff_for_budget,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "KLRewardTransform",
     "KLStatistics",
     "PIDKLController",
+    "PlannedKLController",
     "PolicyValues",
     "ReferenceModelLogProbTransform",
     "ResponseKLTransform",

@@ -117,6 +117,7 @@ class ResponseKLTransform(PenaltyTransform):
         self.reference = as_reference(actor, reference)
         self._step_keys = KLKeys().resolve(self.reference.log_prob_key)
         self.estimate = make_estimate(estimator, actor, self._step_keys)
+        self._n_prompts = 0  # whose rewards a controller has planned from
         self.pad_token = _token_of(model, "pad_token_id") if pad_token is None else pad_token
         self.eos_token = _token_of(model, "eos_token_id") if eos_token is None else eos_token
 
@@ -167,6 +168,8 @@ class ResponseKLTransform(PenaltyTransform):
         for key, each in totals.items():
             if each is not None:
                 following.set(key, each.sum((1, 2)).to(reward.device).reshape(reward.shape))
+        if self.training and not self.frozen:
+            self._plan_responses(responses, rewards, step)
         self._penalize(following, following.get(self.keys.kl))
         if self.training and not self.frozen:
             self._feed(step)
@@ -200,6 +203,28 @@ class ResponseKLTransform(PenaltyTransform):
             values = record_top_k(dist.logits, rows.get("action"), k)
             record = dict(zip(RECORDED, values, strict=True))
             rows.set(key, TensorDict(record, batch_size=rows.batch_size))
+
+    def _plan_responses(self, responses: Responses, rewards: Tensor, step: KLStep) -> None:
+        """Gives rewards (N,) to a controller that plans; responses to one prompt are a group."""
+        lengths = cast(Tensor, step.mask).sum(1)
+        some = lengths > 0
+        if not self.controller.planning or not some.any():
+            return
+        # The tokens before the first one that counts.
+        starts = responses.counted.int().argmax(1)[some].tolist()
+        texts = [
+            tuple(row[:n]) for row, n in zip(responses.tokens[some].tolist(), starts, strict=True)
+        ]
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        groups = rewards.new_tensor([numbers[text] for text in texts], dtype=torch.float64)
+        self.feed.rewards.give(
+            self.controller,
+            rewards[some],
+            groups=groups + self._n_prompts,
+            log_ratios=cast(Tensor, step.kl).sum((1, 2))[some],
+            lengths=lengths[some] if self.controller.per == "step" else None,
+        )
+        self._n_prompts += len(numbers)  # those of the next batch are other groups
 
     def _feed(self, step: KLStep) -> None:
         """Pools the measured KL, of tokens or of the responses that have any."""

@@ -110,16 +110,25 @@ class PenaltyTransform(KLTransform):
             self._excluded = not_drawn
         if self.frozen:
             return
-        if self.controller.per == "step":
-            drawn = step.counted is True or torch.as_tensor(step.counted).all()
+        drawn = step.counted is True or bool(torch.as_tensor(step.counted).all())
+        per_step = self.controller.per == "step"
+        ended = None if per_step else self._find_finished(tensordict, next_tensordict, step)
+        if self.controller.planning:
+            reward = next_tensordict.get(self.keys.task_reward)
+            everywhere = torch.ones_like(reward, dtype=torch.bool) if drawn else None
+            counts = everywhere if step.mask is None or not drawn else step.mask
+            counts = counts if per_step else ended
+            about = (reward, cast(Tensor, step.kl), counts, self.feed.needed(True))
+            self.feed.rewards.add_env_step(self.controller, *about)
+        if per_step:
             self.feed.pool(measured if drawn else None, step.mask, in_env=True)
         else:
-            self.feed.pool(self._finished(tensordict, next_tensordict, step), in_env=True)
+            self.feed.pool(None if ended is None else episode_kl[ended], in_env=True)
 
-    def _finished(
+    def _find_finished(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
     ) -> Tensor | None:
-        """The sums of the trajectories that end with this step, (N,); None if none does."""
+        """Which trajectories end with this step, (*B, *A, 1); None if none does."""
         episode_kl = next_tensordict.get(self.keys.episode_kl)  # (*B, *A, 1), as is `ended`
         done_key = td.find_done(next_tensordict, self.keys.done, named=self.keys.done_named)
         ended = cast(Tensor, td.find_ends(next_tensordict, done_key, episode_kl.shape))
@@ -132,13 +141,16 @@ class PenaltyTransform(KLTransform):
             ended = ended & td.expand_right(step.mask, episode_kl.shape)
         if self._excluded is not None and self._excluded.shape == ended.shape:
             ended = ended & ~self._excluded
-        return episode_kl[ended]
+        return ended
 
     def adjust_batch(
         self, tensordict: TensorDictBase, step: KLStep, stream: OpenTrajectories | None, trace: bool
     ) -> None:
         """Penalizes a batch (a copy), adds up its trajectories, and feeds the controller."""
         next_tensordict = tensordict.get("next")
+        if trace:
+            # First, so that the batch is penalized with what is planned from it.
+            self._plan_batch(tensordict, next_tensordict.get(self.keys.reward, None), step)
         self._penalize(next_tensordict, step.kl)  # type: ignore[arg-type]
         if self.record:
             # (*B, *A, 1), or None for a batch without a time dimension.
@@ -152,8 +164,27 @@ class PenaltyTransform(KLTransform):
         measured = next_tensordict.get(self.keys.kl_estimate, None)
         if measured is None:
             measured = td.get_required(next_tensordict, self.keys.kl, NO_KL)
-        step = KLStep(None, measured, tensordict.get(td.MASK_KEY, None), kl=measured)
+        kl = next_tensordict.get(self.keys.kl, measured)
+        step = KLStep(None, kl, tensordict.get(td.MASK_KEY, None), kl=kl, estimate=measured)
+        self._plan_batch(tensordict, next_tensordict.get(self.keys.task_reward, None), step)
         self._feed_batch(tensordict, step, stream, trace=True)
+
+    def _plan_batch(self, tensordict: TensorDictBase, reward: Tensor | None, step: KLStep) -> None:
+        """Gives the task reward of a batch, (*B, *A, 1), to a controller that plans from it."""
+        if not self.controller.planning or self.frozen or not self.training or reward is None:
+            return
+        check_reward_shape(step.kl.shape, reward.shape, self.keys.reward)
+        self.feed.rewards.add_batch(
+            self.controller,
+            tensordict,
+            reward,
+            step.kl,
+            step.mask,
+            done_key=self.keys.done,
+            done_named=self.keys.done_named,
+            time_dim=self.time_dim,
+            observed=self.observed,
+        )
 
     @staticmethod
     def new_stream() -> OpenTrajectories:
@@ -186,11 +217,12 @@ class PenaltyTransform(KLTransform):
         return super()._reset_on_native_autoreset(tensordict, tensordict_reset)
 
     def _include_again(self, tensordict: TensorDictBase) -> None:
-        if self._excluded is None:
-            return
         # Rows that are reset begin a trajectory that may count; without a mask all are.
         at_root = tensordict.get("_reset", None)
         reset = tensordict.get(td.sibling(self.keys.episode_kl, "_reset"), at_root)
+        self.feed.rewards.begin_trajectories(reset)
+        if self._excluded is None:
+            return
         if reset is not None:
             self._excluded = self._excluded & ~td.expand_right(reset, self._excluded.shape)
         if reset is None or not self._excluded.any():
