@@ -164,7 +164,7 @@ def _number_blocks(begins: Tensor) -> Tensor:
 def _number_states(
     tensordict: TensorDictBase, begins: Tensor, observed: Iterable[NestedKey] | None
 ) -> Tensor:
-    """A number for the state at each first step, 0 elsewhere, so that the sum tells it, (R, T, F)."""
+    """Numbers of the states at first steps, 0 elsewhere, so that a sum tells them, (R, T, F)."""
     n_rows, n_steps, _ = begins.shape
     numbers = torch.zeros(n_rows * n_steps, dtype=torch.float64)
     places = begins.any(-1).reshape(-1).nonzero().squeeze(-1).cpu()

@@ -189,7 +189,10 @@ class TargetKLController(KLController):
         Args:
             rewards: one number per trajectory, its task reward summed up; with `per="step"` per
                 step, or per piece of a trajectory with `lengths`. Shape (N,).
-            groups, log_ratios, lengths: as for `RewardPlan.add`.
+            groups: a number for each, equal for those that began alike, such as the responses to
+                a prompt: only these are compared. None: all are.
+            log_ratios: log pi - log pi_ref of each, nats, if the policy has moved. None: 0.
+            lengths: with `per="step"` how many steps each has. None: 1.
 
         Returns:
             The coefficient, reward per nat.

@@ -10,11 +10,13 @@ from torch import Tensor
 from torchrl_kl.controllers.base import InitCoeff, Per, TargetKLController
 from torchrl_kl.controllers.plan import Plan
 
-_BRAKE, _ACCELERATION = math.log(1.5), math.log(3.0)
-_RESPONSE, _HORIZON = 3.0, 10.0  # updates in which a policy answers; in which it is to arrive
+_BRAKE, _ACCELERATION = math.log(1.5), math.log(4.0)
+_RESPONSE, _HORIZON = 3.0, 15.0  # updates in which a policy answers; in which it is to arrive
 _ARRIVED = 0.8  # share of the target
+_STANDSTILL = 0.15  # share of the target by which a KL that has settled moves in that horizon
 _PRIOR, _GAIN = 4.0, 0.12  # measurements that the plan counts for; the least weight of a new one
 _FLUCTUATION = 0.25  # how far log(coeff) is misjudged by one KL that is known exactly
+_STATE = ("needed", "answered", "drift", "slope", "count", "last", "average", "rate", "arrived")
 
 
 class PlannedKLController(TargetKLController):
@@ -28,8 +30,8 @@ class PlannedKLController(TargetKLController):
         answered <- answered + (log(coeff) - answered) / 3
         seen      = answered + (clip(kl / target, 1/2, 2) - 1) / slope
         needed   <- needed + drift + gain * (seen - needed - drift)
-        drift    <- drift + gain ** 2 / 4 * (seen - needed - drift)
-        coeff     = exp(needed)
+        drift    <- drift + gain ** 2 / (2 - gain) * (seen - needed - drift)
+        coeff     = exp(needed + 3 * drift)
 
     The policy answers to a new coefficient in about three updates, so what is seen is judged
     against the coefficients that it has answered to: the rule needs no derivative to be damped.
@@ -37,14 +39,14 @@ class PlannedKLController(TargetKLController):
     1 / (1 + (standard_error / (target * slope * 0.25)) ** 2), so that a noisy mean moves little.
     The drift follows a need that falls with the learning rate, without lagging behind it.
 
-    Until 0.8 of the target is reached, `needed` waits. On this way a KL that would pass the target
-    within ten updates meets up to 1.5 times the coefficient, one that would not get there as little
-    as a third; both vanish as the KL approaches.
+    Until 0.8 of the target is reached, `needed` only rises, unless the KL has come to a standstill.
+    On this way a KL that would pass the target within 15 updates meets up to 1.5 times the
+    coefficient, one that would not get there as little as a quarter; both vanish on the way.
 
     You may rely on: the coefficient stays above 0 and finite; k times the rewards give k times the
     coefficient. You may not rely on a KL above the target raising the coefficient at once.
 
-    State: the coefficient and eight 0-dim float64 buffers, changed in place; the plan's samples.
+    State: the coefficient and nine 0-dim float64 buffers, changed in place; the plan's samples.
 
     Args:
         target, deadband, per: as in `TargetKLController`.
@@ -73,8 +75,9 @@ class PlannedKLController(TargetKLController):
     drift: Tensor
     slope: Tensor
     count: Tensor
-    fast: Tensor
-    slow: Tensor
+    last: Tensor
+    average: Tensor
+    rate: Tensor
     arrived: Tensor
 
     def __init__(
@@ -86,10 +89,10 @@ class PlannedKLController(TargetKLController):
         per: Per = "trajectory",
     ):
         super().__init__(init_coeff, target, deadband=deadband, per=per)
-        # `fast` and `slow` are moving averages of the KL, nats; `arrived` is 0 or 1.
-        for name in ("needed", "answered", "drift", "slope", "count", "fast", "slow", "arrived"):
+        # `last`, `average` and `rate`, per update, are of KL / target; `arrived` is 0 or 1.
+        for name in _STATE:
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
-        self._relative_error_of_mean = 0.0
+        self._noise = 0.0  # standard error / target of the measurement that is being judged
         if not self.planning:
             self.coeff.fill_(self._begin(Plan(self.coeff.item(), math.nan, 2.0)))
 
@@ -103,33 +106,39 @@ class PlannedKLController(TargetKLController):
 
     def _ignore_noise(self, kl: float, standard_error: float | None) -> float:
         known = standard_error is not None and math.isfinite(standard_error)
-        self._relative_error_of_mean = standard_error / self.target if known else 0.0  # type: ignore[operator]
+        self._noise = standard_error / self.target if known else 0.0  # type: ignore[operator]
         return super()._ignore_noise(kl, standard_error)
 
     def _next_coeff(self, kl: float, n_steps: int) -> float:
         ratio = min(max(kl / self.target, 0.0), 2.0)
         self.answered += (self.coeff.log() - self.answered) / _RESPONSE
-        self.fast += (ratio - self.fast) / 2
-        self.slow += (ratio - self.slow) / 4
-        if self.slow >= _ARRIVED:
+        self.rate += 0.3 * (ratio - self.last - self.rate)
+        self.average += (ratio - self.average) / 4
+        self.last.fill_(ratio)
+        if self.average >= _ARRIVED:
             self.arrived.fill_(1.0)
-        extra = 0.0
-        if self.arrived:
-            self._learn(ratio)
-        else:
-            # The averages lag by one and by three updates.
-            forecast = self.fast.item() + _HORIZON * (self.fast - self.slow).item() / 2 - 1
-            way = max(0.0, 1 - self.slow.item())
-            limit = _BRAKE if forecast > 0 else _ACCELERATION
-            extra = limit * min(max(forecast, -1.0), 1.0) * way
-        return math.exp(min(max(self.needed.item() + extra, -700.0), 700.0))
+        rise = _HORIZON * self.rate.item()
+        self._learn(ratio, only_up=not self.arrived and rise >= _STANDSTILL)
+        # The policy will have answered in a few updates, when the need has gone on drifting.
+        value = (self.needed + _RESPONSE * self.drift).item() + self._extra(ratio + rise)
+        return math.exp(min(max(value, -700.0), 700.0))
 
-    def _learn(self, ratio: float) -> None:
+    def _learn(self, ratio: float, only_up: bool) -> None:
         """Moves the coefficient that is thought to hold the target, after a KL / target."""
-        self.count += 1
-        noise = self._relative_error_of_mean / (self.slope.item() * _FLUCTUATION)
-        gain = max(_GAIN, 1 / self.count.item()) / (1 + noise**2)
         seen = self.answered.item() + (max(ratio, 0.5) - 1) / self.slope.item()
         surprise = seen - self.needed.item() - self.drift.item()
+        if only_up and surprise < 0:
+            return
+        self.count += 1
+        noise = self._noise / (self.slope.item() * _FLUCTUATION)
+        gain = max(_GAIN, 1 / self.count.item()) / (1 + noise**2)
         self.needed += self.drift + gain * surprise
-        self.drift += gain**2 / 4 * surprise
+        if self.arrived:
+            self.drift += gain**2 / (2 - gain) * surprise
+
+    def _extra(self, forecast: float) -> float:
+        """What is added to log(coeff) on the way to the target, for a forecast of KL / target."""
+        way = max(0.0, 1 - self.average.item())
+        if self.arrived:
+            return 0.0
+        return way * (_BRAKE if forecast >= 1 else -_ACCELERATION * min(1 - forecast, 1.0))

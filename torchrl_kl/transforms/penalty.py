@@ -173,12 +173,13 @@ class PenaltyTransform(KLTransform):
         """Gives the task reward of a batch, (*B, *A, 1), to a controller that plans from it."""
         if not self.controller.planning or self.frozen or not self.training or reward is None:
             return
-        check_reward_shape(step.kl.shape, reward.shape, self.keys.reward)
+        kl = cast(Tensor, step.kl)
+        check_reward_shape(kl.shape, reward.shape, self.keys.reward)
         self.feed.rewards.add_batch(
             self.controller,
             tensordict,
             reward,
-            step.kl,
+            kl,
             step.mask,
             done_key=self.keys.done,
             done_named=self.keys.done_named,
