@@ -62,7 +62,7 @@ class KLController(Float64State, ABC):
     @property
     def planning(self) -> bool:
         """Whether it waits for rewards, from which it plans its coefficient."""
-        return self.plan is not None and not self.plan.made
+        return self.plan is not None and not bool(self.plan.made)
 
     def update(
         self, kl: float | Tensor, n_steps: int, *, standard_error: float | Tensor | None = None
