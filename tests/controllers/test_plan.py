@@ -314,6 +314,21 @@ def test_it_holds_the_target_when_the_plan_is_a_quarter_off(respond, off):
     assert sum(kls[60:]) / 60 == pytest.approx(1, abs=0.03)
 
 
+@pytest.mark.parametrize("respond", [1.0, 4.0, 8.0])
+def test_it_comes_down_from_a_plan_that_is_twice_too_high(respond):
+    controller = PlannedKLController(0.5, init_coeff=2.0)
+    kls = simulate(controller, respond, 200, lambda step: 1.0, noise=0.09)
+    assert sum(kls[140:]) / 60 == pytest.approx(1, abs=0.03)
+
+
+def test_a_slow_policy_is_let_go_and_does_not_overshoot():
+    slow, held = PlannedKLController(0.5, init_coeff=1.0), ConstantKLController(1.0)
+    held.target = 0.5
+    kls = [simulate(each, 15.0, 40, lambda step: 1.0) for each in (slow, held)]
+    assert kls[0][10] > 1.1 * kls[1][10]
+    assert max(kls[0]) < 1.2
+
+
 def test_it_follows_a_need_that_falls():
     controller = PlannedKLController(0.5, init_coeff=1.0)
     kls = simulate(controller, 3.0, 300, lambda step: math.exp(-0.004 * step))

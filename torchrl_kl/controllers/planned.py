@@ -16,7 +16,18 @@ _ARRIVED = 0.8  # share of the target
 _STANDSTILL = 0.15  # share of the target by which a KL that has settled moves in that horizon
 _PRIOR, _GAIN = 4.0, 0.12  # measurements that the plan counts for; the least weight of a new one
 _FLUCTUATION = 0.25  # how far log(coeff) is misjudged by one KL that is known exactly
-_STATE = ("needed", "answered", "drift", "slope", "count", "last", "average", "rate", "arrived")
+_STATE = (
+    "needed",
+    "answered",
+    "drift",
+    "slope",
+    "count",
+    "last",
+    "average",
+    "rate",
+    "peak",
+    "arrived",
+)
 
 
 class PlannedKLController(TargetKLController):
@@ -28,7 +39,7 @@ class PlannedKLController(TargetKLController):
     plan (2 for normally distributed rewards)::
 
         answered <- answered + (log(coeff) - answered) / 3
-        seen      = answered + (clip(kl / target, 1/2, 2) - 1) / slope
+        seen      = answered + (clip(kl / target, 1/4, 2) - 1) / slope
         needed   <- needed + drift + gain * (seen - needed - drift)
         drift    <- drift + gain ** 2 / (2 - gain) * (seen - needed - drift)
         coeff     = exp(needed + 3 * drift)
@@ -41,12 +52,13 @@ class PlannedKLController(TargetKLController):
 
     Until 0.8 of the target is reached, `needed` only rises, unless the KL has come to a standstill.
     On this way a KL that would pass the target within 15 updates meets up to 1.5 times the
-    coefficient, one that would not get there as little as a quarter; both vanish on the way.
+    coefficient, one that would not get there, and never was near, as little as a quarter; both
+    vanish on the way.
 
     You may rely on: the coefficient stays above 0 and finite; k times the rewards give k times the
     coefficient. You may not rely on a KL above the target raising the coefficient at once.
 
-    State: the coefficient and nine 0-dim float64 buffers, changed in place; the plan's samples.
+    State: the coefficient and ten 0-dim float64 buffers, changed in place; the plan's samples.
 
     Args:
         target, deadband, per: as in `TargetKLController`.
@@ -78,6 +90,7 @@ class PlannedKLController(TargetKLController):
     last: Tensor
     average: Tensor
     rate: Tensor
+    peak: Tensor
     arrived: Tensor
 
     def __init__(
@@ -89,7 +102,7 @@ class PlannedKLController(TargetKLController):
         per: Per = "trajectory",
     ):
         super().__init__(init_coeff, target, deadband=deadband, per=per)
-        # `last`, `average` and `rate`, per update, are of KL / target; `arrived` is 0 or 1.
+        # `last`, `average`, `rate` (per update), `peak` are of KL / target; `arrived` is 0 or 1.
         for name in _STATE:
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self._noise = 0.0  # standard error / target of the measurement that is being judged
@@ -115,6 +128,7 @@ class PlannedKLController(TargetKLController):
         self.rate += 0.3 * (ratio - self.last - self.rate)
         self.average += (ratio - self.average) / 4
         self.last.fill_(ratio)
+        self.peak.fill_(max(self.peak.item(), ratio))
         if self.average >= _ARRIVED:
             self.arrived.fill_(1.0)
         rise = _HORIZON * self.rate.item()
@@ -125,7 +139,7 @@ class PlannedKLController(TargetKLController):
 
     def _learn(self, ratio: float, only_up: bool) -> None:
         """Moves the coefficient that is thought to hold the target, after a KL / target."""
-        seen = self.answered.item() + (max(ratio, 0.5) - 1) / self.slope.item()
+        seen = self.answered.item() + (max(ratio, 0.25) - 1) / self.slope.item()
         surprise = seen - self.needed.item() - self.drift.item()
         if only_up and surprise < 0:
             return
@@ -138,7 +152,10 @@ class PlannedKLController(TargetKLController):
 
     def _extra(self, forecast: float) -> float:
         """What is added to log(coeff) on the way to the target, for a forecast of KL / target."""
-        way = max(0.0, 1 - self.average.item())
         if self.arrived:
             return 0.0
-        return way * (_BRAKE if forecast >= 1 else -_ACCELERATION * min(1 - forecast, 1.0))
+        way = max(0.0, 1 - self.average.item())
+        if forecast >= 1:
+            return way * _BRAKE
+        # A KL that falls back from near the target is not slow.
+        return 0.0 if self.peak >= _ARRIVED else -way * _ACCELERATION * min(1 - forecast, 1.0)
