@@ -38,6 +38,7 @@ PUBLIC_NAMES = {
         "KLRewardTransform",
         "KLStatistics",
         "PIDKLController",
+        "PlannedKLController",
         "PolicyValues",
         "ReferenceModelLogProbTransform",
         "RewardAdjustmentTransform",

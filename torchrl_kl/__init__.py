@@ -13,6 +13,7 @@ from torchrl_kl.controllers import (
     KLController,
     KLStatistics,
     PIDKLController,
+    PlannedKLController,
     TargetKLController,
     coeff_for_budget,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "KLRewardTransform",
     "KLStatistics",
     "PIDKLController",
+    "PlannedKLController",
     "PolicyValues",
     "ReferenceModelLogProbTransform",
     "ResponseKLTransform",

@@ -2,6 +2,8 @@
 
 from torchrl_kl.controllers.base import KLController, Per, TargetKLController
 from torchrl_kl.controllers.budget import coeff_for_budget
+from torchrl_kl.controllers.plan import RewardPlan
+from torchrl_kl.controllers.planned import PlannedKLController
 from torchrl_kl.controllers.rules import (
     AdaptiveKLController,
     ConstantKLController,
@@ -19,6 +21,8 @@ __all__ = [
     "KLStatistics",
     "PIDKLController",
     "Per",
+    "PlannedKLController",
+    "RewardPlan",
     "TargetKLController",
     "as_controller",
     "coeff_for_budget",

@@ -63,7 +63,7 @@ class KLController(Float64State, ABC):
     @property
     def planning(self) -> bool:
         """Whether it waits for rewards, from which it plans its coefficient."""
-        return self.plan is not None and not self.plan.made
+        return self.plan is not None and not bool(self.plan.made)
 
     def update(
         self, kl: float | Tensor, n_steps: int, *, standard_error: float | Tensor | None = None
@@ -111,12 +111,6 @@ class KLController(Float64State, ABC):
         self.coeff.fill_(value)
         return value
 
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        coeff = state_dict.get(f"{prefix}coeff")
-        if coeff is not None:
-            check_number("coeff", float(coeff), at_least=0.0)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     @abstractmethod
     def _next_coeff(self, kl: float, n_steps: int) -> float:
         """The next coefficient, which the caller sets; other state is updated here, in place.
@@ -138,7 +132,8 @@ class KLController(Float64State, ABC):
             if not (loaded.numel() == 1 and math.isfinite(loaded.item())):
                 errors.append(f"`{name}` must be one finite number, got {loaded.tolist()}.")
         coeff = state_dict.get(f"{prefix}coeff", self.coeff)
-        if not errors and not self.min_coeff <= coeff.item() <= self.max_coeff:
+        lowest = 0.0 if self.planning else self.min_coeff
+        if not errors and not lowest <= coeff.item() <= self.max_coeff:
             errors.append(
                 f"`coeff` must lie within [{self.min_coeff:g}, {self.max_coeff:g}], got "
                 f"{coeff.item():g}: build the controller with the bounds of the one that was saved."
@@ -216,7 +211,10 @@ class TargetKLController(KLController):
         Args:
             rewards: one number per trajectory, its task reward summed up; with `per="step"` per
                 step, or per piece of a trajectory with `lengths`. Shape (N,).
-            groups, log_ratios, lengths: as for `RewardPlan.add`.
+            groups: a number for each, equal for those that began alike, such as the responses to
+                a prompt: only these are compared. None: all are.
+            log_ratios: log pi - log pi_ref of each, nats, if the policy has moved. None: 0.
+            lengths: with `per="step"` how many steps each has. None: 1.
 
         Returns:
             The coefficient, reward per nat.

@@ -6,13 +6,13 @@ Axes: N samples, in P rows of S at most; a row holds the samples that are compar
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrl_kl.controllers.reweighting import Reweighted
-from torchrl_kl.functional.numbers import check_number
+from torchrl_kl.functional.numbers import Float64State, check_number
 
 _LARGEST_ERROR = 0.25  # standard error of log(coeff) above which more samples are waited for
 _FEWEST = 16  # samples that must carry the weight, before and after the rewards reweight them
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     slope: float  # -d log KL / d log coeff at the target
 
 
-class RewardPlan(nn.Module):
+class RewardPlan(Float64State):
     r"""Pools rewards of (nearly) the reference until they tell the coefficient for a target KL.
 
     The optimum of :math:`E_\pi[R] - \beta KL(\pi \| \pi_{ref})` is the reference reweighted by
@@ -49,7 +49,7 @@ class RewardPlan(nn.Module):
 
     The plan is made once the counted standard error of its logarithm is at most 0.25.
 
-    State: the samples, (N, 4) float64: reward, log-ratio, length, group; whether the plan is made.
+    State: the samples, (N, 4) float64: reward, log-ratio, length, group; `made`, 0 or 1.
 
     Args:
         target: nats per step of a sample, above 0.
@@ -65,12 +65,15 @@ class RewardPlan(nn.Module):
         1.06
     """
 
+    made: Tensor
+
     def __init__(self, target: float):
         super().__init__()
         self.target = check_number("target", target, above=0.0)
         self.samples = torch.zeros(0, 4, dtype=torch.float64)
         self.reason = "no reward has come yet"
-        self.made = self.warned = False
+        self.warned = False
+        self.register_buffer("made", torch.zeros((), dtype=torch.float64))
 
     def add(
         self,
@@ -200,15 +203,16 @@ class RewardPlan(nn.Module):
 
     def close(self) -> None:
         """Drops the samples, since the plan is made."""
-        self.samples, self.made = self.samples[:0], True
+        self.samples = self.samples[:0]
+        self.made.fill_(1.0)
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """The samples, and whether the plan is made, for `state_dict`."""
-        return {"samples": self.samples, "made": self.made}
+    def get_extra_state(self) -> Tensor:
+        """The samples, for `state_dict`."""
+        return self.samples
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Takes over those of a `state_dict`."""
-        self.samples, self.made = state["samples"].clone(), bool(state["made"])
+    def set_extra_state(self, state: Tensor) -> None:
+        """Takes over the samples of a `state_dict`."""
+        self.samples = state.clone()
 
 
 _TOO_FEW = (

@@ -52,7 +52,7 @@ class Reweighted:
         return (new * self.gaps / coeff).sum(1) - log_total.squeeze(1)
 
     def _reweight(self, coeff: float) -> tuple[Tensor, Tensor]:
-        """log E[exp(gap / coeff)], (P, 1), and the new weights, (P, S)."""
+        """Log E[exp(gap / coeff)], (P, 1), and the new weights, (P, S)."""
         exponents = self.log_weights + self.gaps / coeff
         log_total = exponents.logsumexp(1, keepdim=True)
         return log_total, (exponents - log_total).exp()

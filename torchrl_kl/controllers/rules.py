@@ -102,7 +102,12 @@ class _LogKLController(TargetKLController):
     """Moves the logarithm of the coefficient between two bounds; a subclass says how far."""
 
     def __init__(
-        self, init_coeff: InitCoeff, target: float, min_coeff: float, max_coeff: float, **shared: Any
+        self,
+        init_coeff: InitCoeff,
+        target: float,
+        min_coeff: float,
+        max_coeff: float,
+        **shared: Any,
     ):
         super().__init__(init_coeff, target, **shared)
         self.min_coeff = check_number("min_coeff", min_coeff, above=0.0)

@@ -122,6 +122,7 @@ class ResponseKLTransform(PenaltyTransform):
         self.reference = as_reference(actor, reference)
         self._step_keys = KLKeys().resolve(self.reference.log_prob_key)
         self.estimate = make_estimate(estimator, actor, self._step_keys)
+        self._n_prompts = 0  # whose rewards a controller has planned from
         self.pad_token = _token_of(model, "pad_token_id") if pad_token is None else pad_token
         self.eos_token = _token_of(model, "eos_token_id") if eos_token is None else eos_token
 
@@ -157,7 +158,7 @@ class ResponseKLTransform(PenaltyTransform):
         batch = td.copy_batch(tensordict)
         following = cast(TensorDictBase, batch.get("next"))
         self.refuse_penalized(following, "the batch")
-        if self.controller.coeff.item() != 0:
+        if self.controller.coeff.item() != 0 or self.controller.planning:
             refuse_advantages(batch)
         reward = td.get_required(following, self.keys.reward, _NO_REWARD)
         check_rewards(reward, batch.batch_size)
@@ -175,8 +176,10 @@ class ResponseKLTransform(PenaltyTransform):
         for key, each in totals.items():
             if each is not None:
                 following.set(key, each.sum((1, 2)).to(reward.device).reshape(reward.shape))
+        if self.training and not self.frozen:
+            self._plan_responses(responses, reward.reshape(-1).to(self._device), step)
         kl = following.get(self.keys.kl)
-        self._penalize(batch, following, KLStep(None, kl, kl=kl))
+        self._penalize(following, KLStep(None, kl, kl=kl), reward)
         if self.training and not self.frozen:
             self._feed(step)
         return batch.set("next", following)
@@ -208,7 +211,8 @@ class ResponseKLTransform(PenaltyTransform):
             for name, value in zip(names[:3], values, strict=True)
             if value is not None
         }
-        only_measures = self.controller.coeff.item() == 0 and not self.guard.masks
+        measures = self.controller.coeff.item() == 0 and not self.controller.planning
+        only_measures = measures and not self.guard.masks
         infinite = {names[1]: -torch.inf, names[2]: torch.inf} if only_measures else None
         valid = self.guard.valid_steps(
             entries | {names[3]: rewards},
@@ -243,6 +247,28 @@ class ResponseKLTransform(PenaltyTransform):
             values = record_top_k(dist.logits, rows.get("action"), k)
             record = dict(zip(RECORDED, values, strict=True))
             rows.set(key, TensorDict(record, batch_size=rows.batch_size))
+
+    def _plan_responses(self, responses: Responses, rewards: Tensor, step: KLStep) -> None:
+        """Gives rewards (N,) to a controller that plans; responses to one prompt are a group."""
+        lengths = cast(Tensor, step.mask).sum(1)
+        some = lengths > 0
+        if not self.controller.planning or not some.any():
+            return
+        # The tokens before the first one that counts.
+        starts = responses.counted.int().argmax(1)[some].tolist()
+        texts = [
+            tuple(row[:n]) for row, n in zip(responses.tokens[some].tolist(), starts, strict=True)
+        ]
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        groups = rewards.new_tensor([numbers[text] for text in texts], dtype=torch.float64)
+        self.feed.rewards.give(
+            self.controller,
+            rewards[some],
+            groups=groups + self._n_prompts,
+            log_ratios=cast(Tensor, step.kl).sum((1, 2))[some],
+            lengths=lengths[some] if self.controller.per == "step" else None,
+        )
+        self._n_prompts += len(numbers)  # those of the next batch are other groups
 
     def _feed(self, step: KLStep) -> None:
         """Pools the measured KL, of tokens or of the responses that have any."""

@@ -121,12 +121,13 @@ class KLPenaltyLoss(LossModule):
 
     @dataclass
     class _AcceptedKeys(LossModule._AcceptedKeys):
-        """Names of the entries that are read; `done` and `kl_coeff` are under "next"."""
+        """Names of the entries that are read; the last three are under "next"."""
 
         action: NestedKey = "action"
         sample_log_prob: NestedKey = "action_log_prob"
         done: NestedKey = "done"
         kl_coeff: NestedKey = "kl_coeff"
+        reward: NestedKey = "reward"
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
@@ -235,11 +236,13 @@ class KLPenaltyLoss(LossModule):
         else summed over the trajectories of (*R, T) that are now complete, which may come in
         pieces: a row continues the one that has its id and was left in the state where it begins.
         Without a complete trajectory, or with only one and a deadband, the coefficient waits.
+        A controller that plans its coefficient is given ("next", "reward") first, the task reward.
 
         Raises:
             ValueError: if the KL is NaN or infinite (the coefficient is then unchanged), or a
                 controller of trajectories gets no time dimension or steps in another order.
         """
+        self._plan(tensordict)
         _, kl, mask = self._terms(tensordict)
         if self.controller.per == "step":
             self.feed.pool(kl[mask])
@@ -251,6 +254,40 @@ class KLPenaltyLoss(LossModule):
                 tensordict, kl, mask, done_key=done, time_dim=self.time_dim, observed=observed
             )
         return self.controller.coeff.item()
+
+    def _plan(self, tensordict: TensorDictBase) -> None:
+        """Gives the task rewards of a batch to a controller that plans from them."""
+        if not self.controller.planning:
+            return
+        reward = get_required(
+            cast(TensorDictBase, tensordict.get("next")),
+            self.tensor_keys.reward,
+            "the coefficient is planned from it; name it with `set_keys(reward=...)`.",
+        )
+        policy, reference = self._distributions(tensordict)
+        action = get_required(tensordict, self.tensor_keys.action, "name it with `set_keys`.")
+        # (*B) or, with agents, (*B, *A); a reward has one more dimension.
+        log_ratio = (policy.log_prob(action) - reference.log_prob(action)).detach().unsqueeze(-1)
+        mask = self._mask(tensordict)
+        if log_ratio.shape != reward.shape:
+            raise ValueError(
+                f"the reward must have the shape {tuple(log_ratio.shape)} of the log-prob of the "
+                f"actions and a trailing 1, got {tuple(reward.shape)}: pass a number as "
+                "`init_coeff`."
+            )
+        if mask is not None:
+            covered = expand_right(mask, reward.shape)
+            reward, log_ratio = (torch.where(covered, one, 0.0) for one in (reward, log_ratio))
+        self.feed.rewards.add_batch(
+            self.controller,
+            tensordict,
+            reward,
+            log_ratio,
+            mask,
+            done_key=self.tensor_keys.done,
+            time_dim=self.time_dim,
+            observed=self.actor_network.in_keys,
+        )
 
     # Properties, since `gradient` and `weights` may be set later.
     @property

@@ -23,6 +23,11 @@ class RewardAdjustmentTransform(PenaltyTransform):
     Each step is penalized with the coefficient of that moment. The KL of finished trajectories (of
     steps, with `per="step"`) is pooled, and the controller is updated with its mean and count.
 
+    A controller with `init_coeff="plan"` is given the task rewards first, from which it computes
+    its coefficient; on batches before the batch is penalized. Rewards are summed over trajectories,
+    of which those that begin in the same state are compared with each other; see `RewardPlan` and,
+    for `per="step"`, `RewardFeed`.
+
     The controller is updated in env steps and in calls on a batch, but not while frozen, in a
     replay buffer, after `eval()` (on batches), or in env steps with random or deterministic actions
     (an argmax is not a sample: its k1 is biased). A batch does not say how its actions were chosen:

@@ -83,29 +83,32 @@ class PenaltyTransform(KLTransform):
         self.frozen = False
         return self
 
-    def _penalize(
+    def _keep(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
-    ) -> KLStep:
-        """Writes the penalized reward; returns the step (*B) without invalid numbers."""
+    ) -> tuple[KLStep, Tensor]:
+        """The step (*B) and its task reward without invalid numbers, which are also replaced."""
         reward = td.get_required(next_tensordict, self.keys.reward, _NO_REWARD)
-        coeff = self.controller.coeff
-        step, reward = without_invalid(
+        # A coefficient of 0 allows an infinite KL, unless a plan is about to change it.
+        coeff = None if self.controller.planning else self.controller.coeff
+        step, kept = without_invalid(
             self, tensordict, step, reward, coeff=coeff, causes=self.observed
         )
         if step.valid is not None:
-            left = {self.keys.reward: reward, self.keys.kl: step.kl}
+            left = {self.keys.reward: kept, self.keys.kl: step.kl}
             left |= {self.keys.kl_estimate: step.estimate}
             for key, value in left.items():  # of which the parts of the stack have written the KL
                 if next_tensordict.get(key, None) is not None:
                     next_tensordict.set(key, value)
+        return step, cast(Tensor, kept)
+
+    def _penalize(self, next_tensordict: TensorDictBase, step: KLStep, reward: Tensor) -> None:
         # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1).
-        kl, reward = cast(Tensor, step.kl), cast(Tensor, reward)
+        kl, coeff = cast(Tensor, step.kl), self.controller.coeff
         penalized, applied = penalize(kl, reward, coeff, self.keys.reward)
         next_tensordict.set(self.out_key, penalized)
         next_tensordict.set(self.keys.kl_coeff, applied)
         if self.record:
             next_tensordict.set(self.keys.task_reward, reward)
-        return step
 
     def adjust_env_step(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
@@ -115,7 +118,8 @@ class PenaltyTransform(KLTransform):
         Returns the step without invalid numbers.
         """
         # First, so that an update of the controller does not change the coefficient of this step.
-        step = self._penalize(tensordict, next_tensordict, step)
+        step, reward = self._keep(tensordict, next_tensordict, step)
+        self._penalize(next_tensordict, step, reward)
         if not self.record:
             return step
         # The sum is an entry of the data, so that TorchRL sets it to zero in partial resets.
@@ -125,17 +129,26 @@ class PenaltyTransform(KLTransform):
         self._rows.add(episode_kl, step.counted, step.valid)
         if self.frozen:
             return step
-        if self.controller.per == "step":
-            drawn = step.counted is True or torch.as_tensor(step.counted).all()
+        drawn = step.counted is True or bool(torch.as_tensor(step.counted).all())
+        per_step = self.controller.per == "step"
+        ended = None if per_step else self._find_finished(tensordict, next_tensordict, step)
+        if self.controller.planning:
+            reward = next_tensordict.get(self.keys.task_reward)
+            everywhere = torch.ones_like(reward, dtype=torch.bool) if drawn else None
+            counts = everywhere if step.counting is None or not drawn else step.counting
+            counts = counts if per_step else ended
+            about = (reward, cast(Tensor, step.kl), counts, self.feed.needed(True))
+            self.feed.rewards.add_env_step(self.controller, *about)
+        if per_step:
             self.feed.pool(measured if drawn else None, step.counting, in_env=True)
         else:
-            self.feed.pool(self._finished(tensordict, next_tensordict, step), in_env=True)
+            self.feed.pool(None if ended is None else episode_kl[ended], in_env=True)
         return step
 
-    def _finished(
+    def _find_finished(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
     ) -> Tensor | None:
-        """The sums of the trajectories that end with this step, (N,); None if none does."""
+        """Which trajectories end with this step, (*B, *A, 1); None if none does."""
         episode_kl = next_tensordict.get(self.keys.episode_kl)  # (*B, *A, 1), as is `ended`
         done_key = td.find_done(next_tensordict, self.keys.done, named=self.keys.done_named)
         ended = cast(Tensor, td.find_ends(next_tensordict, done_key, episode_kl.shape))
@@ -146,7 +159,7 @@ class PenaltyTransform(KLTransform):
             ended = ended & ~td.expand_right(before, episode_kl.shape)
         if step.mask is not None:
             ended = ended & td.expand_right(step.mask, episode_kl.shape)
-        return episode_kl[ended & ~self._rows.left_out(ended)]
+        return ended & ~self._rows.left_out(ended)
 
     def adjust_batch(
         self, tensordict: TensorDictBase, step: KLStep, stream: OpenTrajectories | None, trace: bool
@@ -156,9 +169,13 @@ class PenaltyTransform(KLTransform):
         Returns the steps without invalid numbers.
         """
         next_tensordict = tensordict.get("next")
-        if self.controller.coeff.item() != 0:
+        if self.controller.coeff.item() != 0 or self.controller.planning:
             refuse_advantages(tensordict)
-        step = self._penalize(tensordict, next_tensordict, step)
+        step, reward = self._keep(tensordict, next_tensordict, step)
+        if trace:
+            # First, so that the batch is penalized with what is planned from it.
+            self._plan_batch(tensordict, reward, step)
+        self._penalize(next_tensordict, step, reward)
         if self.record:
             # (*B, *A, 1), or None for a batch without a time dimension.
             running = self._feed_batch(tensordict, step, stream, trace)
@@ -172,8 +189,28 @@ class PenaltyTransform(KLTransform):
         measured = next_tensordict.get(self.keys.kl_estimate, None)
         if measured is None:
             measured = td.get_required(next_tensordict, self.keys.kl, NO_KL)
-        step = KLStep(None, measured, tensordict.get(td.MASK_KEY, None), kl=measured)
+        kl = next_tensordict.get(self.keys.kl, measured)
+        step = KLStep(None, kl, tensordict.get(td.MASK_KEY, None), kl=kl, estimate=measured)
+        self._plan_batch(tensordict, next_tensordict.get(self.keys.task_reward, None), step)
         self._feed_batch(tensordict, step, stream, trace=True)
+
+    def _plan_batch(self, tensordict: TensorDictBase, reward: Tensor | None, step: KLStep) -> None:
+        """Gives the task reward of a batch, (*B, *A, 1), to a controller that plans from it."""
+        if not self.controller.planning or self.frozen or not self.training or reward is None:
+            return
+        kl = cast(Tensor, step.kl)
+        check_reward_shape(kl.shape, reward.shape, self.keys.reward)
+        self.feed.rewards.add_batch(
+            self.controller,
+            tensordict,
+            reward,
+            kl,
+            step.counting,
+            done_key=self.keys.done,
+            done_named=self.keys.done_named,
+            time_dim=self.time_dim,
+            observed=self.observed,
+        )
 
     @staticmethod
     def new_stream() -> OpenTrajectories:
@@ -209,7 +246,9 @@ class PenaltyTransform(KLTransform):
         if self.record:
             # Rows that are reset begin a trajectory; without a mask all are.
             at_root = tensordict.get("_reset", None)
-            self._rows.reset(tensordict.get(td.sibling(self.keys.episode_kl, "_reset"), at_root))
+            reset = tensordict.get(td.sibling(self.keys.episode_kl, "_reset"), at_root)
+            self._rows.reset(reset)
+            self.feed.rewards.begin_trajectories(reset)
 
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses an env whose reward is penalized already."""

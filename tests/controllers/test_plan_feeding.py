@@ -1,0 +1,256 @@
+"""How rewards reach a controller that plans: on batches, in env steps, in losses, for texts."""
+
+import copy
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.envs import TransformedEnv
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from torchrl_kl import (
+    GPT,
+    CausalLMActor,
+    KLConstrainedTransform,
+    KLPenaltyLoss,
+    PIDKLController,
+    ResponseKLTransform,
+    coeff_for_budget,
+)
+from torchrl_kl.controllers.plan import RewardPlan
+from torchrl_kl.envs import DigitLanguageEnv
+
+# Solved to a relative 1e-9; the rewards are sums of float32 numbers without rounding.
+SAME = {"rel": 1e-8}
+
+
+@pytest.fixture(scope="module")
+def actor():
+    torch.manual_seed(0)
+    return CausalLMActor(GPT(vocab_size=11, block_size=8, n_layer=1, n_head=1, n_embd=8))
+
+
+def reward_of(texts):
+    """Whether the first digit of a response (N, 9) is even, plus how large the second one is."""
+    return (texts[:, 5] % 2 == 0).float() + texts[:, 6] / 16
+
+
+def collect(actor, n: int, prompts=None, seed: int = 0):
+    """Responses (n, 4), time last."""
+    torch.manual_seed(seed)
+    env = DigitLanguageEnv(reward_fn=reward_of, batch_size=(n,), seed=seed)
+    start = env.reset() if prompts is None else env.reset(prompt=prompts)
+    with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+        batch = env.rollout(4, actor, auto_reset=False, tensordict=start)
+    batch.names = [None, "time"]
+    return batch
+
+
+def controller(target: float = 0.3, **kwargs):
+    return PIDKLController("plan", target, **kwargs)
+
+
+def totals(batch):
+    return batch["next", "reward"].sum((1, 2)).double()
+
+
+def test_a_batch_is_penalized_with_the_coefficient_that_is_planned_from_it(actor):
+    batch, stack = collect(actor, 200), KLConstrainedTransform(actor, controller())
+    expected = coeff_for_budget(totals(batch), 0.3)
+    out = stack(batch)
+    assert stack.controller.coeff.item() == pytest.approx(expected, **SAME)
+    assert (out["next", "kl_coeff"] == stack.controller.coeff.float()).all()
+    # The KL of that batch is not a measurement of the plan; that of the next batch is.
+    assert stack.statistics.count == 0
+    stack(collect(actor, 200, seed=1))
+    assert stack.controller.coeff.item() < 0.99 * expected
+
+
+def test_responses_to_the_same_prompt_are_a_group(actor):
+    prompts = torch.arange(30)[:, None].expand(-1, 4) % 10 + 0
+    prompts = prompts.clone()
+    prompts[:, 0] = torch.arange(30) // 10
+    batch = collect(actor, 480, prompts.repeat_interleave(16, 0))
+    batch["next", "reward"][:, -1] += torch.arange(30.0).repeat_interleave(16)[:, None]
+    stack = KLConstrainedTransform(actor, controller())
+    stack(batch)
+    expected = coeff_for_budget(totals(batch).view(30, 16), 0.3)
+    assert stack.controller.coeff.item() == pytest.approx(expected, **SAME)
+
+
+def test_trajectories_that_come_in_pieces_give_the_same_plan(actor):
+    batch = collect(actor, 200)
+    batch["collector", "traj_ids"] = torch.arange(200)[:, None].expand(-1, 4).clone()
+    whole, parts = (KLConstrainedTransform(actor, controller()) for _ in range(2))
+    whole(batch)
+    for piece in (batch[:, :1], batch[:, 1:]):
+        assert parts.controller.planning
+        parts(piece)
+    assert parts.controller.coeff.item() == pytest.approx(whole.controller.coeff.item(), **SAME)
+
+
+def test_batches_that_workers_penalized_give_the_same_plan(actor):
+    batch = collect(actor, 200)
+    penalized = KLConstrainedTransform(actor, 0.0)(batch)
+    stack = KLConstrainedTransform(actor, controller())
+    stack.observe(penalized)
+    expected = coeff_for_budget(totals(batch), 0.3)
+    assert stack.controller.coeff.item() == pytest.approx(expected, **SAME)
+
+
+@pytest.mark.parametrize("stop", [lambda stack: stack.freeze(), lambda stack: stack.eval()])
+def test_frozen_or_in_eval_mode_nothing_is_planned(actor, stop):
+    stack = stop(KLConstrainedTransform(actor, controller()))
+    out = stack(collect(actor, 200))
+    assert stack.controller.planning
+    assert (out["next", "reward"] == out["next", "task_reward"]).all()
+
+
+def test_padded_steps_do_not_count(actor):
+    batch, stack = collect(actor, 200), KLConstrainedTransform(actor, controller())
+    expected = coeff_for_budget(totals(batch), 0.3)
+    padded = torch.cat([batch, batch[:, -1:]], 1)
+    padded["next", "reward"][:, -1] = 100.0
+    padded["collector", "mask"] = torch.tensor([True] * 4 + [False]).expand(200, -1)
+    padded["collector", "traj_ids"] = torch.arange(200)[:, None].expand(-1, 5).clone()
+    padded.names = [None, "time"]
+    stack(padded)
+    assert stack.controller.coeff.item() == pytest.approx(expected, **SAME)
+
+
+def test_a_policy_that_has_moved_is_weighted_by_its_log_ratio(actor):
+    moved = copy.deepcopy(actor)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in moved.parameters():
+            weight += 0.05 * torch.randn(weight.shape, generator=generator)
+    batch, stack = collect(moved, 400), KLConstrainedTransform(actor, controller())
+    out = stack(batch)
+    ratios = out["next", "kl"].sum((1, 2)).double()
+    assert ratios.abs().max() > 0.05
+    plan = RewardPlan(0.3).add(totals(batch), log_ratios=ratios).solve()
+    assert stack.controller.coeff.item() == pytest.approx(plan.coeff, **SAME)
+    assert plan.coeff != pytest.approx(coeff_for_budget(totals(batch), 0.3), rel=1e-4)
+
+
+def test_in_an_env_it_plans_from_finished_trajectories(actor):
+    torch.manual_seed(0)
+    env = DigitLanguageEnv(reward_fn=reward_of, batch_size=(40,), seed=0)
+    stack = KLConstrainedTransform(actor, controller())
+    env = TransformedEnv(env, stack)
+    with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+        rewards = [env.rollout(4, actor)["next", "task_reward"].sum((1, 2)) for _ in range(1)]
+        plan = RewardPlan(0.3)
+        while (made := plan.add(rewards[-1].double()).solve()) is None:
+            assert stack.controller.planning
+            assert stack.controller.coeff.item() == pytest.approx(plan.cautious_coeff, rel=1e-6)
+            rewards.append(env.rollout(4, actor)["next", "task_reward"].sum((1, 2)))
+    # In an env a float32 sum is added up step by step.
+    assert stack.controller.coeff.item() == pytest.approx(made.coeff, rel=1e-5)
+
+
+def test_random_and_deterministic_steps_in_an_env_plan_nothing(actor):
+    stack = KLConstrainedTransform(actor, controller())
+    env = TransformedEnv(DigitLanguageEnv(reward_fn=reward_of, batch_size=(60,), seed=0), stack)
+    with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
+        env.rollout(4, actor)
+    env.rollout(4)
+    assert not len(stack.controller.plan.samples)
+
+
+def test_the_loss_plans_from_the_rewards_of_a_batch(actor):
+    batch, loss = collect(actor, 200), KLPenaltyLoss(actor, controller())
+    expected = coeff_for_budget(totals(batch), 0.3)
+    assert loss.update_controller(batch) == pytest.approx(expected, **SAME)
+    other = KLPenaltyLoss(actor, controller())
+    other.set_keys(reward="other")
+    with pytest.raises(KeyError, match="'other' is not in the data.*name it with"):
+        other.update_controller(batch)
+    batch["next", "reward"] = batch["next", "reward"].expand(-1, -1, 2)
+    with pytest.raises(ValueError, match=r"the reward must have the shape \(200, 4, 1\)"):
+        KLPenaltyLoss(actor, controller()).update_controller(batch)
+
+
+def test_short_trajectories_are_planned_whole_for_a_target_per_step(actor):
+    batch, stack = collect(actor, 200), KLConstrainedTransform(actor, controller(0.1, per="step"))
+    stack(batch)
+    # 0.1 nats for each of four steps.
+    expected = coeff_for_budget(totals(batch), 0.4)
+    assert stack.controller.coeff.item() == pytest.approx(expected, **SAME)
+
+
+def dense(n_rows: int, n_steps: int) -> TensorDict:
+    """Steps whose reward is the action plus a slow trend, with zero KL, (n_rows, n_steps)."""
+    generator = torch.Generator().manual_seed(0)
+    trend = torch.linspace(0, 30, n_steps)[None, :, None]
+    reward = torch.randn(n_rows, n_steps, 1, generator=generator) + trend
+    done = torch.zeros(n_rows, n_steps, 1, dtype=torch.bool)
+    done[:, -1] = True
+    step = {"reward": reward, "kl": 0 * reward, "done": done, "terminated": done}
+    names = [None, "time"]
+    return TensorDict({"next": step}, batch_size=(n_rows, n_steps), names=names)
+
+
+def test_long_trajectories_are_planned_by_blocks_of_steps():
+    from torchrl_kl import RewardAdjustmentTransform
+
+    batch = dense(10, 320)
+    transform = RewardAdjustmentTransform(controller(0.2, per="step"))
+    transform(batch)
+    blocks = batch["next", "reward"].reshape(-1, 16).double()
+    expected = coeff_for_budget(blocks, 0.2)
+    assert transform.controller.coeff.item() == pytest.approx(expected, **SAME)
+    # 1 / sqrt(2 * 0.2) for normal rewards of variance 1; the trend of 30 is not counted.
+    assert expected == pytest.approx(1 / math.sqrt(0.4), rel=0.3)
+
+
+def test_without_time_steps_are_pooled():
+    from torchrl_kl import RewardAdjustmentTransform
+
+    batch = dense(10, 320).reshape(-1)
+    transform = RewardAdjustmentTransform(controller(0.2, per="step", max_coeff=100.0))
+    transform(batch)
+    expected = coeff_for_budget(batch["next", "reward"].flatten().double(), 0.2)
+    assert transform.controller.coeff.item() == pytest.approx(expected, **SAME)
+
+
+# Responses of TorchRL's LLM API.
+
+
+def texts(n_prompts: int, per_prompt: int):
+    """Texts (N, 8): a prompt of 4 tokens and 4 more, and rewards that depend on the prompt, too."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(10, (n_prompts, 4), generator=generator)
+    prompts = prompts.unique(dim=0).repeat_interleave(per_prompt, 0)
+    responses = torch.randint(10, (len(prompts), 4), generator=generator)
+    reward = responses[:, :1] / 4 + 3 * prompts[:, :1]
+    tokens = TensorDict(full=torch.cat([prompts, responses], 1), prompt=prompts)
+    return TensorDict(tokens=tokens, next={"reward": reward}, batch_size=len(prompts))
+
+
+@pytest.mark.parametrize(("per", "budget"), [("trajectory", 0.3), ("step", 0.3 / 4)])
+def test_rewards_of_responses_are_compared_by_prompt(actor, per, budget):
+    batch = texts(20, 16)
+    model = GPT(vocab_size=11, block_size=8)
+    transform = ResponseKLTransform(model, controller(budget, per=per), pad_token=10)
+    transform(batch)
+    expected = coeff_for_budget(batch["next", "reward"].double().view(-1, 16), 0.3)
+    assert transform.controller.coeff.item() == pytest.approx(expected, **SAME)
+    assert transform.statistics.count == 0
+    transform(batch)
+    assert transform.controller.coeff.item() < expected
+
+
+def test_batches_of_responses_with_few_each_are_pooled_until_there_are_enough():
+    model = GPT(vocab_size=11, block_size=8)
+    transform = ResponseKLTransform(model, controller(), pad_token=10)
+    batch, plan = texts(30, 4), RewardPlan(0.3)
+    rewards = batch["next", "reward"].double().flatten()
+    for n, rows in enumerate(torch.arange(len(batch)).split(4)):
+        transform(batch[rows])
+        plan.add(rewards[rows], groups=torch.full((4,), float(n)))
+        if not transform.controller.planning:
+            break
+    assert transform.controller.coeff.item() == pytest.approx(plan.solve().coeff, **SAME)
+    assert n > 2
