@@ -2,57 +2,28 @@
 
 from __future__ import annotations
 
-import csv
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
 import torch
-from torchrl.record.loggers import CSVLogger, Logger, TensorboardLogger
+from running import replacing
 
-from torchrl_kl import GPT, CausalLMRewardModel, ExactValues, PolicyValues
+from torchrl_kl import CausalLMRewardModel, ExactValues, PolicyValues
 from torchrl_kl.envs import DigitLanguage
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-Curve = Callable[[str, str], list[tuple[int, float]]]
-RUNS = {"beta1": "beta 1", "beta0": "beta 0", "adaptive": "adaptive"}
+Curves = dict[str, list[list[float]]]  # by name, pairs of a step and a value
+RUNS = {"constant": "coefficient 1", "no_penalty": "no penalty", "adaptive": "adaptive"}
 COLORS = {
-    "base": "0.45",
+    "language_model": "0.45",
     "true language": "0.8",
-    "beta 1": "tab:blue",
-    "beta 0": "tab:red",
+    "constant": "tab:blue",
+    "no_penalty": "tab:red",
     "adaptive": "tab:green",
 }
-
-
-class Metrics:
-    """Writes to CSVLogger (one file per metric), to TensorBoard on request, and to one table."""
-
-    def __init__(self, folder: str, logger: str):
-        # CSVLogger appends to the files of a former run in the same folder.
-        shutil.rmtree(Path(folder) / "metrics", ignore_errors=True)
-        self.csv = CSVLogger("metrics", log_dir=folder)
-        self.loggers: list[Logger] = [self.csv]
-        if logger == "tensorboard":
-            self.loggers.append(TensorboardLogger("tensorboard", log_dir=folder))
-
-    def log(self, run: str, step: int, **values: float) -> None:
-        for name, value in values.items():
-            for logger in self.loggers:
-                logger.log_scalar(f"{run}/{name}", value, step=step)
-
-    def curve(self, run: str, name: str) -> list[tuple[int, float]]:
-        return self.csv.experiment.scalars[f"{run}/{name}"]
-
-    def write_table(self, file: Path) -> None:
-        with file.open("w", newline="") as stream:
-            table = csv.writer(stream)
-            table.writerow(["metric", "step", "value"])
-            for name, curve in self.csv.experiment.scalars.items():
-                table.writerows([name, step, value] for step, value in curve)
 
 
 def describe(values: ExactValues, right: torch.Tensor) -> dict:
@@ -133,11 +104,10 @@ def print_table(report: dict) -> None:
         f"{'policy':<22}{'coeff':>8}{'reward':>9}{'KL':>8}  "
         f"{'KL at digit 1 / 2 / 3 / 4':<27}{'1st right':>11}{'gain':>9}"
     )
-    names = {"beta1": "PPO, beta 1", "beta0": "PPO, beta 0", "adaptive": "PPO, adaptive"}
-    for run, name in names.items():
+    for run, name in RUNS.items():
         row = report[run]
         for label, v, gain in (
-            (name, row, f"{row['fraction_of_gain']:.2%}"),
+            (f"PPO, {name}", row, f"{row['fraction_of_gain']:.2%}"),
             ("  best possible", row["optimum"], "100%"),
         ):
             positions = " / ".join(f"{max(kl, 0.0):.3f}" for kl in v["kl_per_position"])
@@ -161,11 +131,11 @@ def print_table(report: dict) -> None:
     print(f"Seconds: {seconds}.")
 
 
-def draw_reward_model(curve: Curve, file: Path) -> None:
+def draw_reward_model(curves: Curves, file: Path) -> None:
     """Scores of accepted and rejected responses while the reward model learns."""
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
     for name, color in (("accepted", "tab:green"), ("rejected", "tab:red")):
-        axes.plot(*zip(*curve("reward_model", name), strict=True), color=color, label=name)
+        axes.plot(*zip(*curves[name], strict=True), color=color, label=name)
     axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     axes.set(
         title="The reward model learns the preference",
@@ -176,15 +146,15 @@ def draw_reward_model(curve: Curve, file: Path) -> None:
     _save(figure, file)
 
 
-def draw_curves(curve: Curve, target: float, coeff: float, file: Path) -> None:
+def draw_curves(curves: dict[str, Curves], target: float, coeff: float, file: Path) -> None:
     """Reward, KL to the reference and coefficient of all runs."""
     figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), layout="constrained")
     for run, name in RUNS.items():
         # The adaptive run has another reward, in other units: the first digit right or not.
         panel = axes[1] if run == "adaptive" else axes[0]
-        panel.plot(*zip(*curve(run, "reward"), strict=True), color=COLORS[name], label=name)
-        axes[2].plot(*zip(*curve(run, "kl_reference"), strict=True), color=COLORS[name], label=name)
-        axes[3].plot(*zip(*curve(run, "coeff"), strict=True), color=COLORS[name], label=name)
+        panel.plot(*zip(*curves[run]["reward"], strict=True), color=COLORS[run], label=name)
+        axes[2].plot(*zip(*curves[run]["kl_reference"], strict=True), color=COLORS[run], label=name)
+        axes[3].plot(*zip(*curves[run]["coeff"], strict=True), color=COLORS[run], label=name)
     axes[2].axhline(target, color=COLORS["adaptive"], linestyle=":", label=f"target {target:g}")
     axes[3].axhline(
         coeff, color=COLORS["adaptive"], linestyle=":", label=f"exact for the target, {coeff:.3f}"
@@ -233,36 +203,7 @@ def draw_probabilities(
     _save(figure, file)
 
 
-def draw_attention(
-    models: dict[str, GPT], text: torch.Tensor, language: DigitLanguage, file: Path
-) -> None:
-    """Attention maps of all heads of all models on one text."""
-    tokens = text[:-1]
-    labels = ["sep" if t == language.separator else str(t) for t in tokens.tolist()]
-    maps = {name: gpt.attention_maps(tokens[None])[0].flatten(0, 1) for name, gpt in models.items()}
-    n_head = models["base"].config["n_head"]
-    n_maps = len(maps["base"])
-    figure, axes = plt.subplots(
-        len(models), n_maps, figsize=(1.55 * n_maps, 1.75 * len(models)), layout="constrained"
-    )
-    for row, (name, heads) in zip(axes, maps.items(), strict=True):
-        for index, (panel, weights) in enumerate(zip(row, heads, strict=True)):
-            panel.imshow(weights.numpy(), vmin=0, vmax=1, cmap="Blues")
-            panel.set_xticks(range(len(labels)), labels, fontsize=6)
-            panel.set_yticks(range(len(labels)), labels, fontsize=6)
-            if name == "base":
-                panel.set_title(
-                    f"layer {index // n_head + 1}, head {index % n_head + 1}", fontsize=8
-                )
-            if name == list(maps)[-1]:
-                panel.set_xlabel("attended token", fontsize=7)
-        row[0].set_ylabel(f"{name}\nattending token", fontsize=8)
-    figure.colorbar(axes[0, 0].images[0], ax=axes, label="attention weight", shrink=0.6)
-    prompt = " ".join(map(str, text[: language.prompt_length].tolist()))
-    figure.suptitle(f"Attention on the prompt {prompt} and its response")
-    _save(figure, file)
-
-
 def _save(figure, file: Path) -> None:
-    figure.savefig(file, dpi=110)
+    with replacing(file) as part:
+        figure.savefig(part, dpi=110, format="png")
     plt.close(figure)
