@@ -100,7 +100,7 @@ class Options(DigitJobOptions):
     """Folder of the results. A folder that is in use is refused, or continued with --resume."""
     processes: Count = 2
     """Processes that train the runs of PPO; 1: this one, run after run."""
-    lm_iterations: Count = 1100
+    lm_iterations: Count = 900
     """Updates of the language model."""
     lm_batch: Count = 128
     """Texts per update of the language model."""
@@ -128,9 +128,9 @@ class Options(DigitJobOptions):
     """Weight of the squared sum of the two scores of a pair."""
     rm_heldout_pairs: Count = 10_000
     """Held-out pairs that test the reward model."""
-    ppo_batches: Count = 40
+    ppo_batches: Count = 30
     """Batches of responses that PPO collects with a constant coefficient and without a penalty."""
-    adaptive_batches: Count = 90
+    adaptive_batches: Count = 70
     """Batches of responses that PPO collects with the adaptive coefficient."""
     target_kl: Positive = 0.5
     """KL that the adaptive coefficient steers to, nats per response."""
@@ -316,8 +316,10 @@ def do_all(options: Options) -> tuple[dict[str, dict], dict[str, dict]]:
         runs = {"adaptive": workers.start(part, "adaptive", train, "adaptive", rows, options)}
         announce("reward model", 2 * options.rm_iterations * options.rm_batch)
         results["reward_model"] = part("reward_model", make_reward_model, options)
-        draw_reward_model(results["reward_model"]["curves"], options.out / "reward_model.png")
-        tqdm.write(f"reward model: see {options.out / 'reward_model.png'}")
+        accuracy = results["reward_model"]["figures"]["heldout_accuracy"]
+        picture = options.out / "reward_model.png"
+        draw_reward_model(results["reward_model"]["curves"], accuracy, picture)
+        tqdm.write(f"reward model: {accuracy:.1%} of held-out pairs in order, see {picture}")
         runs |= {run: workers.start(part, run, train, run, rows, options) for run in COEFFS}
         n_batches = 2 * options.ppo_batches + options.adaptive_batches
         announce("PPO", n_batches * options.ppo_responses, options.processes)
@@ -328,12 +330,14 @@ def do_all(options: Options) -> tuple[dict[str, dict], dict[str, dict]]:
     return results, figures
 
 
-def draw_pictures(job: Job, curves: dict[str, dict], coeff: float) -> None:
+def draw_pictures(job: Job, results: dict[str, dict], figures: dict[str, dict]) -> None:
     out, language = job.out, job.language
     text = torch.tensor([5, 7, 1, 5, language.separator, 6, 2, 7, 3])
     models = {"true language": true_next_token(language)}
-    models |= {n: next_token(job.load(n)) for n in ("language_model", *COEFFS)}
-    draw_curves(curves, job.options.target_kl, coeff, out / "curves.png")
+    models |= {name: next_token(job.load(name)) for name in ("language_model", *COEFFS)}
+    curves = {run: [results[run]["curves"]] for run in RUNS}
+    seeds = {run: [figures[run]] for run in RUNS}
+    draw_curves(curves, seeds, job.options.target_kl, out / "curves.png")
     draw_probabilities(models, text, language, out / "probabilities.png")
 
 
@@ -342,8 +346,8 @@ def main() -> None:
     with stops_cleanly(options.out):
         open_folder(options)
         results, figures = do_all(options)
-        job, curves = Job(options), {run: results[run]["curves"] for run in RUNS}
-        draw_pictures(job, curves, figures["adaptive"]["coeff_exact"])
+        job = Job(options)
+        draw_pictures(job, results, figures)
     report = {n: results[n]["figures"] for n in ("language_model", "reward_model")} | figures
     for unit in ("seconds", "cpu_seconds"):
         report[unit] = {name: result[unit] for name, result in results.items()}

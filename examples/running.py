@@ -274,7 +274,8 @@ class Run:
         for name, value in values.items():
             self.curves.setdefault(name, []).append([step, value])
             self._log.log_scalar(name, value, step=step)
-        self.bar.set_postfix_str(show.format(**values))
+        if show:
+            self.bar.set_postfix_str(show.format(**values))
 
 
 class Checkpoints:
