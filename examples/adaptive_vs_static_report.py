@@ -57,7 +57,8 @@ def spread(values: list[float], form: str) -> str:
 def print_study(runs: Runs, truths: list[dict], target: float) -> None:
     """The table, ready for a README: means over seeds, in brackets the least and the greatest."""
     columns = ["run", "KL, nats", "off the target", "coefficient / exact", "reward"]
-    columns += ["reward below the frontier", "excess KL, nats", "perplexity"]
+    columns += ["reward below the frontier", "excess KL, nats"]
+    columns += ["perplexity", "highest on the way"]
     print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for run, results in runs.items():
         off = [abs(kl / target - 1) for kl in finals(results, "kl")]
@@ -73,6 +74,7 @@ def print_study(runs: Runs, truths: list[dict], target: float) -> None:
             spread(differences(results, "frontier", "reward"), "{:.4f}"),
             spread(differences(results, "kl", "least_kl"), "{:.3f}"),
             f"{fmean(finals(results, 'perplexity')):.3f}",
+            f"{fmean(max(p for _, p in r['curves']['perplexity']) for r in results):.3f}",
         ]
         print(f"| {run} | {' | '.join(cells)} |")
     exact = spread([truth["coeff"] for truth in truths], "{:.3f}")
@@ -96,16 +98,16 @@ def draw_study(runs: Runs, truths: list[dict], target: float, file: Path) -> Non
     draw_curves(runs, "kl_reference", kls)
     draw_curves(runs, "coeff", coeffs)
     n_batches = len(next(iter(runs.values()))[0]["curves"]["coeff"])
-    draw_goal(kls, target, "", 0)
     exact = fmean(truth["coeff"] for truth in truths)
-    draw_goal(coeffs, exact, "", 0)
+    draw_goal(kls, target, "target", 1.02 * n_batches)
+    draw_goal(coeffs, exact, "exact", 1.02 * n_batches)
     kls.set(
-        title=f"Controllers bring the KL to the target, {target:g} nats (dotted)",
+        title=f"Controllers bring the KL to the target of {target:g} nats ...",
         ylabel="KL to the language model (nats per response)",
         xlim=(0, 1.25 * n_batches),
     )
     coeffs.set(
-        title=f"They find the coefficient, {exact:.2f} (dotted)",
+        title=f"... and find the exact coefficient, {exact:.2f}",
         ylabel="coefficient (reward per nat), log scale",
         yscale="log",
         xlim=(0, 1.25 * n_batches),
@@ -113,6 +115,11 @@ def draw_study(runs: Runs, truths: list[dict], target: float, file: Path) -> Non
     set_log_ticks(coeffs.yaxis, (0.05, 0.1, 0.2, 0.5, 1.0, 2.0))
     draw_ends(runs, target, ends)
     draw_plane(runs, truths, plane)
+    handles = {
+        "a constant" if color == GREY else who: plt.Line2D([], [], color=color, linewidth=4)
+        for who, color in group_colors(runs).items()
+    }
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles))
     save_figure(figure, file)
 
 
@@ -125,9 +132,9 @@ def draw_curves(runs: Runs, name: str, axes) -> None:
         curves = [smooth([value for _, value in r["curves"][name]]) for r in results]
         draw_band(axes, steps, curves, color, linewidth=1.5)
         ends[who] = fmean(curve[-1] for curve in curves)
-    axes.set_xlabel("batch of responses")
+    axes.set_xlabel("batch of responses (means of 5)")
     for who, end in ends.items():
-        # Those that end at the target would cover each other: the legend of ends names them.
+        # Those that end at the target would cover each other: the legend names them.
         if who.startswith("constant"):
             label(axes, steps[-1], end, who, GREY)
 
@@ -141,7 +148,7 @@ def draw_ends(runs: Runs, target: float, axes) -> None:
         color, rows = colors[group(run)], [row] * len(results)
         axes.scatter(finals(results, "kl"), rows, s=30, color=color, alpha=0.7, linewidth=0)
     axes.set(
-        title="Constants chosen beforehand miss it (grey: within 10 %)",
+        title="Constants chosen beforehand miss it (grey: 10 %)",
         xlabel="final KL of each seed (nats per response), log scale",
         xscale="log",
     )
@@ -171,10 +178,8 @@ def draw_plane(runs: Runs, truths: list[dict], axes) -> None:
         axes.scatter(x, y, s=45, color=colors[group(run)], zorder=3)
         if run.startswith("constant"):
             label(axes, x, y, run, GREY, offset=(8, -8))
-    controlled = [r for run, results in runs.items() if colors[group(run)] != GREY for r in results]
-    x, y = fmean(finals(controlled, "kl")), fmean(finals(controlled, "reward"))
-    label(axes, x, y, "controllers and computed", BLUE, offset=(10, -10))
     gap = max(max(differences(results, "frontier", "reward")) for results in runs.values())
+    axes.margins(x=0.15)
     axes.set(
         title=f"All end within {gap:.3f} of the best possible reward",
         xlabel="final KL (nats per response)",

@@ -220,7 +220,7 @@ def draw_curves(
         _draw(rewards, runs[run], "reward", COLORS[run], label=RUNS[run], **line)
     rewards.legend(loc="lower right")
     rewards.set(
-        title="Learned reward: {:.2f} with the penalty, {:.2f} without".format(
+        title="Learned reward: {:.2f} with, {:.2f} without a penalty".format(
             *(fmean(row["reward"] for row in figures[run]) for run in COMPARED)
         ),
         xlabel="batch of responses",
@@ -265,7 +265,7 @@ def _draw_digits(axes, figures: dict[str, list[dict]]) -> None:
     axes.legend(loc="upper right")
     later = [fmean(sum(row["kl_per_position"][1:]) for row in figures[run]) for run in COMPARED]
     axes.set(
-        title="Digits 2 to {}: {:.2f} nats with the penalty, {:.2f} without".format(
+        title="KL of digits 2 to {}: {:.2f} with, {:.2f} without a penalty".format(
             n_digits, *later
         ),
         xlabel="digit of the response (the reward asks about the first)",
