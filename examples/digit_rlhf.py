@@ -100,7 +100,7 @@ class Options(DigitJobOptions):
     """Folder of the results. A folder that is in use is refused, or continued with --resume."""
     processes: Count = 2
     """Processes that train the runs of PPO; 1: this one, run after run."""
-    lm_iterations: Count = 900
+    lm_iterations: Count = 960
     """Updates of the language model."""
     lm_batch: Count = 128
     """Texts per update of the language model."""

@@ -279,7 +279,8 @@ class TestWorkers:
         assert calls == [3]
 
     @pytest.mark.slow
-    def test_an_error_ends_the_others(self, running):
+    def test_an_error_ends_the_others(self, running, monkeypatch):
+        monkeypatch.syspath_prepend(ROOT / "examples")  # for the workers
         began = time.monotonic()
 
         def work() -> None:
