@@ -130,13 +130,13 @@ class Options(DigitJobOptions):
     """Held-out pairs that test the reward model."""
     ppo_batches: Count = 30
     """Batches of responses that PPO collects with a constant coefficient and without a penalty."""
-    adaptive_batches: Count = 70
+    adaptive_batches: Count = 75
     """Batches of responses that PPO collects with the adaptive coefficient."""
     target_kl: Positive = 0.5
     """KL that the adaptive coefficient steers to, nats per response."""
     init_coeff: Positive = 0.05
     """Where the adaptive coefficient starts, far from the answer."""
-    horizon: Positive = 8192.0
+    horizon: Positive = 6144.0
     """Responses in which the adaptive coefficient can grow by a factor of e."""
     clip: Positive = 1.0
     """The largest relative error of the KL that the adaptive coefficient reacts to."""

@@ -255,8 +255,7 @@ class Run:
                     if noted:
                         save(self.folder)
                         raise Stopped(f"{self.label} after {step + 1} of {total} steps")
-                # Also where the last checkpoint was that of the last step.
-                save(self.folder)
+            save(self.folder)  # also where the last checkpoint was that of the last step
         finally:
             self.bar.close()
             self._log.close()
