@@ -73,6 +73,7 @@ ARROWS: dict[str, set[str]] = {
     "functional": set(),
     "_tensordict": set(),
     "_torchrl": {"functional"},
+    "_responses": {"_tensordict"},
     "controllers": {"functional"},
     "exact": {"functional"},
     "actors": {"_tensordict", "_torchrl", "functional"},
@@ -81,9 +82,15 @@ ARROWS: dict[str, set[str]] = {
         *("_feeding", "_tensordict", "_torchrl"),
         *("actors", "controllers", "functional"),
     },
-    "language": {"_tensordict", "actors", "controllers", "functional", "transforms"},
+    "language": {
+        *("_responses", "_tensordict"),
+        *("actors", "controllers", "functional", "transforms"),
+    },
     "objectives": {"_feeding", "_tensordict", "actors", "controllers", "functional"},
-    "monitor": {"_feeding", "_tensordict", "actors", "controllers", "functional"},
+    "monitor": {
+        *("_feeding", "_responses", "_tensordict"),
+        *("actors", "controllers", "functional"),
+    },
     "collectors": {"_tensordict", "_torchrl", "actors", "controllers", "transforms"},
     "trainers": {"_tensordict", "transforms"},
 }
