@@ -6,7 +6,7 @@ KL(policy || language model) with
 
 - a constant coefficient: 0.1, 0.3, 1.0;
 - a constant coefficient that `coeff_for_budget` computes from responses of the language model,
-  before any training;
+  before any training ("computed");
 - the coefficient of a controller that steers to the target KL: adaptive, exponential, PID, each
   from two starts.
 
@@ -14,14 +14,14 @@ Every policy is then judged by enumeration over held-out prompts: its reward, it
 lies below the exact frontier (the most reward that any policy can have at its KL), and what it has
 kept of the language.
 
-A run whose result is in the folder `--out` is not run again. With two cores, give each of them some
-of the seeds, then collect:
+Ctrl-C saves what was learned so far, and `--resume` continues: a run whose result is in the folder
+`--out` is not run again. With two cores, give each of them some of the seeds, then collect:
 
-    python examples/adaptive_vs_static.py --seed 0 --seeds 3 &
-    python examples/adaptive_vs_static.py --seed 3 --seeds 2
-    wait; python examples/adaptive_vs_static.py --seeds 5
+    python examples/adaptive_vs_static.py --resume --seed 0 --seeds 3 &
+    python examples/adaptive_vs_static.py --resume --seed 3 --seeds 2
+    wait; python examples/adaptive_vs_static.py --resume --seeds 5
 
-Glossary of the results (seed*/run.json):
+Glossary of the results (seed*/<run>/result.json):
     curves/reward       mean preference of a batch of responses, before the penalty
     curves/kl           mean of sum_t log pi - log pi_ref over the responses of a batch, nats
     curves/coeff        the coefficient that the batch was penalized with, reward per nat
@@ -35,27 +35,35 @@ Glossary of the results (seed*/run.json):
 
 from __future__ import annotations
 
-import copy
 import json
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from adaptive_vs_static_report import draw_study, print_study
 from digit_job import (
-    DECAYS,
-    JobArgs,
-    arg,
+    DigitJobOptions,
+    add_separator,
     draw,
     next_token,
-    parse_args,
     split_prompts,
     train_language_model,
     train_policy,
     true_next_token,
+)
+from running import (
+    Count,
+    JobOptions,
+    Positive,
+    Run,
+    Share,
+    once,
+    open_folder,
+    read_options,
+    stops_cleanly,
 )
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
@@ -76,35 +84,67 @@ from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
 
 Model = Callable[[torch.Tensor], torch.Tensor]  # contexts to the logits of the next token
 CONSTANTS = (0.1, 0.3, 1.0)
-STARTS = (0.05, 2.0)
+STARTS = (0.05, 2)
 
 
-@dataclass
-class Args(JobArgs):
+QUICK = {
+    "lm_iterations": 80,
+    "ppo_batches": 4,
+    "ppo_responses": 128,
+    "eval_every": 2,
+    "seeds": 1,
+    "heldout_prompts": 50,
+    "exact_prompts": 1,
+    "budget_prompts": 20,
+    "budget_responses": 16,
+}
+
+
+@dataclass(frozen=True)
+class Options(DigitJobOptions):
     """What can be set from the command line."""
 
-    out: str = arg(
-        "runs/adaptive_vs_static",
-        "Folder for language models, results, the picture and the report.",
-    )
-    seed: int = arg(0, "The first seed.")
-    seeds: int = arg(5, "How many seeds.")
-    threads: int = arg(1, "Threads that PyTorch may use.")
-    ppo_batches: int = arg(120, "Batches of responses that each run collects.")
-    ppo_decay: str = arg("cosine", "How the learning rates decay to zero.", list(DECAYS))
-    exact_prompts: int = arg(64, "Held-out prompts over which the exact values are taken.")
-    eval_every: int = arg(20, "Batches between two exact perplexities.")
-    budget_prompts: int = arg(200, "Prompts from which coeff_for_budget computes its coefficient.")
-    budget_responses: int = arg(64, "Responses of the language model to each of them.")
-    target_kl: float = arg(0.5, "KL that the study wants, nats per response.")
-    horizon: float = arg(
-        8192.0, "Adaptive: responses in which the coefficient can grow by a factor of e."
-    )
-    clip: float = arg(1.0, "Adaptive: the largest relative error of the KL that it reacts to.")
-    gain: float = arg(1 / 16, "Exponential: the largest change of log(coeff) per batch.")
-    kp: float = arg(0.25, "PID: proportional gain.")
-    ki: float = arg(0.06, "PID: integral gain per batch.")
-    smoothing: float = arg(0.5, "PID: weight of the past in the filtered error.")
+    # Several seeds share a folder, also where they are run one by one.
+    FREE: ClassVar[frozenset[str]] = JobOptions.FREE | {"seed", "seeds"}
+
+    out: Path = Path("runs/adaptive_vs_static")
+    """Folder of the results. A folder that is in use is refused, or continued with --resume."""
+    seeds: Count = 5
+    """How many seeds, from --seed on."""
+    ppo_batches: Count = 120
+    """Batches of responses that each run collects."""
+    ppo_decay: Literal["linear", "cosine"] = "cosine"
+    """How the learning rates decay to zero."""
+    exact_prompts: Count = 64
+    """Held-out prompts over which the exact values are taken."""
+    eval_every: Count = 20
+    """Batches between two exact perplexities."""
+    budget_prompts: Count = 200
+    """Prompts from which coeff_for_budget computes its coefficient."""
+    budget_responses: Count = 64
+    """Responses of the language model to each of them."""
+    target_kl: Positive = 0.5
+    """KL that the study wants, nats per response."""
+    horizon: Positive = 8192.0
+    """Adaptive: responses in which the coefficient can grow by a factor of e."""
+    clip: Positive = 1.0
+    """Adaptive: the largest relative error of the KL that it reacts to."""
+    gain: Positive = 1 / 16
+    """Exponential: the largest change of log(coeff) per batch."""
+    kp: Positive = 0.25
+    """PID: proportional gain."""
+    ki: Positive = 0.06
+    """PID: integral gain per batch."""
+    smoothing: Share = 0.5
+    """PID: weight of the past in the filtered error."""
+
+
+# What steers to the target, by name: a rule is one line. Each is run from all of the STARTS.
+RULES: dict[str, Callable[[float, Options], KLController]] = {
+    "adaptive": lambda c, o: AdaptiveKLController(c, o.target_kl, o.horizon, clip=o.clip),
+    "exponential": lambda c, o: ExponentialKLController(c, o.target_kl, gain=o.gain),
+    "PID": lambda c, o: PIDKLController(c, o.target_kl, kp=o.kp, ki=o.ki, smoothing=o.smoothing),
+}
 
 
 class Problem(NamedTuple):
@@ -117,25 +157,24 @@ class Problem(NamedTuple):
     exact: Enumeration
 
 
-def load_problem(folder: Path, args: Args) -> Problem:
+@lru_cache(maxsize=1)  # the enumeration of a seed is large
+def load_problem(options: Options) -> Problem:
     """The language model of a seed, trained unless it is there, and its exact values."""
-    torch.manual_seed(args.seed)
-    language = DigitLanguage()
-    prompts, heldout = split_prompts(language, args)
-    if not (folder / "language_model").exists():
-        train_language_model(language, prompts, args, lambda *_, **__: None).save_pretrained(
-            folder / "language_model"
-        )
-    language_model = GPT.from_pretrained(folder / "language_model").eval()
-    contexts = add_separator(heldout[: args.exact_prompts], language)
+    torch.manual_seed(options.seed)
+    language, run = DigitLanguage(), Run("language_model", options)
+    prompts, heldout = split_prompts(language, options)
+
+    def train() -> dict:
+        train_language_model(run, language, prompts, options)
+        return {"curves": run.curves}
+
+    once(run.folder / "result.json", train)
+    language_model = GPT.from_pretrained(run.folder)
+    contexts = add_separator(heldout[: options.exact_prompts], language)
     exact = Enumeration(
         next_token(language_model), language.preference, contexts, language.response_length
     )
     return Problem(language, language_model, prompts, contexts, exact)
-
-
-def add_separator(prompts: torch.Tensor, language: DigitLanguage) -> torch.Tensor:
-    return torch.cat([prompts, prompts.new_full((len(prompts), 1), language.separator)], 1)
 
 
 def perplexity(model: Model, problem: Problem) -> float:
@@ -178,11 +217,11 @@ def place(policy: PolicyValues, exact: Enumeration) -> dict[str, float]:
     return nats | {"reward": policy.reward, "frontier": best, "share_of_frontier_gain": share}
 
 
-def sample_rewards(problem: Problem, args: Args) -> torch.Tensor:
+def sample_rewards(problem: Problem, options: Options) -> torch.Tensor:
     """Preference of responses of the language model, (budget_prompts, budget_responses)."""
-    torch.manual_seed(args.seed)
-    shape = (args.budget_prompts, args.budget_responses)
-    prompts = draw(problem.prompts, args.budget_prompts)[:, None].expand(*shape, -1)
+    torch.manual_seed(options.seed)
+    shape = (options.budget_prompts, options.budget_responses)
+    prompts = draw(problem.prompts, options.budget_prompts)[:, None].expand(*shape, -1)
     env = DigitLanguageEnv(problem.language, batch_size=shape)
     with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
         responses = env.rollout(
@@ -194,62 +233,56 @@ def sample_rewards(problem: Problem, args: Args) -> torch.Tensor:
     return responses["next", "reward"].sum((-2, -1))
 
 
-def make_controllers(budget_coeff: float, args: Args) -> dict[str, KLController]:
+def make_controllers(computed_coeff: float, options: Options) -> dict[str, KLController]:
     """The runs of a seed by name: closed loops, then coefficients that never move."""
-    runs: dict[str, KLController] = {}
-    target = args.target_kl
-    for start in STARTS:
-        pid = PIDKLController(start, target, kp=args.kp, ki=args.ki, smoothing=args.smoothing)
-        runs[f"adaptive {start:g}"] = AdaptiveKLController(
-            start, target, args.horizon, clip=args.clip
-        )
-        runs[f"exponential {start:g}"] = ExponentialKLController(start, target, gain=args.gain)
-        runs[f"PID {start:g}"] = pid
-    runs["budget"] = ConstantKLController(budget_coeff)
+    runs = {f"{name} {c}": make(c, options) for c in STARTS for name, make in RULES.items()}
+    runs["computed"] = ConstantKLController(computed_coeff)
     return runs | {f"constant {coeff:g}": ConstantKLController(coeff) for coeff in CONSTANTS}
 
 
-def run_once(run: str, controller: KLController, problem: Problem, args: Args) -> dict:
+def train_and_judge(name: str, controller: KLController, options: Options) -> dict:
     """Trains one policy and judges it."""
-    began = time.perf_counter()
-    torch.manual_seed(args.seed)  # a run does not depend on those before it
-    policy = copy.deepcopy(problem.language_model)
-    curves: dict[str, list] = {"reward": [], "kl": [], "coeff": [], "perplexity": []}
+    problem = load_problem(options)
+    torch.manual_seed(options.seed)  # a run does not depend on those before it
+    run = Run(folder_name(name), options)
+    policy = GPT.from_pretrained(options.out / "language_model")
+    language, reward_fn = problem.language, problem.language.preference
 
-    def log(step: int, reward: float, kl_reference: float, coeff: float, **_: float) -> None:
-        for name, value in (("reward", reward), ("kl", kl_reference), ("coeff", coeff)):
-            curves[name].append(value)
-        if (step + 1) % args.eval_every == 0:
-            curves["perplexity"].append([step + 1, perplexity(next_token(policy), problem)])
+    def evaluate(n_batches: int) -> None:
+        if n_batches % options.eval_every == 0:
+            run.log(n_batches, perplexity=perplexity(next_token(policy), problem))
 
-    reward_fn, prompts = problem.language.preference, problem.prompts
     train_policy(
-        run, policy, controller, reward_fn, args.ppo_batches, problem.language, prompts, args, log
+        run,
+        policy,
+        controller,
+        reward_fn,
+        options.ppo_batches,
+        language,
+        problem.prompts,
+        options,
+        evaluate,
     )
     values = problem.exact.values(next_token(policy.eval()), coeff=0.0)
-    last_quarter = curves["coeff"][-max(args.ppo_batches // 4, 1) :]
+    coeffs = [coeff for _, coeff in run.curves["coeff"]]
+    last_quarter = coeffs[-max(len(coeffs) // 4, 1) :]
     final = place(values, problem.exact) | {
         "kl_per_position": values.kl_per_position.tolist(),
         "coeff": sum(last_quarter) / len(last_quarter),
         "perplexity": perplexity(next_token(policy), problem),
     }
-    return {
-        "run": run,
-        "seed": args.seed,
-        "final": final,
-        "curves": curves,
-        "seconds": time.perf_counter() - began,
-    }
+    return {"run": name, "seed": options.seed, "final": final, "curves": run.curves}
 
 
-def describe_problem(problem: Problem, args: Args) -> dict:
+def describe_problem(options: Options) -> dict:
     """The truth that the runs of a seed are judged by."""
+    problem = load_problem(options)
     optima = [
         problem.exact.optimum(0.05 * 100 ** (step / 59)) for step in range(60)
     ]  # coefficients from 0.05 to 5
     return {
-        "coeff": problem.exact.solve_coeff(args.target_kl),
-        "budget_coeff": coeff_for_budget(sample_rewards(problem, args), args.target_kl),
+        "coeff": problem.exact.solve_coeff(options.target_kl),
+        "computed_coeff": coeff_for_budget(sample_rewards(problem, options), options.target_kl),
         "reference_reward": problem.exact.reference_reward,
         "perplexity": perplexity(next_token(problem.language_model), problem),
         "true_perplexity": perplexity(true_next_token(problem.language), problem),
@@ -257,81 +290,36 @@ def describe_problem(problem: Problem, args: Args) -> dict:
     }
 
 
-def check_settings(out: Path, args: Args) -> None:
-    """Results of other settings must not be taken for results of these."""
-    settings = {
-        name: value
-        for name, value in asdict(args).items()
-        if name not in ("out", "seed", "seeds", "threads")
-    }
-    file = out / "settings.json"
-    former = json.loads(file.read_text()) if file.exists() else settings
-    if former != settings:
-        changed = sorted(
-            name for name in settings | former if settings.get(name) != former.get(name)
-        )
-        raise SystemExit(
-            f"{out} holds results of other settings ({', '.join(changed)}): choose another --out."
-        )
-    file.write_text(json.dumps(settings, indent=2) + "\n")
-
-
-def run_seed(folder: Path, args: Args) -> None:
+def run_seed(options: Options) -> None:
     """Runs what is missing of a seed: its language model, its exact values, its runs."""
-    problem = None
-    if not (folder / "exact.json").exists():
-        problem = load_problem(folder, args)
-        save(describe_problem(problem, args), folder / "exact.json")
-    budget_coeff = json.loads((folder / "exact.json").read_text())["budget_coeff"]
-    for run, controller in make_controllers(budget_coeff, args).items():
-        file = run_file(folder, run)
-        if not file.exists():
-            problem = problem or load_problem(folder, args)
-            save(run_once(run, controller, problem, args), file)
+    exact = once(options.out / "exact.json", partial(describe_problem, options))
+    for run, controller in make_controllers(exact["computed_coeff"], options).items():
+        once(result_file(options.out, run), partial(train_and_judge, run, controller, options))
 
 
-def run_file(folder: Path, run: str) -> Path:
-    return folder / f"{run.replace(' ', '_')}.json"
+def folder_name(run: str) -> str:
+    return run.replace(" ", "_")
 
 
-def save(result: dict, file: Path) -> None:
-    """Writes a whole file or none: an interrupted run leaves no result."""
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(result) + "\n")
-    part.rename(file)
+def result_file(folder: Path, run: str) -> Path:
+    return folder / folder_name(run) / "result.json"
 
 
 def main() -> None:
-    args = parse_args(Args, __doc__)
-    if args.quick:
-        args.lm_iterations, args.ppo_batches, args.ppo_responses, args.eval_every, args.seeds = (
-            80,
-            4,
-            128,
-            2,
-            1,
-        )
-        args.heldout_prompts, args.exact_prompts, args.budget_prompts, args.budget_responses = (
-            50,
-            1,
-            20,
-            16,
-        )
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    check_settings(out, args)
-    torch.set_num_threads(args.threads)
-    folders = {seed: out / f"seed{seed}" for seed in range(args.seed, args.seed + args.seeds)}
-    for seed, folder in folders.items():
-        folder.mkdir(exist_ok=True)
-        run_seed(folder, replace(args, seed=seed))
-    truths = [json.loads((folder / "exact.json").read_text()) for folder in folders.values()]
+    options = read_options(Options, __doc__, {"quick": QUICK})
+    torch.set_num_threads(options.threads)
+    with stops_cleanly(options.out):
+        out = open_folder(options)
+        folders = [out / f"seed{options.seed + i}" for i in range(options.seeds)]
+        for i, folder in enumerate(folders):
+            run_seed(replace(options, seed=options.seed + i, out=folder))
+    truths = [json.loads((folder / "exact.json").read_text()) for folder in folders]
     runs = {
-        run: [json.loads(run_file(folder, run).read_text()) for folder in folders.values()]
-        for run in make_controllers(1.0, args)
+        run: [json.loads(result_file(folder, run).read_text()) for folder in folders]
+        for run in make_controllers(1.0, options)
     }
-    draw_study(runs, truths, args.target_kl, out / "adaptive_vs_static.png")
-    print_study(runs, truths, args.target_kl)
+    draw_study(runs, truths, options.target_kl, out / "adaptive_vs_static.png")
+    print_study(runs, truths, options.target_kl)
     print(f"\nResults, language models and the picture are in {out}.")
 
 

@@ -3,14 +3,15 @@
 1. A language model learns the language: each digit is one of the last four, plus one.
 2. A reward model learns a preference from pairs: the first response digit should be the last
    prompt digit plus one.
-3. PPO improves the language model on that reward with a KL penalty: (a) with beta 1, (b) with
-   beta 0, without a penalty, (c) with an adaptive coefficient that steers to 0.5 nats per
+3. PPO improves the language model on that reward with a KL penalty: (a) with a constant coefficient
+   of 1, (b) without a penalty, (c) with an adaptive coefficient that steers to 0.5 nats per
    response, on the {0, 1} preference as reward.
 
 Every policy is then compared with the best one possible, which is known exactly. Results go to
-the folder `--out`. The three runs of PPO are trained in processes of one thread each.
+the folder `--out`. The three runs of PPO are trained in processes of one thread each. Ctrl-C saves
+what was learned so far, and `--resume` continues with the same numbers as without a stop.
 
-Glossary of the metrics of PPO (rows of metrics.csv, named run/metric, one per batch of responses):
+Glossary of the metrics of PPO (in log/<run>, one value per batch of responses):
     reward         mean task reward of a response, before the penalty
     kl_reference   mean of sum_t log pi - log pi_ref over a response, nats: how far the policy is
                    from the reference
@@ -21,39 +22,45 @@ Glossary of the metrics of PPO (rows of metrics.csv, named run/metric, one per b
 
 from __future__ import annotations
 
-import json
-import signal
 import time
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
-from multiprocessing import active_children, get_context
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from digit_job import (
-    DECAYS,
-    JobArgs,
-    arg,
+    DigitJobOptions,
+    add_separator,
     draw,
+    last_outputs,
     next_token,
-    parse_args,
     split_prompts,
     train_language_model,
     train_policy,
     true_next_token,
 )
 from digit_rlhf_report import (
-    Metrics,
     describe,
     describe_coeff,
-    draw_attention,
     draw_curves,
     draw_probabilities,
     draw_reward_model,
     print_checks,
     print_table,
+)
+from running import (
+    Count,
+    NonNegative,
+    Positive,
+    Run,
+    Share,
+    Workers,
+    once,
+    open_folder,
+    read_options,
+    stops_cleanly,
+    write_json,
 )
 from torch.nn.functional import logsigmoid
 from tqdm import tqdm
@@ -69,58 +76,70 @@ from torchrl_kl import (
 )
 from torchrl_kl.envs import DigitLanguage
 
-COEFFS = {"beta1": 1.0, "beta0": 0.0}  # of the runs with a constant coefficient
+COEFFS = {"constant": 1.0, "no_penalty": 0.0}  # of the runs that learn from the reward model
+RUNS = (*COEFFS, "adaptive")
 # About what a text takes on the machine of the README, to say beforehand how long a stage takes.
-SECONDS_PER_TEXT = {"language_model": 1.1e-4, "reward_model": 1.5e-4, "ppo": 5e-4}
+SECONDS_PER_TEXT = {"language model": 1.1e-4, "reward model": 1.5e-4, "PPO": 5e-4}
+QUICK = {
+    "lm_iterations": 80,
+    "rm_iterations": 30,
+    "ppo_batches": 3,
+    "adaptive_batches": 4,
+    "heldout_prompts": 50,
+    "rm_heldout_pairs": 1000,
+    "exact_prompts": 1,
+    "adaptive_prompts": 1,
+}
 
 
-@dataclass
-class Args(JobArgs):
+@dataclass(frozen=True)
+class Options(DigitJobOptions):
     """What can be set from the command line."""
 
-    out: str = arg("runs/digit_rlhf", "Folder for models, metrics, pictures and the report.")
-    logger: str = arg(
-        "csv", "Where metrics go: CSV files alone, or TensorBoard too.", ["csv", "tensorboard"]
-    )
-    processes: int = arg(2, "Processes that train the runs of PPO; 1: this one, run after run.")
-    lm_iterations: int = arg(1100, "Updates of the language model.")
-    lm_batch: int = arg(128, "Texts per update of the language model.")
-    lm_lr: float = arg(6e-3, "Peak learning rate of the language model.")
-    lm_beta2: float = arg(0.99, "AdamW's decay of squared gradients, language model.")
-    lm_decay: float = arg(0.0, "AdamW's weight decay, language model.")
-    ppo_minibatch: int = arg(128, "Responses per update of policy and critic.")
-    ppo_decay: str = arg("cosine", "How the learning rates decay to zero.", list(DECAYS))
-    exact_prompts: int = arg(16, "Held-out prompts for exact values of the learned reward.")
-    adaptive_prompts: int = arg(64, "Held-out prompts for exact values of the adaptive run.")
-    rm_iterations: int = arg(450, "Updates of the reward model.")
-    rm_batch: int = arg(64, "Pairs per update of the reward model.")
-    rm_lr: float = arg(4e-3, "Peak learning rate of the reward model.")
-    rm_centring: float = arg(0.001, "Weight of the squared sum of the two scores of a pair.")
-    rm_heldout_pairs: int = arg(10_000, "Held-out pairs that test the reward model.")
-    ppo_batches: int = arg(
-        40, "Batches of responses that PPO collects with beta 1 and with beta 0."
-    )
-    adaptive_batches: int = arg(
-        90, "Batches of responses that PPO collects with the adaptive coefficient."
-    )
-    target_kl: float = arg(0.5, "KL that the adaptive coefficient steers to, nats per response.")
-    init_coeff: float = arg(0.05, "Where the adaptive coefficient starts, far from the answer.")
-    horizon: float = arg(
-        8192.0, "Responses in which the adaptive coefficient can grow by a factor of e."
-    )
-    clip: float = arg(
-        1.0, "The largest relative error of the KL that the adaptive coefficient reacts to."
-    )
-
-
-def read_args() -> Args:
-    args = parse_args(Args, __doc__)
-    if args.quick:
-        args.lm_iterations, args.rm_iterations = 80, 30
-        args.ppo_batches, args.adaptive_batches = 3, 4
-        args.heldout_prompts, args.rm_heldout_pairs = 50, 1000
-        args.exact_prompts, args.adaptive_prompts = 1, 1
-    return args
+    out: Path = Path("runs/digit_rlhf")
+    """Folder of the results. A folder that is in use is refused, or continued with --resume."""
+    processes: Count = 2
+    """Processes that train the runs of PPO; 1: this one, run after run."""
+    lm_iterations: Count = 900
+    """Updates of the language model."""
+    lm_batch: Count = 128
+    """Texts per update of the language model."""
+    lm_lr: Positive = 6e-3
+    """Peak learning rate of the language model."""
+    lm_beta2: Share = 0.99
+    """AdamW's decay of squared gradients, language model."""
+    lm_decay: NonNegative = 0.0
+    """AdamW's weight decay, language model."""
+    ppo_minibatch: Count = 128
+    """Responses per update of policy and critic."""
+    ppo_decay: Literal["linear", "cosine"] = "cosine"
+    """How the learning rates decay to zero."""
+    exact_prompts: Count = 8
+    """Held-out prompts for exact values of the learned reward."""
+    adaptive_prompts: Count = 64
+    """Held-out prompts for exact values of the adaptive run."""
+    rm_iterations: Count = 450
+    """Updates of the reward model."""
+    rm_batch: Count = 64
+    """Pairs per update of the reward model."""
+    rm_lr: Positive = 4e-3
+    """Peak learning rate of the reward model."""
+    rm_centring: NonNegative = 0.001
+    """Weight of the squared sum of the two scores of a pair."""
+    rm_heldout_pairs: Count = 10_000
+    """Held-out pairs that test the reward model."""
+    ppo_batches: Count = 30
+    """Batches of responses that PPO collects with a constant coefficient and without a penalty."""
+    adaptive_batches: Count = 70
+    """Batches of responses that PPO collects with the adaptive coefficient."""
+    target_kl: Positive = 0.5
+    """KL that the adaptive coefficient steers to, nats per response."""
+    init_coeff: Positive = 0.05
+    """Where the adaptive coefficient starts, far from the answer."""
+    horizon: Positive = 8192.0
+    """Responses in which the adaptive coefficient can grow by a factor of e."""
+    clip: Positive = 1.0
+    """The largest relative error of the KL that the adaptive coefficient reacts to."""
 
 
 def preference_pairs(
@@ -137,68 +156,56 @@ def preference_pairs(
     return accepted, rejected
 
 
-def train_reward_model(
-    language_model: GPT, language: DigitLanguage, prompts, args: Args, metrics: Metrics
-) -> GPT:
+def reward_model_from(language_model: GPT, language: DigitLanguage) -> GPT:
+    """A reward model that begins as the language model, which has learned about digits already."""
     # The vocabulary and the text have one more token: the end token, at which the score is read.
     gpt = GPT(language.n_tokens + 1, language.text_length + 1, n_out=1)
-    # It begins as the language model, which has learned about digits already.
     weights = dict(gpt.named_parameters())
     with torch.no_grad():
         for name, value in language_model.named_parameters():
             if name != "head.weight":
                 weights[name][tuple(slice(n) for n in value.shape)] = value
+    return gpt
+
+
+def train_reward_model(run: Run, gpt: GPT, language: DigitLanguage, prompts, options: Options):
+    """Trains a reward model in place, on pairs of responses."""
     score = CausalLMRewardModel(gpt, end_token=language.n_tokens)
-    optimizer = torch.optim.AdamW(gpt.parameters(), lr=args.rm_lr, fused=True)
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=options.rm_lr, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.rm_lr, total_steps=args.rm_iterations
+        optimizer, options.rm_lr, total_steps=options.rm_iterations
     )
-    bar = tqdm(range(args.rm_iterations), desc="reward model")
-    for step in bar:
-        accepted, rejected = score(
-            torch.stack(preference_pairs(language, draw(prompts, args.rm_batch)))
-        )
+    parts = {"gpt": gpt, "optimizer": optimizer, "schedule": schedule}
+    for step in run.steps(options.rm_iterations, gpt.save_pretrained, **parts):
+        pairs = preference_pairs(language, draw(prompts, options.rm_batch))
+        accepted, rejected = score(torch.stack(pairs))
         # The second term centres the scores (Eisenstein et al. 2023): differences alone leave the
         # mean of every pair free, and the policy would be rewarded for what the later digits add.
-        loss = (
-            -logsigmoid(accepted - rejected).mean()
-            + args.rm_centring * (accepted + rejected).square().mean()
-        )
+        centring = options.rm_centring * (accepted + rejected).square().mean()
+        loss = centring - logsigmoid(accepted - rejected).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)  # steadier: scores may jump without
         optimizer.step()
         schedule.step()
-        values = {
-            "accepted": accepted.mean().item(),
-            "rejected": rejected.mean().item(),
-            "loss": loss.item(),
-        }
-        metrics.log("reward_model", step, **values)
-        bar.set_postfix_str(
-            "score of accepted {accepted:.2f}, rejected {rejected:.2f}".format(**values)
+        run.log(
+            step,
+            "score of accepted {accepted:.2f}, rejected {rejected:.2f}",
+            accepted=accepted.mean().item(),
+            rejected=rejected.mean().item(),
+            loss=loss.item(),
         )
-    return gpt.eval()
-
-
-def announce(what: str, seconds: float) -> None:
-    tqdm.write(f"{what}: about {seconds:.0f} s where the cores are idle")
 
 
 class Job:
-    """What the stages share. They hand models to each other through the folder `args.out`."""
+    """What the parts share, in whatever process: it follows from the options and the files."""
 
-    def __init__(self, args: Args):
-        self.args, self.out, self.language = args, Path(args.out), DigitLanguage()
-        self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "config.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-        self.metrics, self.seconds = Metrics(args.out, args.logger), {}
-        self.report: dict = {"seconds": self.seconds}
-        torch.set_num_threads(args.threads)
-        torch.manual_seed(args.seed)
-        self.prompts, self.heldout = split_prompts(self.language, args)
-        separators = torch.full((len(self.heldout), 1), self.language.separator)
-        self.contexts = torch.cat([self.heldout, separators], 1)
+    def __init__(self, options: Options):
+        self.options, self.out, self.language = options, options.out, DigitLanguage()
+        torch.set_num_threads(options.threads)
+        torch.manual_seed(options.seed)
+        self.prompts, self.heldout = split_prompts(self.language, options)
+        self.contexts = add_separator(self.heldout, self.language)
 
     def load(self, name: str) -> GPT:
         return GPT.from_pretrained(self.out / name)
@@ -207,177 +214,148 @@ class Job:
         gpt = self.load("reward_model")
         return CausalLMRewardModel(gpt, end_token=self.language.n_tokens).requires_grad_(False)
 
-    @contextmanager
-    def stage(self, name: str, texts: int = 0):
-        """Measures the seconds of a part of the job, and says how long it may take."""
-        if texts:
-            announce(name.replace("_", " "), texts * SECONDS_PER_TEXT[name])
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+def make_language_model(options: Options) -> dict:
+    job = Job(options)
+    language, run = job.language, Run("language_model", options)
+    gpt = train_language_model(run, language, job.prompts, options)
+    problem = (job.contexts[:256], language.response_length)
+    excess = exact_kl(true_next_token(language), next_token(gpt), *problem).mean().item()
+    return {"curves": run.curves, "figures": {"excess_nats_per_token": excess}}
 
 
-def make_language_model(job: Job) -> None:
-    args, language = job.args, job.language
-    with job.stage("language_model", args.lm_iterations * args.lm_batch):
-        log = partial(job.metrics.log, "language_model")
-        gpt = train_language_model(language, job.prompts, args, log)
-        gpt.save_pretrained(job.out / "language_model")
-    with job.stage("exact_values"):
-        problem = (job.contexts[:256], language.response_length)
-        excess = exact_kl(true_next_token(language), next_token(gpt), *problem).mean().item()
-    job.report["language_model"] = {"excess_nats_per_token": excess}
-    tqdm.write(f"language model: {excess:.4f} nats per token above the true language")
+@torch.no_grad()
+def test_reward_model(job: Job) -> dict:
+    pairs = preference_pairs(job.language, draw(job.heldout, job.options.rm_heldout_pairs))
+    accepted, rejected = job.load_score()(torch.stack(pairs))
+    accuracy = (accepted > rejected).double().mean().item()
+    return {
+        "heldout_accuracy": accuracy,
+        "heldout_margin": (accepted - rejected).mean().item(),
+    }
 
 
-def make_reward_model(job: Job) -> None:
-    args, language = job.args, job.language
-    torch.manual_seed(args.seed)
-    with job.stage("reward_model", 2 * args.rm_iterations * args.rm_batch):
-        gpt = train_reward_model(
-            job.load("language_model"), language, job.prompts, args, job.metrics
-        )
-        gpt.save_pretrained(job.out / "reward_model")
-        pairs = preference_pairs(language, draw(job.heldout, args.rm_heldout_pairs))
-        accepted, rejected = job.load_score()(torch.stack(pairs))
-        job.report["reward_model"] = {
-            "heldout_accuracy": (accepted > rejected).double().mean().item(),
-            "heldout_margin": (accepted - rejected).mean().item(),
-        }
-    with job.stage("pictures"):
-        draw_reward_model(job.metrics.curve, job.out / "reward_model.png")
-    tqdm.write(f"reward model: see {job.out / 'reward_model.png'}")
+def make_reward_model(options: Options) -> dict:
+    job = Job(options)
+    run, gpt = (
+        Run("reward_model", options),
+        reward_model_from(job.load("language_model"), job.language),
+    )
+    train_reward_model(run, gpt, job.language, job.prompts, options)
+    return {"curves": run.curves, "figures": test_reward_model(job)}
 
 
-def train_run(run: str, args: Args, row: int | None = None) -> tuple[list[tuple[int, dict]], float]:
-    """PPO, from the models in the folder `args.out` to a policy there; metrics and seconds.
-
-    The numbers are the same in every process, as they follow from files, seed and threads.
-    """
-    start, out, language = time.perf_counter(), Path(args.out), DigitLanguage()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    prompts, _ = split_prompts(language, args)
-    policy = GPT.from_pretrained(out / "language_model")
-    if run == "adaptive":
+def train(name: str, rows: dict[str, int], options: Options) -> dict:
+    """PPO from the models in the folder `out` to a policy there; its curves."""
+    job = Job(options)
+    language, n_batches = job.language, options.ppo_batches
+    if name == "adaptive":  # its reward is the preference itself, not the reward model
+        n_batches = options.adaptive_batches
+        reward_fn: Callable = language.preference
         controller: KLController = AdaptiveKLController(
-            args.init_coeff, args.target_kl, args.horizon, clip=args.clip
+            options.init_coeff, options.target_kl, options.horizon, clip=options.clip
         )
-        reward_fn, n_batches = language.preference, args.adaptive_batches
     else:
-        controller, n_batches = ConstantKLController(COEFFS[run]), args.ppo_batches
-        gpt = GPT.from_pretrained(out / "reward_model")
-        reward_fn = CausalLMRewardModel(gpt, end_token=language.n_tokens).requires_grad_(False)
-    rows: list[tuple[int, dict]] = []
-
-    def log(step: int, **values: float) -> None:
-        rows.append((step, values))
-
-    train_policy(run, policy, controller, reward_fn, n_batches, language, prompts, args, log, row)
-    policy.save_pretrained(out / f"policy_{run}")
-    return rows, time.perf_counter() - start
+        reward_fn, controller = job.load_score(), ConstantKLController(COEFFS[name])
+    policy, run = job.load("language_model"), Run(name, options, rows[name])
+    train_policy(run, policy, controller, reward_fn, n_batches, language, job.prompts, options)
+    return {"curves": run.curves}
 
 
-def prepare_worker(lock) -> None:
-    tqdm.set_lock(lock)  # progress bars of several processes share the screen
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker without a traceback
+def part(name: str, make: Callable[..., dict], *args) -> dict:
+    """The result of a part of the job, from its file if it is there."""
+    return once(args[-1].out / name / "result.json", lambda: make(*args))
 
 
-class Runs:
-    """Runs of PPO in `--processes` workers; if that is 1, in this process when asked for."""
-
-    def __init__(self, args: Args):
-        self.args, self.futures, self.pool = args, {}, None
-        if args.processes > 1:
-            context = get_context("spawn")
-            lock = context.RLock()
-            tqdm.set_lock(lock)
-            self.pool = ProcessPoolExecutor(
-                args.processes, context, initializer=prepare_worker, initargs=(lock,)
-            )
-            for _ in range(args.processes):  # starts the workers, which import torch for seconds
-                self.pool.submit(int)
-
-    def __enter__(self) -> Runs:
-        return self
-
-    def __exit__(self, error, *_) -> None:
-        if self.pool:
-            if error:  # an error here or there, or Ctrl-C: the other runs are of no use
-                for worker in active_children():
-                    worker.terminate()
-            self.pool.shutdown(cancel_futures=True)
-
-    def start(self, *runs: str) -> None:
-        """Hands runs to the workers."""
-        if self.pool:
-            # Progress bars go below that of this process, one row each.
-            for row, run in enumerate(runs, 1 + len(self.futures)):
-                self.futures[run] = self.pool.submit(train_run, run, self.args, row)
-
-    def finish(self, run: str) -> tuple[list[tuple[int, dict]], float]:
-        """Waits for a run; its metrics and seconds."""
-        return self.futures[run].result() if self.pool else train_run(run, self.args)
+def announce(what: str, texts: int, processes: int = 1) -> None:
+    seconds = texts * SECONDS_PER_TEXT[what] / processes
+    tqdm.write(f"{what}: about {seconds:.0f} s where the cores are idle")
 
 
-def compare_policies(job: Job, runs: Runs) -> None:
-    """Exact values of each policy, as soon as it is there, and of the best possible one."""
-    args, language = job.args, job.language
-    reference = next_token(job.load("language_model"))
-    with job.stage("exact_values"):
-        n_tokens = language.response_length
-        contexts = job.contexts[: args.exact_prompts]
-        learned = Enumeration(reference, job.load_score(), contexts, n_tokens)
+class Judge:
+    """Exact values of the policies and of the best possible ones, over held-out prompts."""
+
+    def __init__(self, job: Job):
+        options, language = job.options, job.language
+        self.job, reference = job, next_token(job.load("language_model"))
+        reward_model, end_token = job.load("reward_model"), language.n_tokens
+
+        def score(texts: torch.Tensor) -> torch.Tensor:
+            return last_outputs(reward_model, texts, end_token)[:, 0]
+
+        contexts, n_tokens = job.contexts[: options.exact_prompts], language.response_length
+        self.learned = Enumeration(reference, score, contexts, n_tokens)
         # The KL that a controller steers to is a mean over all prompts, which differ much in it.
-        contexts = job.contexts[: args.adaptive_prompts]
-        preference = Enumeration(reference, language.preference, contexts, n_tokens)
-        coeffs = COEFFS | {"adaptive": preference.solve_coeff(args.target_kl)}
-    for run, coeff in coeffs.items():
-        rows, job.seconds[run] = runs.finish(run)
-        for step, values in rows:
-            job.metrics.log(run, step, **values)
-        with job.stage("exact_values"):
-            exact = preference if run == "adaptive" else learned
-            values = exact.values(next_token(job.load(f"policy_{run}")), coeff)
-            n_prompts = len(values.token_probs)
-            preferred = language.preferred_token(job.heldout[:n_prompts])
-            job.report[run] = describe(values, preferred)
-    curve = [coeff for _, coeff in job.metrics.curve("adaptive", "coeff")]
-    job.report["adaptive"] |= describe_coeff(curve, coeffs["adaptive"], args.target_kl)
+        contexts = job.contexts[: options.adaptive_prompts]
+        self.preference = Enumeration(reference, language.preference, contexts, n_tokens)
+        self.coeffs = COEFFS | {"adaptive": self.preference.solve_coeff(options.target_kl)}
+
+    def __call__(self, run: str, curves: dict) -> dict:
+        """The figures of a run."""
+        job = self.job
+        exact = self.preference if run == "adaptive" else self.learned
+        values = exact.values(next_token(job.load(run)), self.coeffs[run])
+        right = job.language.preferred_token(job.heldout[: len(values.token_probs)])
+        if run != "adaptive":
+            return describe(values, right)
+        coeffs = [coeff for _, coeff in curves["coeff"]]
+        return describe(values, right) | describe_coeff(
+            coeffs, self.coeffs[run], job.options.target_kl
+        )
 
 
-def draw_pictures(job: Job) -> None:
+def do_all(options: Options) -> tuple[dict[str, dict], dict[str, dict]]:
+    """The results of all parts of the job, and the exact figures of the runs of PPO."""
+    results, figures = {}, {}
+    with Workers(options.processes) as workers:
+        announce("language model", options.lm_iterations * options.lm_batch)
+        results["language_model"] = part("language_model", make_language_model, options)
+        excess = results["language_model"]["figures"]["excess_nats_per_token"]
+        tqdm.write(f"language model: {excess:.4f} nats per token above the true language")
+        rows = dict(zip(("adaptive", *COEFFS), range(1, 4), strict=True))  # of the progress bars
+        runs = {"adaptive": workers.start(part, "adaptive", train, "adaptive", rows, options)}
+        announce("reward model", 2 * options.rm_iterations * options.rm_batch)
+        results["reward_model"] = part("reward_model", make_reward_model, options)
+        accuracy = results["reward_model"]["figures"]["heldout_accuracy"]
+        picture = options.out / "reward_model.png"
+        draw_reward_model(results["reward_model"]["curves"], accuracy, picture)
+        tqdm.write(f"reward model: {accuracy:.1%} of held-out pairs in order, see {picture}")
+        runs |= {run: workers.start(part, run, train, run, rows, options) for run in COEFFS}
+        n_batches = 2 * options.ppo_batches + options.adaptive_batches
+        announce("PPO", n_batches * options.ppo_responses, options.processes)
+        judge = Judge(Job(options))
+        for run in RUNS:
+            results[run] = runs[run]()
+            figures[run] = judge(run, results[run]["curves"])
+    return results, figures
+
+
+def draw_pictures(job: Job, results: dict[str, dict], figures: dict[str, dict]) -> None:
     out, language = job.out, job.language
-    target, coeff = job.args.target_kl, job.report["adaptive"]["coeff_exact"]
-    models = {"base": job.load("language_model")}
-    models |= {"beta 1": job.load("policy_beta1"), "beta 0": job.load("policy_beta0")}
     text = torch.tensor([5, 7, 1, 5, language.separator, 6, 2, 7, 3])
-    predictors = {"true language": true_next_token(language)}
-    predictors |= {name: next_token(gpt) for name, gpt in models.items()}
-    with job.stage("pictures"):
-        draw_curves(job.metrics.curve, target, coeff, out / "curves.png")
-        draw_probabilities(predictors, text, language, out / "probabilities.png")
-        draw_attention(models, text, language, out / "attention.png")
+    models = {"true language": true_next_token(language)}
+    models |= {name: next_token(job.load(name)) for name in ("language_model", *COEFFS)}
+    curves = {run: [results[run]["curves"]] for run in RUNS}
+    seeds = {run: [figures[run]] for run in RUNS}
+    draw_curves(curves, seeds, job.options.target_kl, out / "curves.png")
+    draw_probabilities(models, text, language, out / "probabilities.png")
 
 
 def main() -> None:
-    start, args = time.perf_counter(), read_args()
-    job = Job(args)
-    with Runs(args) as runs:
-        make_language_model(job)
-        runs.start("adaptive")  # its reward is the preference itself, not the reward model
-        make_reward_model(job)
-        runs.start("beta1", "beta0")
-        n_texts = args.ppo_responses * (2 * args.ppo_batches + args.adaptive_batches)
-        announce("PPO, three runs", n_texts * SECONDS_PER_TEXT["ppo"] / args.processes)
-        compare_policies(job, runs)
-    draw_pictures(job)
-    job.metrics.write_table(job.out / "metrics.csv")
-    job.seconds["all"] = time.perf_counter() - start
-    (job.out / "report.json").write_text(json.dumps(job.report, indent=2) + "\n")
+    start, options = time.perf_counter(), read_options(Options, __doc__, {"quick": QUICK})
+    with stops_cleanly(options.out):
+        open_folder(options)
+        results, figures = do_all(options)
+        job = Job(options)
+        draw_pictures(job, results, figures)
+    report = {n: results[n]["figures"] for n in ("language_model", "reward_model")} | figures
+    for unit in ("seconds", "cpu_seconds"):
+        report[unit] = {name: result[unit] for name, result in results.items()}
+    report["seconds"]["all"] = time.perf_counter() - start
+    write_json(options.out / "report.json", report)
     print_checks(job.language, next_token(job.load("language_model")), job.load_score())
-    print_table(job.report)
-    print(f"Models, metrics, pictures and the report are in {job.out}.")
+    print_table(report)
+    print(f"Models, metrics, pictures and the report are in {options.out}.")
 
 
 if __name__ == "__main__":

@@ -1,58 +1,43 @@
-"""What examples/digit_rlhf.py shows: its figures, its table and its pictures."""
+"""What examples/digit_rlhf.py shows: its figures, its table and its pictures.
+
+As a script it makes the table and the picture of several seeds:
+
+    python examples/digit_rlhf_report.py runs/seed0 runs/seed1 --picture curves.png
+"""
 
 from __future__ import annotations
 
-import csv
-import shutil
+import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
-import matplotlib
 import torch
-from torchrl.record.loggers import CSVLogger, Logger, TensorboardLogger
+import tyro
+from figures import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    LIGHT_GREY,
+    ORANGE,
+    draw_band,
+    draw_goal,
+    label,
+    plt,
+    save_figure,
+)
 
-from torchrl_kl import GPT, CausalLMRewardModel, ExactValues, PolicyValues
+from torchrl_kl import CausalLMRewardModel, ExactValues, PolicyValues
 from torchrl_kl.envs import DigitLanguage
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
-Curve = Callable[[str, str], list[tuple[int, float]]]
-RUNS = {"beta1": "beta 1", "beta0": "beta 0", "adaptive": "adaptive"}
-COLORS = {
-    "base": "0.45",
-    "true language": "0.8",
-    "beta 1": "tab:blue",
-    "beta 0": "tab:red",
-    "adaptive": "tab:green",
-}
-
-
-class Metrics:
-    """Writes to CSVLogger (one file per metric), to TensorBoard on request, and to one table."""
-
-    def __init__(self, folder: str, logger: str):
-        # CSVLogger appends to the files of a former run in the same folder.
-        shutil.rmtree(Path(folder) / "metrics", ignore_errors=True)
-        self.csv = CSVLogger("metrics", log_dir=folder)
-        self.loggers: list[Logger] = [self.csv]
-        if logger == "tensorboard":
-            self.loggers.append(TensorboardLogger("tensorboard", log_dir=folder))
-
-    def log(self, run: str, step: int, **values: float) -> None:
-        for name, value in values.items():
-            for logger in self.loggers:
-                logger.log_scalar(f"{run}/{name}", value, step=step)
-
-    def curve(self, run: str, name: str) -> list[tuple[int, float]]:
-        return self.csv.experiment.scalars[f"{run}/{name}"]
-
-    def write_table(self, file: Path) -> None:
-        with file.open("w", newline="") as stream:
-            table = csv.writer(stream)
-            table.writerow(["metric", "step", "value"])
-            for name, curve in self.csv.experiment.scalars.items():
-                table.writerows([name, step, value] for step, value in curve)
+Curves = dict[str, list[list[float]]]  # by name, pairs of a step and a value
+RUNS = {"constant": "coefficient 1", "no_penalty": "no penalty", "adaptive": "adaptive"}
+MODELS = {"true language": "true language", "language_model": "language model"}
+MODELS |= {run: f"PPO, {name}" for run, name in RUNS.items()}
+COLORS = {"true language": LIGHT_GREY, "language_model": GREY}
+COLORS |= {"constant": BLUE, "no_penalty": ORANGE, "adaptive": GREEN}
 
 
 def describe(values: ExactValues, right: torch.Tensor) -> dict:
@@ -133,16 +118,15 @@ def print_table(report: dict) -> None:
         f"{'policy':<22}{'coeff':>8}{'reward':>9}{'KL':>8}  "
         f"{'KL at digit 1 / 2 / 3 / 4':<27}{'1st right':>11}{'gain':>9}"
     )
-    names = {"beta1": "PPO, beta 1", "beta0": "PPO, beta 0", "adaptive": "PPO, adaptive"}
-    for run, name in names.items():
+    for run, name in RUNS.items():
         row = report[run]
-        for label, v, gain in (
-            (name, row, f"{row['fraction_of_gain']:.2%}"),
+        for who, v, gain in (
+            (f"PPO, {name}", row, f"{row['fraction_of_gain']:.2%}"),
             ("  best possible", row["optimum"], "100%"),
         ):
             positions = " / ".join(f"{max(kl, 0.0):.3f}" for kl in v["kl_per_position"])
             numbers = f"{row['coeff']:>8.3f}{v['reward']:>9.3f}{v['kl']:>8.3f}  {positions:<27}"
-            print(f"{label:<22}{numbers}{v['first_digit_right']:>11.4f}{gain:>9}")
+            print(f"{who:<22}{numbers}{v['first_digit_right']:>11.4f}{gain:>9}")
     adaptive, lm, rm = report["adaptive"], report["language_model"], report["reward_model"]
     print(
         f"\nLanguage model: {lm['excess_nats_per_token']:.4f} nats per token above the true "
@@ -161,108 +145,180 @@ def print_table(report: dict) -> None:
     print(f"Seconds: {seconds}.")
 
 
-def draw_reward_model(curve: Curve, file: Path) -> None:
+def print_seeds(names: list[str], reports: list[dict]) -> None:
+    """The table of several seeds, ready for a README."""
+    rows: dict[str, Callable[[dict], str]] = {
+        "language model: excess, nats per token": lambda r: (
+            f"{r['language_model']['excess_nats_per_token']:.4f}"
+        ),
+        "reward model: held-out pairs in order": lambda r: (
+            f"{r['reward_model']['heldout_accuracy']:.2%}"
+        ),
+        "reward model: mean margin": lambda r: f"{r['reward_model']['heldout_margin']:.1f}",
+        "coefficient 1: gain": lambda r: f"{r['constant']['fraction_of_gain']:.2%}",
+        "coefficient 1: regret, in reward": lambda r: f"{r['constant']['regret']:.4f}",
+        "coefficient 1: first digit right (best possible)": lambda r: (
+            f"{r['constant']['first_digit_right']:.4f} "
+            f"({r['constant']['optimum']['first_digit_right']:.4f})"
+        ),
+        "coefficient 1: largest difference of KL to the best possible, nats": lambda r: (
+            f"{_largest_difference(r['constant']):.4f}"
+        ),
+        "adaptive: KL per response": lambda r: f"{r['adaptive']['kl']:.3f}",
+        "adaptive: coefficient, mean of the last quarter (exact)": lambda r: (
+            f"{r['adaptive']['coeff_mean_last_quarter']:.3f} ({r['adaptive']['coeff_exact']:.3f})"
+        ),
+        "adaptive: first batch with the coefficient within 20 % of the exact one": lambda r: (
+            f"{r['adaptive']['coeff_first_within_20_percent']} of {r['adaptive']['batches']}"
+        ),
+    }
+    for run in ("constant", "no_penalty"):
+        rows[f"{RUNS[run]}: reward, KL per response"] = lambda r, run=run: (
+            f"{r[run]['reward']:.3f}, {r[run]['kl']:.3f}"
+        )
+        rows[f"{RUNS[run]}: KL per digit, nats"] = lambda r, run=run: " ".join(
+            f"{kl:.3f}" for kl in r[run]["kl_per_position"]
+        )
+    print(f"\n| | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
+    for name in sorted(rows, key=lambda name: name.split(":")[0] == "adaptive"):
+        print(f"| {name} | {' | '.join(map(rows[name], reports))} |")
+    seconds = ", ".join(f"{report['seconds']['all']:.0f}" for report in reports)
+    print(f"\nSeconds: {seconds}.")
+
+
+def _largest_difference(row: dict) -> float:
+    kls = zip(row["kl_per_position"], row["optimum"]["kl_per_position"], strict=True)
+    return max(abs(kl - best) for kl, best in kls)
+
+
+def draw_reward_model(curves: Curves, accuracy: float, file: Path) -> None:
     """Scores of accepted and rejected responses while the reward model learns."""
-    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    for name, color in (("accepted", "tab:green"), ("rejected", "tab:red")):
-        axes.plot(*zip(*curve("reward_model", name), strict=True), color=color, label=name)
-    axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
+    figure, axes = plt.subplots(figsize=(7.5, 4))
+    for name, color in (("accepted", BLUE), ("rejected", ORANGE)):
+        steps, scores = zip(*curves[name], strict=True)
+        axes.plot(steps, scores, color=color, linewidth=1.5)
+        label(axes, steps[-1], scores[-1], name, color)
     axes.set(
-        title="The reward model learns the preference",
+        title=f"The reward model puts {accuracy:.1%} of held-out pairs in the right order",
         xlabel="update",
         ylabel="mean score of a batch (log-odds)",
     )
-    axes.legend(frameon=False)
-    _save(figure, file)
+    save_figure(figure, file)
 
 
-def draw_curves(curve: Curve, target: float, coeff: float, file: Path) -> None:
-    """Reward, KL to the reference and coefficient of all runs."""
-    figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), layout="constrained")
-    for run, name in RUNS.items():
-        # The adaptive run has another reward, in other units: the first digit right or not.
-        panel = axes[1] if run == "adaptive" else axes[0]
-        panel.plot(*zip(*curve(run, "reward"), strict=True), color=COLORS[name], label=name)
-        axes[2].plot(*zip(*curve(run, "kl_reference"), strict=True), color=COLORS[name], label=name)
-        axes[3].plot(*zip(*curve(run, "coeff"), strict=True), color=COLORS[name], label=name)
-    axes[2].axhline(target, color=COLORS["adaptive"], linestyle=":", label=f"target {target:g}")
-    axes[3].axhline(
-        coeff, color=COLORS["adaptive"], linestyle=":", label=f"exact for the target, {coeff:.3f}"
+def draw_curves(
+    runs: dict[str, list[Curves]], figures: dict[str, list[dict]], target: float, file: Path
+) -> None:
+    """What the penalty keeps, and how the controller finds its coefficient.
+
+    `runs` and `figures` have the curves and the exact figures of each run, one for each seed.
+    """
+    figure, ((rewards, digits), (kls, coeffs)) = plt.subplots(2, 2, figsize=(10, 7))
+    for run in ("no_penalty", "constant"):
+        line = {"linewidth": 5, "alpha": 0.6} if run == "no_penalty" else {"linewidth": 1.8}
+        _draw(rewards, runs[run], "reward", COLORS[run], label=RUNS[run], **line)
+    rewards.legend(loc="lower right")
+    rewards.set(
+        title="The learned reward rises just as high with the penalty",
+        xlabel="batch of responses",
+        ylabel="score of the reward model",
     )
-    axes[0].set(title="Learned reward", ylabel="score of the reward model")
-    axes[1].set(title="Preference reward", ylabel="first digit right (0 to 1)")
-    axes[2].set(title="KL to the reference", ylabel="nats per response")
-    axes[3].set(title="Coefficient", ylabel="reward per nat")
-    bottom, top = axes[3].get_ylim()
-    axes[3].set_ylim(bottom, top + 0.5 * (top - bottom))  # room for the legend
-    for panel in axes:
-        panel.set_xlabel("batch of responses")
-        panel.legend(frameon=False, fontsize=8)
-    _save(figure, file)
+    _draw_digits(digits, figures)
+    adaptive, exact = runs["adaptive"], fmean(f["coeff_exact"] for f in figures["adaptive"])
+    last = adaptive[0]["kl_reference"][-1][0]
+    for axes, name, goal, text in (
+        (kls, "kl_reference", target, f"target: {target:g} nats"),
+        (coeffs, "coeff", exact, f"exact for the target: {exact:.3f}"),
+    ):
+        _draw(axes, adaptive, name, COLORS["adaptive"])
+        draw_goal(axes, goal, text, last)
+        axes.set(xlabel="batch of responses", ylim=(0, None))
+    kls.set(title="The controller brings the KL to its target ...", ylabel="nats per response")
+    coeffs.set(title="... and finds the exact coefficient", ylabel="reward per nat")
+    save_figure(figure, file)
+
+
+def _draw(axes, seeds: list[Curves], name: str, color: str, **line) -> None:
+    steps = [step for step, _ in seeds[0][name]]
+    draw_band(
+        axes, steps, [[value for _, value in curves[name]] for curves in seeds], color, **line
+    )
+
+
+def _draw_digits(axes, figures: dict[str, list[dict]]) -> None:
+    """The KL at each digit of a response, exact, with and without a penalty."""
+    n_digits = len(figures["constant"][0]["kl_per_position"])
+    for shift, run in ((-0.2, "constant"), (0.2, "no_penalty")):
+        kls = list(zip(*(row["kl_per_position"] for row in figures[run]), strict=True))
+        means = [fmean(values) for values in kls]
+        # From the smallest to the largest value over the seeds.
+        spread = [[m - min(v) for m, v in zip(means, kls, strict=True)]]
+        spread += [[max(v) - m for m, v in zip(means, kls, strict=True)]]
+        x = [digit + shift for digit in range(1, n_digits + 1)]
+        axes.bar(x, means, 0.38, color=COLORS[run], label=RUNS[run])
+        axes.errorbar(x, means, spread, fmt="none", ecolor=BLACK, elinewidth=1, capsize=2)
+    axes.legend(loc="upper right")
+    axes.set(
+        title="It keeps what the reward does not ask about",
+        xlabel="digit of the response (the reward asks about the first)",
+        ylabel="KL to the language model (nats)",
+        xticks=range(1, n_digits + 1),
+    )
 
 
 def draw_probabilities(
-    models: dict, text: torch.Tensor, language: DigitLanguage, file: Path
+    models: dict[str, Callable], text: torch.Tensor, language: DigitLanguage, file: Path
 ) -> None:
-    """Next-token probabilities of each model at each position of one response."""
-    start, n_tokens = language.context_length, language.n_tokens
-    figure, axes = plt.subplots(
-        language.response_length, 1, figsize=(9, 9), sharex=True, layout="constrained"
-    )
+    """Probabilities of the next digit by each model, at each position of one response."""
+    start, n_digits = language.context_length, language.vocab_size
+    figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), sharex=True, sharey=True)
     width = 0.8 / len(models)
-    for position, panel in enumerate(axes):
+    for position, panel in enumerate(axes.flat):
+        context = text[None, : start + position]
         for index, (name, model) in enumerate(models.items()):
             with torch.no_grad():
-                logits = model(text[None, : start + position])[0]
-            offsets = torch.arange(n_tokens) + (index - (len(models) - 1) / 2) * width
-            panel.bar(
-                offsets.tolist(), logits.softmax(-1).tolist(), width, label=name, color=COLORS[name]
-            )
-        before = " ".join(map(str, text[start : start + position].tolist()))
-        after = f", after {before}" if before else ""
-        panel.set(
-            title=f"response digit {position + 1}{after}", ylabel="probability", ylim=(0, 1.02)
-        )
-    axes[0].legend(
-        frameon=False, ncols=len(models), loc="upper right", bbox_to_anchor=(1, 1.38), fontsize=8
-    )
-    axes[-1].set(xlabel="next token", xticks=range(n_tokens))
-    axes[-1].set_xticklabels([*map(str, range(language.vocab_size)), "sep"])
+                probs = model(context)[0].softmax(-1)[:n_digits].tolist()
+            shift = (index - (len(models) - 1) / 2) * width
+            x = [digit + shift for digit in range(n_digits)]
+            panel.bar(x, probs, width, label=MODELS[name], color=COLORS[name])
+        digits = " ".join(map(str, text[start : start + position].tolist()))
+        panel.set_title(f"digit {position + 1}" + (f", after {digits}" if digits else ""))
+        panel.set(xticks=range(n_digits), ylim=(0, 1))
+        panel.grid(axis="x", visible=False)
+    for panel in axes[:, 0]:
+        panel.set_ylabel("probability")
+    for panel in axes[1]:
+        panel.set_xlabel("next digit")
     prompt = " ".join(map(str, text[: language.prompt_length].tolist()))
-    figure.suptitle(f"What follows the prompt {prompt}", x=0.01, ha="left")
-    _save(figure, file)
+    right = int(language.preferred_token(text[None, : language.prompt_length]))
+    title = f"Responses to the prompt {prompt}: the reward asks for a {right} as the first digit"
+    figure.suptitle(title, x=0.01, ha="left")
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(models))
+    save_figure(figure, file)
 
 
-def draw_attention(
-    models: dict[str, GPT], text: torch.Tensor, language: DigitLanguage, file: Path
-) -> None:
-    """Attention maps of all heads of all models on one text."""
-    tokens = text[:-1]
-    labels = ["sep" if t == language.separator else str(t) for t in tokens.tolist()]
-    maps = {name: gpt.attention_maps(tokens[None])[0].flatten(0, 1) for name, gpt in models.items()}
-    n_head = models["base"].config["n_head"]
-    n_maps = len(maps["base"])
-    figure, axes = plt.subplots(
-        len(models), n_maps, figsize=(1.55 * n_maps, 1.75 * len(models)), layout="constrained"
-    )
-    for row, (name, heads) in zip(axes, maps.items(), strict=True):
-        for index, (panel, weights) in enumerate(zip(row, heads, strict=True)):
-            panel.imshow(weights.numpy(), vmin=0, vmax=1, cmap="Blues")
-            panel.set_xticks(range(len(labels)), labels, fontsize=6)
-            panel.set_yticks(range(len(labels)), labels, fontsize=6)
-            if name == "base":
-                panel.set_title(
-                    f"layer {index // n_head + 1}, head {index % n_head + 1}", fontsize=8
-                )
-            if name == list(maps)[-1]:
-                panel.set_xlabel("attended token", fontsize=7)
-        row[0].set_ylabel(f"{name}\nattending token", fontsize=8)
-    figure.colorbar(axes[0, 0].images[0], ax=axes, label="attention weight", shrink=0.6)
-    prompt = " ".join(map(str, text[: language.prompt_length].tolist()))
-    figure.suptitle(f"Attention on the prompt {prompt} and its response")
-    _save(figure, file)
+@dataclass(frozen=True)
+class ReportOptions:
+    """The table and the picture of several finished jobs, one for each seed."""
+
+    folders: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of finished jobs."""
+    picture: Path = Path("curves.png")
+    """File of the picture."""
 
 
-def _save(figure, file: Path) -> None:
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+def main() -> None:
+    options = tyro.cli(ReportOptions)
+    reports = [json.loads((folder / "report.json").read_text()) for folder in options.folders]
+    curves = {
+        run: [json.loads((f / run / "result.json").read_text())["curves"] for f in options.folders]
+        for run in RUNS
+    }
+    figures = {run: [report[run] for report in reports] for run in RUNS}
+    draw_curves(curves, figures, reports[0]["adaptive"]["target"], options.picture)
+    print_seeds([folder.name for folder in options.folders], reports)
+
+
+if __name__ == "__main__":
+    main()
