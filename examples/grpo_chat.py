@@ -1,13 +1,13 @@
 """GRPO on chats with TorchRL's LLM API, and a coefficient that holds the KL at a target.
 
-A tiny Llama with random weights (nothing is downloaded) answers questions, and is rewarded for the
-share of words of praise in its answers. ChatEnv, TransformersWrapper, LLMCollector, MCAdvantage and
-GRPOLoss are TorchRL's. ResponseKLTransform scores each batch once, and writes the log-probs that
-GRPOLoss reads and the KL of each response; with a coefficient of 0 it leaves the rewards as they
-are, since GRPO would divide a penalty by the standard deviation of its group. KLPenaltyLoss adds
-the KL to the loss, and its controller steers the coefficient to a KL of `--target-kl`.
-Printed at the end are means over the last quarter of the batches: the reward, in [0, 1], the KL of
-the policy to the model that it began as, and the coefficient of the KL in the loss.
+A tiny Llama with random weights answers questions, and is rewarded for the share of words of praise
+in its answers. ChatEnv, TransformersWrapper, LLMCollector, MCAdvantage and GRPOLoss are TorchRL's.
+ResponseKLTransform scores each batch once: it writes the log-probs that GRPOLoss reads, and the KL
+of each response. Its coefficient of 0 leaves the rewards as they are, since GRPO would divide a
+penalty by the standard deviation of its group. KLPenaltyLoss adds the KL to the loss, and its
+controller steers the coefficient to a KL of `--target-kl`. Printed at the end are means over the
+last quarter of the batches: the reward, in [0, 1], the KL of the policy to the model that it began
+as, and the coefficient of the KL in the loss.
 """
 
 from __future__ import annotations
