@@ -5,31 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
-import matplotlib
-from PIL import Image
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from figures import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    draw_band,
+    draw_goal,
+    label,
+    plt,
+    save_figure,
+    set_log_ticks,
+)
 
 Runs = dict[str, list[dict]]  # by name, one result for each seed
-COLORS = {
-    "constant 0.1": "#9ecae1",
-    "constant 0.3": "#4292c6",
-    "constant 1": "#08519c",
-    "budget": "black",
-    "adaptive": "tab:green",
-    "exponential": "tab:orange",
-    "PID": "tab:red",
-}
+STARTS = (BLUE, ORANGE, PURPLE)  # colours of the controllers' starts
 
 
-def style(run: str) -> dict:
-    """Closed loops: a colour for each controller, dashed from the second start."""
-    controller, _, start = run.partition(" ")
-    return {
-        "color": COLORS.get(run) or COLORS[controller],
-        "linestyle": "--" if start == "2" else "-",
-    }
+def group(run: str) -> str:
+    """What a run is drawn with: a constant, the computed one, or controllers from one start."""
+    rule, _, start = run.partition(" ")
+    return run if rule in ("constant", "computed") else f"controllers from {start}"
+
+
+def group_colors(runs: Runs) -> dict[str, str]:
+    """A colour for each group: grey for all constants."""
+    names = dict.fromkeys(map(group, runs))
+    colors = {name: GREY for name in names if name.startswith("constant")} | {"computed": GREEN}
+    return colors | dict(zip([name for name in names if name not in colors], STARTS, strict=False))
 
 
 def finals(results: list[dict], name: str) -> list[float]:
@@ -45,17 +50,15 @@ def smooth(values: list[float]) -> list[float]:
     return [fmean(values[max(i - 2, 0) : i + 3]) for i in range(len(values))]
 
 
+def spread(values: list[float], form: str) -> str:
+    return f"{form} ({form} to {form})".format(fmean(values), min(values), max(values))
+
+
 def print_study(runs: Runs, truths: list[dict], target: float) -> None:
     """The table, ready for a README: means over seeds, in brackets the least and the greatest."""
-    columns = [
-        "run",
-        "KL, nats",
-        "off the target",
-        "coefficient / exact",
-        "reward",
-        "reward below the frontier",
-    ]
-    columns += ["excess KL, nats", "perplexity"]
+    columns = ["run", "KL, nats", "off the target", "coefficient / exact", "reward"]
+    columns += ["reward below the frontier", "excess KL, nats"]
+    columns += ["perplexity", "highest on the way"]
     print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for run, results in runs.items():
         off = [abs(kl / target - 1) for kl in finals(results, "kl")]
@@ -63,92 +66,100 @@ def print_study(runs: Runs, truths: list[dict], target: float) -> None:
             coeff / truth["coeff"]
             for coeff, truth in zip(finals(results, "coeff"), truths, strict=True)
         ]
-        gaps = differences(results, "frontier", "reward")
         cells = [
             spread(finals(results, "kl"), "{:.3f}"),
             f"{fmean(off):.1%}, at most {max(off):.1%}",
             spread(coeffs, "{:.3f}"),
             f"{fmean(finals(results, 'reward')):.4f}",
-            spread(gaps, "{:.4f}"),
+            spread(differences(results, "frontier", "reward"), "{:.4f}"),
             spread(differences(results, "kl", "least_kl"), "{:.3f}"),
             f"{fmean(finals(results, 'perplexity')):.3f}",
+            f"{fmean(max(p for _, p in r['curves']['perplexity']) for r in results):.3f}",
         ]
         print(f"| {run} | {' | '.join(cells)} |")
     exact = spread([truth["coeff"] for truth in truths], "{:.3f}")
     best = max(
         share for results in runs.values() for share in finals(results, "share_of_frontier_gain")
     )
-    seconds = [result["seconds"] for results in runs.values() for result in results]
+    seconds = fmean(result["cpu_seconds"] for results in runs.values() for result in results)
+    of_model = fmean(truth["perplexity"] for truth in truths)
+    of_truth = fmean(truth["true_perplexity"] for truth in truths)
     print(
-        f"\nExact coefficient for {target:g} nats: {exact}. Perplexity of the language model: ",
-        end="",
-    )
-    print(
-        f"{fmean(truth['perplexity'] for truth in truths):.3f}, of the true language to itself: ",
-        end="",
-    )
-    print(f"{fmean(truth['true_perplexity'] for truth in truths):.3f}.")
-    print(
+        f"\nExact coefficient for {target:g} nats: {exact}. Perplexity of the language model: "
+        f"{of_model:.3f}, of the true language to itself: {of_truth:.3f}.\n"
         f"Nearest to the frontier: {best:.2%} of the gain that is possible at its KL. "
-        f"Seconds per run: {fmean(seconds):.0f}."
+        f"Processor seconds per run: {seconds:.0f}."
     )
-
-
-def spread(values: list[float], form: str) -> str:
-    return f"{form} ({form} to {form})".format(fmean(values), min(values), max(values))
 
 
 def draw_study(runs: Runs, truths: list[dict], target: float, file: Path) -> None:
-    figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
-    draw_curves(runs, truths, target, [axes[0, 0], axes[0, 1], axes[0, 2], axes[1, 0]])
-    draw_plane(runs, truths, target, axes[1, 1])
-    draw_ends(runs, target, axes[1, 2])
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
-    figure.savefig(file, dpi=80)
-    plt.close(figure)
-    Image.open(file).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
-        file, optimize=True
-    )  # half the size
-
-
-def draw_curves(runs: Runs, truths: list[dict], target: float, panels: list) -> None:
-    """Reward, KL, coefficient and perplexity over the batches, means over the seeds."""
-    for panel, name in zip(panels, ("reward", "kl", "coeff"), strict=False):
-        for run, results in runs.items():
-            curves = zip(*(result["curves"][name] for result in results), strict=True)
-            panel.plot(
-                smooth([fmean(values) for values in curves]), linewidth=1.1, label=run, **style(run)
-            )
-    base = fmean(truth["perplexity"] for truth in truths)
-    for run, results in runs.items():
-        points = [list(zip(*result["curves"]["perplexity"], strict=True)) for result in results]
-        means = [base, *map(fmean, zip(*(values for _, values in points), strict=True))]
-        panels[3].plot([0, *points[0][0]], means, linewidth=1.1, **style(run))
-    panels[0].set(
-        title="Reward, means of 5 batches and all seeds", ylabel="first digit right (0 to 1)"
-    )
-    panels[1].axhline(target, color="0.4", linestyle=":", linewidth=1)
-    panels[1].set(title=f"KL to the language model, target {target:g}", ylabel="nats per response")
+    """How the runs go, where they end, and what is possible there."""
+    figure, ((kls, coeffs), (ends, plane)) = plt.subplots(2, 2, figsize=(11, 8.4))
+    draw_curves(runs, "kl_reference", kls)
+    draw_curves(runs, "coeff", coeffs)
+    n_batches = len(next(iter(runs.values()))[0]["curves"]["coeff"])
     exact = fmean(truth["coeff"] for truth in truths)
-    panels[2].axhline(exact, color="0.4", linestyle=":", linewidth=1)
-    panels[2].set(
-        title=f"Coefficient, {exact:.3f} is exact for the target",
-        ylabel="reward per nat",
-        yscale="log",
+    draw_goal(kls, target, "target", 1.02 * n_batches)
+    draw_goal(coeffs, exact, "exact", 1.02 * n_batches)
+    kls.set(
+        title=f"Controllers bring the KL to the target of {target:g} nats ...",
+        ylabel="KL to the language model (nats per response)",
+        xlim=(0, 1.25 * n_batches),
     )
-    panels[3].set(title="Perplexity on the true language", ylabel="per token", yscale="log")
-    for panel, ticks in (
-        (panels[2], (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)),
-        (panels[3], (3, 4, 6, 8, 10)),
-    ):
-        panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        panel.minorticks_off()
-    for panel in panels:
-        panel.set_xlabel("batch of responses")
+    coeffs.set(
+        title=f"... and find the exact coefficient, {exact:.2f}",
+        ylabel="coefficient (reward per nat), log scale",
+        yscale="log",
+        xlim=(0, 1.25 * n_batches),
+    )
+    set_log_ticks(coeffs.yaxis, (0.05, 0.1, 0.2, 0.5, 1.0, 2.0))
+    draw_ends(runs, target, ends)
+    draw_plane(runs, truths, plane)
+    handles = {
+        "a constant" if color == GREY else who: plt.Line2D([], [], color=color, linewidth=4)
+        for who, color in group_colors(runs).items()
+    }
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles))
+    save_figure(figure, file)
 
 
-def draw_plane(runs: Runs, truths: list[dict], target: float, panel) -> None:
+def draw_curves(runs: Runs, name: str, axes) -> None:
+    """A metric over the batches, one band per group of runs, over its rules and seeds."""
+    ends = {}
+    for who, color in group_colors(runs).items():
+        results = [r for run in runs if group(run) == who for r in runs[run]]
+        steps = [step for step, _ in results[0]["curves"][name]]
+        curves = [smooth([value for _, value in r["curves"][name]]) for r in results]
+        draw_band(axes, steps, curves, color, linewidth=1.5)
+        ends[who] = fmean(curve[-1] for curve in curves)
+    axes.set_xlabel("batch of responses (means of 5)")
+    for who, end in ends.items():
+        # Those that end at the target would cover each other: the legend names them.
+        if who.startswith("constant"):
+            label(axes, steps[-1], end, who, GREY)
+
+
+def draw_ends(runs: Runs, target: float, axes) -> None:
+    """Final KL of every policy."""
+    colors = group_colors(runs)
+    axes.axvspan(0.9 * target, 1.1 * target, color="0.9", zorder=0)
+    axes.axvline(target, color=BLACK, linestyle=":", linewidth=1.3)
+    for row, (run, results) in enumerate(runs.items()):
+        color, rows = colors[group(run)], [row] * len(results)
+        axes.scatter(finals(results, "kl"), rows, s=30, color=color, alpha=0.7, linewidth=0)
+    axes.set(
+        title="Constants chosen beforehand miss it (grey: 10 %)",
+        xlabel="final KL of each seed (nats per response), log scale",
+        xscale="log",
+    )
+    set_log_ticks(axes.xaxis, (0.1, 0.2, 0.5, 1.0))
+    axes.set_yticks(range(len(runs)), list(runs))
+    for tick, run in zip(axes.get_yticklabels(), runs, strict=True):
+        tick.set_color(colors[group(run)])
+    axes.invert_yaxis()
+
+
+def draw_plane(runs: Runs, truths: list[dict], axes) -> None:
     """Where each run ends, against the best possible: both are means over the seeds.
 
     The mean of points below the frontier of each seed lies below the frontier of all seeds' prompts
@@ -158,49 +169,19 @@ def draw_plane(runs: Runs, truths: list[dict], target: float, panel) -> None:
         tuple(map(fmean, zip(*seeds, strict=True)))
         for seeds in zip(*(t["frontier"] for t in truths), strict=True)
     ]
-    zoom = panel.inset_axes((0.5, 0.08, 0.47, 0.47))
-    for axes in (panel, zoom):
-        axes.plot(
-            [kl**0.5 for _, kl, _ in optima],
-            [reward for _, _, reward in optima],
-            color="0.6",
-            zorder=1,
-        )
-        axes.axvline(target**0.5, color="0.4", linestyle=":", linewidth=1, zorder=0)
-        for run, results in runs.items():
-            x, y = fmean(finals(results, "kl")) ** 0.5, fmean(finals(results, "reward"))
-            marker = "x" if style(run)["linestyle"] == "--" else "o"
-            axes.scatter(x, y, s=28, color=style(run)["color"], marker=marker, zorder=2)
-    closed = [results for run, results in runs.items() if run.split()[0] != "constant"]
-    kls = [fmean(finals(results, "kl")) ** 0.5 for results in closed]
-    rewards = [fmean(finals(results, "reward")) for results in closed]
-    zoom.set_xlim(min(kls) - 0.01, max(kls) + 0.01)
-    zoom.set_ylim(min(rewards) - 0.01, max(rewards) + 0.015)
-    zoom.tick_params(labelsize=7)
-    panel.indicate_inset_zoom(zoom, edgecolor="0.5")
-    panel.set(
-        title="Where they end, and the exact frontier", xlabel="square root of KL", ylabel="reward"
+    axes.plot([kl for _, kl, _ in optima], [reward for _, _, reward in optima], color=BLACK)
+    _, kl, reward = optima[len(optima) // 3]
+    label(axes, kl, reward, "best possible", BLACK, offset=(-8, 8), ha="right")
+    colors = group_colors(runs)
+    for run, results in runs.items():
+        x, y = fmean(finals(results, "kl")), fmean(finals(results, "reward"))
+        axes.scatter(x, y, s=45, color=colors[group(run)], zorder=3)
+        if run.startswith("constant"):
+            label(axes, x, y, run, GREY, offset=(8, -8))
+    gap = max(max(differences(results, "frontier", "reward")) for results in runs.values())
+    axes.margins(x=0.15)
+    axes.set(
+        title=f"All end within {gap:.3f} of the best possible reward",
+        xlabel="final KL (nats per response)",
+        ylabel="first digit right (0 to 1)",
     )
-
-
-def draw_ends(runs: Runs, target: float, panel) -> None:
-    """Final KL of every policy."""
-    panel.axvspan(0.9 * target, 1.1 * target, color="0.92", zorder=0)
-    panel.axvline(target, color="0.4", linestyle=":", linewidth=1, zorder=0)
-    for row, (run, results) in enumerate(runs.items()):
-        marker = "x" if style(run)["linestyle"] == "--" else "o"
-        panel.scatter(
-            finals(results, "kl"),
-            [row] * len(results),
-            s=24,
-            color=style(run)["color"],
-            marker=marker,
-        )
-    panel.set(
-        title="Final KL of every seed (grey: within 10 %)", xlabel="nats per response", xscale="log"
-    )
-    ticks = (0.1, 0.2, 0.5, 1.0)
-    panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    panel.minorticks_off()
-    panel.set_yticks(range(len(runs)), list(runs))
-    panel.invert_yaxis()

@@ -97,7 +97,8 @@ def last_outputs(gpt: GPT, texts: torch.Tensor, *after: int) -> torch.Tensor:
     gpt(prefixes, past_key_values=cache, logits_to_keep=1)
     rest = torch.cat([texts[:, -1:], *(texts.new_full((len(texts), 1), t) for t in after)], 1)
     n_rest = rest.shape[1]
-    future = torch.full((n_rest, n_read + n_rest), -math.inf).triu(n_read + 1)
+    dtype = gpt.head.weight.dtype
+    future = torch.full((n_rest, n_read + n_rest), -math.inf, dtype=dtype).triu(n_read + 1)
     return gpt(
         rest,
         past_key_values=cache,

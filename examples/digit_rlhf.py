@@ -338,7 +338,7 @@ def draw_pictures(job: Job, results: dict[str, dict], figures: dict[str, dict]) 
     curves = {run: [results[run]["curves"]] for run in RUNS}
     seeds = {run: [figures[run]] for run in RUNS}
     draw_curves(curves, seeds, job.options.target_kl, out / "curves.png")
-    draw_probabilities(models, text, language, out / "probabilities.png")
+    draw_probabilities(models, figures, text, language, out / "probabilities.png")
 
 
 def main() -> None:

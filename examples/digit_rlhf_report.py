@@ -33,6 +33,7 @@ from torchrl_kl import CausalLMRewardModel, ExactValues, PolicyValues
 from torchrl_kl.envs import DigitLanguage
 
 Curves = dict[str, list[list[float]]]  # by name, pairs of a step and a value
+COMPARED = ("constant", "no_penalty")
 RUNS = {"constant": "coefficient 1", "no_penalty": "no penalty", "adaptive": "adaptive"}
 MODELS = {"true language": "true language", "language_model": "language model"}
 MODELS |= {run: f"PPO, {name}" for run, name in RUNS.items()}
@@ -172,7 +173,7 @@ def print_seeds(names: list[str], reports: list[dict]) -> None:
             f"{r['adaptive']['coeff_first_within_20_percent']} of {r['adaptive']['batches']}"
         ),
     }
-    for run in ("constant", "no_penalty"):
+    for run in COMPARED:
         rows[f"{RUNS[run]}: reward, KL per response"] = lambda r, run=run: (
             f"{r[run]['reward']:.3f}, {r[run]['kl']:.3f}"
         )
@@ -214,27 +215,31 @@ def draw_curves(
     `runs` and `figures` have the curves and the exact figures of each run, one for each seed.
     """
     figure, ((rewards, digits), (kls, coeffs)) = plt.subplots(2, 2, figsize=(10, 7))
-    for run in ("no_penalty", "constant"):
+    for run in reversed(COMPARED):
         line = {"linewidth": 5, "alpha": 0.6} if run == "no_penalty" else {"linewidth": 1.8}
         _draw(rewards, runs[run], "reward", COLORS[run], label=RUNS[run], **line)
     rewards.legend(loc="lower right")
     rewards.set(
-        title="The learned reward rises just as high with the penalty",
+        title="Learned reward: {:.2f} with, {:.2f} without a penalty".format(
+            *(fmean(row["reward"] for row in figures[run]) for run in COMPARED)
+        ),
         xlabel="batch of responses",
         ylabel="score of the reward model",
     )
     _draw_digits(digits, figures)
     adaptive, exact = runs["adaptive"], fmean(f["coeff_exact"] for f in figures["adaptive"])
-    last = adaptive[0]["kl_reference"][-1][0]
+    left = 0.12 * len(adaptive[0]["kl_reference"])
     for axes, name, goal, text in (
         (kls, "kl_reference", target, f"target: {target:g} nats"),
         (coeffs, "coeff", exact, f"exact for the target: {exact:.3f}"),
     ):
         _draw(axes, adaptive, name, COLORS["adaptive"])
-        draw_goal(axes, goal, text, last)
+        draw_goal(axes, goal, text, left)
         axes.set(xlabel="batch of responses", ylim=(0, None))
-    kls.set(title="The controller brings the KL to its target ...", ylabel="nats per response")
-    coeffs.set(title="... and finds the exact coefficient", ylabel="reward per nat")
+    kl = fmean(row["kl"] for row in figures["adaptive"])
+    coeff = fmean(row["coeff_mean_last_quarter"] for row in figures["adaptive"])
+    kls.set(title=f"The controller brings the KL to {kl:.2f} nats ...", ylabel="nats per response")
+    coeffs.set(title=f"... and the coefficient to {coeff:.3f}", ylabel="reward per nat")
     save_figure(figure, file)
 
 
@@ -248,7 +253,7 @@ def _draw(axes, seeds: list[Curves], name: str, color: str, **line) -> None:
 def _draw_digits(axes, figures: dict[str, list[dict]]) -> None:
     """The KL at each digit of a response, exact, with and without a penalty."""
     n_digits = len(figures["constant"][0]["kl_per_position"])
-    for shift, run in ((-0.2, "constant"), (0.2, "no_penalty")):
+    for shift, run in zip((-0.2, 0.2), COMPARED, strict=True):
         kls = list(zip(*(row["kl_per_position"] for row in figures[run]), strict=True))
         means = [fmean(values) for values in kls]
         # From the smallest to the largest value over the seeds.
@@ -258,8 +263,11 @@ def _draw_digits(axes, figures: dict[str, list[dict]]) -> None:
         axes.bar(x, means, 0.38, color=COLORS[run], label=RUNS[run])
         axes.errorbar(x, means, spread, fmt="none", ecolor=BLACK, elinewidth=1, capsize=2)
     axes.legend(loc="upper right")
+    later = [fmean(sum(row["kl_per_position"][1:]) for row in figures[run]) for run in COMPARED]
     axes.set(
-        title="It keeps what the reward does not ask about",
+        title="KL of digits 2 to {}: {:.2f} with, {:.2f} without a penalty".format(
+            n_digits, *later
+        ),
         xlabel="digit of the response (the reward asks about the first)",
         ylabel="KL to the language model (nats)",
         xticks=range(1, n_digits + 1),
@@ -267,7 +275,11 @@ def _draw_digits(axes, figures: dict[str, list[dict]]) -> None:
 
 
 def draw_probabilities(
-    models: dict[str, Callable], text: torch.Tensor, language: DigitLanguage, file: Path
+    models: dict[str, Callable],
+    figures: dict[str, dict],
+    text: torch.Tensor,
+    language: DigitLanguage,
+    file: Path,
 ) -> None:
     """Probabilities of the next digit by each model, at each position of one response."""
     start, n_digits = language.context_length, language.vocab_size
@@ -291,8 +303,10 @@ def draw_probabilities(
         panel.set_xlabel("next digit")
     prompt = " ".join(map(str, text[: language.prompt_length].tolist()))
     right = int(language.preferred_token(text[None, : language.prompt_length]))
-    title = f"Responses to the prompt {prompt}: the reward asks for a {right} as the first digit"
-    figure.suptitle(title, x=0.01, ha="left")
+    axes[0, 0].set_title(f"digit 1, after the prompt {prompt}: a {right} is rewarded")
+    later = [sum(figures[run]["kl_per_position"][1:]) for run in COMPARED]
+    title = "Digits 2 to {} move {:.2f} nats away with the penalty, {:.2f} without it"
+    figure.suptitle(title.format(language.response_length, *later), x=0.01, ha="left")
     handles, names = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(models))
     save_figure(figure, file)

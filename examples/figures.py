@@ -48,7 +48,7 @@ def label(axes: Any, x: float, y: float, text: str, color: str, **where: Any) ->
 def draw_goal(axes: Any, value: float, text: str, x: float) -> None:
     """A dotted line at the value that is aimed at, with its name above it."""
     axes.axhline(value, color=BLACK, linestyle=":", linewidth=1.3)
-    label(axes, x, value, text, BLACK, offset=(0, 5), va="bottom", ha="right")
+    label(axes, x, value, text, BLACK, offset=(0, 4), va="bottom")
 
 
 def set_log_ticks(axis: Any, ticks: Sequence[float]) -> None:

@@ -70,8 +70,8 @@ def make_tokenizer() -> Any:
     ids = dict(zip(words, range(len(words)), strict=True))
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    special = {"pad_token": "<pad>", "eos_token": "<end>", "chat_template": TEMPLATE}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)  # type: ignore[arg-type]
+    special: Any = {"pad_token": "<pad>", "eos_token": "<end>", "chat_template": TEMPLATE}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def make_model(tokenizer: Any) -> LlamaForCausalLM:
@@ -129,8 +129,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     collector, seen = make_collector(model, tokenizer, measure, args), []
     for batch in (bar := tqdm(collector, total=args.batches, disable=None)):
-        n = len(batch)
-        sampler = SamplerWithoutReplacement()
+        n, sampler = len(batch), SamplerWithoutReplacement()
         buffer = ReplayBuffer(storage=LazyStackStorage(n), sampler=sampler, batch_size=n)
         buffer.append_transform(MCAdvantage(grpo_size=args.group))
         buffer.extend(batch)

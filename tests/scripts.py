@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,15 +29,14 @@ class Run(NamedTuple):
 
     out: Path
     printed: str
-    repeat: Callable[[], str]
+    repeat: Callable[..., str]  # called with further options
 
 
-def lanes(path: str, smallest: str, quick: str = "", without: str = "") -> Any:
+def lanes(path: str, smallest: str, quick: str = "") -> Any:
     """A fixture with a Run of a script, one for each lane of the tests.
 
     In the default lane it runs in this process with the options `smallest`, in the slow lane from
-    the command line with `--quick` and the options `quick`. `without` names a slow function of the
-    script that the run in this process leaves out.
+    the command line with `--quick` and the options `quick`.
     """
 
     @pytest.fixture(
@@ -46,25 +44,27 @@ def lanes(path: str, smallest: str, quick: str = "", without: str = "") -> Any:
     )
     def finished(request, tmp_path_factory) -> Run:
         folder = tmp_path_factory.mktemp(Path(path).stem)
-        if request.param == "quick":
-            run = partial(run_command, path, folder, f"--out out --quick {quick}")
-        else:
-            run = partial(run_here, path, folder, f"--out out {smallest}", without)
+
+        def run(more: str = "") -> str:
+            if request.param == "quick":
+                return run_command(path, folder, f"--out out --quick {quick} {more}")
+            return run_here(path, folder, f"--out out {smallest} {more}")
+
         return Run(folder / "out", run(), run)
 
     return finished
 
 
-def run_here(path: str, folder: Path, options: str, without: str = "") -> str:
+def run_here(path: str, folder: Path, options: str) -> str:
     """Runs the `main` of a script in this process, in a folder; what it printed."""
     script, printed = load(path), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.chdir(folder)
         patch.setattr(sys, "argv", [path, *options.split()])
-        if hasattr(script, "ProcessPoolExecutor"):  # a new process imports torch for seconds
-            patch.setattr(script, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
-        if without:
-            patch.setattr(script, without, lambda *_: None)
+        # A new process imports torch for seconds.
+        for module in (script, sys.modules.get("running")):
+            if hasattr(module, "ProcessPoolExecutor"):
+                patch.setattr(module, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
         script.main()
     return printed.getvalue()
 
