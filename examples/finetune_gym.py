@@ -271,7 +271,7 @@ def draw(curves: dict[str, list[dict[str, list]]], target: float, file: Path) ->
     kl.set_yticks([0, 0.5, 1, 2, 4], ["0", "0.5", "1", "2", "4"])
     kl.minorticks_off()
     kl.set_ylim(bottom=0)
-    draw_goal(kl, target, f"target {target:g}", len(curves["adaptive"][0]["coeff"]) - 1)
+    draw_goal(kl, target, f"target {target:g}", 0)
     handles, labels = kl.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     save_figure(figure, file)

@@ -140,18 +140,18 @@ def draw_curves(
     for run, (title, color) in RUNS.items():
         for name, panel in names.items():
             panel.plot(smooth(curves[run][name]), color=color, label=title)
-    n = len(curves["no_kl"]["kl"]) - 1
+    middle = len(curves["no_kl"]["kl"]) / 2
     kls.set_yscale("symlog", linthresh=2)
     kls.set_ylim(bottom=0)
     kls.set_yticks(ticks := [0, 1, 3, 10, 30, 100], [f"{tick:g}" for tick in ticks], minor=False)
     kls.minorticks_off()
-    draw_goal(kls, target, f"target {target:g}", n)
+    draw_goal(kls, target, f"target {target:g}", middle)
     kls.set(title="Controllers hold their KL target", ylabel="KL, nats per response")
     perplexities.set_yscale("log")
     set_log_ticks(perplexities.yaxis, [5, 10, 20, 50, 100, 200, 500])
-    perplexities.set(title="Without KL control, text drifts away", ylabel="perplexity per token")
-    draw_goal(perplexities, before["perplexity"], "language model", n)
-    distinct.set(title="... and becomes the same phrase again and again", ylim=(0, 1))
+    perplexities.set(title="Its text becomes improbable", ylabel="perplexity per token")
+    draw_goal(perplexities, before["perplexity"], "language model", middle)
+    distinct.set(title="It repeats its phrases", ylim=(0, 1))
     distinct.set_ylabel("different pairs of tokens, per pair")
     for panel in names.values():
         panel.set_xlabel("batch of responses")
@@ -168,24 +168,11 @@ def draw_rewards(curves: dict[str, dict[str, list[float]]], axes: Any) -> None:
         axes.plot(roots, shown["proxy"], color=color, linestyle=(0, (4, 1.5)))
         axes.plot(roots, shown["gold"], color=color)
         if run == "no_kl":
+            where = {"color": color, "ha": "right"}
             label(
-                axes,
-                roots[-1],
-                shown["proxy"][-1],
-                "proxy (trained on)",
-                color,
-                ha="right",
-                offset=(-8, 0),
+                axes, roots[-1], shown["proxy"][-1], "proxy (trained on)", offset=(-10, 0), **where
             )
-            label(
-                axes,
-                roots[-1],
-                shown["gold"][-1],
-                "gold (not seen)",
-                color,
-                ha="right",
-                offset=(-8, 4),
-            )
+            label(axes, roots[-1], shown["gold"][-1], "gold (not seen)", offset=(-16, 0), **where)
     axes.axhline(0, color=LIGHT_GREY, linewidth=1, zorder=0)
-    axes.set(title="The proxy rises while the gold reward falls")
+    axes.set(title="Without KL control, gold reward falls")
     axes.set(xlabel="square root of the KL, nats", ylabel="reward, standard deviations")

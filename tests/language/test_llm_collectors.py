@@ -105,7 +105,8 @@ def test_a_collector_of_ray():
         with pytest.raises(Exception, match="cannot be sent to another process"):
             make(postproc=transform)
         with set_list_to_stack(True):
-            assert [batch for batch in make(postproc=add_reward)] == [None, None]  # noqa: C416
+            collector = make(postproc=add_reward)
+            assert [collector.next() for _ in range(2)] == [None, None]
             batches = ray.get(held.take.remote())
             results = [transform(batch)["next"] for batch in batches]
         assert sum(len(result) for result in results) == 12
