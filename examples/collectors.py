@@ -24,12 +24,27 @@ from functools import partial
 from typing import Literal
 
 import torch
-from digit_job import PPO, JobArgs, arg, next_token, parse_args, split_prompts, train_language_model
+from digit_job import (
+    PPO,
+    DigitOptions,
+    LanguageModelTraining,
+    add_separator,
+    next_token,
+    split_prompts,
+)
+from running import Count, Positive, read_options
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.collectors.distributed import DistributedCollector, RayCollector
 from tqdm import tqdm
 
-from torchrl_kl import GPT, AdaptiveKLController, Enumeration, KLConstrainedTransform, kl_collector
+from torchrl_kl import (
+    GPT,
+    AdaptiveKLController,
+    Enumeration,
+    KLConstrainedTransform,
+    KLController,
+    kl_collector,
+)
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
 
 COLLECTORS = {
@@ -41,26 +56,56 @@ COLLECTORS = {
 }
 
 
-@dataclass
-class Args(JobArgs):
+QUICK = {
+    "lm_iterations": 40,
+    "batches": 4,
+    "ppo_responses": 64,
+    "exact_prompts": 1,
+    "heldout_prompts": 50,
+}
+
+
+@dataclass(frozen=True)
+class Options(DigitOptions):
     """What can be set from the command line."""
 
-    collector: str = arg("sync", "Who writes the responses.", list(COLLECTORS))
-    where: Literal["learner", "workers"] = arg(
-        "learner", "Who evaluates the reference.", ["learner", "workers"]
-    )
-    workers: int = arg(2, "Workers of all collectors but sync.")
-    batches: int = arg(120, "Batches of responses.")
-    ray_address: str = arg(
-        "", "Address of a Ray cluster, auto on its machines; a local Ray is started if it is empty."
-    )
-    reference: str = arg(
-        "", "Folder of a language model to begin with; one is trained if it is empty."
-    )
-    target_kl: float = arg(0.5, "KL that the coefficient steers to, nats per response.")
-    init_coeff: float = arg(0.05, "Where the coefficient starts, far from the answer.")
-    horizon: float = arg(8192.0, "Responses in which the coefficient can grow by a factor of e.")
-    exact_prompts: int = arg(16, "Held-out prompts over which the exact values are taken.")
+    collector: Literal["sync", "multi-sync", "multi-async", "ray", "gloo"] = "sync"
+    """Who writes the responses."""
+    where: Literal["learner", "workers"] = "learner"
+    """Who evaluates the reference."""
+    workers: Count = 2
+    """Workers of all collectors but sync."""
+    batches: Count = 120
+    """Batches of responses."""
+    ray_address: str = ""
+    """Address of a Ray cluster, auto on its machines; a local Ray is started if it is empty."""
+    reference: str = ""
+    """Folder of a language model to begin with; one is trained if it is empty."""
+    target_kl: Positive = 0.5
+    """KL that the coefficient steers to, nats per response."""
+    init_coeff: Positive = 0.05
+    """Where the coefficient starts, far from the answer."""
+    horizon: Positive = 8192.0
+    """Responses in which the coefficient can grow by a factor of e."""
+    exact_prompts: Count = 16
+    """Held-out prompts over which the exact values are taken."""
+
+
+def load_language_model(language: DigitLanguage, prompts: torch.Tensor, options: Options) -> GPT:
+    if options.reference:
+        return GPT.from_pretrained(options.reference)
+    training = LanguageModelTraining(language, prompts, options)
+    bar = tqdm(range(options.lm_iterations), desc="language model", disable=None)
+    for step in bar:
+        loss = training.update()
+        if step % 10 == 0:
+            bar.set_postfix_str(f"loss {loss:.3f} nats per token")
+    return training.gpt.eval()
+
+
+def make_controller(options: Options) -> KLController:
+    init_coeff, target, horizon = options.init_coeff, options.target_kl, options.horizon
+    return AdaptiveKLController(init_coeff, target, horizon, clip=1.0)
 
 
 def make_collector(
@@ -68,18 +113,18 @@ def make_collector(
     stack: KLConstrainedTransform,
     language: DigitLanguage,
     prompts: torch.Tensor,
-    args: Args,
+    options: Options,
 ):
     # A batch of asynchronous workers comes from one of them; the others share it.
-    n_workers = 1 if args.collector == "sync" else args.workers
-    responses = args.ppo_responses // (n_workers if args.collector == "multi-sync" else 1)
+    n_workers = 1 if options.collector == "sync" else options.workers
+    responses = options.ppo_responses // (n_workers if options.collector == "multi-sync" else 1)
     make_envs = [
         partial(
             DigitLanguageEnv,
             language,
             prompts=prompts,
             batch_size=(responses,),
-            seed=args.seed + worker,
+            seed=options.seed + worker,
         )
         for worker in range(n_workers)
     ]
@@ -87,45 +132,36 @@ def make_collector(
         "RAY_worker_niceness", "0"
     )  # at Ray's 15 a learner that uses all cores would starve them
     local = {"num_cpus": n_workers, "include_dashboard": False, "log_to_driver": False}
-    cluster = {"address": args.ray_address, "log_to_driver": False}
-    ray = {"ray_init_config": cluster if args.ray_address else local}
-    frames = args.ppo_responses * language.response_length
+    cluster = {"address": options.ray_address, "log_to_driver": False}
+    ray = {"ray_init_config": cluster if options.ray_address else local}
+    frames = options.ppo_responses * language.response_length
     return kl_collector(
-        COLLECTORS[args.collector],
+        COLLECTORS[options.collector],
         make_envs,
         ppo.actor,
         stack,
-        where=args.where,
+        where=options.where,
         num_workers=n_workers,
         frames_per_batch=frames,
-        total_frames=frames * args.batches,
-        **(ray if args.collector == "ray" else {}),
+        total_frames=frames * options.batches,
+        **(ray if options.collector == "ray" else {}),
     )
 
 
 def main() -> None:
-    args = parse_args(Args, __doc__)
-    if args.quick:
-        args.lm_iterations, args.batches, args.ppo_responses, args.exact_prompts = 40, 4, 64, 1
-        args.heldout_prompts = 50
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(args.threads)
+    options = read_options(Options, __doc__, {"quick": QUICK})
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(options.threads)
     language = DigitLanguage()
-    prompts, heldout = split_prompts(language, args)
-    if args.reference:
-        language_model = GPT.from_pretrained(args.reference)
-    else:
-        language_model = train_language_model(language, prompts, args, lambda *_, **__: None)
-
+    prompts, heldout = split_prompts(language, options)
+    language_model = load_language_model(language, prompts, options)
     policy = copy.deepcopy(language_model)
-    ppo = PPO(policy, language, args.batches, args)
-    controller = AdaptiveKLController(args.init_coeff, args.target_kl, args.horizon, clip=1.0)
-    collector = make_collector(
-        ppo, KLConstrainedTransform(ppo.actor, controller), language, prompts, args
-    )
+    ppo = PPO(policy, language, options.batches, options)
+    stack = KLConstrainedTransform(ppo.actor, make_controller(options))
+    collector = make_collector(ppo, stack, language, prompts, options)
     seen, frames, start = [], 0, time.perf_counter()
+    bar = tqdm(collector, desc=f"PPO, {options.collector}", total=options.batches, disable=None)
     try:
-        bar = tqdm(collector, desc=f"PPO, {args.collector}", total=args.batches)
         for batch in bar:
             coeffs = batch["next", "kl_coeff"].flatten()
             seen.append((coeffs[0].item(), coeffs[-1].item(), coeffs.unique().numel()))
@@ -139,23 +175,23 @@ def main() -> None:
                     **values
                 )
             )
-        seconds = time.perf_counter() - start
+    except KeyboardInterrupt:
+        raise SystemExit(f"Stopped after {len(seen)} of {options.batches} batches.") from None
     finally:
         collector.shutdown()
+    seconds = time.perf_counter() - start
 
-    contexts = torch.cat([heldout, torch.full((len(heldout), 1), language.separator)], 1)[
-        : args.exact_prompts
-    ]
+    contexts = add_separator(heldout, language)[: options.exact_prompts]
     exact = Enumeration(
         next_token(language_model), language.preference, contexts, language.response_length
     )
-    target_coeff = exact.solve_coeff(args.target_kl)
+    target_coeff = exact.solve_coeff(options.target_kl)
     final = exact.values(next_token(policy.eval()), target_coeff)
-    print(f"{args.collector}, reference with the {args.where}")
+    print(f"{options.collector}, reference with the {options.where}")
     print(f"frames per second  {frames / seconds:.0f}")
     mixed = f"{sum(count > 1 for *_, count in seen)} of {len(seen)} batches"
     print(f"coefficients       {seen[0][0]:.3f} ... {seen[-1][1]:.3f}; several in {mixed}")
-    print(f"KL                 {final.kl:.3f} (target {args.target_kl:g})")
+    print(f"KL                 {final.kl:.3f} (target {options.target_kl:g})")
     print(f"exact regret       {final.regret:.4f} at coefficient {target_coeff:.3f}")
 
 

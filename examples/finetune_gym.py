@@ -8,10 +8,11 @@
 3. The same PPO runs three times: without a penalty, with a constant coefficient, and with an
    adaptive coefficient that steers to a KL.
 
-Every run is repeated with each seed. Results go to the folder `--out`.
+Every run is repeated with each seed. Results go to the folder `--out`. Ctrl-C saves what was
+learned so far, and `--resume` continues with the same numbers as without a stop.
 
-Glossary of the metrics (run/seed/name, one per batch of episodes; figures.csv has the first three
-of the final policies, measured anew):
+Glossary of the metrics (in log/<run>_<seed>, one value per batch of episodes; report.json has the
+first three of the final policies, measured anew):
     true_return    reward of Pendulum-v1 itself, summed over an episode of 200 steps: about -1200
                    where the pendulum hangs
     torque_reward  mean reward of a step, before the penalty: from -1, full torque, to 0, none
@@ -23,32 +24,40 @@ of the final policies, measured anew):
 
 from __future__ import annotations
 
-import argparse
 import copy
-import csv
-import json
-import shutil
-import time
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
-from multiprocessing import get_context
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import gymnasium as gym
-import matplotlib
 import torch
+from figures import BLUE, GREEN, ORANGE, draw_band, draw_goal, plt, save_figure
+from running import (
+    Count,
+    JobOptions,
+    NonNegative,
+    Positive,
+    Run,
+    Share,
+    Workers,
+    once,
+    open_folder,
+    read_options,
+    replacing,
+    stops_cleanly,
+    write_json,
+)
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
 from torch.distributions import kl_divergence
-from torchrl.collectors import Collector
 from torchrl.envs import EnvBase, GymWrapper
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
-from torchrl.record.loggers import CSVLogger
 
 from torchrl_kl import (
     ConstantKLController,
@@ -57,68 +66,49 @@ from torchrl_kl import (
     KLController,
 )
 
-matplotlib.use("agg")
-import matplotlib.pyplot as plt
-
 EPISODE = 200  # steps of Pendulum-v1, which never ends early
-RUNS = {"no penalty": "#c44e52", "constant": "#4c72b0", "adaptive": "#55a868"}  # and their colours
-METRICS = {
-    "true_return": "true return of an episode",
-    "torque_reward": "torque reward (0: no torque)",
-    "kl_reference": "KL to the imitated policy (nats per step)",
-    "coeff": "coefficient (reward per nat)",
-}
+RUNS = {"no_penalty": ORANGE, "constant": BLUE, "adaptive": GREEN}  # and their colours
+QUICK = {"seeds": 2, "envs": 4, "batches": 3, "epochs": 1, "imitation_updates": 50}
 
 
-def arg(default, help):
-    return field(default=default, metadata={"help": help})
-
-
-@dataclass
-class Args:
+@dataclass(frozen=True)
+class Options(JobOptions):
     """What can be set from the command line."""
 
-    out: str = arg("runs/finetune_gym", "Folder for metrics, figures and the picture.")
-    seeds: int = arg(3, "How often every run is repeated.")
-    processes: int = arg(2, "Runs at the same time, one thread each.")
-    quick: bool = arg(
-        False, "Run everything at a small size, in seconds; the results are then poor."
-    )
-    envs: int = arg(32, "Pendulums in parallel; a batch is one episode of each.")
-    batches: int = arg(32, "Batches that PPO collects.")
-    epochs: int = arg(5, "How often each batch is used.")
-    minibatch: int = arg(640, "Steps per update of policy and critic.")
-    lr: float = arg(2e-3, "Learning rate of policy and critic.")
-    gamma: float = arg(0.97, "Discount factor.")
-    noise: float = arg(0.5, "Standard deviation of the torque around that of the controller, N m.")
-    imitation_updates: int = arg(2000, "Updates of the imitating policy.")
-    coeff: float = arg(0.1, "The constant coefficient, reward per nat.")
-    target: float = arg(0.3, "KL that the adaptive coefficient steers to, nats per step.")
-    init_coeff: float = arg(0.05, "Where the adaptive coefficient starts.")
-    gain: float = arg(
-        0.3, "The largest change of the logarithm of the adaptive coefficient, per batch."
-    )
+    out: Path = Path("runs/finetune_gym")
+    """Folder of the results. A folder that is in use is refused, or continued with --resume."""
+    seeds: Count = 3
+    """How often every run is repeated, with the seeds from --seed on."""
+    processes: Count = 2
+    """Runs at the same time."""
+    envs: Count = 32
+    """Pendulums in parallel; a batch is one episode of each."""
+    batches: Count = 32
+    """Batches that PPO collects."""
+    epochs: Count = 5
+    """How often each batch is used."""
+    minibatch: Count = 640
+    """Steps per update of policy and critic."""
+    lr: Positive = 2e-3
+    """Learning rate of policy and critic."""
+    gamma: Share = 0.97
+    """Discount factor."""
+    noise: Positive = 0.5
+    """Standard deviation of the torque around that of the controller, N m."""
+    imitation_updates: Count = 2000
+    """Updates of the imitating policy."""
+    coeff: NonNegative = 0.1
+    """The constant coefficient, reward per nat."""
+    target: Positive = 0.3
+    """KL that the adaptive coefficient steers to, nats per step."""
+    init_coeff: Positive = 0.05
+    """Where the adaptive coefficient starts."""
+    gain: Positive = 0.3
+    """The largest change of the logarithm of the adaptive coefficient, per batch."""
 
 
-def parse_args() -> Args:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for f in fields(Args):
-        flag = "--" + f.name.replace("_", "-")
-        if isinstance(f.default, bool):
-            parser.add_argument(flag, action="store_true", help=f.metadata["help"])
-        else:
-            text = f"{f.metadata['help']} (default: {f.default})"
-            parser.add_argument(flag, type=type(f.default), default=f.default, help=text)
-    args = Args(**vars(parser.parse_args()))
-    if args.quick:
-        args.seeds, args.envs, args.batches, args.epochs, args.imitation_updates = 2, 4, 3, 1, 50
-    return args
-
-
-def make_env(args: Args, seed: int) -> EnvBase:
-    pendulums = [lambda: gym.make("Pendulum-v1")] * args.envs
+def make_env(options: Options, seed: int) -> EnvBase:
+    pendulums = [lambda: gym.make("Pendulum-v1")] * options.envs
     env = GymWrapper(
         gym.vector.SyncVectorEnv(pendulums, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     )
@@ -145,31 +135,42 @@ def controller(observation: torch.Tensor) -> torch.Tensor:
     return torch.where(cos > 0.9, hold, missing * velocity).clamp(-2, 2)
 
 
-def imitate(args: Args, seed: int) -> ProbabilisticActor:
+def imitate(seed: int, options: Options) -> dict:
     """A policy that has learned the controller's torques, with noise, by maximum likelihood."""
+    torch.set_num_threads(options.threads)
     torch.manual_seed(seed)
+    run = Run(f"imitated_{seed}", options)
     pushes = TensorDictModule(
-        lambda observation: torch.normal(controller(observation), args.noise),
+        lambda observation: torch.normal(controller(observation), options.noise),
         ["observation"],
         ["action"],
     )
-    data = (
-        make_env(args, seed)
-        .rollout(2 * EPISODE, pushes, break_when_any_done=False)
-        .select("observation")
-    )
-    data, actor = data.reshape(-1), make_actor()
+    data: Any = make_env(options, seed).rollout(2 * EPISODE, pushes, break_when_any_done=False)
+    data, actor = data.select("observation").reshape(-1), make_actor()
     optimizer = torch.optim.Adam(actor.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, 1e-2, total_steps=args.imitation_updates
+        optimizer, 1e-2, total_steps=options.imitation_updates
     )
-    for _ in range(args.imitation_updates):
+    for _ in range(options.imitation_updates):
         batch = pushes(data[torch.randint(len(data), (512,))])  # torques are drawn anew
         loss = -actor.log_prob(batch).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
+    save_policy(actor, run.folder)
+    return {"figures": evaluate(actor, actor, options, seed + 1000)}
+
+
+def save_policy(actor: ProbabilisticActor, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    with replacing(folder / "policy.pt") as part:
+        torch.save(actor.state_dict(), part)
+
+
+def load_policy(folder: Path) -> ProbabilisticActor:
+    actor = make_actor()
+    actor.load_state_dict(torch.load(folder / "policy.pt"))
     return actor
 
 
@@ -181,75 +182,67 @@ def tempt(batch: TensorDictBase) -> TensorDictBase:
     return batch
 
 
-def make_controller(run: str, args: Args) -> KLController:
-    if run == "adaptive":
-        return ExponentialKLController(args.init_coeff, args.target, gain=args.gain, per="step")
-    return ConstantKLController(
-        args.coeff if run == "constant" else 0.0, per="step"
-    )  # 0 only measures
+def make_controller(name: str, options: Options) -> KLController:
+    if name == "adaptive":
+        init_coeff, target, gain = options.init_coeff, options.target, options.gain
+        return ExponentialKLController(init_coeff, target, gain=gain, per="step")
+    coeff = options.coeff if name == "constant" else 0.0  # 0 only measures
+    return ConstantKLController(coeff, per="step")
 
 
-def finetune(
-    run: str, imitated: ProbabilisticActor, args: Args, seed: int
-) -> tuple[list[dict[str, float]], dict]:
-    """PPO on the torque reward minus the coefficient times the KL.
-
-    Returns:
-        The metrics of every batch, and the final figures.
-    """
-    torch.set_num_threads(1)
+def finetune(name: str, row: int, seed: int, options: Options) -> dict:
+    """PPO on the torque reward minus the coefficient times the KL; its curves and final figures."""
+    torch.set_num_threads(options.threads)
+    imitated = load_policy(options.out / f"imitated_{seed}")
     torch.manual_seed(seed)
     actor, critic = (
         copy.deepcopy(imitated),
         ValueOperator(MLP(3, 1, num_cells=[64, 64]), in_keys=["observation"]),
     )
-    frames = args.envs * EPISODE
-    stack = KLConstrainedTransform(imitated, make_controller(run, args))
-    collector = Collector(
-        make_env(args, seed),
-        actor,
-        frames_per_batch=frames,
-        total_frames=frames * args.batches,
-        postproc=lambda batch: stack(tempt(batch)),
-        auto_register_policy_transforms=False,
+    run, stack = (
+        Run(f"{name}_{seed}", options, row),
+        KLConstrainedTransform(imitated, make_controller(name, options)),
     )
-    gae = GAE(gamma=args.gamma, lmbda=0.95, value_network=critic)
+    gae = GAE(gamma=options.gamma, lmbda=0.95, value_network=critic)
     loss_module = ClipPPOLoss(
         actor, critic, clip_epsilon=0.2, entropy_bonus=False, normalize_advantage=True
     )
-    optimizer = torch.optim.Adam(loss_module.parameters(), lr=args.lr)
-    curves, losses = [], {}
-    for batch in collector:
+    optimizer = torch.optim.Adam(loss_module.parameters(), lr=options.lr)
+    env, losses = make_env(options, seed), {}
+    parts = {"loss": loss_module, "optimizer": optimizer, "controller": stack.controller}
+    for step in run.steps(options.batches, lambda folder: save_policy(actor, folder), **parts):
+        env.set_seed(seed + 10_000 * (step + 1))  # a run that is resumed has the same episodes
+        with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+            batch = stack(tempt(env.rollout(EPISODE, actor)))
         gae(batch)
         steps = batch.reshape(-1)
-        for _ in range(args.epochs):
-            for minibatch in steps[torch.randperm(frames)].split(args.minibatch):
+        for _ in range(options.epochs):
+            for minibatch in steps[torch.randperm(len(steps))].split(options.minibatch):
                 losses = loss_module(minibatch)
                 optimizer.zero_grad()
                 (losses["loss_objective"] + losses["loss_critic"]).backward()
                 torch.nn.utils.clip_grad_norm_(loss_module.parameters(), 1.0)
                 optimizer.step()
-        curves.append(
-            {
-                "true_return": batch["next", "true_reward"].sum(1).mean().item(),
-                "torque_reward": steps["next", "task_reward"].mean().item(),
-                "kl_reference": steps["next", "kl"].mean().item(),
-                "kl_old_policy": losses["kl_approx"].mean().item(),
-                "coeff": steps["next", "kl_coeff"].mean().item(),
-            }
+        run.log(
+            step,
+            "return {true_return:.0f}, torque reward {torque_reward:.2f}, KL {kl_reference:.2f}",
+            true_return=batch["next", "true_reward"].sum(1).mean().item(),
+            torque_reward=steps["next", "task_reward"].mean().item(),
+            kl_reference=steps["next", "kl"].mean().item(),
+            kl_old_policy=losses["kl_approx"].mean().item(),
+            coeff=steps["next", "kl_coeff"].mean().item(),
         )
-    collector.shutdown()
-    return curves, evaluate(actor, imitated, args, seed + 1000)
+    return {"curves": run.curves, "figures": evaluate(actor, imitated, options, seed + 1000)}
 
 
 @torch.no_grad()
 def evaluate(
-    actor: ProbabilisticActor, imitated: ProbabilisticActor, args: Args, seed: int
+    actor: ProbabilisticActor, imitated: ProbabilisticActor, options: Options, seed: int
 ) -> dict[str, float]:
     """One episode of each pendulum with sampled torques; the KL is exact at every state."""
     torch.manual_seed(seed)
     with set_exploration_type(ExplorationType.RANDOM):
-        steps = tempt(make_env(args, seed).rollout(EPISODE, actor))
+        steps = tempt(make_env(options, seed).rollout(EPISODE, actor))
     states = steps.select("observation")
     kl = kl_divergence(actor.get_dist(states.copy()), imitated.get_dist(states.copy()))
     return {
@@ -259,23 +252,29 @@ def evaluate(
     }
 
 
-def draw(curves: dict[tuple[str, int], list[dict[str, float]]], args: Args, file: Path) -> None:
-    figure, panels = plt.subplots(1, len(METRICS), figsize=(14, 3.2), layout="constrained")
-    for panel, (metric, title) in zip(panels, METRICS.items(), strict=True):
-        for (run, seed), curve in curves.items():
-            values = [batch[metric] for batch in curve]
-            panel.plot(values, color=RUNS[run], lw=1.2, alpha=0.8, label=run if seed == 0 else None)
-        panel.set(title=title, xlabel="batch")
-        panel.title.set_fontsize(10)
-    panels[2].axhline(args.target, color="k", lw=0.8, ls=":", label="target")
-    panels[2].set_yscale("symlog", linthresh=1.0)  # linear up to 1 nat, logarithmic above
-    panels[2].set_yticks([0, 0.5, 1, 2, 4], ["0", "0.5", "1", "2", "4"])
-    panels[2].minorticks_off()
-    panels[2].set_ylim(bottom=0)
-    panels[2].legend(frameon=False)
-    panels[0].legend(frameon=False)
-    figure.savefig(file, dpi=72)
-    plt.close(figure)
+def draw(curves: dict[str, list[dict[str, list]]], target: float, file: Path) -> None:
+    """The curves of each run; bands are the range of the seeds."""
+    figure, axes = plt.subplots(2, 2, figsize=(9, 6.8))
+    panels = {
+        "true_return": ("Without a penalty the pendulum hangs", "true return of an episode"),
+        "torque_reward": ("A motor at rest is rewarded best", "torque reward of a step"),
+        "kl_reference": ("The controller holds the KL target", "KL, nats per step"),
+        "coeff": ("It adapts the coefficient", "coefficient, reward per nat"),
+    }
+    for panel, (metric, (title, unit)) in zip(axes.flat, panels.items(), strict=True):
+        for name, color in RUNS.items():
+            values = [[value for _, value in curve[metric]] for curve in curves[name]]
+            draw_band(panel, range(len(values[0])), values, color, label=name.replace("_", " "))
+        panel.set(title=title, ylabel=unit, xlabel="batch")
+    kl = axes[1, 0]
+    kl.set_yscale("symlog", linthresh=1.0)  # linear up to 1 nat, logarithmic above
+    kl.set_yticks([0, 0.5, 1, 2, 4], ["0", "0.5", "1", "2", "4"])
+    kl.minorticks_off()
+    kl.set_ylim(bottom=0)
+    draw_goal(kl, target, f"target {target:g}", 0)
+    handles, labels = kl.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    save_figure(figure, file)
 
 
 def print_table(figures: dict[str, list[dict[str, float]]]) -> None:
@@ -284,54 +283,48 @@ def print_table(figures: dict[str, list[dict[str, float]]]) -> None:
         cells = []
         for metric, digits in (("true_return", 0), ("torque_reward", 3), ("kl_reference", 4)):
             values = [row[metric] for row in rows]
-            cells.append(
-                f"{mean(values):.{digits}f} ± {stdev(values) if len(values) > 1 else 0:.{digits}f}"
+            spread = stdev(values) if len(values) > 1 else 0
+            cells.append(f"{mean(values):.{digits}f} ± {spread:.{digits}f}")
+        title = name.replace("_", " ")
+        print(f"{title:<12}{cells[0]:>16}{cells[1]:>18}{cells[2]:>22}")
+
+
+def part(name: str, make: Callable[..., dict], *args: Any) -> dict:
+    """The result of a run, from its file if it is there."""
+    return once(args[-1].out / name / "result.json", lambda: make(*args))
+
+
+def do_all(options: Options) -> dict[str, list[dict]]:
+    """The results of all runs, one for each seed."""
+    seeds = range(options.seed, options.seed + options.seeds)
+    with Workers(options.processes) as workers:
+        jobs = {s: workers.start(part, f"imitated_{s}", imitate, s, options) for s in seeds}
+        results = {"imitated": [job() for job in jobs.values()]}
+        runs = [(name, seed) for seed in seeds for name in RUNS]
+        jobs = {
+            (name, seed): workers.start(
+                *(part, f"{name}_{seed}", finetune),
+                *(name, row % options.processes, seed, options),
             )
-        print(f"{name:<12}{cells[0]:>16}{cells[1]:>18}{cells[2]:>22}")
+            for row, (name, seed) in enumerate(runs)
+        }
+        for name in RUNS:
+            results[name] = [jobs[name, seed]() for seed in seeds]
+    return results
 
 
 def main() -> None:
-    args, start = parse_args(), time.perf_counter()
-    out = Path(args.out)
-    # CSVLogger appends to the files of a former run in the same folder.
-    shutil.rmtree(out / "metrics", ignore_errors=True)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    torch.set_num_threads(1)
-    with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
-        seeds = range(args.seeds)
-        imitated = list(pool.map(imitate, [args] * args.seeds, seeds))
-        jobs = {
-            (run, seed): pool.submit(finetune, run, imitated[seed], args, seed)
-            for seed in seeds
-            for run in RUNS
-        }
-        results = {job: future.result() for job, future in jobs.items()}
-    curves = {job: curve for job, (curve, _) in results.items()}
-    figures = {
-        "imitated": [evaluate(imitated[seed], imitated[seed], args, seed + 1000) for seed in seeds]
-    }
-    figures |= {run: [results[run, seed][1] for seed in seeds] for run in RUNS}
-    logger = CSVLogger("metrics", log_dir=args.out)
-    for (run, seed), curve in curves.items():
-        for step, batch in enumerate(curve):
-            for name, value in batch.items():
-                logger.log_scalar(f"{run}/{seed}/{name}", value, step=step)
-    with (out / "figures.csv").open("w", newline="") as stream:
-        table = csv.DictWriter(
-            stream, ["run", "seed", "true_return", "torque_reward", "kl_reference"]
-        )
-        table.writeheader()
-        table.writerows(
-            {"run": run, "seed": seed, **row}
-            for run, rows in figures.items()
-            for seed, row in enumerate(rows)
-        )
-    draw(curves, args, out / "finetune_gym.png")
-    print_table(figures)
-    print(
-        f"Metrics, figures and the picture are in {out}, after {time.perf_counter() - start:.0f} s."
-    )
+    options = read_options(Options, __doc__, {"quick": QUICK})
+    out = open_folder(options)
+    with stops_cleanly(out):
+        results = do_all(options)
+        figures = {name: [it["figures"] for it in results[name]] for name in results}
+        write_json(out / "report.json", figures)
+        curves = {name: [it["curves"] for it in results[name]] for name in RUNS}
+        draw(curves, options.target, out / "finetune_gym.png")
+        print_table(figures)
+        seconds = sum(it["cpu_seconds"] for rows in results.values() for it in rows)
+        print(f"Metrics, figures and the picture are in {out}; {seconds:.0f} s of a processor.")
 
 
 if __name__ == "__main__":

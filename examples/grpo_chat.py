@@ -1,16 +1,13 @@
 """GRPO on chats with TorchRL's LLM API, and a coefficient that holds the KL at a target.
 
-A tiny Llama with random weights (nothing is downloaded) answers questions, and is rewarded for the
-share of words of praise in its answers. ChatEnv, TransformersWrapper, LLMCollector, MCAdvantage and
-GRPOLoss are TorchRL's. ResponseKLTransform scores each batch once, and writes the log-probs that
-GRPOLoss reads and the KL of each response; with a coefficient of 0 it leaves the rewards as they
-are, since GRPO would divide a penalty by the standard deviation of its group. KLPenaltyLoss adds
-the KL to the loss, and its controller steers the coefficient to a KL of `--target-kl`.
-
-Printed at the end, as means over the last quarter of the batches:
-    reward       share of words of praise, in [0, 1]
-    KL           of the policy to the model that it began as, nats per response
-    coefficient  of the KL in the loss
+A tiny Llama with random weights answers questions, and is rewarded for the share of words of praise
+in its answers. ChatEnv, TransformersWrapper, LLMCollector, MCAdvantage and GRPOLoss are TorchRL's.
+ResponseKLTransform scores each batch once: it writes the log-probs that GRPOLoss reads, and the KL
+of each response. Its coefficient of 0 leaves the rewards as they are, since GRPO would divide a
+penalty by the standard deviation of its group. KLPenaltyLoss adds the KL to the loss, and its
+controller steers the coefficient to a KL of `--target-kl`. Printed at the end are means over the
+last quarter of the batches: the reward, in [0, 1], the KL of the policy to the model that it began
+as, and the coefficient of the KL in the loss.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from digit_job import arg, parse_args
+from running import Count, Options, Positive, read_options
 from tensordict import TensorDict, TensorDictBase, set_list_to_stack
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
@@ -47,21 +44,25 @@ TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} <end> "
     "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 )
+QUICK = {"batches": 4, "group": 4}
 
 
-@dataclass
-class Args:
+@dataclass(frozen=True)
+class ChatOptions(Options):
     """What can be set from the command line."""
 
-    seed: int = arg(0, "Seed of the weights and of the sampled answers.")
-    quick: bool = arg(False, "Run at a small size, in seconds; the results are then poor.")
-    threads: int = arg(1, "Threads that PyTorch may use.")
-    batches: int = arg(100, "Batches of answers, with one update on each.")
-    group: int = arg(8, "Answers to each question, among which GRPO compares.")
-    lr: float = arg(1e-3, "Learning rate.")
-    target_kl: float = arg(1.0, "KL that the coefficient steers to, nats per response.")
-    init_coeff: float = arg(0.5, "Where the coefficient starts.")
-    horizon: float = arg(640.0, "Responses in which the coefficient can grow by a factor of e.")
+    batches: Count = 100
+    """Batches of answers, with one update on each."""
+    group: Count = 8
+    """Answers to each question, among which GRPO compares."""
+    lr: Positive = 1e-3
+    """Learning rate."""
+    target_kl: Positive = 1.0
+    """KL that the coefficient steers to, nats per response."""
+    init_coeff: Positive = 0.5
+    """Where the coefficient starts."""
+    horizon: Positive = 640.0
+    """Responses in which the coefficient can grow by a factor of e."""
 
 
 def make_tokenizer() -> Any:
@@ -69,8 +70,8 @@ def make_tokenizer() -> Any:
     ids = dict(zip(words, range(len(words)), strict=True))
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    special = {"pad_token": "<pad>", "eos_token": "<end>", "chat_template": TEMPLATE}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)  # type: ignore[arg-type]
+    special: Any = {"pad_token": "<pad>", "eos_token": "<end>", "chat_template": TEMPLATE}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def make_model(tokenizer: Any) -> LlamaForCausalLM:
@@ -80,7 +81,9 @@ def make_model(tokenizer: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**size, **tokens)).eval()
 
 
-def make_collector(model, tokenizer: Any, measure: ResponseKLTransform, args: Args) -> LLMCollector:
+def make_collector(
+    model, tokenizer: Any, measure: ResponseKLTransform, args: ChatOptions
+) -> LLMCollector:
     n = len(QUESTIONS) * args.group
     loader = DataLoader(
         QUESTIONS * args.batches,  # type: ignore[arg-type]
@@ -112,23 +115,21 @@ def make_collector(model, tokenizer: Any, measure: ResponseKLTransform, args: Ar
 
 @set_list_to_stack(True)
 def main() -> None:
-    args: Args = parse_args(Args, __doc__)  # type: ignore[type-var]
-    args.batches, args.group = (4, 4) if args.quick else (args.batches, args.group)
+    args = read_options(ChatOptions, __doc__, {"quick": QUICK})
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     tokenizer = make_tokenizer()
     measure = ResponseKLTransform(model := make_model(tokenizer), 0.0)
     controller = AdaptiveKLController(args.init_coeff, args.target_kl, args.horizon, clip=1.0)
-    actor, options = CausalLMActor(model), {"gradient": "sequence", "reference": measure.reference}
-    penalty = KLPenaltyLoss(actor, controller, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"gradient": "sequence", "reference": measure.reference}
+    penalty = KLPenaltyLoss(CausalLMActor(model), controller, **options)
     reads = {"tokenizer": tokenizer, "input_mode": "tokens", "generate": False}
     scorer: Any = TransformersWrapper(model, pad_output=True, **reads)
     objective = GRPOLoss(scorer, kl_to_ref_coeff=None, entropy_bonus=False)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    seen, bar = [], tqdm(make_collector(model, tokenizer, measure, args), total=args.batches)
-    for batch in bar:
-        n = len(batch)
-        sampler = SamplerWithoutReplacement()
+    collector, seen = make_collector(model, tokenizer, measure, args), []
+    for batch in (bar := tqdm(collector, total=args.batches, disable=None)):
+        n, sampler = len(batch), SamplerWithoutReplacement()
         buffer = ReplayBuffer(storage=LazyStackStorage(n), sampler=sampler, batch_size=n)
         buffer.append_transform(MCAdvantage(grpo_size=args.group))
         buffer.extend(batch)
@@ -136,9 +137,8 @@ def main() -> None:
         steps = as_steps(data, pad_token=tokenizer.pad_token_id)
         means = (float(batch["next", key].mean()) for key in ("reward", "kl"))
         seen.append((*means, penalty.update_controller(steps)))
-        loss = objective(data).loss_objective + penalty(steps)["loss_kl"]
         optimizer.zero_grad()
-        loss.backward()
+        (objective(data).loss_objective + penalty(steps)["loss_kl"]).backward()
         optimizer.step()
         bar.set_postfix_str("reward {:.2f}, KL {:.2f} nats, coeff {:.3f}".format(*seen[-1]))
     last = torch.tensor(seen[-max(len(seen) // 4, 1) :]).mean(0).tolist()

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import matplotlib
-from movie_reviews_options import Args
-from PIL import Image
+from figures import (
+    BLUE,
+    GREEN,
+    LIGHT_GREY,
+    ORANGE,
+    PURPLE,
+    draw_goal,
+    label,
+    plt,
+    save_figure,
+    set_log_ticks,
+)
+from running import replacing, write_json
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.ticker import LogLocator
-
-# The runs, with their titles and colours.
+# The runs, with their titles and colours; the last takes longest.
 RUNS = {
-    "no_kl": ("no KL penalty", "tab:red"),
-    "constant": ("constant coefficient", "tab:blue"),
-    "adaptive": ("adaptive coefficient", "tab:green"),
-    "in_loss": ("adaptive, in the loss", "tab:purple"),
+    "no_kl": ("no KL penalty", ORANGE),
+    "constant": ("constant coefficient", BLUE),
+    "adaptive": ("adaptive coefficient", GREEN),
+    "in_loss": ("adaptive, in the loss", PURPLE),
 }
 COLUMNS = {
     "proxy": ("proxy reward", "{:+.2f}"),
@@ -33,35 +37,41 @@ COLUMNS = {
 Results = dict[str, dict[str, Any]]
 
 
-def write_report(base: dict, results: Results, args: Args, out: Path) -> None:
-    """Writes metrics.csv, report.json, report.md and the picture, and prints the table."""
-    with (out / "metrics.csv").open("w", newline="") as stream:
-        table = csv.writer(stream)
-        table.writerow(["metric", "step", "value"])
-        for run, result in results.items():
-            for name, curve in result["curves"].items():
-                table.writerows([f"{run}/{name}", step, v] for step, v in enumerate(curve))
-    figures = {"base": {name: value for name, value in base.items() if name != "samples"}}
-    for run, result in results.items():
+def write_report(before: Results, runs: Results, target: float, out: Path) -> None:
+    """Writes report.json, report.md and the picture, and prints the table.
+
+    `before`: the results of the stages before PPO; that of "base" is the language model's.
+    """
+    base, figures = before["base"], {}
+    curves = {
+        run: {name: [value for _, value in pairs] for name, pairs in result["curves"].items()}
+        for run, result in runs.items()
+    }
+    for run, result in runs.items():
         figures[run] = {name: result[name] for name in ("final", "seconds", "cpu_seconds")}
         for name in ("kl", "coeff"):
-            figures[run][f"{name}_last_quarter"] = last_quarter(result["curves"][name])
-        figures[run]["checks"] = check(base["final"], figures[run], args.target)
-    (out / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
-    draw_curves(results, args.target, out / "movie_reviews.png")
+            figures[run][f"{name}_last_quarter"] = last_quarter(curves[run][name])
+        figures[run]["checks"] = check(base["final"], figures[run], target)
+    stages = {
+        stage: {name: value for name, value in result.items() if name not in ("samples", "curves")}
+        for stage, result in before.items()
+    }
+    write_json(out / "report.json", stages | figures)
+    draw_curves(curves, base["final"], target, out / "movie_reviews.png")
     lines = make_table(base["final"], figures)
     text = [
         "# Film reviews: a proxy reward, with and without KL control\n",
         *lines,
         "\n![Rewards, KL, coefficient and perplexity](movie_reviews.png)\n",
-        *make_samples(base, results),
+        *make_samples(base, runs),
     ]
-    (out / "report.md").write_text("\n".join(text) + "\n")
+    with replacing(out / "report.md") as part:
+        part.write_text("\n".join(text) + "\n")
     print("\n".join(lines))
-    seconds = {run: figures[run]["seconds"] for run in figures}
-    cpu = sum(figures[run]["cpu_seconds"] for run in figures)
-    times = ", ".join(f"{run} {value:.0f}" for run, value in seconds.items())
-    print(f"Seconds: {times}; of a processor, all together: {cpu:.0f}.")
+    times = {name: result["seconds"] for name, result in (before | runs).items()}
+    cpu = sum(result["cpu_seconds"] for result in (before | runs).values())
+    print(f"Seconds: {', '.join(f'{name} {value:.0f}' for name, value in times.items())};")
+    print(f"of a processor, all together: {cpu:.0f}.")
     print(f"Text of each run: {out / 'report.md'}.")
 
 
@@ -119,57 +129,50 @@ def smooth(values: list[float], width: int = 9) -> list[float]:
     return [fmean(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]
 
 
-def draw_curves(results: Results, target: float, file: Path) -> None:
-    """Rewards against KL; KL, coefficient, perplexity and distinct-2 over the batches."""
-    figure, axes = plt.subplots(2, 3, figsize=(14, 8), layout="constrained")
-    rewards, near, kls, coeffs, perplexities, distinct = axes.flat
-    draw_rewards(results, target, rewards, near)
-    names = {"kl": kls, "coeff": coeffs, "perplexity": perplexities, "distinct_2": distinct}
+def draw_curves(
+    curves: dict[str, dict[str, list[float]]], before: dict[str, float], target: float, file: Path
+) -> None:
+    """Rewards against KL; KL, perplexity and distinct-2 over the batches."""
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7.6))
+    rewards, kls, perplexities, distinct = axes.flat
+    draw_rewards(curves, rewards)
+    names = {"kl": kls, "perplexity": perplexities, "distinct_2": distinct}
     for run, (title, color) in RUNS.items():
         for name, panel in names.items():
-            curve = smooth(results[run]["curves"][name])
-            panel.plot(curve, color=color, label=title, linewidth=1.4)
-    kls.axhline(target, color="0.4", linestyle=":", linewidth=1)
-    kls.set(title=f"KL to the language model, target {target:g}", ylabel="nats per response")
+            panel.plot(smooth(curves[run][name]), color=color, label=title)
+    middle = len(curves["no_kl"]["kl"]) / 2
     kls.set_yscale("symlog", linthresh=2)
     kls.set_ylim(bottom=0)
-    kls.set_yticks([0, 1, 3, 10, 30, 100])
-    coeffs.set(title="Coefficient", ylabel="reward per nat")
-    perplexities.set(title="Perplexity under the language model", ylabel="per token", yscale="log")
-    perplexities.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    distinct.set(title="Distinct-2", ylabel="different pairs of tokens per pair", ylim=(0, 1))
-    for panel in (kls, perplexities):
-        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        panel.minorticks_off()
+    kls.set_yticks(ticks := [0, 1, 3, 10, 30, 100], [f"{tick:g}" for tick in ticks], minor=False)
+    kls.minorticks_off()
+    draw_goal(kls, target, f"target {target:g}", middle)
+    kls.set(title="Controllers hold their KL target", ylabel="KL, nats per response")
+    perplexities.set_yscale("log")
+    set_log_ticks(perplexities.yaxis, [5, 10, 20, 50, 100, 200, 500])
+    perplexities.set(title="Its text becomes improbable", ylabel="perplexity per token")
+    draw_goal(perplexities, before["perplexity"], "language model", middle)
+    distinct.set(title="It repeats its phrases", ylim=(0, 1))
+    distinct.set_ylabel("different pairs of tokens, per pair")
     for panel in names.values():
         panel.set_xlabel("batch of responses")
     handles, labels = kls.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(file, dpi=75)
-    plt.close(figure)
-    picture = Image.open(file).convert("RGB").quantize(64, dither=Image.Dither.NONE)
-    picture.save(file, optimize=True)  # a third of the size
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    save_figure(figure, file)
 
 
-def draw_rewards(results: Results, target: float, everything: Any, near: Any) -> None:
-    """Rewards against the root of the KL (Gao et al. 2022): all, and up to 4 times the target."""
-    shown = [0.0]
+def draw_rewards(curves: dict[str, dict[str, list[float]]], axes: Any) -> None:
+    """Rewards against the root of the KL (Gao et al. 2022)."""
     for run, (_, color) in RUNS.items():
-        curves = {name: smooth(values) for name, values in results[run]["curves"].items()}
-        roots = [max(kl, 0.0) ** 0.5 for kl in curves["kl"]]
-        for name, line in (("proxy", "--"), ("gold", "-")):
-            for panel in (everything, near):
-                panel.plot(roots, curves[name], color=color, linestyle=line, linewidth=1.4)
-            pairs = zip(curves["kl"], curves[name], strict=True)
-            shown += [reward for kl, reward in pairs if kl < 4 * target]
-    near.set(xlim=(0, (4 * target) ** 0.5), ylim=(min(shown) - 0.1, max(shown) + 0.1))
-    near.axvline(target**0.5, color="0.4", linestyle=":", linewidth=1)
-    near.set_title("The same, near the target")
-    everything.plot([], [], color="0.3", linestyle="--", label="proxy, which is optimised")
-    everything.plot([], [], color="0.3", label="gold, which is not")
-    everything.legend(frameon=False, loc="upper left")
-    everything.set_title("Over-optimisation: reward against KL")
-    for panel in (everything, near):
-        panel.axhline(0, color="0.8", linewidth=0.8, zorder=0)
-        panel.set_xlabel("square root of KL (nats per response)")
-        panel.set_ylabel("reward (standard deviations)")
+        shown = {name: smooth(values) for name, values in curves[run].items()}
+        roots = [max(kl, 0.0) ** 0.5 for kl in shown["kl"]]
+        axes.plot(roots, shown["proxy"], color=color, linestyle=(0, (4, 1.5)))
+        axes.plot(roots, shown["gold"], color=color)
+        if run == "no_kl":
+            where = {"color": color, "ha": "right"}
+            label(
+                axes, roots[-1], shown["proxy"][-1], "proxy (trained on)", offset=(-10, 0), **where
+            )
+            label(axes, roots[-1], shown["gold"][-1], "gold (not seen)", offset=(-16, 0), **where)
+    axes.axhline(0, color=LIGHT_GREY, linewidth=1, zorder=0)
+    axes.set(title="Without KL control, gold reward falls")
+    axes.set(xlabel="square root of the KL, nats", ylabel="reward, standard deviations")

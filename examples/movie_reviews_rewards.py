@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from movie_reviews_text import Passage
+from running import replacing
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -93,7 +94,8 @@ class LinearReward(nn.Module):
         self.std.copy_(log_odds.std())
 
     def save(self, file: Path) -> None:
-        torch.save((self.features, self.vocabulary, self.state_dict()), file)
+        with replacing(file) as part:
+            torch.save((self.features, self.vocabulary, self.state_dict()), part)
 
     @classmethod
     def load(cls, file: Path) -> LinearReward:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from running import Run, replacing
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 LEAST_WORDS, MOST_WORDS = 24, 30  # of a passage
@@ -92,6 +92,15 @@ def split_reviews(reviews: list[tuple[str, bool]], heldout: float, seed: int) ->
     )
 
 
+def make_tokenizer(folder: Path, texts: list[str], vocab_size: int) -> Any:
+    """A tokenizer trained on some of the texts; that in the folder if there is one."""
+    if not folder.exists():
+        tokenizer = train_tokenizer(texts[:: max(len(texts) // 30_000, 1)], vocab_size)
+        with replacing(folder) as part:
+            tokenizer.save_pretrained(part)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-pair encoding of bytes, so that any text can be written."""
     tokenizer = Tokenizer(models.BPE())
@@ -129,9 +138,9 @@ def make_language_model(vocab_size: int, layers: int, width: int, length: int) -
 
 
 def train_language_model(
-    model: Any, texts: Tensor, heldout: Tensor, updates: int, batch: int, lr: float
-) -> dict[str, Any]:
-    """Trains `model`, in place, to predict the tokens of texts (N, L); its losses."""
+    run: Run, model: Any, texts: Tensor, heldout: Tensor, updates: int, batch: int, lr: float
+) -> dict[str, float]:
+    """Trains `model`, in place, to predict the tokens of texts (N, L); its held-out loss."""
     optimizers = make_optimizers(model, lr)
     schedules = [
         torch.optim.lr_scheduler.OneCycleLR(
@@ -143,10 +152,10 @@ def train_language_model(
         )
         for optimizer in optimizers
     ]
+    parts: dict[str, Any] = {"muon": optimizers[0], "adam": optimizers[1]}
+    parts |= {"muon_schedule": schedules[0], "adam_schedule": schedules[1]}
     model.train()
-    losses = []
-    bar = tqdm(range(updates), desc="language model", disable=None)
-    for step in bar:
+    for step in run.steps(updates, model=model, **parts):
         loss = nats_per_token(model, texts[torch.randint(len(texts), (batch,))])
         model.zero_grad()
         loss.backward()
@@ -154,11 +163,10 @@ def train_language_model(
         for part in (*optimizers, *schedules):
             part.step()
         if step % 10 == 0:
-            losses.append(loss.item())
-            bar.set_postfix_str(f"loss {loss.item():.2f} nats per token")
+            run.log(step, "loss {loss:.2f} nats per token", loss=loss.item())
     model.eval()
     with torch.no_grad():
-        return {"losses": losses, "heldout_loss": nats_per_token(model, heldout).item()}
+        return {"heldout_loss": nats_per_token(model, heldout).item()}
 
 
 def make_optimizers(model: Any, lr: float) -> list[torch.optim.Optimizer]:

@@ -79,6 +79,7 @@ ARROWS: dict[str, set[str]] = {
     "_tensordict": set(),
     "_torchrl": {"functional"},
     "checkpoint": {"_torchrl"},
+    "_responses": {"_tensordict", "functional"},
     "controllers": {"functional"},
     "exact": {"functional"},
     "actors": {"_tensordict", "_torchrl", "functional"},
@@ -88,11 +89,14 @@ ARROWS: dict[str, set[str]] = {
         *("actors", "controllers", "functional"),
     },
     "language": {
-        *("_tensordict", "actors", "checkpoint"),
+        *("_responses", "_tensordict", "actors", "checkpoint"),
         *("controllers", "functional", "transforms"),
     },
     "objectives": {"_feeding", "_tensordict", "actors", "controllers", "functional"},
-    "monitor": {"_feeding", "_tensordict", "actors", "controllers", "functional"},
+    "monitor": {
+        *("_feeding", "_responses", "_tensordict"),
+        *("actors", "controllers", "functional"),
+    },
     "collectors": {"_tensordict", "_torchrl", "actors", "controllers", "transforms"},
     "trainers": {"_tensordict", "transforms"},
 }

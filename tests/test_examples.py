@@ -1,6 +1,5 @@
 """The examples run at a small size and leave behind what they promise."""
 
-import csv
 import json
 import re
 from typing import Any
@@ -15,12 +14,12 @@ from torchrl_kl import GPT
 from torchrl_kl.envs import DigitLanguage
 
 TINY_MODEL = "--threads 1 --lm-iterations 2 --lm-batch 16 --heldout-prompts 2 --exact-prompts 1"
+TINY_GYM = "--seeds 1 --envs 2 --epochs 1 --imitation-updates 2"
 TINY_PPO = "--ppo-responses 16 --ppo-minibatch 16"
 
 gym_run = lanes(
     "examples/finetune_gym.py",
-    "--seeds 1 --envs 2 --batches 2 --epochs 1 --imitation-updates 2",
-    "--processes 1",
+    f"{TINY_GYM} --batches 2 --processes 1",
 )
 
 
@@ -31,37 +30,63 @@ def gym_script():
 
 class TestFinetuneGym:
     def test_every_run_and_seed_has_its_figures(self, gym_run):
-        with (gym_run.out / "figures.csv").open() as stream:
-            rows = {(row["run"], row["seed"]): row for row in csv.DictReader(stream)}
+        report = json.loads((gym_run.out / "report.json").read_text())
         n_seeds = json.loads((gym_run.out / "config.json").read_text())["seeds"]
-        runs = ("imitated", "no penalty", "constant", "adaptive")
-        assert rows.keys() == {(run, str(seed)) for run in runs for seed in range(n_seeds)}
-        for (run, _), row in rows.items():
-            assert -2000 < float(row["true_return"]) < 0
-            assert -1 < float(row["torque_reward"]) < 0
-            assert (float(row["kl_reference"]) > 0) == (run != "imitated")
+        assert list(report) == ["imitated", "no_penalty", "constant", "adaptive"]
+        for run, rows in report.items():
+            assert len(rows) == n_seeds
+            for row in rows:
+                assert -2000 < row["true_return"] < 0
+                assert -1 < row["torque_reward"] < 0
+                assert (row["kl_reference"] > 0) == (run != "imitated")
 
     def test_curves_and_picture(self, gym_run):
         config = json.loads((gym_run.out / "config.json").read_text())
         n_batches, last = config["batches"], config["seeds"] - 1
 
-        def curve(name):
-            (file,) = gym_run.out.glob(f"metrics/**/{name}.csv")
+        def curve(run, name):
+            (file,) = gym_run.out.glob(f"log/{run}/**/{name}.csv")
             return [float(line.split(",")[1]) for line in file.read_text().split()]
 
         for name in ("true_return", "torque_reward", "kl_reference", "kl_old_policy"):
-            assert len(curve(f"constant/{last}/{name}")) == n_batches
-        assert curve("no penalty/0/coeff") == [0.0] * n_batches
-        assert curve("constant/0/coeff") == pytest.approx([0.1] * n_batches)
-        adaptive = curve("adaptive/0/coeff")
+            assert len(curve(f"constant_{last}", name)) == n_batches
+        assert curve("no_penalty_0", "coeff") == [0.0] * n_batches
+        assert curve("constant_0", "coeff") == pytest.approx([0.1] * n_batches)
+        adaptive = curve("adaptive_0", "coeff")
         assert adaptive[0] == pytest.approx(0.05)
         assert adaptive[1] != adaptive[0]
         assert (gym_run.out / "finetune_gym.png").read_bytes().startswith(b"\x89PNG")
 
     def test_the_last_thing_printed_is_the_table(self, gym_run):
         printed = gym_run.printed
-        parts = ("true return", "imitated", "adaptive", "after")
+        parts = ("true return", "imitated", "adaptive", "of a processor")
         assert sorted(parts, key=printed.index) == list(parts)
+
+    def test_stopped_and_resumed_is_bit_for_bit_the_same(self, gym_script, tmp_path):
+        """Ctrl-C in the third batch of the run with the adaptive coefficient."""
+        options = f"{TINY_GYM} --batches 4 --processes 1 --checkpoint-every 0"
+        run_here("examples/finetune_gym.py", tmp_path, f"{options} --out whole")
+        tempt, calls = gym_script.tempt, []
+
+        def interrupt(batch):
+            calls.append(1)
+            if len(calls) == 13:  # one of the imitated policy, 5 of each run before it
+                raise KeyboardInterrupt
+            return tempt(batch)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gym_script, "tempt", interrupt)
+            with pytest.raises(SystemExit, match="130"):
+                run_here("examples/finetune_gym.py", tmp_path, f"{options} --out stopped")
+        assert not (tmp_path / "stopped/adaptive_0/result.json").exists()
+        run_here("examples/finetune_gym.py", tmp_path, f"{options} --out stopped --resume")
+        results = []
+        for out in ("whole", "stopped"):
+            result = json.loads((tmp_path / out / "adaptive_0/result.json").read_text())
+            policy = torch.load(tmp_path / out / "adaptive_0/policy.pt")
+            results.append((result["curves"], result["figures"], policy))
+        assert results[0][:2] == results[1][:2]
+        torch.testing.assert_close(results[0][2], results[1][2], rtol=0, atol=0)
 
     def test_the_temptation_pays_for_rest_and_keeps_the_task(self, gym_script):
         step = TensorDict(reward=torch.full((3, 1), -5.0), batch_size=3)
@@ -76,7 +101,7 @@ class TestFinetuneGym:
 
     def test_what_is_imitated_swings_up(self, gym_script):
         policy = TensorDictModule(gym_script.controller, ["observation"], ["action"])
-        steps = gym_script.make_env(gym_script.Args(envs=4), seed=0).rollout(200, policy)
+        steps = gym_script.make_env(gym_script.Options(envs=4), seed=0).rollout(200, policy)
         assert (
             steps["next", "observation"][:, -50:, 0] > 0.95
         ).all()  # cosine of the angle: up, and held there

@@ -16,7 +16,7 @@ for needed in ("transformers", "tokenizers", "peft"):
 PATH = "examples/movie_reviews.py"
 TINY = "--quick --vocab-size 300 --width 8 --lm-updates 2 --lm-batch 4 --heldout 0.5 --batches 3"
 TINY += " --responses 8 --minibatch 4 --epochs 1 --eval-responses 8 --response-tokens 6"
-TINY += " --checkpoint-every 2"
+TINY += " --checkpoint-every 0"
 RUNS = ["no_kl", "constant", "adaptive", "in_loss"]
 
 GOOD = "I loved this wonderful film . The acting is superb and I think that the story is great ."
@@ -55,36 +55,46 @@ def run(tmp_path_factory):
     return folder, run_here(PATH, folder, f"--data reviews.csv --out out {TINY}")
 
 
+def weights(folder):
+    return [file.read_bytes() for file in sorted(folder.glob("**/model.safetensors"))]
+
+
+def result(folder, name):
+    figures = json.loads((folder / name / "result.json").read_text())
+    return figures | {"seconds": 0, "cpu_seconds": 0}
+
+
 class TestTheRun:
     def test_every_run_has_its_figures(self, run):
         out = run[0] / "out"
         report = json.loads((out / "report.json").read_text())
-        assert list(report) == ["base", *RUNS]
+        assert list(report) == ["language_model", "rewards", "base", *RUNS]
         for name in RUNS:
             figures = {"proxy", "gold", "kl", "perplexity", "distinct_2", "coeff"}
             assert report[name]["final"].keys() == figures
             assert report[name]["kl_last_quarter"] != 0
         assert report["base"]["final"]["kl"] == pytest.approx(0, abs=1e-5)
-        assert report["base"]["language_model"]["heldout_loss"] > 0
+        assert report["language_model"]["figures"]["heldout_loss"] > 0
+        assert 0 <= report["rewards"]["gold_accuracy"] <= 1
 
     def test_curves_picture_and_policies(self, run):
         out = run[0] / "out"
-        with (out / "metrics.csv").open() as stream:
-            rows = list(csv.DictReader(stream))
-        curves = {
-            name: [float(row["value"]) for row in rows if row["metric"] == name]
-            for name in {row["metric"] for row in rows}
-        }
-        assert {f"{run}/kl_old_policy" for run in RUNS} <= curves.keys()
-        assert curves["no_kl/coeff"] == [0.0] * 3
-        assert curves["constant/coeff"] == pytest.approx([0.2] * 3)
-        for name in ("adaptive", "in_loss"):
-            assert curves[f"{name}/coeff"][0] == pytest.approx(0.4)
-            assert curves[f"{name}/coeff"][1] < 0.4  # the KL is far below its target
-        assert curves["adaptive/kl"][0] == pytest.approx(0, abs=1e-5)
-        assert (out / "movie_reviews.png").read_bytes().startswith(b"\x89PNG")
+
+        def curve(name):
+            (file,) = (out / "log").glob(f"{name.split('/')[0]}/**/{name.split('/')[1]}.csv")
+            with file.open() as stream:
+                return [float(value) for _, value in csv.reader(stream)]
+
         for name in RUNS:
+            assert len(curve(f"{name}/kl_old_policy")) == 3
             assert (out / name / "policy" / "config.json").exists()
+        assert curve("no_kl/coeff") == [0.0] * 3
+        assert curve("constant/coeff") == pytest.approx([0.2] * 3)
+        for name in ("adaptive", "in_loss"):
+            assert curve(f"{name}/coeff")[0] == pytest.approx(0.4)
+            assert curve(f"{name}/coeff")[1] < 0.4  # the KL is far below its target
+        assert curve("adaptive/kl")[0] == pytest.approx(0, abs=1e-5)
+        assert (out / "movie_reviews.png").read_bytes().startswith(b"\x89PNG")
 
     def test_the_report_has_the_table_and_texts_of_each_run(self, run):
         report = (run[0] / "out" / "report.md").read_text()
@@ -92,36 +102,61 @@ class TestTheRun:
         assert "\n".join(table) in report
         assert table[2].startswith("| language model | ")
         assert report.count("- *no KL penalty*: **") == report.count("\n## Prompt") == 6
-        assert "Seconds: base " in run[1]
+        assert "Seconds: language_model " in run[1]
 
-    def test_it_goes_on_where_it_was_stopped(self, run):
-        folder, printed = run
-        out = folder / "out"
-        before = json.loads((out / "adaptive" / "result.json").read_text())
-        (out / "adaptive" / "result.json").unlink()
-        others = {path: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
-        assert len(others) == 4
-        again = run_here(PATH, folder, f"--data reviews.csv --out out {TINY} --resume")
-        assert {path: path.stat().st_mtime_ns for path in others} == others
-        after = json.loads((out / "adaptive" / "result.json").read_text())
-        # From the checkpoint after the second batch: the third is the same as without a stop.
-        times = {"seconds": 0, "cpu_seconds": 0}
-        assert before | times == after | times
-        assert again.splitlines()[:7] == printed.splitlines()[:7]
+    @pytest.mark.parametrize(
+        ("stage", "stopped", "n_calls"),
+        [("language model", "nats_per_token", 2), ("PPO", "update", 8)],
+    )
+    def test_stopped_and_resumed_is_bit_for_bit_the_same(self, run, stage, stopped, n_calls):
+        """Ctrl-C in the second update of the language model, or in the last one of a run."""
+        folder, calls = run[0], []
+        part = load("examples/movie_reviews_ppo.py").PPO
+        place = part if stage == "PPO" else load("examples/movie_reviews_text.py")
+        original = getattr(place, stopped)
 
-    def test_it_does_not_go_on_with_other_settings(self, run):
-        options = f"--data reviews.csv --out out --resume {TINY} --threads 2"
-        with pytest.raises(SystemExit, match=r"other settings \(seed, batches\): choose another"):
-            run_here(PATH, run[0], f"{options} --batches 5 --seed 1")
+        def interrupt(*args):
+            calls.append(1)
+            if len(calls) == n_calls:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        out = stage.replace(" ", "_")
+        options = f"--data reviews.csv --out {out} {TINY}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, stopped, interrupt)
+            with pytest.raises(SystemExit, match="130"):
+                run_here(PATH, folder, options)
+        finished = {path: path.stat().st_mtime_ns for path in (folder / out).glob("*/result.json")}
+        assert len(finished) == (5 if stage == "PPO" else 0)
+        run_here(PATH, folder, f"{options} --resume")
+        assert {path: path.stat().st_mtime_ns for path in finished} == finished
+        for name in ("language_model", "base", *RUNS):
+            assert result(folder / out, name) == result(folder / "out", name)
+        assert weights(folder / out) == weights(folder / "out")
+        assert len(weights(folder / out)) == 5
+
+    def test_folders_in_use_and_other_settings_are_refused(self, run):
+        options = f"--data reviews.csv --out out {TINY}"
+        with pytest.raises(SystemExit, match="--out out is in use: choose another folder"):
+            run_here(PATH, run[0], options)
+        with pytest.raises(SystemExit, match=r"other settings \(--batches, --seed\): choose"):
+            run_here(PATH, run[0], f"{options} --resume --threads 2 --batches 5 --seed 1")
+
+    def test_numbers_out_of_range_are_refused(self, run, capsys):
+        with pytest.raises(SystemExit):
+            run_here(PATH, run[0], f"--data reviews.csv --out x {TINY} --lr -1")
+        assert "--lr must be above 0 and finite, got -1" in "".join(capsys.readouterr())
+        assert not (run[0] / "x").exists()
 
     # 2026-11: peft 0.21.2 asks transformers 5.23 for it.
     @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
     def test_adapters_of_a_given_model(self, run, script):
         folder = run[0]
-        options = f"--data reviews.csv --out lora --model out/base/language_model --lora {TINY}"
+        options = f"--data reviews.csv --out lora --model out/language_model --lora {TINY}"
         run_here(PATH, folder, options + " --lm-updates 0 --batches 2")
-        base = script.AutoModelForCausalLM.from_pretrained(folder / "out/base/language_model")
-        copy = script.AutoModelForCausalLM.from_pretrained(folder / "lora/base/language_model")
+        base = script.AutoModelForCausalLM.from_pretrained(folder / "out/language_model")
+        copy = script.AutoModelForCausalLM.from_pretrained(folder / "lora/language_model")
         torch.testing.assert_close(copy.state_dict(), base.state_dict(), rtol=0, atol=0)
         assert (folder / "lora" / "adaptive" / "policy" / "adapter_config.json").exists()
         report = json.loads((folder / "lora" / "report.json").read_text())
@@ -129,19 +164,26 @@ class TestTheRun:
 
 
 @pytest.mark.slow
-def test_quick_from_the_command_line(tmp_path):
+@pytest.mark.parametrize(
+    ("logger", "files"), [("tensorboard", "**/events.*"), ("wandb", "**/offline-run-*/*.wandb")]
+)
+def test_quick_from_the_command_line(tmp_path, monkeypatch, logger, files):
     try:
         importlib.metadata.distribution("movie-reviews")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the texts of movie-reviews are not installed")
-    printed = run_command(PATH, tmp_path, "--quick --out out --logger tensorboard --processes 2")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    printed = run_command(PATH, tmp_path, f"--quick --out out --logger {logger} --processes 2")
     assert printed.count("\n| ") == 5
-    assert list((tmp_path / "out" / "log").glob("**/events.*"))
+    assert list((tmp_path / "out" / "log").glob(files))
 
 
 class TestOptions:
     def parse(self, script, options):
-        return script.parse_args(None, options.split())
+        changes = {"quick": script.QUICK, "model": script.PRETRAINED, "lora": script.LORA}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", [PATH, *options.split()])
+            return script.read_options(script.Options, None, changes)
 
     def test_quick_sets_defaults_but_nothing_that_was_given(self, script):
         args = self.parse(script, "--batches 120 --quick --width 64")
@@ -266,7 +308,8 @@ class TestRewards:
             assert corrupted != GOOD.split()
 
 
-def test_distinct_2(script):
-    assert script.distinct_2(torch.tensor([[1, 2, 3], [4, 5, 6]])) == 1.0
-    assert script.distinct_2(torch.tensor([[7, 7, 7], [7, 7, 7]])) == 0.25
-    assert script.distinct_2(torch.tensor([[1, 2, 1], [1, 2, 2]])) == 0.75
+def test_distinct_2():
+    distinct_2 = load("examples/movie_reviews_ppo.py").distinct_2
+    assert distinct_2(torch.tensor([[1, 2, 3], [4, 5, 6]])) == 1.0
+    assert distinct_2(torch.tensor([[7, 7, 7], [7, 7, 7]])) == 0.25
+    assert distinct_2(torch.tensor([[1, 2, 1], [1, 2, 2]])) == 0.75

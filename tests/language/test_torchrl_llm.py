@@ -4,6 +4,8 @@ Each test runs both and shows both figures. Where TorchRL has been mended its as
 the row of that defect in README.md is out of date, and both should go.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack, set_list_to_stack
@@ -21,7 +23,14 @@ from tests.language.chats import (
     rows_of,
     sample_chats,
 )
-from torchrl_kl import AdaptiveKLController, ResponseKLTransform, as_steps
+from torchrl_kl import (
+    AdaptiveKLController,
+    CausalLMActor,
+    ConstantKLController,
+    KLMonitor,
+    ResponseKLTransform,
+    as_steps,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),
@@ -247,3 +256,109 @@ class TestControl:
             assert rewards.std() > 1e-3 * coeff
         for other in advantages[1:]:
             assert_close(other, advantages[0], atol=1e-2, rtol=0)
+
+
+def without_tokens(model, *tokens):
+    """A model that never draws some tokens."""
+    old = model.get_output_embeddings()
+    new = torch.nn.Linear(old.in_features, old.out_features)
+    with torch.no_grad():
+        new.weight.copy_(old.weight)
+        new.bias.zero_()[list(tokens)] = -40.0
+    model.set_output_embeddings(new)
+    return model
+
+
+class TestMonitor:
+    """What KLMonitor says of batches that TorchRL samples, scores and cuts."""
+
+    def make(self, *, pad_is_eos=False, kind="llama", pads=False):
+        tokenizer = make_tokenizer(pad_is_eos=pad_is_eos)
+        model = make_model(kind, tokenizer)
+        return tokenizer, model if pads else without_tokens(model, tokenizer.pad_token_id)
+
+    def watch(self, model, *batches, temperature=1.0) -> dict[str, Any]:
+        actor = CausalLMActor(model, temperature=temperature)
+        monitor = KLMonitor(ConstantKLController(0.1), actor=actor, check_every=1)
+        messages = [message for batch in batches for message in monitor(batch)]
+        return {message.condition: message.text for message in messages}
+
+    @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_first_token_is_all_that_is_wrong(self, mode, padded):
+        tokenizer, model = self.make()
+        questions = QUESTIONS[:1] * 8 if mode == "tokens" else QUESTIONS * 3
+        batch = sample_chats(model, tokenizer, mode, questions, pad_output=padded)
+        scored = ResponseKLTransform(model, 0.1)(batch)
+        steps = as_steps(batch, pad_token=tokenizer.pad_token_id)
+        for form in (batch, scored, steps):
+            said = self.watch(model, form)
+            assert set(said) == {"first_token_zero"}
+            n = len(questions)
+            assert f"The first token of {n} of {n} responses" in said["first_token_zero"]
+
+    def test_pad_tokens_are_cut_out(self):
+        tokenizer, model = self.make(pads=True)
+        batch = sample_chats(model, tokenizer, "text", QUESTIONS * 8)
+        said = self.watch(model, batch)
+        assert set(said) == {"first_token_zero", "tokens_cut"}
+        assert f"tokens with the id {tokenizer.pad_token_id} are put back" in said["tokens_cut"]
+        padded = sample_chats(model, tokenizer, "text", QUESTIONS * 8, pad_output=True)
+        assert set(self.watch(model, padded)) == {"first_token_zero"}
+
+    def test_end_tokens_are_cut_out(self):
+        tokenizer, model = self.make(pad_is_eos=True, pads=True)
+        batches = [sample_chats(model, tokenizer, "text", QUESTIONS * 8) for _ in range(8)]
+        said = self.watch(model, *batches)
+        assert set(said) == {"first_token_zero", "tokens_cut"}
+        assert f"No response has the end token {tokenizer.eos_token_id}" in said["tokens_cut"]
+        padded = [
+            sample_chats(model, tokenizer, "text", QUESTIONS * 8, pad_output=True) for _ in range(8)
+        ]
+        assert set(self.watch(model, *padded)) == {"first_token_zero"}
+
+    def test_log_probs_of_a_text_that_was_tokenised_again(self):
+        tokenizer, model = self.make()
+        batch = sample_chats(model, tokenizer, "history", QUESTIONS * 3)
+        scorer = make_wrapper(model, tokenizer, "history", generate=False)
+        mixed = batch.copy()
+        mixed["log_probs"] = scorer(batch.copy())["log_probs"]
+        said = self.watch(model, mixed)
+        assert set(said) == {"retokenised"}
+        assert "`input_mode='tokens'` for a wrapper that has" in said["retokenised"]
+
+    @pytest.mark.parametrize(
+        ("sampling", "seen"),
+        [
+            ({"temperature": 0.6}, "a lower temperature (near 0."),
+            ({"top_k": 8}, "top-k sampling with k near 10"),
+            ({"top_p": 0.7}, "top-p sampling with p near 0.7"),
+        ],
+    )
+    def test_sampler_and_scorer_have_other_settings(self, sampling, seen):
+        tokenizer, model = self.make()
+        batches = [
+            sample_chats(model, tokenizer, "text", QUESTIONS * 8, generate_kwargs=sampling)
+            for _ in range(4)
+        ]
+        said = self.watch(model, *batches)
+        assert set(said) == {"first_token_zero", "sampler_disagrees"}
+        assert f"They look like {seen}" in said["sampler_disagrees"]
+        assert "there `top_k` to 0 (it is 50 by default)" in said["sampler_disagrees"]
+
+    def test_recorded_at_another_temperature_than_sampled(self):
+        tokenizer, model = self.make()
+        sampling = {"temperature": 0.5}
+        batch = sample_chats(model, tokenizer, "text", QUESTIONS * 8, generate_kwargs=sampling)
+        said = self.watch(model, batch, temperature=0.5)
+        assert set(said) == {"first_token_zero", "sampler_disagrees"}
+        assert "log-probs are the actor's at temperature 2. " in said["sampler_disagrees"]
+        scored = ResponseKLTransform(model, 0.1, temperature=0.5)(batch)
+        scored["log_probs"] = scored["log_probs"].exclude("response")
+        assert self.watch(model, scored, temperature=0.5) == {}
+
+    def test_wrappers_are_refused_as_actors(self):
+        tokenizer, model = self.make()
+        wrapper = make_wrapper(model, tokenizer)
+        with pytest.raises(TypeError, match=r"or CausalLMActor\(wrapper\.model\) where an actor"):
+            KLMonitor(ConstantKLController(0.1), actor=wrapper)

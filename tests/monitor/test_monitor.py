@@ -266,6 +266,6 @@ class TestInterface:
             )
         with pytest.raises(
             KeyError,
-            match="`state_dict` lacks \\['conditions', 'evidence', 'first_coeff', 'k1_sums'\\]",
+            match="lacks \\['conditions', 'evidence', 'first_coeff', 'k1_sums', 'texts'\\]",
         ):
             KLMonitor(per_step()).load_state_dict({"n_batches": 1, "pools": []})

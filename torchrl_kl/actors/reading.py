@@ -29,7 +29,8 @@ def check_actor(actor: nn.Module) -> None:
     if any(kind.__module__.startswith("torchrl.modules.llm") for kind in type(actor).__mro__):
         raise TypeError(
             f"`actor` must act step by step, got {type(actor).__name__}, which writes whole "
-            "responses: use ResponseKLTransform(wrapper.model, ...) on its batches."
+            "responses: use ResponseKLTransform(wrapper.model, ...) on its batches, or "
+            "CausalLMActor(wrapper.model) where an actor is asked for."
         )
     has_dist = hasattr(actor, "get_dist") and hasattr(actor, "log_prob")
     if not (isinstance(actor, nn.Module) and has_dist):

@@ -77,3 +77,11 @@ def solve_decreasing(function: Callable[[float], float], value: float, high: flo
         middle = math.sqrt(high) * math.sqrt(low)
         low, high = (middle, high) if function(middle) >= value else (low, middle)
     return low
+
+
+def check_integers(name: str, tensor: Tensor) -> None:
+    """TypeError unless it is a tensor of int64 or int32."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"`{name}` must be a tensor, got {type(tensor).__name__}.")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"`{name}` must be int64 or int32, got {tensor.dtype}: use `.long()`.")

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchrl_kl.checkpoint import looks_pickled, write_durably
+from torchrl_kl.functional.numbers import check_integers
 
 _ARGUMENTS = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_out", "dropout")
 
@@ -36,14 +37,6 @@ _NEXT_CONFIG, _NEXT_WEIGHTS = f"{_CONFIG}.next", f"{_WEIGHTS}.next"  # of a save
 def values_hidden(tensor: Tensor) -> bool:
     """True under torch.compile and torch.vmap: decisions must not depend on values."""
     return torch.compiler.is_compiling() or is_batchedtensor(tensor)
-
-
-def check_integers(name: str, tensor: Tensor) -> None:
-    """TypeError unless it is a tensor of int64 or int32."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"`{name}` must be a tensor, got {type(tensor).__name__}.")
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"`{name}` must be int64 or int32, got {tensor.dtype}: use `.long()`.")
 
 
 class _Attention(nn.Module):

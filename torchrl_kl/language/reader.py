@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torchrl.modules import recurrent_mode
 
+from torchrl_kl.functional.numbers import check_integers
 from torchrl_kl.language.cache import RolloutCache
 from torchrl_kl.language.causal_lm import CausalLM
-from torchrl_kl.language.gpt import check_integers, values_hidden
+from torchrl_kl.language.gpt import values_hidden
 from torchrl_kl.language.trial import may_cache
 
 

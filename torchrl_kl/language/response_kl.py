@@ -12,6 +12,7 @@ from torchrl.envs.transforms import Transform
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_kl import _tensordict as td
+from torchrl_kl._responses import Responses, check_rewards, make_steps, read_responses, token_of
 from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.actors.policy import Borrowed, evaluating
 from torchrl_kl.actors.references import Switch, as_reference
@@ -19,7 +20,6 @@ from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional.invalid import OnInvalid, is_valid, seem_valid
 from torchrl_kl.language.heads import CausalLMActor
-from torchrl_kl.language.responses import Responses, check_rewards, make_steps, read_responses
 from torchrl_kl.transforms.doubts import refuse_advantages
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
@@ -123,8 +123,8 @@ class ResponseKLTransform(PenaltyTransform):
         self._step_keys = KLKeys().resolve(self.reference.log_prob_key)
         self.estimate = make_estimate(estimator, actor, self._step_keys)
         self._n_prompts = 0  # whose rewards a controller has planned from
-        self.pad_token = _token_of(model, "pad_token_id") if pad_token is None else pad_token
-        self.eos_token = _token_of(model, "eos_token_id") if eos_token is None else eos_token
+        self.pad_token = token_of(model, "pad_token_id") if pad_token is None else pad_token
+        self.eos_token = token_of(model, "eos_token_id") if eos_token is None else eos_token
 
     def _actor_over(self, model: nn.Module) -> CausalLMActor:
         if hasattr(model, "get_dist"):
@@ -305,15 +305,6 @@ def _set_rows(batch: TensorDictBase, key: tuple[str, str], values: list[Tensor])
             parts = [lazy_stack(parts[i : i + size]) for i in range(0, len(parts), size)]
         holder = lazy_stack(parts)
     batch.set(name, holder)
-
-
-def _token_of(model: nn.Module, name: str) -> int | None:
-    """A token id of a model's configuration; of several, and without one, None."""
-    for source in ("generation_config", "config"):
-        token = getattr(getattr(model, source, None), name, None)
-        if isinstance(token, int) and token >= 0:
-            return token
-    return None
 
 
 def _check_count(name: str, count: int) -> None:

@@ -12,9 +12,9 @@ from tensordict import NestedKey, TensorDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchrl_kl.functional.numbers import check_integers
 from torchrl_kl.language.cache import KeyValueCache
 from torchrl_kl.language.distribution import draw
-from torchrl_kl.language.gpt import check_integers
 from torchrl_kl.language.heads import CausalLMActor, LogitsReader
 from torchrl_kl.language.trial import may_cache
 

@@ -1,5 +1,6 @@
 """A monitor of KL-controlled runs: it names faults and their causes."""
 
-from torchrl_kl.monitor.monitor import CONDITIONS, ConditionCount, KLMessage, KLMonitor
+from torchrl_kl.monitor.messages import CONDITIONS, ConditionCount, KLMessage
+from torchrl_kl.monitor.monitor import KLMonitor
 
 __all__ = ["CONDITIONS", "ConditionCount", "KLMessage", "KLMonitor"]

@@ -13,15 +13,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+Finding = tuple[str, dict[str, float]]  # what is wrong and what to do; the numbers in it, by name
+
 TEMPERATURES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 TOP_KS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
+TOP_PS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 # What a sampler looks like under each alternative, in the order of `log_ratios`.
 SAMPLERS = (
     *(f"a lower temperature (near {t:g}), top-k or top-p sampling" for t in TEMPERATURES if t < 1),
     *(f"a higher temperature (near {t:g})" for t in TEMPERATURES if t > 1),
     "the most likely action each time",
     *(f"top-k sampling with k near {k}" for k in TOP_KS if k > 1),
+    *(f"top-p sampling with p near {p:g}" for p in TOP_PS),
+    *("a sampler that never draws the end token", "a sampler that never draws the pad token"),
 )
+NEVER_EOS, NEVER_PAD = len(SAMPLERS) - 2, len(SAMPLERS) - 1
 N_ALTERNATIVES = len(SAMPLERS)
 _LEAST = -1e5  # replaces -inf where it is multiplied: 0 * -inf is NaN
 _MIN_STEPS = 20  # differences of one sign before the sign counts: 2 ** -19 by chance
@@ -149,22 +155,38 @@ def _subset(recorded: Tensor, gap: Tensor, limit: float) -> str | None:
     return found and f"no recorded log-prob is {found}. Give both the same mask, top-k or top-p."
 
 
-def log_ratios(log_probs: Tensor, action: Tensor) -> Tensor:
+def log_ratios(
+    log_probs: Tensor, action: Tensor, never: tuple[int | None, int | None] = (None, None)
+) -> Tensor:
     """Log-likelihood, nats, (N_ALTERNATIVES,), under each alternative minus that under the actor.
 
     If the actions were drawn from `log_probs`, the mean of the exponential is 1 for each
-    alternative, for any batch and however one step leads to the next.
+    alternative, for any batch and however one step leads to the next: also if a text ends with an
+    action. `never`: the end token and the pad token, where there are any.
     """
     scored = take(log_probs, action)  # (N,)
     logits = log_probs.clamp_min(_LEAST)
     ratios = [(take((logits / t).log_softmax(-1), action) - scored).sum() for t in TEMPERATURES]
     ranked = log_probs.topk(min(max(TOP_KS), log_probs.shape[-1]), -1).values
-    for k in TOP_KS:
-        # The k-th largest log-prob of each step, (N,).
-        least = ranked[:, min(k, ranked.shape[-1]) - 1]
-        # Ties with the k-th action are kept: a uniform policy must not look like one with k = 1.
+
+    def keep(least: Tensor) -> Tensor:
+        # Ties with the least likely one are kept: a uniform policy must not look like k = 1.
         kept = log_probs.where(log_probs >= least.unsqueeze(-1), -torch.inf).logsumexp(-1)
-        ratios.append(torch.where(scored >= least, -kept, -torch.inf).sum())
+        return torch.where(scored >= least, -kept, -torch.inf).sum()
+
+    # The k-th largest log-prob of each step, (N,).
+    ratios += [keep(ranked[:, min(k, ranked.shape[-1]) - 1]) for k in TOP_KS]
+    # The first at which p is reached; all of the ranked ones where it is not.
+    mass = ranked.exp().cumsum(-1)
+    for p in TOP_PS:
+        last = (mass < p).sum(-1, keepdim=True).clamp_max(ranked.shape[-1] - 1)
+        ratios.append(keep(ranked.gather(-1, last).squeeze(-1)))
+    for token in never:
+        if token is None or token >= log_probs.shape[-1]:
+            ratios.append(scored.new_zeros(()))
+            continue
+        others = torch.cat([log_probs[:, :token], log_probs[:, token + 1 :]], -1).logsumexp(-1)
+        ratios.append(torch.where(action == token, -torch.inf, -others).sum())
     return torch.stack(ratios)
 
 

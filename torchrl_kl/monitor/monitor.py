@@ -6,53 +6,39 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_kl._feeding import sum_trajectories
+from torchrl_kl._responses import SAMPLER_LOG_PROB, has_texts, read_steps
 from torchrl_kl._tensordict import MASK_KEY, KLKeys, as_keys, find_done, find_time_dim, get_required
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.controllers.rules import KLController
 from torchrl_kl.controllers.statistics import KLStatistics
 from torchrl_kl.controllers.trajectories import OpenTrajectories
-from torchrl_kl.monitor.diagnosis import PooledEvidence
-from torchrl_kl.monitor.sampler_check import Finding, SamplerCheck, counted_steps
-
-CONDITIONS = (
-    "kl_above",
-    "kl_below",
-    "coeff_at_max",
-    "coeff_at_min",
-    "kl_not_finite",
-    "negative_noise",
-    "sampler_disagrees",
+from torchrl_kl.monitor.diagnosis import Finding, PooledEvidence
+from torchrl_kl.monitor.messages import (
+    ABOVE,
+    ASK_ACTOR,
+    BELOW,
+    CONDITIONS,
+    NOISE,
+    NOT_UPDATED,
+    OTHER_POLICY,
+    ConditionCount,
+    KLMessage,
 )
+from torchrl_kl.monitor.sampler_check import counted_steps
+from torchrl_kl.monitor.text_check import TextCheck
+
 _BEYOND_CHANCE = math.log(1e6)  # nats: once in a million batches at most
 _ERRORS = 4  # standard errors that a mean KL must be from the target
 _ROUNDING = 1e-6  # nats per step: the KL of a policy that is still its reference
 
 Looks = dict[str, Finding | None]  # of what was looked for: None where it was not found
-
-
-@dataclass(frozen=True)
-class KLMessage:
-    """A condition that began to hold; `str` gives its text."""
-
-    condition: str  # one of CONDITIONS
-    text: str  # what is wrong and what to do
-    figures: Mapping[str, float]  # the numbers in the text, by name; KL in nats
-
-    def __str__(self) -> str:
-        return self.text
-
-
-class ConditionCount(NamedTuple):
-    """In how many batches a condition held, and in how many episodes."""
-
-    batches: int
-    episodes: int
 
 
 @dataclass
@@ -63,6 +49,7 @@ class _State:
     pools: list[list[float]] = field(default_factory=list)
     k1_sums: list[float] = field(default_factory=list)
     evidence: PooledEvidence = field(default_factory=PooledEvidence)
+    texts: list[int] = field(default_factory=lambda: [0] * 6)  # see `TextCheck.look`
     # Of each condition: batches and episodes in which it held; how often in a row it then did not.
     conditions: dict[str, list[int]] = field(
         default_factory=lambda: {name: [0, 0, 0] for name in CONDITIONS}
@@ -83,6 +70,14 @@ class KLMonitor:
     - "negative_noise": the mean k1 is negative, as a sample mean near the reference can be.
     - "sampler_disagrees": the recorded log-probs are not the actor's, or the actions were not drawn
       from it. For categorical actions, the message names the cause where it can be told.
+    - "first_token_zero", "tokens_cut", "retokenised", for responses of a language model: their
+      first log-prob is recorded as 0; tokens that were drawn are missing in them; recorded
+      log-probs belong to other tokens.
+
+    A batch may be one of TorchRL's LLM API (before or after ResponseKLTransform) or its form that
+    `as_steps` makes. Then `actor` is `CausalLMActor(wrapper.model, temperature=...)`, with the
+    temperature of the sampler. Of the responses of such batches, the KL is looked at where it is
+    measured; with `per="step"` it is that of a response divided by the mean number of tokens.
 
     An episode ends when the monitor looked for its condition `window` times in a row in vain.
 
@@ -100,7 +95,8 @@ class KLMonitor:
     Keys:
         reads ("next", keys.kl_estimate) or else ("next", keys.kl), for the target; ("next",
         keys.kl) as k1; with `actor` its in_keys, the action and its log-prob; done flags,
-        ("collector", "mask") and ("collector", "traj_ids").
+        ("collector", "mask") and ("collector", "traj_ids"). Of responses: what `as_steps` reads and
+        writes, with the log-probs that their sampler recorded.
 
     Args:
         controller: the controller of the run, with its target and its bounds.
@@ -110,6 +106,8 @@ class KLMonitor:
         check_every: the log-probs are recomputed in one of so many batches.
         tolerance: nats by which a recomputed log-prob may differ; half precision needs about 0.05.
         keys, time_dim: as given to the stack.
+        pad_token, eos_token: of a language model, as for `as_steps`; by default those of its
+            configuration.
 
     Raises:
         TypeError: if `controller` or `reference` has another type, or `actor` no distribution.
@@ -139,6 +137,8 @@ class KLMonitor:
         tolerance: float = 1e-3,
         keys: KLKeys = KLKeys(),  # noqa: B008, it is frozen
         time_dim: int | None = None,
+        pad_token: int | None = None,
+        eos_token: int | None = None,
     ):
         if not isinstance(controller, KLController):
             got = f"got {type(controller).__name__}: use stack.controller."
@@ -157,9 +157,12 @@ class KLMonitor:
         self.time_dim, self._needs_estimate = time_dim, as_keys(keys).kl_estimate is not None
         self._check, log_prob_key = None, "action_log_prob"
         if actor is not None:
-            self._check = SamplerCheck(actor, reference, keys.log_prob, tolerance, time_dim)
+            options = (keys.log_prob, tolerance, time_dim, pad_token, eos_token)
+            self._check = TextCheck(actor, reference, *options)
+            pad_token, eos_token = self._check.pad_token, self._check.eos_token
             log_prob_key = self._check.recorded.key
         self.keys = keys.resolve(log_prob_key)
+        self._tokens = {"pad_token": pad_token, "eos_token": eos_token}
         self._state = _State(controller.coeff.item())
         self._open_trajectories = OpenTrajectories()
 
@@ -171,16 +174,9 @@ class KLMonitor:
             RuntimeError: if trajectories need a time dimension, or a recurrent state is not known.
             ValueError: if the steps of trajectories do not follow one another.
         """
-        step = get_required(batch, "next", "pass a collector's batches, after the stack has run.")
-        fix = "run the stack (or KLDivergenceTransform) first, or name it with "
-        fix += "`keys=KLKeys(kl=...)`."
-        # (*B, *F), nats; F is (1,), or more for agents.
-        kl = get_required(cast(TensorDictBase, step), self.keys.kl, fix).detach()
-        counted = counted_steps(batch, kl)
-        looks = self._look_finite(kl, counted) | self._look_target(batch, counted)
-        looks |= self._look_coeff() | self._look_samples(batch, kl[counted].double())
+        looks = self._look_responses(batch) if has_texts(batch) else self._look_steps(batch)
         self._state.n_batches += 1
-        return self._begun(looks)
+        return self._begun(looks | self._look_coeff())
 
     @property
     def counts(self) -> dict[str, ConditionCount]:
@@ -223,6 +219,42 @@ class KLMonitor:
             self._state.conditions[name] = [batches, episodes, absent]
         return begun
 
+    def _look_steps(self, batch: TensorDictBase) -> Looks:
+        """Looks at a batch (*B) of steps."""
+        texts = batch if SAMPLER_LOG_PROB in batch.keys() else None
+        step = get_required(batch, "next", "pass a collector's batches, after the stack has run.")
+        kl = cast(TensorDictBase, step).get(self.keys.kl, None)
+        if kl is None and texts is not None:
+            return self._look_samples(batch, torch.zeros(0), 0, texts)
+        fix = "run the stack (or KLDivergenceTransform) first, or name it with "
+        fix += "`keys=KLKeys(kl=...)`."
+        # (*B, *F), nats; F is (1,), or more for agents.
+        kl = get_required(cast(TensorDictBase, step), self.keys.kl, fix).detach()
+        counted = counted_steps(batch, kl)
+        looks = self._look_finite(kl, counted)
+        if not math.isnan(self.controller.target):
+            looks |= self._look_target(self._measured(batch, counted))
+        k1 = kl[counted].double()
+        return looks | self._look_samples(batch, k1, k1.numel(), texts)
+
+    def _look_responses(self, batch: TensorDictBase) -> Looks:
+        """Looks at a batch (*B) of TorchRL's LLM API, whose KL is that of whole responses."""
+        steps = read_steps(batch, **self._tokens)
+        n_tokens = steps.get(MASK_KEY).sum(1)  # (N,)
+        following = batch.get("next", None)
+        kl = None if following is None else following.get(self.keys.kl, None)
+        if kl is None:
+            return self._look_samples(steps, torch.zeros(0), 0, steps)
+        counted = n_tokens > 0
+        kl, n_tokens = kl.detach().reshape(-1), n_tokens[counted]
+        looks = self._look_finite(kl, counted)
+        if not math.isnan(self.controller.target):
+            measured = self._measured_entry(cast(TensorDictBase, following)).reshape(-1)[counted]
+            if self.controller.per == "step":
+                measured = measured / n_tokens.double().mean()
+            looks |= self._look_target(measured)
+        return looks | self._look_samples(batch, kl[counted].double(), int(n_tokens.sum()), steps)
+
     def _look_finite(self, kl: Tensor, counted: Tensor) -> Looks:
         n_bad, n_steps = int((counted & ~kl.isfinite()).sum()), int(counted.sum())
         text = (
@@ -232,11 +264,9 @@ class KLMonitor:
         )
         return {"kl_not_finite": (text, {"steps": n_bad, "count": n_steps}) if n_bad else None}
 
-    def _look_target(self, batch: TensorDictBase, counted: Tensor) -> Looks:
+    def _look_target(self, measured: Tensor) -> Looks:
+        """Looks at the KL in the controller's unit, (N,)."""
         target, unit, pools = self.controller.target, self.controller.per, self._state.pools
-        if math.isnan(target):
-            return {}
-        measured = self._measured(batch, counted)
         pool = KLStatistics().add(measured[measured.isfinite()])
         pools.append([buffer.item() for buffer in pool.buffers()])
         del pools[: -self.window]
@@ -260,17 +290,14 @@ class KLMonitor:
         at_bound = not self.controller.min_coeff < coeff < self.controller.max_coeff
         moved = coeff != self._state.first_coeff or at_bound
         return {
-            "kl_above": (text + (_ABOVE if moved else _NOT_UPDATED), figures) if above else None,
-            "kl_below": (text + (_BELOW if moved else _NOT_UPDATED), figures) if below else None,
+            "kl_above": (text + (ABOVE if moved else NOT_UPDATED), figures) if above else None,
+            "kl_below": (text + (BELOW if moved else NOT_UPDATED), figures) if below else None,
         }
 
     def _measured(self, batch: TensorDictBase, counted: Tensor) -> Tensor:
         """The KL in the controller's unit, (N,): of the steps, or of the finished trajectories."""
-        step, key = cast(TensorDictBase, batch.get("next")), self.keys.kl_estimate
-        # A stack with the estimator k1 writes no estimate; one that the user names must be there.
-        if not self._needs_estimate and step.get(key, None) is None:
-            key = self.keys.kl
-        measured = get_required(step, key, "name it with `keys=KLKeys(kl_estimate=...)`.").detach()
+        step = cast(TensorDictBase, batch.get("next"))
+        measured = self._measured_entry(step)
         if self.controller.per == "step":
             return measured[counted]
         if find_time_dim(batch, self.time_dim) is None:
@@ -283,6 +310,13 @@ class KLMonitor:
         done_key = find_done(step, self.keys.done, named=self.keys.done_named)
         mask = batch.get(MASK_KEY, None)
         return sum_trajectories(batch, measured, mask, done_key, self._open_trajectories).finished
+
+    def _measured_entry(self, step: TensorDictBase) -> Tensor:
+        key = self.keys.kl_estimate
+        # A stack with the estimator k1 writes no estimate; one that the user names must be there.
+        if not self._needs_estimate and step.get(key, None) is None:
+            key = self.keys.kl
+        return get_required(step, key, "name it with `keys=KLKeys(kl_estimate=...)`.").detach()
 
     def _look_coeff(self) -> Looks:
         coeff, bounds = self.controller.coeff.item(), self.controller
@@ -303,18 +337,27 @@ class KLMonitor:
             "coeff_at_min": (at_min + unit, figures) if low > 0 and coeff <= low else None,
         }
 
-    def _look_samples(self, batch: TensorDictBase, k1: Tensor) -> Looks:
-        """Whether the samples can be the policy's; k1: of the steps that count, (N,)."""
+    def _look_samples(
+        self, batch: TensorDictBase, k1: Tensor, n_steps: int, texts: TensorDictBase | None
+    ) -> Looks:
+        """Whether the samples can be the policy's; k1: of what counts in `n_steps` steps, (N,).
+
+        `texts`: the steps of a batch of responses.
+        """
         total, state = k1.nan_to_num(math.inf, math.inf).sum().item(), self._state
         state.k1_sums.append(total)
         del state.k1_sums[: -self.window]
         # The actor is evaluated in its turn, and where the samples look wrong.
-        negative = total < -_ROUNDING * k1.numel()
+        negative = total < -_ROUNDING * n_steps
         due = self._check is not None and state.n_batches % self.check_every == 0
         fault = exact_kl = None
-        if self._check is not None:
-            fault, exact_kl = self._check.report(batch, state.evidence, due=due, negative=negative)
         looks: Looks = {"negative_noise": None}
+        if self._check is not None and texts is None:
+            fault, exact_kl = self._check.report(batch, state.evidence, due=due, negative=negative)
+        elif self._check is not None and (due or negative):
+            # A batch that is checked only for its negative mean is not pooled.
+            looks |= self._check.look(texts, state.evidence if due else None, state.texts)
+            fault = looks["sampler_disagrees"]
         if fault is not None or negative or due:
             looks["sampler_disagrees"] = fault
         if fault is not None or not negative:
@@ -330,38 +373,8 @@ class KLMonitor:
         # that a sum below -a has a probability of at most exp(-a).
         if max(-total, -sum(state.k1_sums)) >= _BEYOND_CHANCE:
             text += ". This occurs by chance in at most one of a million batches. "
-            text += _ASK_ACTOR if self._check is None else _OTHER_POLICY
+            text += ASK_ACTOR if self._check is None else OTHER_POLICY
             looks["sampler_disagrees"] = text, figures
         else:
-            looks["negative_noise"] = f"{text}. {_NOISE}", figures
+            looks["negative_noise"] = f"{text}. {NOISE}", figures
         return looks
-
-
-_ABOVE = (
-    "The controller raises the coefficient until the KL comes down. If it does not, let the "
-    "controller move faster (a smaller `horizon`, a larger `gain`) and make each policy update "
-    "smaller (a lower learning rate, fewer epochs per batch)."
-)
-_BELOW = (
-    "The controller lowers the coefficient until the KL comes up. Near the reference, in the first "
-    "batches, this is normal. If the KL stays low, let the controller move faster; with a "
-    "coefficient near 0 the reward asks for no more divergence: lower the target."
-)
-_NOT_UPDATED = (
-    "The controller has not been updated yet. An update waits for `update_every` finished "
-    "trajectories (steps with per='step'): lower `update_every`, and check that trajectories reach "
-    "`done` and that the stack is not frozen."
-)
-_NOISE = (
-    "This is sampling noise and not a bug: k1 takes either sign and only its mean is the KL. Do "
-    'not clamp it: use estimator="k3" or "exact", which are never negative, or pool more steps.'
-)
-_ASK_ACTOR = (
-    "The sampler and the actor disagree: actions are not drawn from the distribution whose "
-    "log-probs are recorded (temperature, top-k, masked actions). Pass `actor=`, so that the "
-    "monitor can look for the cause."
-)
-_OTHER_POLICY = (
-    "The recorded log-probs are the actor's, but the actions seem to come from another policy: "
-    "samples of the reference, demonstrations, or others that were scored again?"
-)

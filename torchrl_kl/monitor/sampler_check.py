@@ -18,9 +18,7 @@ from torchrl_kl.actors import reading
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.functional.estimators import kl_exact
 from torchrl_kl.monitor import diagnosis
-from torchrl_kl.monitor.diagnosis import PooledEvidence
-
-Finding = tuple[str, dict[str, float]]  # what is wrong and what to do; the numbers in it, by name
+from torchrl_kl.monitor.diagnosis import Finding, PooledEvidence
 
 _BEYOND_CHANCE = math.log(2e6)  # nats: half of 1e-6 for the batch, half for the pooled evidence
 _TABLE_SIZE = 2**23  # numbers in a table of log-probs, 64 MiB: many actions, fewer steps
@@ -38,6 +36,16 @@ def counted_steps(batch: TensorDictBase, values: Tensor) -> Tensor:
     """True where a step is not padding, the shape of `values`."""
     every = torch.ones((), dtype=torch.bool, device=values.device)
     return td.expand_right(batch.get(td.MASK_KEY, every), values.shape)
+
+
+def choose_steps(shape: torch.Size, n_actions: int) -> tuple[Tensor, slice]:
+    """Which steps of a batch (*N, T) fit into a table: some rows, evenly spaced, and their first T.
+
+    Which ones are used must not depend on their actions, nor on how soon a text ends.
+    """
+    n_rows, most = shape[:-1].numel(), max(_TABLE_SIZE // n_actions, 1)
+    rows = torch.arange(0, n_rows, max(math.ceil(n_rows / most), 1))
+    return rows, slice(max(most // max(len(rows), 1), 1))
 
 
 @dataclass
@@ -75,20 +83,18 @@ class SamplerCheck:
         recorded = self.recorded.require(batch).double()  # (*B), as all that follows
         counted = counted_steps(batch, recorded)
         recorded_dist = self._dist(batch)
-        scored, dist, gap = recorded, recorded_dist, recorded.new_zeros(0)
+        scored, dist, fault = recorded, recorded_dist, None
         evaluate = due or negative
         timed = evaluate and td.find_time_dim(batch, self.time_dim) is not None
         if evaluate:
-            inputs = batch.select(*self._reads, strict=False)
-            score = reading.log_prob_of_actions
-            with set_recurrent_mode(timed):
-                scored = score(self.actor, inputs, self.action_keys, self.recorded).double()
-            dist, gap = self._dist(inputs), (recorded - scored)[counted]
+            scored, dist = self._score(batch, timed)
         table = self._table(dist, batch, scored, counted)
+        if evaluate:
+            fault = self._unlike_recorded(batch, recorded, scored, counted, table)
         # A batch that is checked only for its negative mean is not pooled: its content chose it.
         pools = due or recorded_dist is not None
-        fault = self._unlike_recorded(batch, recorded, gap, table)
-        fault = fault or self._unlike_actor(table, pooled if pools else None)
+        _, unlike = self._unlike_actor(table, pooled if pools else None)
+        fault = fault or unlike
         exact_kl = None
         if fault is None and negative and self.reference is not None:
             ref_dist = self.reference.get_dist(batch, timed=timed)
@@ -97,6 +103,15 @@ class SamplerCheck:
                 kl = td.sum_action_dims(kl_exact(cast(Distribution, dist), ref_dist), counted.shape)
                 exact_kl = kl.double()[counted].mean().item()
         return fault, exact_kl
+
+    def _score(self, batch: TensorDictBase, timed: bool) -> tuple[Tensor, Distribution | None]:
+        """The actor's log-probs of the actions of a batch (*B), nats, and its distribution."""
+        inputs = batch.select(*self._reads, strict=False)
+        with set_recurrent_mode(timed):
+            scored = reading.log_prob_of_actions(
+                self.actor, inputs, self.action_keys, self.recorded
+            )
+        return scored.double(), self._dist(inputs)
 
     def _dist(self, params: TensorDictBase) -> Distribution | None:
         """The distribution from parameters that the actor wrote; None where they are missing."""
@@ -119,9 +134,9 @@ class SamplerCheck:
         if log_probs.shape[:-1] != counted.shape:
             return None
         action = reading.action_index(batch.get(self.action_keys[0]), log_probs)
-        index = counted.flatten().nonzero().squeeze(-1)
-        # Evenly spaced: which steps are used must not depend on their actions.
-        index = index[:: max(1, math.ceil(len(index) * log_probs.shape[-1] / _TABLE_SIZE))]
+        used = torch.zeros_like(counted).reshape(-1, counted.shape[-1] if counted.ndim else 1)
+        used[choose_steps(counted.shape, log_probs.shape[-1])] = True
+        index = (used.flatten() & counted.flatten()).nonzero().squeeze(-1)
         action = action.flatten()[index].long()
         log_probs = log_probs.reshape(-1, log_probs.shape[-1])[index].double().log_softmax(-1)
         error = (diagnosis.take(log_probs, action) - log_prob.flatten()[index]).nan_to_num()
@@ -130,9 +145,15 @@ class SamplerCheck:
         return _Table(log_probs, action, index)
 
     def _unlike_recorded(
-        self, batch: TensorDictBase, recorded: Tensor, gap: Tensor, table: _Table | None
+        self,
+        batch: TensorDictBase,
+        recorded: Tensor,
+        scored: Tensor,
+        counted: Tensor,
+        table: _Table | None,
     ) -> Finding | None:
-        """Recorded log-probs (*B) that are not the actor's by `gap` (N,), nats, and why."""
+        """Log-probs (*B) that were recorded and are not the actor's, `scored`, and why."""
+        gap = (recorded - scored)[counted]
         differs = ~(gap.abs() <= self.tolerance)  # NaN differs
         if not bool(differs.any()):
             return None
@@ -143,7 +164,7 @@ class SamplerCheck:
             "of a squashed distribution (TanhNormal) loses its log-prob to rounding."
         )
         if table is not None:
-            log_probs, action, index = table
+            log_probs, action, index = (part[counted.flatten()[table.index]] for part in table)
             shape = (*recorded.shape, log_probs.shape[-1])
             # Any boolean entry with a number for each action may be the sampler's mask.
             masks = {
@@ -162,26 +183,34 @@ class SamplerCheck:
         )
         return text, {"share": share, "largest_difference": largest}
 
-    def _unlike_actor(self, table: _Table | None, pooled: PooledEvidence | None) -> Finding | None:
-        """Actions that the actor did not draw, by this batch alone or by all that were pooled."""
+    def _unlike_actor(
+        self,
+        table: _Table | None,
+        pooled: PooledEvidence | None,
+        never: tuple[int | None, int | None] = (None, None),
+    ) -> tuple[int, Finding | None]:
+        """Actions that the actor did not draw, by this batch alone or by all that were pooled.
+
+        Returns the alternative that explains them best, too; `never`: as for `log_ratios`.
+        """
         if table is None:
-            return None
-        ratios = diagnosis.log_ratios(table.log_probs, table.action)
+            return 0, None
+        ratios = diagnosis.log_ratios(table.log_probs, table.action, never)
         # Each alternative has the same share of the bet, so together they have a mean of 1.
         evidence, where = ratios - math.log(len(ratios)), "this batch"
         if pooled is not None:
             together = pooled.add(ratios)
             if together.logsumexp(-1) > evidence.logsumexp(-1):
                 evidence, where = together, f"{pooled.n_batches} batches"
-        nats = evidence.logsumexp(-1).item()
+        nats, best = evidence.logsumexp(-1).item(), int(evidence.argmax())
         if nats < _BEYOND_CHANCE:
-            return None
-        sampler = diagnosis.SAMPLERS[int(evidence.argmax())]
+            return best, None
         text = (
             "The sampler and the actor disagree: the recorded log-probs are the actor's, but the "
-            f"actions were not drawn from it. They look like {sampler}: by chance {where} would "
-            f"show this with a probability of at most 1e-{nats / math.log(10):.0f}. Sample from "
-            "the distribution whose log-probs are recorded (temperature 1, no top-k, "
-            "ExplorationType.RANDOM), or record those of the one that is sampled."
+            f"actions were not drawn from it. They look like {diagnosis.SAMPLERS[best]}: by chance "
+            f"{where} would show this with a probability of at most "
+            f"1e-{nats / math.log(10):.0f}. Sample from the distribution whose log-probs are "
+            "recorded (temperature 1, no top-k, ExplorationType.RANDOM), or record those of the "
+            "one that is sampled."
         )
-        return text, {"evidence": nats}
+        return best, (text, {"evidence": nats})

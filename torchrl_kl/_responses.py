@@ -8,15 +8,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
-from torch import Tensor
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from torchrl_kl._tensordict import existing_keys
-from torchrl_kl.language.gpt import check_integers
+from torchrl_kl._tensordict import MASK_KEY, existing_keys
+from torchrl_kl.functional.numbers import check_integers
 
 FULL, PROMPT, RESPONSE = ("tokens", "full"), ("tokens", "prompt"), ("tokens", "response")
-LOG_PROB = ("log_probs", "full")
+LOG_PROB, SAMPLED_LOG_PROB = ("log_probs", "full"), ("log_probs", "response")
+SAMPLER_LOG_PROB = "sampler_log_prob"  # of steps, as the sampler recorded it
 ATTENDED, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
 
 
@@ -38,8 +39,10 @@ def as_steps(
         reads ("tokens", "full"), and ("tokens", "prompt") or ("masks", "all_assistant_mask");
         ("tokens", "response") where TorchRL has cut end tokens out of the prompt in the whole text;
         ("masks", "all_attention_mask"); ("next", "reward"), one number per response; ("log_probs",
-        "full"), as ResponseKLTransform writes it.
-        writes the keys of `sample_responses`, "action_log_prob" only if those log-probs are there.
+        "full"), as ResponseKLTransform writes it; ("log_probs", "response").
+        writes the keys of `sample_responses`, "action_log_prob" only if those log-probs are there,
+        and what the sampler recorded, ("log_probs", "response"), as "sampler_log_prob", which only
+        KLMonitor reads: it is NaN for a response that has another number of tokens.
         The reward is at the last token that counts, so that of an empty response is in no step. In
         a dialog the next state of a turn's last token is that of the next turn's first.
 
@@ -51,7 +54,8 @@ def as_steps(
 
     Raises:
         KeyError: the text is missing, or what tells where the response is.
-        ValueError: a text does not begin with its prompt, or there is not one reward per response.
+        ValueError: a text does not begin with its prompt, has another number of tokens than of
+            log-probs, or there is not one reward per response.
 
     Example:
         >>> import torch
@@ -64,10 +68,40 @@ def as_steps(
     """
     responses = read_responses(batch, pad_token=pad_token, eos_token=eos_token)
     steps = make_steps(responses, _rewards(batch, responses.tokens), eos_token)
-    recorded, _ = _rows(batch.reshape(-1), LOG_PROB)
-    if recorded is not None:
-        steps.set("action_log_prob", _log_probs(recorded, responses, steps))
+    unlike = add_log_probs(steps, batch, responses)
+    if unlike:
+        raise ValueError(
+            f"{LOG_PROB} must have one number per token of {FULL}, but those of {len(unlike)} of "
+            f"{len(steps)} elements belong to other tokens: leave them out of the batch, and let "
+            "ResponseKLTransform score the tokens that were sampled."
+        )
     return steps
+
+
+def read_steps(
+    batch: TensorDictBase, *, pad_token: int | None, eos_token: int | None
+) -> TensorDict:
+    """What `as_steps` reads, without rewards, and with NaN for log-probs of other tokens."""
+    responses = read_responses(batch, pad_token=pad_token, eos_token=eos_token)
+    steps = make_steps(responses, torch.zeros(len(responses.tokens)), eos_token)
+    add_log_probs(steps, batch, responses)
+    return steps
+
+
+def has_texts(batch: TensorDictBase) -> bool:
+    """Whether a batch is one of TorchRL's LLM API."""
+    return (
+        bool(batch.batch_dims and batch.numel()) and _rows(batch.reshape(-1), FULL)[0] is not None
+    )
+
+
+def token_of(model: nn.Module, name: str) -> int | None:
+    """A token id of a model's configuration; of several, and without one, None."""
+    for source in ("generation_config", "config"):
+        token = getattr(getattr(model, source, None), name, None)
+        if isinstance(token, int) and token >= 0:
+            return token
+    return None
 
 
 class Responses(NamedTuple):
@@ -77,6 +111,7 @@ class Responses(NamedTuple):
     counted: Tensor  # (N, L), True for the tokens of the response
     shift: list[int]  # token j of a text is token j + shift of its ("tokens", "full")
     widths: list[int]  # of ("tokens", "full"), N
+    starts: list[int]  # of the responses in their texts
 
     def to(self, device: torch.device | None) -> Responses:
         """The same on another device; None: where they are."""
@@ -96,7 +131,7 @@ def read_responses(
             f"{existing_keys(batch)}: collect it with a wrapper of TorchRL's LLM API, which writes "
             "them, in a mode that returns tokens."
         )
-    texts, counted, shifts = [], [], []
+    texts, counted, shifts, starts = [], [], [], []
     for i, row in enumerate(full):
         check_integers(str(FULL), row)
         prompt, response, attended, assistant = (None if one is None else one[i] for one in entries)
@@ -110,14 +145,16 @@ def read_responses(
         texts.append(text)
         counted.append(counts)
         shifts.append(shift)
+        starts.append(start)
     tokens = pad_sequence(texts, batch_first=True, padding_value=pad_token or 0)
-    return Responses(tokens, pad_sequence(counted, batch_first=True), shifts, [*map(len, full)])
+    counts = pad_sequence(counted, batch_first=True)
+    return Responses(tokens, counts, shifts, [*map(len, full)], starts)
 
 
 def _rows(batch: TensorDictBase, key: NestedKey) -> tuple[list[Tensor] | None, bool]:
     """An entry of each element of a batch (N,), None if it is missing; whether it is one tensor."""
     holder = batch.get(key[0], None)
-    if holder is None or holder.get(key[1], None, as_list=True) is None:
+    if not is_tensor_collection(holder) or holder.get(key[1], None, as_list=True) is None:
         return None, False
     value = holder.get(key[1], as_list=True)
     return (list(value.unbind(0)), True) if isinstance(value, Tensor) else (list(value), False)
@@ -196,13 +233,36 @@ def make_steps(responses: Responses, rewards: Tensor, eos_token: int | None) -> 
     return steps
 
 
-def _log_probs(recorded: list[Tensor], responses: Responses, steps: TensorDict) -> Tensor:
-    """The recorded log-prob of each step, (N, T); 0 where none counts."""
-    mask, position = steps["collector", "mask"], steps["position"]
-    log_probs = torch.zeros(mask.shape, dtype=recorded[0].dtype, device=mask.device)
-    for i, row in enumerate(recorded):
-        log_probs[i, mask[i]] = row[position[i, mask[i]] + responses.shift[i]]
-    return log_probs
+def add_log_probs(steps: TensorDictBase, batch: TensorDictBase, responses: Responses) -> list[int]:
+    """Writes log-probs of a batch into its steps (N, T): 0 where none counts.
+
+    They are NaN in elements that have another number of tokens; of ("log_probs", "full") these are
+    returned.
+    """
+    rows, unlike = batch.reshape(-1), []
+    sampled, full = _rows(rows, SAMPLED_LOG_PROB)[0], _rows(rows, LOG_PROB)[0]
+    if sampled is not None:
+        steps.set(SAMPLER_LOG_PROB, _align(sampled, responses, responses.starts, steps)[0])
+    if full is not None:
+        firsts = [-shift for shift in responses.shift]
+        log_probs, unlike = _align(full, responses, firsts, steps)
+        steps.set("action_log_prob", log_probs)
+    return unlike
+
+
+def _align(
+    values: list[Tensor], responses: Responses, firsts: list[int], steps: TensorDictBase
+) -> tuple[Tensor, list[int]]:
+    """Log-probs that begin at token `firsts[i]` of text i, at steps (N, T); which do not fit."""
+    mask, position = steps.get(MASK_KEY), steps.get("position")
+    log_probs, unlike = torch.zeros(mask.shape, dtype=values[0].dtype, device=mask.device), []
+    for i, (row, first) in enumerate(zip(values, firsts, strict=True)):
+        if len(row) == responses.widths[i] - responses.shift[i] - first:
+            log_probs[i, mask[i]] = row.to(mask.device)[position[i, mask[i]] - first]
+        else:
+            log_probs[i, mask[i]] = torch.nan
+            unlike.append(i)
+    return log_probs, unlike
 
 
 def _rewards(batch: TensorDictBase, tokens: Tensor) -> Tensor:

@@ -1,0 +1,69 @@
+"""What KLMonitor says, and the names of its conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchrl_kl.monitor.texts import TEXT_CONDITIONS
+
+CONDITIONS = (
+    "kl_above",
+    "kl_below",
+    "coeff_at_max",
+    "coeff_at_min",
+    "kl_not_finite",
+    "negative_noise",
+    "sampler_disagrees",
+    *TEXT_CONDITIONS,
+)
+
+
+@dataclass(frozen=True)
+class KLMessage:
+    """A condition that began to hold; `str` gives its text."""
+
+    condition: str  # one of CONDITIONS
+    text: str  # what is wrong and what to do
+    figures: Mapping[str, float]  # the numbers in the text, by name; KL in nats
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class ConditionCount(NamedTuple):
+    """In how many batches a condition held, and in how many episodes."""
+
+    batches: int
+    episodes: int
+
+
+ABOVE = (
+    "The controller raises the coefficient until the KL comes down. If it does not, let the "
+    "controller move faster (a smaller `horizon`, a larger `gain`) and make each policy update "
+    "smaller (a lower learning rate, fewer epochs per batch)."
+)
+BELOW = (
+    "The controller lowers the coefficient until the KL comes up. Near the reference, in the first "
+    "batches, this is normal. If the KL stays low, let the controller move faster; with a "
+    "coefficient near 0 the reward asks for no more divergence: lower the target."
+)
+NOT_UPDATED = (
+    "The controller has not been updated yet. An update waits for `update_every` finished "
+    "trajectories (steps with per='step'): lower `update_every`, and check that trajectories reach "
+    "`done` and that the stack is not frozen."
+)
+NOISE = (
+    "This is sampling noise and not a bug: k1 takes either sign and only its mean is the KL. Do "
+    'not clamp it: use estimator="k3" or "exact", which are never negative, or pool more steps.'
+)
+ASK_ACTOR = (
+    "The sampler and the actor disagree: actions are not drawn from the distribution whose "
+    "log-probs are recorded (temperature, top-k, masked actions). Pass `actor=`, so that the "
+    "monitor can look for the cause."
+)
+OTHER_POLICY = (
+    "The recorded log-probs are the actor's, but the actions seem to come from another policy: "
+    "samples of the reference, demonstrations, or others that were scored again?"
+)
