@@ -100,7 +100,7 @@ class Options(DigitJobOptions):
     """Folder of the results. A folder that is in use is refused, or continued with --resume."""
     processes: Count = 2
     """Processes that train the runs of PPO; 1: this one, run after run."""
-    lm_iterations: Count = 900
+    lm_iterations: Count = 960
     """Updates of the language model."""
     lm_batch: Count = 128
     """Texts per update of the language model."""
@@ -130,13 +130,13 @@ class Options(DigitJobOptions):
     """Held-out pairs that test the reward model."""
     ppo_batches: Count = 30
     """Batches of responses that PPO collects with a constant coefficient and without a penalty."""
-    adaptive_batches: Count = 70
+    adaptive_batches: Count = 75
     """Batches of responses that PPO collects with the adaptive coefficient."""
     target_kl: Positive = 0.5
     """KL that the adaptive coefficient steers to, nats per response."""
     init_coeff: Positive = 0.05
     """Where the adaptive coefficient starts, far from the answer."""
-    horizon: Positive = 8192.0
+    horizon: Positive = 6144.0
     """Responses in which the adaptive coefficient can grow by a factor of e."""
     clip: Positive = 1.0
     """The largest relative error of the KL that the adaptive coefficient reacts to."""
@@ -267,9 +267,11 @@ def part(name: str, make: Callable[..., dict], *args) -> dict:
     return once(args[-1].out / name / "result.json", lambda: make(*args))
 
 
-def announce(what: str, texts: int, processes: int = 1) -> None:
-    seconds = texts * SECONDS_PER_TEXT[what] / processes
-    tqdm.write(f"{what}: about {seconds:.0f} s where the cores are idle")
+def announce(options: Options, what: str, texts: int, *parts: str, processes: int = 1) -> None:
+    """Says how long parts of the job will take, unless they are done."""
+    if not all((options.out / name / "result.json").exists() for name in parts):
+        seconds = texts * SECONDS_PER_TEXT[what] / processes
+        tqdm.write(f"{what}: about {seconds:.0f} s where the cores are idle")
 
 
 class Judge:
@@ -308,21 +310,23 @@ def do_all(options: Options) -> tuple[dict[str, dict], dict[str, dict]]:
     """The results of all parts of the job, and the exact figures of the runs of PPO."""
     results, figures = {}, {}
     with Workers(options.processes) as workers:
-        announce("language model", options.lm_iterations * options.lm_batch)
+        n_texts = options.lm_iterations * options.lm_batch
+        announce(options, "language model", n_texts, "language_model")
         results["language_model"] = part("language_model", make_language_model, options)
         excess = results["language_model"]["figures"]["excess_nats_per_token"]
         tqdm.write(f"language model: {excess:.4f} nats per token above the true language")
         rows = dict(zip(("adaptive", *COEFFS), range(1, 4), strict=True))  # of the progress bars
         runs = {"adaptive": workers.start(part, "adaptive", train, "adaptive", rows, options)}
-        announce("reward model", 2 * options.rm_iterations * options.rm_batch)
+        n_texts = 2 * options.rm_iterations * options.rm_batch
+        announce(options, "reward model", n_texts, "reward_model")
         results["reward_model"] = part("reward_model", make_reward_model, options)
         accuracy = results["reward_model"]["figures"]["heldout_accuracy"]
         picture = options.out / "reward_model.png"
         draw_reward_model(results["reward_model"]["curves"], accuracy, picture)
         tqdm.write(f"reward model: {accuracy:.1%} of held-out pairs in order, see {picture}")
         runs |= {run: workers.start(part, run, train, run, rows, options) for run in COEFFS}
-        n_batches = 2 * options.ppo_batches + options.adaptive_batches
-        announce("PPO", n_batches * options.ppo_responses, options.processes)
+        n_texts = (2 * options.ppo_batches + options.adaptive_batches) * options.ppo_responses
+        announce(options, "PPO", n_texts, *RUNS, processes=options.processes)
         judge = Judge(Job(options))
         for run in RUNS:
             results[run] = runs[run]()

@@ -223,7 +223,7 @@ class Run:
         self.curves: dict[str, list[list[float]]] = {}
 
     def steps(
-        self, total: int, save: Callable[[Path], Any] | None = None, **parts: Any
+        self, total: int, save: Callable[[Path], Any] = lambda folder: None, **parts: Any
     ) -> Iterator[int]:
         """The steps from the last checkpoint on.
 
@@ -245,18 +245,20 @@ class Run:
             disable=None,  # quiet where stderr is not a terminal
         )
         saved = time.monotonic()
-        with _interrupt_noted() as noted:
-            for step in self.bar:
-                yield step
-                if noted or time.monotonic() - saved >= self.options.checkpoint_every:
-                    checkpoints.save(step + 1)
-                    saved = time.monotonic()
-                if save is not None and (noted or step + 1 == total):
-                    save(self.folder)
-                if noted:
-                    self.bar.close()
-                    raise Stopped(f"{self.label} after {step + 1} of {total} steps")
-        self._log.close()
+        try:
+            with _interrupt_noted() as noted:
+                for step in self.bar:
+                    yield step
+                    if noted or time.monotonic() - saved >= self.options.checkpoint_every:
+                        checkpoints.save(step + 1)
+                        saved = time.monotonic()
+                    if noted:
+                        save(self.folder)
+                        raise Stopped(f"{self.label} after {step + 1} of {total} steps")
+            save(self.folder)  # also where the last checkpoint was that of the last step
+        finally:
+            self.bar.close()
+            self._log.close()
 
     def _open_log(self) -> None:
         # Anew: it may have rows of steps that came after the checkpoint.

@@ -199,6 +199,15 @@ class TestRun:
         rows = (tmp_path / "log" / "part" / "scalars" / "loss.csv").read_text().split()
         assert [int(row.split(",")[0]) for row in rows] == list(range(6))
 
+    def test_killed_before_the_model_is_saved_it_is_saved_later(self, running, tmp_path, whole):
+        first = Training(running, tmp_path)
+        first.saved = None  # type: ignore[assignment]  # as if killed in the call of `save`
+        with pytest.raises(AttributeError):
+            first.train()
+        resumed = Training(running, tmp_path)
+        assert resumed.train().result() == whole
+        assert resumed.saved == [6]
+
     def test_ctrl_c_ends_after_the_step_and_saves(self, running, tmp_path, whole):
         former = signal.getsignal(signal.SIGINT)
         first = Training(running, tmp_path, every=1e6)
@@ -279,7 +288,8 @@ class TestWorkers:
         assert calls == [3]
 
     @pytest.mark.slow
-    def test_an_error_ends_the_others(self, running):
+    def test_an_error_ends_the_others(self, running, monkeypatch):
+        monkeypatch.syspath_prepend(ROOT / "examples")  # for the workers
         began = time.monotonic()
 
         def work() -> None:
