@@ -149,9 +149,9 @@ def draw_curves(
     kls.set(title="Controllers hold their KL target", ylabel="KL, nats per response")
     perplexities.set_yscale("log")
     set_log_ticks(perplexities.yaxis, [5, 10, 20, 50, 100, 200, 500])
-    perplexities.set(title="Its text becomes improbable", ylabel="perplexity per token")
+    perplexities.set(title="Without KL control, perplexity rises", ylabel="perplexity per token")
     draw_goal(perplexities, before["perplexity"], "language model", middle)
-    distinct.set(title="It repeats its phrases", ylim=(0, 1))
+    distinct.set(title="Without KL control, phrases repeat", ylim=(0, 1))
     distinct.set_ylabel("different pairs of tokens, per pair")
     for panel in names.values():
         panel.set_xlabel("batch of responses")
@@ -174,5 +174,5 @@ def draw_rewards(curves: dict[str, dict[str, list[float]]], axes: Any) -> None:
             )
             label(axes, roots[-1], shown["gold"][-1], "gold (not seen)", offset=(-16, 0), **where)
     axes.axhline(0, color=LIGHT_GREY, linewidth=1, zorder=0)
-    axes.set(title="Without KL control, gold reward falls")
+    axes.set(title="Without KL control, the gold reward falls")
     axes.set(xlabel="square root of the KL, nats", ylabel="reward, standard deviations")
