@@ -205,7 +205,8 @@ def test_a_monitor_goes_on_with_open_trajectories():
 
 def test_the_generator_of_an_env_goes_on():
     for make in (DigitLanguageEnv, lambda: SerialEnv(2, DigitLanguageEnv)):
-        env, resumed = make(), make()
+        env: Any = make()
+        resumed: Any = make()
         env.reset()
         resumed.reset()
         state = copy.deepcopy(env.state_dict())
