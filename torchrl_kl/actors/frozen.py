@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torchrl.data import TensorSpec
@@ -86,7 +86,6 @@ class FrozenActor(Identified):
     """
 
     _own_dtype: torch.dtype | None = None  # of the weights, found once; None for another's weights
-    rounding: ProbabilisticTensorDictModule | None = None  # see `reading.rounding_module`
     _plain: Sequence[bool] = ()  # see `plain_parts`; not of another's actor, which may change
 
     def __init__(
@@ -150,8 +149,6 @@ class FrozenActor(Identified):
         self._init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
         self._cast_keys = [*self.in_keys, *self.state_keys]
         self._input_keys = [*self.in_keys, *self.action_keys, *self.own_state_keys]
-        # Not as a submodule, which that of another's actor must not become.
-        vars(self)["rounding"] = reading.rounding_module(self.actor)
         self._memory = RecurrentMemory(self.in_keys, self._init_key)
 
     @property

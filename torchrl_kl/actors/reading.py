@@ -16,7 +16,6 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torchrl.envs.utils import exploration_type
-from torchrl.modules import TanhNormal
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling, sum_action_dims
 from torchrl_kl._torchrl import indices_of
@@ -181,23 +180,6 @@ def _log_prob(
 
 def _probabilistic_modules(actor: nn.Module) -> list[Any]:
     return [part for part in actor.modules() if isinstance(part, ProbabilisticTensorDictModule)]
-
-
-def rounding_module(actor: nn.Module) -> ProbabilisticTensorDictModule | None:
-    """The module whose TanhNormal rounds draws beyond the largest tanh; None without one."""
-    found = _probabilistic_modules(actor)
-    kind = found[0].distribution_class if len(found) == 1 else None
-    return found[0] if isinstance(kind, type) and issubclass(kind, TanhNormal) else None
-
-
-def rounded(module: ProbabilisticTensorDictModule, action: Tensor) -> Tensor:
-    """True where an action of a TanhNormal was rounded to the largest tanh; shape of `action`."""
-    options = module.distribution_kwargs
-    low, high = (torch.as_tensor(options.get(k, v)) for k, v in (("low", -1.0), ("high", 1.0)))
-    # TorchRL keeps a tanh away from 1 by the resolution of its dtype, 1e-6 in float32.
-    info = torch.finfo(action.dtype)
-    slack = 0.75 * info.resolution * (high - low) + info.eps * torch.maximum(low.abs(), high.abs())
-    return (action <= low + slack) | (action >= high - slack)
 
 
 def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:

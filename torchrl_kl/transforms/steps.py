@@ -13,7 +13,6 @@ from torchrl.data import Composite
 from torchrl.envs import EnvBase
 
 from torchrl_kl import _tensordict as td
-from torchrl_kl.actors import reading
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.functional import kl_k1
 from torchrl_kl.transforms.base import KLTransform
@@ -26,7 +25,7 @@ def score_env_step(
 ) -> KLStep:
     """Scores the action of an env step (*B), on the policy's side of all action transforms."""
     mask = tensordict.get("_step", None)  # (*B), False in rows that a batched env skips
-    log_prob = _recorded(reference, tensordict)  # (*B, *A)
+    log_prob = reference.recorded.read(tensordict)  # (*B, *A)
     if log_prob is None:
         log_prob = reference.present_log_prob(tensordict, env_actions=env.action_keys)
     inputs = reference.inputs(tensordict)
@@ -54,7 +53,7 @@ def score_batch(
 ) -> KLStep:
     """Scores a batch (*B): in one pass along time, or step by step where no dimension is time."""
     timed = td.find_time_dim(tensordict, time_dim) is not None
-    log_prob = _recorded(reference, tensordict)
+    log_prob = reference.recorded.read(tensordict)
     if log_prob is None:
         log_prob = reference.present_log_prob(tensordict, timed=timed)
     if log_prob is None:
@@ -76,27 +75,6 @@ def score_batch(
     ref_log_prob = torch.zeros_like(ref_log_prob) if fake else ref_log_prob
     step = KLStep(log_prob, ref_log_prob, mask, True, _join(kept), states)
     return step if random is None else step._replace(valid=~random)
-
-
-def _recorded(reference: FrozenActor, tensordict: TensorDictBase) -> Tensor | None:
-    """The policy's log-prob of its actions, (*B, *A), as they were recorded; None without one."""
-    log_prob = reference.recorded.read(tensordict)
-    if log_prob is None or reference.rounding is None or torch.compiler.is_compiling():
-        return log_prob
-    # What a TanhNormal records is the log-prob of its draw. Beyond the largest tanh the action is
-    # rounded, and all that is left to score: by several nats less, under the policy as well.
-    module, action = reference.rounding, tensordict.get(reference.action_keys[0])
-    rounded = reading.rounded(module, action)  # (*B, *A, n)
-    if not rounded.any():
-        return log_prob
-    params = tensordict.select(*module.in_keys, strict=False).detach()
-    if any(params.get(key, None) is None for key in module.in_keys):
-        warnings.warn(_ROUNDED, stacklevel=2)
-        return log_prob
-    rescored = td.sum_action_dims(module.get_dist(params).log_prob(action), log_prob.shape)
-    # The parameters of padding, and of frames of a random policy, are 0.
-    rounded = rounded.flatten(log_prob.ndim).any(-1) & rescored.isfinite()
-    return torch.where(rounded, rescored, log_prob)
 
 
 def _join(parts: list[Any]) -> Any:
@@ -177,14 +155,6 @@ def _refuse_parallel_worker(tensordict: TensorDictBase) -> None:
             "policy arrives: put them around it, TransformedEnv(ParallelEnv(...), stack), or pass "
             "`use_buffers=False` to ParallelEnv."
         )
-
-
-_ROUNDED = (
-    "actions of a TanhNormal are rounded where it is saturated (a `loc` of 7 or more): what was "
-    "recorded is the log-prob of the draw before rounding, several nats larger than that of the "
-    "action, and so is the KL. Keep the parameters of the policy's distribution in the data, from "
-    "which the action itself is scored, or bound them (`tanh_loc`, `upscale`)."
-)
 
 
 class ScoringTransform(KLTransform):
