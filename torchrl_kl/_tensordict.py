@@ -106,13 +106,6 @@ class KLKeys:
             "top_k": recorded.sibling("top_k"),
         }
         keys = {name: unravel_key(getattr(self, name) or key) for name, key in default.items()}
-        # "done" and "top_k" are read; several stacks on one reward may read the same ones.
-        written = [key for name, key in keys.items() if name not in ("done", "top_k")]
-        if twice := sorted({str(key) for key in written if written.count(key) > 1}):
-            raise ValueError(
-                f"`keys` must name different entries, got {', '.join(twice)} for several of them: "
-                "each would overwrite another."
-            )
         return ResolvedKeys(recorded=recorded, done_named=self.done is not None, **keys)
 
 

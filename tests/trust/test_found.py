@@ -59,7 +59,7 @@ class TestKeys:
             {"kl": "reward"},
             {"task_reward": "reward"},
             {"kl_coeff": "kl"},
-            {"ref_log_prob": ("kl",)},
+            {"ref_log_prob": "kl"},
             {"kl": "kl", "episode_kl": "kl"},
         ],
         ids=str,

@@ -50,10 +50,13 @@ class PenaltyTransform(KLTransform):
         self.keys, self.time_dim, self.record = keys, time_dim, record
         self.out_key = out_key or keys.reward
         recorded = [keys.task_reward, keys.episode_kl] if record else []
-        super().__init__(
-            in_keys=[keys.reward, *in_keys],
-            out_keys=[self.out_key, keys.kl_coeff, *recorded, *out_keys],
-        )
+        written = [self.out_key, keys.kl_coeff, *recorded, *out_keys]
+        if twice := sorted({str(key) for key in written if written.count(key) > 1}):
+            raise ValueError(
+                f"`keys` must name different entries, got {', '.join(twice)} for several of them: "
+                "each would overwrite another."
+            )
+        super().__init__(in_keys=[keys.reward, *in_keys], out_keys=written)
         self.feed = ControllerFeed(as_controller(controller), update_every)
         self.frozen = False
         self.guard, self._rows = Guard(on_invalid), EnvRows()
