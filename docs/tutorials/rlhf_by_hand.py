@@ -7,8 +7,8 @@
 #
 # ## 1. A language
 #
-# A text has a prompt of 4 digits, a separator (token 10) and a response of 4 digits. Each digit of a
-# response is one of the last 4 digits, chosen at random, plus 1 modulo 10.
+# A text has a prompt of 4 digits, a separator (token 10) and a response of 4 digits. Each digit of
+# a response is one of the last 4 digits, chosen at random, plus 1 modulo 10.
 
 # %%
 import copy
@@ -60,9 +60,9 @@ print(f"cross-entropy {loss:.3f} nats per token; the entropy of the language is 
 # %% [markdown]
 # ## 3. A reward, and everything that can be known about it
 #
-# The first digit of a response should be the last digit of the prompt, plus 1. The reward is 1 if it
-# is, else 0. `Enumeration` goes through all 11^4 responses to each prompt. It gives the coefficient
-# for which the best policy has a KL of 0.5 nats, and that policy's reward.
+# The first digit of a response should be the last digit of the prompt, plus 1. The reward is 1 if
+# it is, else 0. `Enumeration` goes through all 11^4 responses to each prompt. It gives the
+# coefficient for which the best policy has a KL of 0.5 nats, and that policy's reward.
 
 # %%
 prompts = language.sample_prompts(4)
@@ -81,8 +81,8 @@ print(f"best policy with KL {best.kl:.3f}: reward {best.reward:.3f}, coefficient
 
 # %% [markdown]
 # By hand: the reward only sees the first digit, so the best policy changes the probability p of a
-# right first digit, and nothing else. With q for its new value, the KL of one prompt is
-# q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
+# right first digit, and nothing else. With q for its new value, the KL of one prompt is q log(q /
+# p) + (1 - q) log((1 - q) / (1 - p)).
 
 # %%
 right = language.preferred_token(prompts)
@@ -141,8 +141,8 @@ for n, batch in enumerate(collector):
 # ## 5. How good is it?
 #
 # The batches above are samples. The true values of the policy are again an enumeration. The regret
-# is how much more the best policy has of E[reward] - coeff * KL, at the coefficient at which training
-# ended; *gain* says which share of what could be gained was gained.
+# is how much more the best policy has of E[reward] - coeff * KL, at the coefficient at which
+# training ended; *gain* says which share of what could be gained was gained.
 
 # %%
 final = known.values(next_logits(gpt), coeff=controller.coeff.item())
@@ -154,5 +154,5 @@ print(f"coefficient {final.coeff:.3f}, that of the best policy {exact_coeff:.3f}
 # %% [markdown]
 # Nearly all of the KL is in the first position, the only one that the reward looks at. The rest of
 # the language is as it was. Without a penalty it would drift: see
-# [digit_rlhf.py](https://github.com/torchrl-kl/torchrl_kl/blob/main/examples/README.md), which also
-# learns the reward from preferences.
+# [digit_rlhf.py](https://github.com/torchrl-kl/torchrl_kl/blob/main/examples/README.md), which
+# also learns the reward from preferences.

@@ -140,8 +140,8 @@ _ = axes[0].legend(frameon=False)
 # %% [markdown]
 # ## 5. Ask what is wrong
 #
-# `KLMonitor` looks at every batch and says once per episode what is wrong with a run, and what to do
-# about it. Here the coefficient starts so low that the policy runs away before it is found.
+# `KLMonitor` looks at every batch and says once per episode what is wrong with a run, and what to
+# do about it. Here the coefficient starts so low that the policy runs away before it is found.
 
 # %%
 low = ExponentialKLController(init_coeff=1e-3, target=0.05, gain=0.1, per="step")
