@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RECIPES = sorted(path.stem for path in (DOCS / "recipes").glob("*.md") if path.stem != "index")
 STARTS_PROCESSES = ("many_workers", "vectorised")
+OPTIONS = {"checkpoint_and_resume": ["run"]}
 FIGURES = {
     "penalty": {"n_updates": 50},
     "estimators": {},
@@ -48,7 +49,7 @@ def page_of(recipe: str) -> str:
 def parts_of(recipe: str) -> tuple[str, str]:
     """The program on a page, and what the page says that it prints."""
     page = page_of(recipe)
-    (program,) = re.findall(r"```python\n(.*?)\n```", page, flags=re.S)
+    (program,) = re.findall(r"``` {.python}\n(.*?)\n```", page, flags=re.S)
     (printed,) = re.findall(r"```text\n(.*?)\n```", page, flags=re.S)
     return program, printed
 
@@ -108,7 +109,7 @@ class TestRecipes:
         if recipe in STARTS_PROCESSES:
             printed = run_process(program, tmp_path)
         else:
-            run_as_main(program, tmp_path, monkeypatch)
+            run_as_main(program, tmp_path, monkeypatch, *OPTIONS.get(recipe, []))
             printed = capsys.readouterr().out
         assert form(printed) == form(expected)
 

@@ -20,7 +20,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 REPOSITORY = "https://github.com/torchrl-kl/torchrl_kl/blob/main/"
 RAW = "https://raw.githubusercontent.com/torchrl-kl/torchrl_kl/main/"
 SITE = "https://torchrl-kl.github.io/torchrl_kl/"
-LINE = r"reward [+-]\d\.\d\d, KL \d\.\d{3}, coefficient (\d\.\d{3}), falls \d+"
+LINE = r"reward [+-]\d\.\d\d, KL -?\d\.\d{3}, coefficient (\d\.\d{3}), falls \d+"
 
 
 def program() -> str:

@@ -11,7 +11,7 @@ import torch
 from style import BLUE, ORANGE, new_figure, save
 
 README = Path(__file__).parents[2] / "README.md"
-LINE = r"reward ([+-][\d.]+), KL ([\d.]+), coefficient ([\d.]+), falls (\d+)"
+LINE = r"reward ([+-][\d.]+), KL (-?[\d.]+), coefficient ([\d.]+), falls (\d+)"
 RUNS = {"no KL penalty": ORANGE, "KL held near 0.05 nats per step": BLUE}
 
 
