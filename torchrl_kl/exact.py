@@ -94,14 +94,14 @@ class ExactValues(PolicyValues):
 
 
 class Enumeration:
-    r"""All responses to the prompts, with their rewards and their probabilities.
+    """All responses to the prompts, with their rewards and their probabilities.
 
-    The optimum of :math:`E_\pi[r] - \beta KL(\pi \| \pi_{ref})` is, for each prompt,
+    The optimum of `E[r] - beta * KL(policy || reference)` is, for each prompt:
 
-    .. math:: \pi^*(y) \propto \pi_{ref}(y) \exp(r(y) / \beta), \quad
-        J^* = \beta \log E_{ref} \exp(r / \beta)
+        pi*(y) proportional to pi_ref(y) exp(r(y) / beta)
+        J* = beta log E_ref exp(r / beta)
 
-    and the regret of a policy is :math:`\beta KL(\pi \| \pi^*) \ge 0`. Prompts weigh 1/P each.
+    The regret of a policy is `beta * KL(pi || pi*)`, which is at least 0. Prompts weigh 1/P each.
 
     Args:
         reference: the model in the second argument of the KL.
@@ -260,7 +260,7 @@ def exact_kl(
 
     sum_c policy(c) sum_v policy(v | c) (log policy(v | c) - log reference(v | c)), over the
     contexts c that the policy can write: if these are few, V and P may be too large for
-    :class:`Enumeration`, which explains the arguments and errors. Here `max_texts` is the maximum
+    `Enumeration`, which explains the arguments and errors. Here `max_texts` is the maximum
     number of contexts of one length. The sum over positions is the KL per response.
 
     Returns:

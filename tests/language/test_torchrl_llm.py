@@ -1,7 +1,7 @@
 """What TorchRL 0.14.1 gives for the KL of language models, and what these parts give.
 
 Each test runs both and shows both figures. Where TorchRL has been mended its assertion fails: then
-the row of that defect in README.md is out of date, and both should go.
+the row of that defect in docs/migration.md is out of date, and both should go.
 """
 
 from typing import Any

@@ -10,15 +10,14 @@ from torchrl_kl.functional.numbers import check_number, solve_decreasing
 
 
 def coeff_for_budget(rewards: Tensor, budget: float) -> float:
-    r"""The coefficient with which KL(optimum || reference) = `budget` nats.
+    """The coefficient with which KL(optimum || reference) = `budget` nats.
 
-    The optimum of :math:`E_\pi[r] - \beta KL(\pi \| \pi_{ref})` is the reference reweighted by
-    :math:`\exp(r / \beta)`. Samples of the reference with these weights are samples of the optimum:
+    The optimum of `E[r] - beta * KL(policy || reference)` is the reference reweighted by
+    `exp(r / beta)`. Samples of the reference with these weights w are samples of the optimum:
 
-    .. math:: KL(\beta) = E_w[r] / \beta - \log \operatorname{mean} \exp(r / \beta),
-        \quad w \propto \exp(r / \beta)
+        KL(beta) = E_w[r] / beta - log mean exp(r / beta),  w proportional to exp(r / beta)
 
-    :math:`KL(\beta)`, its mean over the prompts, falls in :math:`\beta`; bisection solves it.
+    `KL(beta)`, its mean over the prompts, falls in `beta`; bisection solves it.
 
     You may rely on: adding a constant to the rewards (of a prompt) changes nothing, and rewards k
     times as large give a coefficient k times as large, both to rounding. You may not rely on a

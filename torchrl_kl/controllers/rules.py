@@ -41,7 +41,7 @@ class ConstantKLController(KLController):
 class AdaptiveKLController(TargetKLController):
     """Takes a KL; TorchRL's class of this name takes the list of `-coeff * kl` rewards instead.
 
-    Given a KL, that class always lowers the coefficient. The rule is that of Ziegler et al.::
+    Given a KL, that class always lowers the coefficient. The rule is that of Ziegler et al.:
 
         coeff <- coeff * (1 + clip(kl / target - 1, -clip, clip) * n_steps / horizon)
 
@@ -147,7 +147,7 @@ class _LogKLController(TargetKLController):
 class ExponentialKLController(_LogKLController):
     """Moves the logarithm of the coefficient by the relative error of the KL.
 
-    The rule::
+    The rule:
 
         coeff <- clamp(coeff * exp(gain * clip(kl / target - 1, -1, 1)), min_coeff, max_coeff)
 
@@ -193,7 +193,7 @@ class PIDKLController(_LogKLController):
     """Moves the logarithm of the coefficient by the KL's error, and by how fast that error changes.
 
     A policy responds to a new coefficient only after many updates, and a rule that only sums errors
-    overshoots. The proportional part takes back what the sum has added as the error shrinks::
+    overshoots. The proportional part takes back what the sum has added as the error shrinks:
 
         error    = clip(kl / target - 1, -1, 1)
         filtered = smoothing * filtered_before + (1 - smoothing) * error

@@ -43,31 +43,31 @@ from torchrl_kl.objectives.terms import (
 
 
 class KLPenaltyLoss(LossModule):
-    r"""Minimises KL(policy || reference): next to an actor loss, around one (`loss=`), or alone.
+    """Minimises KL(policy || reference): next to an actor loss, around one (`loss=`), or alone.
 
     `loss_kl` is the coefficient times the mean KL over the valid steps of the batch, nats per step.
     Added to a loss that is a mean over steps too, such as ClipPPOLoss, a coefficient means the same
     as in a reward penalized by `coeff * kl` at every step (gamma = lambda = 1).
 
-    `gradient` names what is minimised, with :math:`KL_t` the exact KL of the distributions at step
-    t and :math:`w_t = \pi(a_t|s_t) / \pi_{old}(a_t|s_t)` from the recorded log-prob, 1 on-policy:
+    `gradient` names what is minimised, with `KL_t` the exact KL of the distributions at step t
+    and `w_t = pi(a_t|s_t) / pi_old(a_t|s_t)` from the recorded log-prob, 1 on-policy:
 
-    - "step": :math:`KL_t`, states taken as given. It misses that an action leads to later states
+    - "step": `KL_t`, states taken as given. It misses that an action leads to later states
       where the policy is far from the reference. Needs no action, and takes shuffled steps.
-    - "sequence": :math:`\sum_t W_t KL_t` with :math:`W_t = \prod_{u<t} w_u`, differentiated through
+    - "sequence": `sum_t W_t KL_t` with `W_t = prod_{u<t} w_u`, differentiated through
       the weights. Its expected gradient is that of the KL between whole trajectories, as for k1
       subtracted from the reward.
-    - "k2": :math:`w_t (\log \pi(a_t|s_t) - \log \pi_{ref}(a_t|s_t))^2 / 2`, weight detached: the
+    - "k2": `w_t (log pi(a_t|s_t) - log pi_ref(a_t|s_t))^2 / 2`, weight detached: the
       expected gradient of "step" from the action alone, for distributions without a known KL.
     - "k3" warns: its expected gradient is that of the other divergence, KL(reference || policy).
     - "k1" is refused: its expected gradient is zero.
 
     `weights` corrects for updates on the same batch, whose states are those of the old policy:
 
-    - "trajectory": every step is weighted with :math:`W_t`. Exact in expectation for whole
+    - "trajectory": every step is weighted with `W_t`. Exact in expectation for whole
       trajectories; its variance grows with their length.
     - "step": each action has only its own ratio, as in PPO; "sequence" becomes
-      :math:`KL_t + w_t \sum_{s>t} KL_s`, the sum detached. Off-policy it is an approximation.
+      `KL_t + w_t sum_{s>t} KL_s`, the sum detached. Off-policy it is an approximation.
 
     You may rely on: the reference gets no gradient, is not among `parameters()`, and is in
     `state_dict`; `forward` never moves the controller; padded steps, NaN too, change neither value
