@@ -79,7 +79,6 @@ ARROWS: dict[str, set[str]] = {
     "_tensordict": set(),
     "_torchrl": {"functional"},
     "checkpoint": {"_torchrl"},
-    "_responses": {"_tensordict", "functional"},
     "controllers": {"functional"},
     "exact": {"functional"},
     "actors": {"_tensordict", "_torchrl", "functional"},
@@ -89,14 +88,11 @@ ARROWS: dict[str, set[str]] = {
         *("actors", "controllers", "functional"),
     },
     "language": {
-        *("_responses", "_tensordict", "actors", "checkpoint"),
+        *("_tensordict", "actors", "checkpoint"),
         *("controllers", "functional", "transforms"),
     },
     "objectives": {"_feeding", "_tensordict", "actors", "controllers", "functional"},
-    "monitor": {
-        *("_feeding", "_responses", "_tensordict"),
-        *("actors", "controllers", "functional"),
-    },
+    "monitor": {"_feeding", "_tensordict", "actors", "controllers", "functional"},
     "collectors": {"_tensordict", "_torchrl", "actors", "controllers", "transforms"},
     "trainers": {"_tensordict", "transforms"},
 }
@@ -109,6 +105,7 @@ LIBRARIES = {
     **dict.fromkeys(ARROWS, TENSORDICT),
     **{room: {"torch"} for room in ("functional", "controllers", "exact")},
     **{room: TENSORDICT | {"safetensors"} for room in ("checkpoint", "language")},
+    "_torchrl": TENSORDICT | {"ray"},
     "transforms": TENSORDICT | {"typing_extensions"},  # which torch needs
     "collectors": TENSORDICT | {"cloudpickle", "ray"},
 }
@@ -257,7 +254,7 @@ class TestPrivateNames:
     def test_those_of_others_are_in_one_place(self):
         """A private attribute of an object other than `self` is one that this package defines."""
         trees = {path: ast.parse(path.read_text()) for path in SOURCES}
-        defined, used = {"_apply", "_buffers", "_modules", "_replace"}, []
+        defined, used = {"_apply", "_buffers", "_exit", "_modules", "_replace"}, []
         for path, tree in trees.items():
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef | ast.ClassDef):

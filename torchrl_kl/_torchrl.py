@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tensordict import NestedKey
@@ -96,3 +96,14 @@ class _WatchedStore:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._unwatched, name)
+
+
+def ray_pids(actors: Iterable[Any]) -> list[int]:
+    """The processes of Ray's actors, in order; 0 for one that is on another machine, or not yet."""
+    import ray
+    from ray._private import state
+
+    node = ray.get_runtime_context().get_node_id()
+    # Also of actors that are starting, which do not answer yet.
+    told = [state.actors(actor._actor_id.hex()) or {} for actor in actors]
+    return [one["Pid"] if one.get("Address", {}).get("NodeID") == node else 0 for one in told]

@@ -50,17 +50,6 @@ def kill_stopped(find_pids: Callable[[], Iterable[int]], killed: set[int], over:
                 os.kill(pid, signal.SIGKILL)
 
 
-def ray_pids(actors: Iterable[Any]) -> list[int]:
-    """The processes of Ray's actors, in order; 0 for one that is on another machine, or not yet."""
-    import ray
-    from ray._private import state
-
-    node = ray.get_runtime_context().get_node_id()
-    # Also of actors that are starting, which do not answer yet.
-    told = [state.actors(actor._actor_id.hex()) or {} for actor in actors]
-    return [one["Pid"] if one.get("Address", {}).get("NodeID") == node else 0 for one in told]
-
-
 def worker_env(
     create_env_fn: Callable[..., EnvBase] | EnvBase, *, learner: int, **kwargs: Any
 ) -> EnvBase:

@@ -12,10 +12,16 @@ from torchrl.envs.transforms import Transform
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_kl import _tensordict as td
-from torchrl_kl._responses import Responses, check_rewards, make_steps, read_responses, token_of
 from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.actors.policy import Borrowed, evaluating
 from torchrl_kl.actors.references import Switch, as_reference
+from torchrl_kl.actors.responses import (
+    Responses,
+    check_rewards,
+    make_steps,
+    read_responses,
+    token_of,
+)
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional.invalid import OnInvalid, is_valid, seem_valid

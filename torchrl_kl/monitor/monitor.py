@@ -13,9 +13,9 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_kl._feeding import sum_trajectories
-from torchrl_kl._responses import SAMPLER_LOG_PROB, has_texts, read_steps
 from torchrl_kl._tensordict import MASK_KEY, KLKeys, as_keys, find_done, find_time_dim, get_required
 from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.actors.responses import SAMPLER_LOG_PROB, has_texts, read_steps
 from torchrl_kl.controllers.rules import KLController
 from torchrl_kl.controllers.statistics import KLStatistics
 from torchrl_kl.controllers.trajectories import OpenTrajectories

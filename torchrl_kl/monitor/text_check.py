@@ -9,10 +9,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_kl._responses import SAMPLER_LOG_PROB, token_of
 from torchrl_kl._tensordict import get_required
 from torchrl_kl.actors import reading
 from torchrl_kl.actors.policy import evaluating
+from torchrl_kl.actors.responses import SAMPLER_LOG_PROB, token_of
 from torchrl_kl.monitor.diagnosis import NEVER_EOS, NEVER_PAD, Finding, PooledEvidence, take
 from torchrl_kl.monitor.sampler_check import SamplerCheck, choose_steps, counted_steps
 from torchrl_kl.monitor.texts import TextFaults, never_drawn

@@ -20,13 +20,11 @@ from torchrl_kl._feeding import ControllerFeed
 from torchrl_kl._tensordict import (
     MASK_KEY,
     RECORD_LOG_PROB,
-    TRAJECTORY_KEY,
     as_tuple,
     expand_right,
     find_time_dim,
     get_required,
     holder_batch_size,
-    require_order,
 )
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
@@ -37,8 +35,11 @@ from torchrl_kl.objectives.terms import (
     Steps,
     Weights,
     check_options,
+    find_last_steps,
     finite_padding,
+    read_done,
     reduce_steps,
+    refuse_penalized,
 )
 
 
@@ -209,7 +210,7 @@ class KLPenaltyLoss(LossModule):
         """The loss of a batch (*B), to which nothing is written."""
         coeff = self.controller.coeff
         if coeff > 0 and not self.allow_penalized_reward:
-            self._refuse_penalized(tensordict)
+            refuse_penalized(tensordict, self.tensor_keys.kl_coeff)
         # (*B) each; the coefficient is 0-dim.
         value, kl, mask = self._terms(tensordict)
         coeff = coeff.to(value)
@@ -248,7 +249,7 @@ class KLPenaltyLoss(LossModule):
             self.feed.pool(kl[mask])
         else:
             self._require_time(tensordict, "a controller that counts nats per trajectory")
-            self._done(tensordict)
+            read_done(tensordict, self._done_key)
             done, observed = self.tensor_keys.done, self.actor_network.in_keys
             self.feed.add_batch(
                 tensordict, kl, mask, done_key=done, time_dim=self.time_dim, observed=observed
@@ -331,7 +332,10 @@ class KLPenaltyLoss(LossModule):
             return steps
         action = get_required(tensordict, action_key, "name it with `set_keys(action=...)`.")
         recorded = get_required(tensordict, self.tensor_keys.sample_log_prob, RECORD_LOG_PROB)
-        ends = self._ends(tensordict, mask) if self._reads_trajectories else None
+        ends = None
+        if self._reads_trajectories:
+            observed = self.actor_network.in_keys
+            ends = find_last_steps(tensordict, mask, self._done_key, observed, self._options)
         return steps._replace(action=action, recorded=recorded, ends=ends)
 
     def _valid(
@@ -390,39 +394,3 @@ class KLPenaltyLoss(LossModule):
                 f"{tuple(tensordict.batch_size)} has no time dimension: name the last one "
                 '"time" (collectors do, `reshape(-1)` loses it), or pass `time_dim`.'
             )
-
-    def _ends(self, tensordict: TensorDictBase, mask: Tensor | None) -> Tensor:
-        """True at the last step of each trajectory, (*B); ValueError if steps are not in order."""
-        ids, done = tensordict.get(TRAJECTORY_KEY, None), tensordict.get(self._done_key, None)
-        if ids is None or done is not None:
-            ends = expand_right(self._done(tensordict), tensordict.batch_size)
-        else:
-            ids = ids.reshape(tensordict.batch_size)
-            # A row (T,) ends with a trajectory; before that one ends where the id changes.
-            ends = torch.ones_like(ids, dtype=torch.bool)
-            ends[..., :-1] = ids[..., 1:] != ids[..., :-1]
-        if tensordict.get("next", None) is not None:
-            padded = torch.zeros_like(ends) if mask is None else ~mask
-            # (*R, T - 1): between a step and the next one.
-            may_differ = (ends | padded)[..., :-1] | padded[..., 1:]
-            fix = f"{self._options} adds up along trajectories. Shuffle whole rows, not steps."
-            require_order(tensordict, self.actor_network.in_keys, may_differ, fix)
-        return ends
-
-    def _done(self, tensordict: TensorDictBase) -> Tensor:
-        # (*B, 1), or (*B) where the data were made by hand.
-        fix = "trajectories end there; name it with `set_keys(done=...)`."
-        return get_required(tensordict, self._done_key, fix)
-
-    def _refuse_penalized(self, tensordict: TensorDictBase) -> None:
-        """RuntimeError if a reward of the batch was penalized for its KL."""
-        step = cast(TensorDictBase, tensordict.get("next", TensorDict()))
-        name = as_tuple(self.tensor_keys.kl_coeff)[-1]
-        # In every nested tensordict: agents may have separate rewards.
-        for key in step.keys(True, True):
-            if as_tuple(key)[-1] == name and bool((step.get(key) != 0).any()):
-                raise RuntimeError(
-                    f"the batch has {unravel_key(('next', key))!r} other than 0: this loss would "
-                    "penalize the KL again. Drop it, or set the coefficient of the transform to 0, "
-                    "or, if both are meant, pass `allow_penalized_reward=True`."
-                )

@@ -10,11 +10,18 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple, cast
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torch.distributions import Distribution
 
-from torchrl_kl._tensordict import expand_right, sum_action_dims
+from torchrl_kl._tensordict import (
+    TRAJECTORY_KEY,
+    as_tuple,
+    expand_right,
+    get_required,
+    require_order,
+    sum_action_dims,
+)
 from torchrl_kl.functional import kl_exact, kl_k1, kl_k2, kl_k3, sum_after, sum_before
 from torchrl_kl.functional.numbers import working_dtype
 
@@ -137,3 +144,47 @@ def reduce_steps(values: Tensor, mask: Tensor, reduction: Reduction) -> Tensor:
         return values
     total = values.sum()
     return total if reduction == "sum" else total / mask.sum().clamp_min(1)
+
+
+def find_last_steps(
+    tensordict: TensorDictBase,
+    mask: Tensor | None,
+    done_key: NestedKey,
+    observed: Iterable[NestedKey],
+    what: str,
+) -> Tensor:
+    """True at the last step of each trajectory, (*B); ValueError if steps are not in order."""
+    ids, done = tensordict.get(TRAJECTORY_KEY, None), tensordict.get(done_key, None)
+    if ids is None or done is not None:
+        ends = expand_right(read_done(tensordict, done_key), tensordict.batch_size)
+    else:
+        ids = ids.reshape(tensordict.batch_size)
+        # A row (T,) ends with a trajectory; before that one ends where the id changes.
+        ends = torch.ones_like(ids, dtype=torch.bool)
+        ends[..., :-1] = ids[..., 1:] != ids[..., :-1]
+    if tensordict.get("next", None) is not None:
+        padded = torch.zeros_like(ends) if mask is None else ~mask
+        # (*R, T - 1): between a step and the next one.
+        may_differ = (ends | padded)[..., :-1] | padded[..., 1:]
+        fix = f"{what} adds up along trajectories. Shuffle whole rows, not steps."
+        require_order(tensordict, list(observed), may_differ, fix)
+    return ends
+
+
+def read_done(tensordict: TensorDictBase, done_key: NestedKey) -> Tensor:
+    """Where trajectories end, (*B, 1), or (*B) where the data were made by hand."""
+    fix = "trajectories end there; name it with `set_keys(done=...)`."
+    return get_required(tensordict, done_key, fix)
+
+
+def refuse_penalized(tensordict: TensorDictBase, kl_coeff: NestedKey) -> None:
+    """RuntimeError if a reward of the batch was penalized for its KL."""
+    step, name = tensordict.get("next", None), as_tuple(kl_coeff)[-1]
+    # In every nested tensordict: agents may have separate rewards.
+    for key in () if step is None else step.keys(True, True):
+        if as_tuple(key)[-1] == name and bool((step.get(key) != 0).any()):
+            raise RuntimeError(
+                f"the batch has {unravel_key(('next', key))!r} other than 0: this loss would "
+                "penalize the KL again. Drop it, or set the coefficient of the transform to 0, "
+                "or, if both are meant, pass `allow_penalized_reward=True`."
+            )
