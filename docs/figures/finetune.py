@@ -12,7 +12,7 @@ from style import BLUE, ORANGE, new_figure, save
 
 README = Path(__file__).parents[2] / "README.md"
 LINE = r"reward ([+-][\d.]+), KL (-?[\d.]+), coefficient ([\d.]+), falls (\d+)"
-RUNS = {"no KL penalty": ORANGE, "KL held near 0.05 nats per step": BLUE}
+RUNS = {"no KL penalty": ORANGE, "KL penalty, adaptive coefficient": BLUE}
 
 
 def train(seed: int, control: bool, batches: int) -> list[list[float]]:
@@ -36,7 +36,7 @@ def main(folder: Path | None = None, seeds: int = 3, batches: int = 20) -> Path:
     figure, panels = new_figure(2, height=5.4, sharex=True)
     for name, color in RUNS.items():
         # (seeds, batches, 4)
-        runs = torch.tensor([train(seed, "held" in name, batches) for seed in range(seeds)])
+        runs = torch.tensor([train(seed, "adaptive" in name, batches) for seed in range(seeds)])
         for axes, column in zip(panels, (0, 3), strict=True):
             values = runs[:, :, column]
             mean = values.mean(0)
@@ -48,11 +48,12 @@ def main(folder: Path | None = None, seeds: int = 3, batches: int = 20) -> Path:
             name,
             "last 5 batches: reward {:.2f}, KL {:.3f}, coeff {:.2f}, falls {:.1f}".format(*last),
         )
-    panels[0].set_title("The reward for speed rises with and without a penalty ...")
-    panels[1].set_title("... but without it the policy forgets how to balance")
+    panels[0].set_title("The reward for speed rises either way,")
+    panels[1].set_title("but without a penalty the policy forgets to balance")
     panels[0].set_ylabel("speed to the right")
     panels[1].set_ylabel("falls per 1000 steps")
     panels[1].set_xlabel("batches of 1000 steps")
+    panels[1].set_xticks(range(0, batches, 5))
     panels[0].legend(frameon=False)
     return save(figure, "finetune", folder)
 

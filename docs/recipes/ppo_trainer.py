@@ -51,5 +51,5 @@ trainer.train()
 
 for name in ("kl_to_reference", "kl_to_old_policy", "kl_coeff"):
     (file,) = folder.rglob(f"{name}.csv")
-    values = [float(row[1]) for row in csv.reader(file.open())]
+    values = [float(row[1]) for row in csv.reader(file.read_text().splitlines())]
     print(f"{name:16}", " ".join(f"{value:+.4f}" for value in values))

@@ -69,9 +69,9 @@ class SpeedReward(Transform):
 
 def fine_tune(controller, watch=None):
     """PPO from the agent; reward, KL (nats per step), coefficient and falls of each batch."""
-    torch.manual_seed(1)
+    torch.manual_seed(0)
     env = TransformedEnv(GymEnv("CartPole-v1", categorical_action_encoding=True), SpeedReward())
-    env.set_seed(1)
+    env.set_seed(0)
     policy = copy.deepcopy(agent)
     stack = KLConstrainedTransform(policy, controller, estimator="exact")
     value = ValueOperator(MLP(4, 1, num_cells=[64, 64]), in_keys=["observation"])
