@@ -116,7 +116,7 @@ def draw_study(runs: Runs, truths: list[dict], target: float, file: Path) -> Non
     draw_ends(runs, target, ends)
     draw_plane(runs, truths, plane)
     handles = {
-        "a constant" if color == GREY else who: plt.Line2D([], [], color=color, linewidth=4)
+        "a constant" if color == GREY else who: Line2D([], [], color=color, linewidth=4)
         for who, color in group_colors(runs).items()
     }
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles))
@@ -125,7 +125,8 @@ def draw_study(runs: Runs, truths: list[dict], target: float, file: Path) -> Non
 
 def draw_curves(runs: Runs, name: str, axes) -> None:
     """A metric over the batches, one band per group of runs, over its rules and seeds."""
-    ends = {}
+    ends: dict[str, float] = {}
+    steps: list[float] = []
     for who, color in group_colors(runs).items():
         results = [r for run in runs if group(run) == who for r in runs[run]]
         steps = [step for step, _ in results[0]["curves"][name]]

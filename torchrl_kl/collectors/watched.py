@@ -31,13 +31,13 @@ from torchrl.weight_update import (
 )
 
 from torchrl_kl import _torchrl
+from torchrl_kl._torchrl import ray_pids
 from torchrl_kl.collectors.links import LearnerLink, WorkerLink, restore_trajectories
 from torchrl_kl.collectors.processes import (
     POLL_SECONDS,
     STOPPED_LOOKS,
     EndingStrategy,
     kill_stopped,
-    ray_pids,
 )
 
 _EXIT_SECONDS = 5.0

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple, cast
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -179,9 +179,10 @@ def read_done(tensordict: TensorDictBase, done_key: NestedKey) -> Tensor:
 
 def refuse_penalized(tensordict: TensorDictBase, kl_coeff: NestedKey) -> None:
     """RuntimeError if a reward of the batch was penalized for its KL."""
-    step, name = tensordict.get("next", None), as_tuple(kl_coeff)[-1]
+    step = cast(TensorDictBase, tensordict.get("next", TensorDict()))
+    name = as_tuple(kl_coeff)[-1]
     # In every nested tensordict: agents may have separate rewards.
-    for key in () if step is None else step.keys(True, True):
+    for key in step.keys(True, True):
         if as_tuple(key)[-1] == name and bool((step.get(key) != 0).any()):
             raise RuntimeError(
                 f"the batch has {unravel_key(('next', key))!r} other than 0: this loss would "
