@@ -42,7 +42,7 @@ def sum_trajectories(
 
     # Rows R = all but the last dimension of *B: (R, T, F) for values, (R, T) for steps.
     def per_value(flag: Tensor) -> Tensor:
-        return td.expand_right(flag.bool(), values.shape).reshape(n_rows, n_steps, n_values)
+        return td.expand_right(flag, values.shape).reshape(n_rows, n_steps, n_values)
 
     def per_step(entry: Tensor, name: str) -> Tensor:
         if entry.numel() != n_rows * n_steps:
@@ -59,9 +59,9 @@ def sum_trajectories(
     is_init = is_init.bool() if is_init is not None and is_init.numel() else None
     keys = state_keys(tensordict, observed)
     segments = Segments(
-        done=per_value(done),
-        terminated=per_value(torch.zeros_like(done) if terminated is None else terminated),
-        left=None if left is None else per_value(left),
+        done=per_value(done.bool()),
+        terminated=per_value((torch.zeros_like(done) if terminated is None else terminated).bool()),
+        left=None if left is None else per_value(left.bool()),
         mask=None if mask is None else per_step(mask, "mask"),
         ids=None if ids is None else per_step(ids, "traj_ids").to(values.device),
         is_init=None if is_init is None else per_step(is_init, "is_init")[:, 0],
