@@ -76,6 +76,7 @@ from torchrl_kl import (
     ExponentialKLController,
     KLController,
     PIDKLController,
+    PlannedKLController,
     PolicyValues,
     coeff_for_budget,
     exact_kl,
@@ -236,6 +237,7 @@ def sample_rewards(problem: Problem, options: Options) -> torch.Tensor:
 def make_controllers(computed_coeff: float, options: Options) -> dict[str, KLController]:
     """The runs of a seed by name: closed loops, then coefficients that never move."""
     runs = {f"{name} {c}": make(c, options) for c in STARTS for name, make in RULES.items()}
+    runs["planned"] = PlannedKLController(options.target_kl)
     runs["computed"] = ConstantKLController(computed_coeff)
     return runs | {f"constant {coeff:g}": ConstantKLController(coeff) for coeff in CONSTANTS}
 

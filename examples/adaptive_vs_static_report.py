@@ -19,21 +19,23 @@ from figures import (
     save_figure,
     set_log_ticks,
 )
+from matplotlib.lines import Line2D
 
 Runs = dict[str, list[dict]]  # by name, one result for each seed
-STARTS = (BLUE, ORANGE, PURPLE)  # colours of the controllers' starts
+STARTS = (BLUE, ORANGE)  # colours of the controllers' starts
 
 
 def group(run: str) -> str:
-    """What a run is drawn with: a constant, the computed one, or controllers from one start."""
+    """What a run is drawn with: a constant, one that is computed, or controllers from a start."""
     rule, _, start = run.partition(" ")
-    return run if rule in ("constant", "computed") else f"controllers from {start}"
+    return run if rule in ("constant", "computed", "planned") else f"controllers from {start}"
 
 
 def group_colors(runs: Runs) -> dict[str, str]:
     """A colour for each group: grey for all constants."""
     names = dict.fromkeys(map(group, runs))
-    colors = {name: GREY for name in names if name.startswith("constant")} | {"computed": GREEN}
+    colors = {name: GREY for name in names if name.startswith("constant")}
+    colors |= {"computed": GREEN, "planned": PURPLE}
     return colors | dict(zip([name for name in names if name not in colors], STARTS, strict=False))
 
 

@@ -67,11 +67,11 @@ from tqdm import tqdm
 
 from torchrl_kl import (
     GPT,
-    AdaptiveKLController,
     CausalLMRewardModel,
     ConstantKLController,
     Enumeration,
     KLController,
+    PlannedKLController,
     exact_kl,
 )
 from torchrl_kl.envs import DigitLanguage
@@ -134,12 +134,6 @@ class Options(DigitJobOptions):
     """Batches of responses that PPO collects with the adaptive coefficient."""
     target_kl: Positive = 0.5
     """KL that the adaptive coefficient steers to, nats per response."""
-    init_coeff: Positive = 0.05
-    """Where the adaptive coefficient starts, far from the answer."""
-    horizon: Positive = 6144.0
-    """Responses in which the adaptive coefficient can grow by a factor of e."""
-    clip: Positive = 1.0
-    """The largest relative error of the KL that the adaptive coefficient reacts to."""
 
 
 def preference_pairs(
@@ -252,9 +246,7 @@ def train(name: str, rows: dict[str, int], options: Options) -> dict:
     if name == "adaptive":  # its reward is the preference itself, not the reward model
         n_batches = options.adaptive_batches
         reward_fn: Callable = language.preference
-        controller: KLController = AdaptiveKLController(
-            options.init_coeff, options.target_kl, options.horizon, clip=options.clip
-        )
+        controller: KLController = PlannedKLController(options.target_kl)
     else:
         reward_fn, controller = job.load_score(), ConstantKLController(COEFFS[name])
     policy, run = job.load("language_model"), Run(name, options, rows[name])

@@ -61,9 +61,9 @@ from torchrl.objectives.value import GAE
 
 from torchrl_kl import (
     ConstantKLController,
-    ExponentialKLController,
     KLConstrainedTransform,
     KLController,
+    PlannedKLController,
 )
 
 EPISODE = 200  # steps of Pendulum-v1, which never ends early
@@ -101,10 +101,6 @@ class Options(JobOptions):
     """The constant coefficient, reward per nat."""
     target: Positive = 0.3
     """KL that the adaptive coefficient steers to, nats per step."""
-    init_coeff: Positive = 0.05
-    """Where the adaptive coefficient starts."""
-    gain: Positive = 0.3
-    """The largest change of the logarithm of the adaptive coefficient, per batch."""
 
 
 def make_env(options: Options, seed: int) -> EnvBase:
@@ -184,8 +180,7 @@ def tempt(batch: TensorDictBase) -> TensorDictBase:
 
 def make_controller(name: str, options: Options) -> KLController:
     if name == "adaptive":
-        init_coeff, target, gain = options.init_coeff, options.target, options.gain
-        return ExponentialKLController(init_coeff, target, gain=gain, per="step")
+        return PlannedKLController(options.target, per="step")
     coeff = options.coeff if name == "constant" else 0.0  # 0 only measures
     return ConstantKLController(coeff, per="step")
 

@@ -88,10 +88,6 @@ class Options(JobOptions):
     """The constant coefficient, reward per nat."""
     target: Positive = 3.0
     """KL that the adaptive coefficients steer to, nats per response."""
-    init_coeff: Positive = 0.4
-    """Where the adaptive coefficients start."""
-    horizon: Positive = 1000.0
-    """Responses in which the adaptive coefficients can grow by a factor of e."""
 
 
 class Base(NamedTuple):

@@ -28,9 +28,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_t
 
 import torch
 import tyro
-from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
+from torchrl.checkpoint import CheckpointRotation, GlobalRNGState
 from torchrl.record.loggers import get_logger
 from tqdm import tqdm
+
+from torchrl_kl import RunCheckpoint
 
 
 class Rule(NamedTuple):
@@ -285,7 +287,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, **parts: Any):
         self.folder = folder
-        self._checkpoint = Checkpoint(format="archive", **parts, random=GlobalRNGState())
+        self._checkpoint = RunCheckpoint(**parts, random=GlobalRNGState())
         self._rotation = CheckpointRotation(folder, keep_last=2)
 
     def save(self, step: int) -> None:

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torchrl_kl import (
     PlannedKLController,
     coeff_for_budget,
 )
-from torchrl_kl.controllers.plan import RewardPlan
+from torchrl_kl.controllers.plan import Plan, RewardPlan
 
 V, R = 3, 2  # tokens, and tokens of a response
 PLANNING = {
@@ -31,6 +32,12 @@ planning = pytest.mark.parametrize("make", list(PLANNING.values()), ids=list(PLA
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def solved(plan: RewardPlan) -> Plan:
+    made = plan.solve()
+    assert made is not None
+    return made
 
 
 def problem(n_prompts: int, spread: float = 0.0):
@@ -64,7 +71,7 @@ def test_groups_give_the_exact_coefficient_within_the_counted_error(target, per_
     logs, errors = [], []
     for seed in range(20):
         values, groups = sample(rewards, probs, per_prompt, seed)
-        plan = RewardPlan(target).add(values, groups=groups).solve()
+        plan = solved(RewardPlan(target).add(values, groups=groups))
         logs.append(math.log(plan.coeff / exact.solve_coeff(target)))
         errors.append(plan.standard_error)
     # Twenty repetitions; the rows' error counts the prompts as drawn, though these are fixed, so
@@ -76,14 +83,14 @@ def test_groups_give_the_exact_coefficient_within_the_counted_error(target, per_
 
 def test_one_prompt_is_solved_as_by_coeff_for_budget():
     values, _ = sample(*problem(1)[:2], 500)
-    plan = RewardPlan(0.3).add(values).solve()
+    plan = solved(RewardPlan(0.3).add(values))
     assert plan.coeff == pytest.approx(coeff_for_budget(values, 0.3), rel=1e-8)
 
 
 def test_its_standard_error_is_that_of_repetitions():
     rewards, probs, _ = problem(1)
     plans = [
-        RewardPlan(0.3).add(sample(rewards, probs, 400, seed)[0]).solve() for seed in range(100)
+        solved(RewardPlan(0.3).add(sample(rewards, probs, 400, seed)[0])) for seed in range(100)
     ]
     logs = torch.tensor([math.log(plan.coeff) for plan in plans])
     counted = sum(plan.standard_error for plan in plans) / len(plans)
@@ -94,7 +101,7 @@ def test_its_standard_error_is_that_of_repetitions():
 def test_its_slope_is_the_derivative_of_the_kl():
     rewards, probs, exact = problem(1)
     values, _ = sample(rewards, probs, 100_000)
-    plan = RewardPlan(0.3).add(values).solve()
+    plan = solved(RewardPlan(0.3).add(values))
     beta = exact.solve_coeff(0.3)
     step = 1e-4
     kls = [exact.optimum(beta * math.exp(sign * step)).kl for sign in (-1, 1)]
@@ -107,8 +114,8 @@ def test_pooled_prompts_give_too_high_a_coefficient_and_groups_do_not(spread):
     rewards, probs, exact = problem(200, spread)
     values, groups = sample(rewards, probs, 4)
     right = exact.solve_coeff(0.2)
-    pooled = RewardPlan(0.2).add(values).solve()
-    small = RewardPlan(0.2).add(values, groups=groups).solve()
+    pooled = solved(RewardPlan(0.2).add(values))
+    small = solved(RewardPlan(0.2).add(values, groups=groups))
     within = (probs * (rewards - (probs * rewards).sum(1, keepdim=True)).square()).sum(1).mean()
     means = (probs * rewards).sum(1)
     ratio = (1 + means.var() / within).sqrt().item()
@@ -120,7 +127,7 @@ def test_pooled_prompts_give_too_high_a_coefficient_and_groups_do_not(spread):
 def test_normal_rewards_and_a_target_that_samples_cannot_show():
     rewards = 3 + 2 * torch.randn(200, dtype=torch.float64, generator=seeded(0))
     # log 200 is 5.3: the variance decides, whose root is known to 1 / sqrt(400).
-    plan = RewardPlan(8.0).add(rewards).solve()
+    plan = solved(RewardPlan(8.0).add(rewards))
     assert plan.coeff == pytest.approx(2 / math.sqrt(16), rel=4 / math.sqrt(400))
     assert plan.slope == 2
     assert plan.standard_error == pytest.approx(1 / math.sqrt(400), rel=0.3)
@@ -132,10 +139,10 @@ def test_a_policy_that_has_moved_is_weighted_back(target):
     moved = (probs.log() + rewards / 2).softmax(1)
     drawn = torch.multinomial(moved, 4000, replacement=True, generator=seeded(0))[0]
     ratios = (moved / probs).log()[0, drawn]
-    plan = RewardPlan(target).add(rewards[0, drawn], log_ratios=ratios).solve()
+    plan = solved(RewardPlan(target).add(rewards[0, drawn], log_ratios=ratios))
     error = math.log(plan.coeff / exact.solve_coeff(target))
     assert abs(error) < 4 * plan.standard_error
-    unweighted = RewardPlan(target).add(rewards[0, drawn]).solve()
+    unweighted = solved(RewardPlan(target).add(rewards[0, drawn]))
     assert abs(math.log(unweighted.coeff / exact.solve_coeff(target))) > abs(error)
 
 
@@ -147,21 +154,21 @@ def test_a_policy_that_has_moved_too_far_makes_no_plan():
 
 def test_units_and_shifts():
     values, groups = sample(*problem(20)[:2], 32)
-    plan = RewardPlan(0.3).add(values, groups=groups).solve()
-    other = RewardPlan(0.3).add(1000 * values + groups, groups=groups).solve()
+    plan = solved(RewardPlan(0.3).add(values, groups=groups))
+    other = solved(RewardPlan(0.3).add(1000 * values + groups, groups=groups))
     assert other.coeff == pytest.approx(1000 * plan.coeff, rel=1e-7)
-    twice = RewardPlan(0.15).add(values, groups=groups, lengths=0 * values + 2).solve()
+    twice = solved(RewardPlan(0.15).add(values, groups=groups, lengths=0 * values + 2))
     assert twice.coeff == pytest.approx(plan.coeff, rel=1e-8)
 
 
 def test_any_split_between_workers_gives_the_same_plan():
     values, groups = sample(*problem(20)[:2], 32)
-    whole = RewardPlan(0.3).add(values, groups=groups).solve()
+    whole = solved(RewardPlan(0.3).add(values, groups=groups))
     parts = [
         RewardPlan(0.3).add(values[part], groups=groups[part])
         for part in (slice(0, 100), slice(100, None))
     ]
-    merged = parts[1].merge(parts[0]).solve()
+    merged = solved(parts[1].merge(parts[0]))
     assert merged.coeff == pytest.approx(whole.coeff, rel=1e-9)
     with pytest.raises(ValueError, match="must be another RewardPlan, got this object"):
         parts[0].merge(parts[0])
@@ -234,7 +241,7 @@ def test_a_controller_plans_and_then_follows_its_rule(make):
     assert controller.coeff == 0
     with pytest.raises(RuntimeError, match="the coefficient is not planned yet"):
         controller.update(0.2, 10)
-    plan = RewardPlan(0.3).add(values, groups=groups).solve()
+    plan = solved(RewardPlan(0.3).add(values, groups=groups))
     assert controller.observe_rewards(values, groups=groups) == plan.coeff
     assert not controller.planning
     # Rewards that come later change nothing; the KL does.
@@ -286,13 +293,20 @@ def test_with_a_number_rewards_change_nothing():
 
 def test_an_initial_coefficient_of_another_name_is_refused():
     with pytest.raises(TypeError, match="`init_coeff` must be a number, got str"):
-        PIDKLController("auto", 0.3)
+        PIDKLController("auto", 0.3)  # type: ignore[arg-type]
 
 
 # The rule that holds the target after the plan.
 
 
-def simulate(controller, respond, n: int, beta: float, noise: float = 0.0, slope: float = 1.6):
+def simulate(
+    controller,
+    respond,
+    n: int,
+    beta: Callable[[int], float],
+    noise: float = 0.0,
+    slope: float = 1.6,
+):
     """KL / target of a policy that answers within `respond` updates; `beta` holds the target."""
     kl, kls, generator = 0.0, [], seeded(0)
     for step in range(n):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.envs import DigitLanguageEnv
 
 # Solved to a relative 1e-9; the rewards are sums of float32 numbers without rounding.
-SAME = {"rel": 1e-8}
+SAME: dict[str, Any] = {"rel": 1e-8}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def test_frozen_or_in_eval_mode_nothing_is_planned(actor, stop):
 def test_padded_steps_do_not_count(actor):
     batch, stack = collect(actor, 200), KLConstrainedTransform(actor, controller())
     expected = coeff_for_budget(totals(batch), 0.3)
-    padded = torch.cat([batch, batch[:, -1:]], 1)
+    padded = cast(TensorDict, torch.cat([batch, batch[:, -1:]], 1))
     padded["next", "reward"][:, -1] = 100.0
     padded["collector", "mask"] = torch.tensor([True] * 4 + [False]).expand(200, -1)
     padded["collector", "traj_ids"] = torch.arange(200)[:, None].expand(-1, 5).clone()
@@ -130,6 +131,7 @@ def test_a_policy_that_has_moved_is_weighted_by_its_log_ratio(actor):
     ratios = out["next", "kl"].sum((1, 2)).double()
     assert ratios.abs().max() > 0.05
     plan = RewardPlan(0.3).add(totals(batch), log_ratios=ratios).solve()
+    assert plan is not None
     assert stack.controller.coeff.item() == pytest.approx(plan.coeff, **SAME)
     assert plan.coeff != pytest.approx(coeff_for_budget(totals(batch), 0.3), rel=1e-4)
 
@@ -156,7 +158,9 @@ def test_random_and_deterministic_steps_in_an_env_plan_nothing(actor):
     with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
         env.rollout(4, actor)
     env.rollout(4)
-    assert not len(stack.controller.plan.samples)
+    plan = stack.controller.plan
+    assert plan is not None
+    assert not len(plan.samples)
 
 
 def test_the_loss_plans_from_the_rewards_of_a_batch(actor):
@@ -247,10 +251,13 @@ def test_batches_of_responses_with_few_each_are_pooled_until_there_are_enough():
     transform = ResponseKLTransform(model, controller(), pad_token=10)
     batch, plan = texts(30, 4), RewardPlan(0.3)
     rewards = batch["next", "reward"].double().flatten()
+    n = 0
     for n, rows in enumerate(torch.arange(len(batch)).split(4)):
         transform(batch[rows])
         plan.add(rewards[rows], groups=torch.full((4,), float(n)))
         if not transform.controller.planning:
             break
-    assert transform.controller.coeff.item() == pytest.approx(plan.solve().coeff, **SAME)
+    made = plan.solve()
+    assert made is not None
+    assert transform.controller.coeff.item() == pytest.approx(made.coeff, **SAME)
     assert n > 2
