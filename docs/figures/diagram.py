@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from style import BLUE, GREEN, ORANGE, new_figure, plt, save
+from matplotlib.patches import FancyBboxPatch
+from style import BLUE, GREEN, ORANGE, new_figure, save
 
 BOXES = {  # text, centre, colour
     "policy": ("policy $\\pi$\n(is trained)", (1.1, 3.0), BLUE),
@@ -41,7 +42,7 @@ def main(folder: Path | None = None) -> Path:
         corner = (x - HALF_WIDTH, y - HALF_HEIGHT)
         size: dict[str, Any] = {"width": 2 * HALF_WIDTH, "height": 2 * HALF_HEIGHT}
         axes.add_patch(
-            plt.matplotlib.patches.FancyBboxPatch(
+            FancyBboxPatch(
                 corner, **size, boxstyle="round,pad=0,rounding_size=0.15", fc=color + "22", ec=color
             )
         )

@@ -106,11 +106,11 @@ class TestSampling:
         tokenizer = make_tokenizer()
         model = make_model("llama", tokenizer)
         batch = sample_chats(model, tokenizer, pad_output=True)
-        batch["advantage"] = torch.ones(3, 1, 1)
+        advantage = torch.ones(3, 1, 1)
         loss = make_loss(model, tokenizer)
         with pytest.raises(KeyError, match="Couldn't find the log-prob"):
-            loss(batch)
-        values = loss(ResponseKLTransform(model, 0.1)(batch))
+            loss(batch.copy().set("advantage", advantage))
+        values = loss(ResponseKLTransform(model, 0.1)(batch).set("advantage", advantage))
         assert values.kl_approx.abs() < 1e-5
 
     def test_sampled_tokens_are_tokenised_again(self):
@@ -227,8 +227,8 @@ class TestControl:
         tokenizer = make_tokenizer()
         model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
         batch = sample_chats(model, tokenizer, pad_output=True)
-        batch["advantage"] = torch.zeros(3, 1, 1)
         scored = ResponseKLTransform(model, 0.1, reference=reference)(batch)
+        scored["advantage"] = torch.zeros(3, 1, 1)
         values = make_loss(model, tokenizer, kl_to_ref_coeff=1.0)(scored)
         ratio = scored["next", "ref_log_probs", "full"] - scored["log_probs", "full"]
         mask = ratio.isfinite()

@@ -152,17 +152,17 @@ stack(controller())(with_(batch(), ("next", "done"), torch.zeros(3, 5, 3).bool()
 stack(controller())(with_(batch(), "is_init", torch.zeros(3, 5, 2).bool()))
     ValueError: `is_init` must have one number per step of a batch of shape (3, 5)
 stack()(with_(batch(), "action_log_prob", torch.full((3, 5), nan)))
-    ValueError: `values` must be finite
+    ValueError: got invalid numbers: 'action_log_prob' has 15 of 15
 stack(controller())(with_(batch(), "action_log_prob", torch.full((3, 5), nan)))
-    ValueError: `values` must be finite
+    ValueError: got invalid numbers: 'action_log_prob' has 15 of 15
 stack(controller())(with_(batch(), "action_log_prob", torch.full((3, 5), inf)))
-    ValueError: `values` must be finite
+    ValueError: got invalid numbers: 'action_log_prob' has 15 of 15
 stack()(with_(batch(), "action_log_prob", torch.full((3, 5), inf)))
-    ValueError: `values` must be finite
+    ValueError: got invalid numbers: 'action_log_prob' has 15 of 15
 stack()(with_(batch(), "observation", torch.full((3, 5, 3), nan)))
-    ValueError: `values` must be finite
+    ValueError: got invalid numbers: 'observation' has 45 of 45
 stack(controller())(with_(batch(), "observation", torch.full((3, 5, 3), nan)))
-    ValueError: the steps of the batch do not follow one another: 'observation' is not
+    ValueError: got invalid numbers: 'observation' has 45 of 45
 stack(reference=make_actor(agents=True))
     ValueError: `reference` must have the actions of the policy
 ReferenceModelLogProbTransform(None)
@@ -272,7 +272,7 @@ stack(reference=FrozenActor(ACTOR), chunk_size=2)
 stack(reference=FrozenActor(ACTOR), keys=KLKeys(log_prob="x"))
     ValueError: `KLKeys.log_prob` must be that of the FrozenActor, 'action_log_prob'
 stack().load_state_dict(KLConstrainedTransform(NORMAL, 0.1).state_dict())
-    RuntimeError: Unexpected key(s) in state_dict
+    RuntimeError: has a reference that does not fit its fingerprint
 TopKActor(ACTOR, 0)
     ValueError: `k` must be an int of at least 1
 TopKActor(ACTOR, 5)(batch())

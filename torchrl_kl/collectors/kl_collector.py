@@ -84,16 +84,23 @@ def kl_collector(
     _check_arguments(collector_class, stack, kwargs | named)
     kwargs |= {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
     kwargs = _arguments(collector_class, num_workers, kwargs)
-    link, in_process = LearnerLink(stack), collector_class is Collector
-    over_ray = collector_class is RayCollector
+    link, envs = _link(collector_class, stack, envs, where)
+    env: Any = envs[0] if collector_class is Collector else envs
+    return _WATCHED[collector_class](env, policy, link=link, **kwargs)
+
+
+def _link(
+    kind: type[BaseCollector], stack: KLConstrainedTransform, envs: Sequence[Any], where: str
+) -> tuple[LearnerLink, Sequence[Any]]:
+    """What connects the stack to a collector, and the envs with what runs in them."""
+    in_process, over_ray = kind is Collector, kind is RayCollector
     if not (in_process or over_ray):
         get_temp_dir()  # which the workers share, and remove, if it is there before they are
         envs = [partial(worker_env, env, learner=os.getpid()) for env in envs]
-    if where == "workers":
-        link = WorkerLink(stack, over_ray=over_ray, in_process=in_process)
-        envs = [link.env_factory(env) for env in envs]
-    env: Any = envs[0] if in_process else envs
-    return _WATCHED[collector_class](env, policy, link=link, **kwargs)
+    if where == "learner":
+        return LearnerLink(stack), envs
+    link = WorkerLink(stack, over_ray=over_ray, in_process=in_process)
+    return link, [link.env_factory(env) for env in envs]
 
 
 def _worker_arguments(num_workers: int, kwargs: dict[str, Any]) -> Sequence[dict[str, Any]]:
