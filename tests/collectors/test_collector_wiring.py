@@ -174,7 +174,7 @@ class TestOneProcess:
         arguments: Any = {"frames_per_batch": 15, "total_frames": 60}
         collectors = [
             Collector(
-                corridor,
+                corridor,  # type: ignore[arg-type]
                 policy(),
                 postproc=partial(stack, stream=stack.new_stream()),
                 auto_register_policy_transforms=False,

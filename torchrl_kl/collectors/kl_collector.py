@@ -91,7 +91,7 @@ def kl_collector(
 
 def _link(
     kind: type[BaseCollector], stack: KLConstrainedTransform, envs: Sequence[Any], where: str
-) -> tuple[LearnerLink, Sequence[Any]]:
+) -> tuple[LearnerLink | WorkerLink, Sequence[Any]]:
     """What connects the stack to a collector, and the envs with what runs in them."""
     in_process, over_ray = kind is Collector, kind is RayCollector
     if not (in_process or over_ray):
