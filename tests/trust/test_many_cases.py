@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 CASES = 100_000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(4 * 3600)
 def test_a_hundred_thousand_cases():
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]

@@ -134,7 +134,7 @@ def test_some_harms(kind, where, troubles):
     check(run(kind, where, *troubles), kind, troubles)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["learner", "workers"])
 @pytest.mark.parametrize("kind", ["single", "multi-sync", "multi-async", "gloo", "ray"])
 def test_all_harms(kind, where):
@@ -156,7 +156,7 @@ def test_a_learner_that_is_terminated():
     check_end("multi-async", "workers", "sigterm")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("where", ["learner", "workers"])
 @pytest.mark.parametrize("kind", ["single", "multi-sync", "multi-async", "gloo-async", "ray-async"])
@@ -164,7 +164,7 @@ def test_a_learner_that_ends_without_shutdown(kind, where, how):
     check_end(kind, where, how)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["learner", "workers"])
 @pytest.mark.parametrize("kind", ["single", "multi-sync", "multi-async", "ray-sync", "ray-async"])
 def test_two_collectors_at_once(kind, where):
@@ -173,7 +173,7 @@ def test_two_collectors_at_once(kind, where):
     found.assert_nothing_left()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_process_groups_are_refused():
     found = run("gloo-sync", "learner", "two")
     assert found.code == 1
