@@ -88,6 +88,8 @@ class Options(JobOptions):
     """The constant coefficient, reward per nat."""
     target: Positive = 3.0
     """KL that the adaptive coefficients steer to, nats per response."""
+    horizon: Positive = 1000.0
+    """Responses in which the adaptive coefficients can grow by a factor of e."""
 
 
 class Base(NamedTuple):
