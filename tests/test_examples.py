@@ -53,7 +53,7 @@ class TestFinetuneGym:
         assert curve("no_penalty_0", "coeff") == [0.0] * n_batches
         assert curve("constant_0", "coeff") == pytest.approx([0.1] * n_batches)
         adaptive = curve("adaptive_0", "coeff")
-        assert adaptive[0] == pytest.approx(0.05)
+        assert min(adaptive) > 0  # planned from the first rewards
         assert adaptive[1] != adaptive[0]
         assert (gym_run.out / "finetune_gym.png").read_bytes().startswith(b"\x89PNG")
 
