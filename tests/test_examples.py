@@ -54,7 +54,6 @@ class TestFinetuneGym:
         assert curve("constant_0", "coeff") == pytest.approx([0.1] * n_batches)
         adaptive = curve("adaptive_0", "coeff")
         assert min(adaptive) > 0  # planned from the first rewards
-        assert adaptive[1] != adaptive[0]
         assert (gym_run.out / "finetune_gym.png").read_bytes().startswith(b"\x89PNG")
 
     def test_the_last_thing_printed_is_the_table(self, gym_run):
