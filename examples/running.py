@@ -264,7 +264,8 @@ class Run:
 
     def _open_log(self) -> None:
         # Anew: it may have rows of steps that came after the checkpoint.
-        kind, folder = self.options.logger, self.options.out / "log"
+        # Absolute: W&B writes from a process of its own, possibly one of another folder.
+        kind, folder = self.options.logger, self.options.out.absolute() / "log"
         if kind != "wandb":
             shutil.rmtree(folder / self.name, ignore_errors=True)
         wandb = {"project": "torchrl_kl", "log_env_packages": False}
