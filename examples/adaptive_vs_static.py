@@ -23,7 +23,8 @@ Ctrl-C saves what was learned so far, and `--resume` continues: a run whose resu
 
 Glossary of the results (seed*/<run>/result.json):
     curves/reward       mean preference of a batch of responses, before the penalty
-    curves/kl           mean of sum_t log pi - log pi_ref over the responses of a batch, nats
+    curves/kl_reference mean of sum_t KL(pi || pi_ref) over the responses of a batch, nats, the KL
+                        of each token being that of the two distributions
     curves/coeff        the coefficient that the batch was penalized with, reward per nat
     curves/perplexity   exp of the exact cross-entropy per token of the policy on the true language;
                         [batch, value]
@@ -86,6 +87,7 @@ from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
 Model = Callable[[torch.Tensor], torch.Tensor]  # contexts to the logits of the next token
 CONSTANTS = (0.1, 0.3, 1.0)
 STARTS = (0.05, 2)
+PERPLEXITY_PROMPTS = 64  # of the exact prompts
 
 
 QUICK = {
@@ -116,7 +118,7 @@ class Options(DigitJobOptions):
     """Batches of responses that each run collects."""
     ppo_decay: Literal["linear", "cosine"] = "cosine"
     """How the learning rates decay to zero."""
-    exact_prompts: Count = 64
+    exact_prompts: Count = 128
     """Held-out prompts over which the exact values are taken."""
     eval_every: Count = 20
     """Batches between two exact perplexities."""
@@ -181,7 +183,8 @@ def load_problem(options: Options) -> Problem:
 def perplexity(model: Model, problem: Problem) -> float:
     """The exponential of the cross-entropy per token on the true language, over all responses."""
     language, truth = problem.language, true_next_token(problem.language)
-    walk = {"prompts": problem.contexts, "response_length": language.response_length}
+    contexts = problem.contexts[:PERPLEXITY_PROMPTS]
+    walk = {"prompts": contexts, "response_length": language.response_length}
     excess = exact_kl(truth, model, **walk)
     # The cross-entropy is the excess plus the entropy of the truth, which is
     # log n_tokens - KL(truth || uniform).

@@ -248,9 +248,10 @@ class PPO:
                 (losses["loss_objective"] + losses["loss_critic"]).backward()
                 self.optimizer.step()
         self.schedule.step()
+        measured = batch["next"].get("kl_estimate", batch["next", "kl"])
         return {
             "reward": batch["next", "task_reward"].sum(1).mean().item(),
-            "kl_reference": batch["next", "kl"].sum(1).mean().item(),
+            "kl_reference": measured.sum(1).mean().item(),
             "kl_old_policy": losses["kl_approx"].mean().item(),
             "coeff": batch["next", "kl_coeff"].mean().item(),
         }
@@ -273,13 +274,15 @@ def train_policy(
     batches that are done.
     """
     ppo = PPO(policy, language, n_batches, options)
-    stack = KLConstrainedTransform(ppo.actor, controller)
+    # The exact KL of each step scatters much less than its log-ratio, and the controller with it.
+    stack = KLConstrainedTransform(ppo.actor, controller, estimator="exact")
     write = partial(
         sample_responses,
         ppo.actor,
         max_new_tokens=language.response_length,
         pad_token=language.separator,
         reward_fn=reward_fn,
+        return_logits=True,
     )
     for step in run.steps(
         n_batches,

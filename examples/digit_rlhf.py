@@ -13,8 +13,8 @@ what was learned so far, and `--resume` continues with the same numbers as witho
 
 Glossary of the metrics of PPO (in log/<run>, one value per batch of responses):
     reward         mean task reward of a response, before the penalty
-    kl_reference   mean of sum_t log pi - log pi_ref over a response, nats: how far the policy is
-                   from the reference
+    kl_reference   mean of sum_t KL(pi || pi_ref) over a response, nats, the KL of each token being
+                   that of the two distributions: how far the policy is from the reference
     kl_old_policy  mean of log pi_old - log pi per token at the last update on a batch, nats: how
                    far the policy moved
     coeff          the coefficient that the batch was penalized with, reward per nat
@@ -118,7 +118,7 @@ class Options(DigitJobOptions):
     """Held-out prompts for exact values of the learned reward."""
     adaptive_prompts: Count = 64
     """Held-out prompts for exact values of the adaptive run."""
-    rm_iterations: Count = 450
+    rm_iterations: Count = 400
     """Updates of the reward model."""
     rm_batch: Count = 64
     """Pairs per update of the reward model."""
@@ -128,7 +128,7 @@ class Options(DigitJobOptions):
     """Weight of the squared sum of the two scores of a pair."""
     rm_heldout_pairs: Count = 10_000
     """Held-out pairs that test the reward model."""
-    ppo_batches: Count = 30
+    ppo_batches: Count = 27
     """Batches of responses that PPO collects with a constant coefficient and without a penalty."""
     adaptive_batches: Count = 75
     """Batches of responses that PPO collects with the adaptive coefficient."""

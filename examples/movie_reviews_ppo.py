@@ -224,8 +224,7 @@ class PPO:
         """Updates policy and critic with a batch; its metrics."""
         metrics = self.base.describe(batch)
         if self.penalty is not None:
-            metrics["coeff"] = self.controller.coeff.item()
-            self.penalty.update_controller(batch)
+            metrics["coeff"] = self.penalty.update_controller(batch)
         with torch.no_grad(), set_recurrent_mode(True):  # a response in one pass of the critic
             self.gae(batch)
         losses = {}

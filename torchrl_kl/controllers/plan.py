@@ -19,6 +19,7 @@ _FEWEST = 16  # samples that must carry the weight, before and after the rewards
 _MOST = 65_536  # samples without a plan, after which it is given up
 _ROW = 16  # samples of a group from which each group is reweighted by itself
 _SHOWN = 2  # of a row, on average, that must carry the new weight
+_TINY = 1e-300  # instead of the variance of equal rewards
 _HALVINGS = 12.0  # how far below the rule of the variance a coefficient is looked for
 
 
@@ -39,9 +40,11 @@ class RewardPlan(Float64State):
 
     - samples of one group (the responses to a prompt) are compared with each other. Where most
       samples are in groups of at least 16, each group is reweighted by itself. In smaller groups
-      the differences to the group's mean are pooled. Without groups all samples are pooled, and
-      what differs between prompts counts as if the policy could choose it: the coefficient is then
-      too high, by a factor of about sqrt(total variance / variance within prompts).
+      the differences to the group's mean are pooled; those of pairs do not show how skewed the
+      rewards are, so all samples are pooled then, with the variance within pairs. Without groups
+      all samples are pooled, and what differs between prompts counts as if the policy could choose
+      it: the coefficient is then too high, by a factor of about sqrt(total variance / variance
+      within prompts).
     - a policy that has moved is corrected for: a sample has the weight exp(-log_ratio). Fewer
       than 16 effective samples make no plan.
     - where too few samples carry the reweighted mean, as for a target near log N, the rewards count
@@ -183,8 +186,15 @@ class RewardPlan(Float64State):
             # Unbiased for the variance within groups: S / (S - 1) of the mean square.
             means = torch.zeros_like(counts, dtype=rewards.dtype).index_add_(0, index, rewards)
             apart = rewards - (means / counts)[index]
-            rewards = apart * (sizes / (sizes - 1).clamp_min(1)).sqrt()
-            return Reweighted(rewards[some][None], log_weights[some][None])
+            apart *= (sizes / (sizes - 1).clamp_min(1)).sqrt()
+            apart, rewards = apart[some], rewards[some]
+            if 2 * (sizes > 2).sum() >= len(apart):
+                return Reweighted(apart[None], log_weights[some][None])
+            within, total = apart.square(), rewards.var(correction=0).clamp_min(_TINY)
+            scaled = (rewards - rewards.mean()) * (within.mean() / total).sqrt()
+            # Both samples of a pair have the same square: there are half as many.
+            error = within.std() / within.mean().clamp_min(_TINY) / math.sqrt(2 * len(within))
+            return Reweighted(scaled[None], log_weights[some][None], error.item())
         return Reweighted(rewards[None], log_weights[None])
 
     @property

@@ -10,12 +10,16 @@ from torch import Tensor
 from torchrl_kl.controllers.base import InitCoeff, Per, TargetKLController
 from torchrl_kl.controllers.plan import Plan
 
-_BRAKE, _ACCELERATION = math.log(1.5), math.log(4.0)
-_RESPONSE, _HORIZON = 3.0, 15.0  # updates in which a policy answers; in which it is to arrive
-_ARRIVED = 0.8  # share of the target
-_STANDSTILL = 0.15  # share of the target by which a KL that has settled moves in that horizon
+_RESPONSE, _LEAD = 3.0, 5.0  # updates in which a fast policy answers; that are looked ahead
 _PRIOR, _GAIN = 4.0, 0.12  # measurements that the plan counts for; the least weight of a new one
 _FLUCTUATION = 0.25  # how far log(coeff) is misjudged by one KL that is known exactly
+_BRAKE, _ACCELERATION = math.log(1.5), math.log(10.0)  # how far log(coeff) leaves the needed one
+_FAST = 0.2  # share of the acceleration for a policy that is fast
+_PULL = 1.5  # by how much log(coeff) of a slow policy follows the KL at once
+# Shares of the target: a quarter tells how fast a policy is, as does a jump in one update; where
+# the way to the target ends; less per update is a standstill.
+_QUARTER, _JUMP, _ARRIVED, _STANDSTILL = 0.25, 0.5, 0.8, 0.01
+_SLOW = 4.0  # updates to a quarter of the target, from which on a policy counts as slow
 _STATE = (
     "needed",
     "answered",
@@ -25,7 +29,7 @@ _STATE = (
     "last",
     "average",
     "rate",
-    "peak",
+    "rise",
     "arrived",
 )
 
@@ -50,10 +54,13 @@ class PlannedKLController(TargetKLController):
     1 / (1 + (standard_error / (target * slope * 0.25)) ** 2), so that a noisy mean moves little.
     The drift follows a need that falls with the learning rate, without lagging behind it.
 
-    Until 0.8 of the target is reached, `needed` only rises, unless the KL has come to a standstill.
-    On this way a KL that would pass the target within 15 updates meets up to 1.5 times the
-    coefficient, one that would not get there, and never was near, as little as a quarter; both
-    vanish on the way.
+    On the way to 0.8 of the target, `needed` only rises, unless the KL stands still. A KL that will
+    have passed the target five updates later, at its present rate, meets up to 1.5 times the
+    coefficient, and one that will be near 0 less of it: 10 ** -0.2 for a fast policy, a tenth for a
+    slow one, by a factor of 1.5 per update at most. A policy is slow that takes four updates to a
+    quarter of the target, and fast if it needs none, or if its KL jumps by half the target. Later
+    log(coeff) of a slow one also follows the KL at once, by up to 1.5 * (kl / target - 1), or the
+    KL would swing around the target.
 
     You may rely on: the coefficient stays above 0 and finite; k times the rewards give k times the
     coefficient. You may not rely on a KL above the target raising the coefficient at once.
@@ -90,7 +97,7 @@ class PlannedKLController(TargetKLController):
     last: Tensor
     average: Tensor
     rate: Tensor
-    peak: Tensor
+    rise: Tensor
     arrived: Tensor
 
     def __init__(
@@ -102,7 +109,8 @@ class PlannedKLController(TargetKLController):
         per: Per = "trajectory",
     ):
         super().__init__(init_coeff, target, deadband=deadband, per=per)
-        # `last`, `average`, `rate` (per update), `peak` are of KL / target; `arrived` is 0 or 1.
+        # `last`, `average`, `rate` (per update) are of KL / target; `rise`: updates to a quarter of
+        # the target; `arrived` is 0 or 1.
         for name in _STATE:
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self._noise = 0.0  # standard error / target of the measurement that is being judged
@@ -114,7 +122,6 @@ class PlannedKLController(TargetKLController):
         self.answered.fill_(math.log(plan.coeff) + _BRAKE)
         # Near the highest reward the KL hardly answers, and a noisy KL would move it far.
         self.slope.fill_(min(max(plan.slope, 0.5), 2.0))
-        self.count.fill_(_PRIOR)
         return plan.coeff * math.exp(_BRAKE)
 
     def _ignore_noise(self, kl: float, standard_error: float | None) -> float:
@@ -124,38 +131,42 @@ class PlannedKLController(TargetKLController):
 
     def _next_coeff(self, kl: float, n_steps: int) -> float:
         ratio = min(max(kl / self.target, 0.0), 2.0)
-        self.answered += (self.coeff.log() - self.answered) / _RESPONSE
-        self.rate += 0.3 * (ratio - self.last - self.rate)
-        self.average += (ratio - self.average) / 4
+        step = ratio - self.last.item()
         self.last.fill_(ratio)
-        self.peak.fill_(max(self.peak.item(), ratio))
+        self.count += 1
+        self.answered += (self.coeff.log() - self.answered) / _RESPONSE
+        self.rate += (1.0 if self.count == 1 else 0.3) * (step - self.rate)
+        self.average += (ratio - self.average) / 4
+        if max(ratio, self.average.item()) < _QUARTER:
+            self.rise.copy_(self.count)
+        elif abs(step) > _JUMP + 2 * self._noise:
+            self.rise.zero_()
         if self.average >= _ARRIVED:
             self.arrived.fill_(1.0)
-        rise = _HORIZON * self.rate.item()
-        self._learn(ratio, only_up=not self.arrived and rise >= _STANDSTILL)
+        self._learn(ratio)
         # The policy will have answered in a few updates, when the need has gone on drifting.
-        value = (self.needed + _RESPONSE * self.drift).item() + self._extra(ratio + rise)
+        value = (self.needed + _RESPONSE * self.drift).item() + self._extra(ratio)
+        value = max(value, self.coeff.log().item() - _BRAKE)
         return math.exp(min(max(value, -700.0), 700.0))
 
-    def _learn(self, ratio: float, only_up: bool) -> None:
+    def _learn(self, ratio: float) -> None:
         """Moves the coefficient that is thought to hold the target, after a KL / target."""
         seen = self.answered.item() + (max(ratio, 0.25) - 1) / self.slope.item()
         surprise = seen - self.needed.item() - self.drift.item()
-        if only_up and surprise < 0:
+        if surprise < 0 and not self.arrived and self.rate >= _STANDSTILL:
             return
-        self.count += 1
         noise = self._noise / (self.slope.item() * _FLUCTUATION)
-        gain = max(_GAIN, 1 / self.count.item()) / (1 + noise**2)
+        gain = max(_GAIN, 1 / (_PRIOR + self.count.item())) / (1 + noise**2)
         self.needed += self.drift + gain * surprise
         if self.arrived:
             self.drift += gain**2 / (2 - gain) * surprise
 
-    def _extra(self, forecast: float) -> float:
-        """What is added to log(coeff) on the way to the target, for a forecast of KL / target."""
+    def _extra(self, ratio: float) -> float:
+        """What is added to log(coeff), for a KL / target."""
+        slow = min(self.rise.item() / _SLOW, 1.0)
         if self.arrived:
-            return 0.0
-        way = max(0.0, 1 - self.average.item())
-        if forecast >= 1:
-            return way * _BRAKE
-        # A KL that falls back from near the target is not slow.
-        return 0.0 if self.peak >= _ARRIVED else -way * _ACCELERATION * min(1 - forecast, 1.0)
+            return slow * _PULL * ((self.average.item() + ratio) / 2 - 1)
+        forecast = ratio + _LEAD * self.rate.item()
+        if forecast < 1:
+            return -(_FAST + (1 - _FAST) * slow) * _ACCELERATION * min(1 - forecast, 1.0)
+        return _BRAKE * max(0.0, 1 - self.average.item()) * min(4 * (forecast - 1), 1.0)

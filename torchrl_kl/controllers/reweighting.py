@@ -18,9 +18,11 @@ class Reweighted:
     Args:
         rewards: (P, S), any value in padding.
         log_weights: of each sample for the reference, (P, S), -inf for padding.
+        scale_error: standard error of the logarithm of a scale that the rewards were multiplied by.
     """
 
-    def __init__(self, rewards: Tensor, log_weights: Tensor):
+    def __init__(self, rewards: Tensor, log_weights: Tensor, scale_error: float = 0.0):
+        self.scale_error = scale_error
         held = log_weights > -math.inf
         best = rewards.masked_fill(~held, -math.inf).amax(1, keepdim=True)
         # How far each reward is below the best of its row, (P, S).
@@ -91,7 +93,7 @@ class Reweighted:
             influence = factor * centred - (factor - 1)
             error = (self.weights * influence).norm().item()
         slope = self.slope(coeff)
-        return error / slope if slope > 0 else math.inf
+        return math.hypot(error / slope, self.scale_error) if slope > 0 else math.inf
 
     def coeff_by_variance(self, budget: float) -> float:
         """sqrt(Var / (2 budget)), exact for normally distributed rewards."""
@@ -113,4 +115,4 @@ class Reweighted:
         else:
             centred = self.gaps - (self.weights * self.gaps).sum(1, keepdim=True)
             error = (self.weights * (centred.square() - mean)).norm()
-        return (error / mean / 2).item()
+        return math.hypot((error / mean / 2).item(), self.scale_error)

@@ -6,6 +6,7 @@ Axes: N texts, P tokens of a prompt, T tokens of a response at most, L = P + T.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDict
@@ -29,6 +30,7 @@ def sample_responses(
     eos_token: int | None = None,
     reward_fn: Callable[[Tensor], Tensor] | None = None,
     generator: torch.Generator | None = None,
+    return_logits: bool = False,
     chunk_size: int = 256,
 ) -> TensorDict:
     """Samples a response to each prompt, in the layout that collectors of a text env return.
@@ -41,6 +43,7 @@ def sample_responses(
         "tokens": (N, T, L), whole texts: prompt, response, then `pad_token`.
         "position": (N, T), the number of tokens before the action.
         "action", "action_log_prob": (N, T); nats, 0 after the end.
+        "logits": (N, T, V), with `return_logits`; 0 after the end.
         ("collector", "mask"): (N, T), False after the end of the response.
         ("next", "reward"): (N, T, 1), that of the text at its last token, and 0 elsewhere.
         ("next", "done"), ("next", "terminated"), ("next", "truncated"): (N, T, 1), at that token;
@@ -55,6 +58,8 @@ def sample_responses(
         eos_token: id that ends a response and belongs to it. None: all have T tokens.
         reward_fn: maps whole texts (N, L) to rewards (N,). None: rewards are 0.
         generator: of the samples.
+        return_logits: whether to record the logits, which `estimator="exact"` needs. For a large
+            vocabulary they fill the memory.
         chunk_size: how many texts are sampled together; keys and values are kept for so many.
 
     Raises:
@@ -76,10 +81,14 @@ def sample_responses(
     _check_ids(reader.lm.vocab_size, pad_token=pad_token, eos_token=eos_token)
     texts = F.pad(prompts, (0, max_new_tokens), value=pad_token)
     log_probs = _zero_log_probs(reader, texts[:, -max_new_tokens:])
-    end = start + max_new_tokens
+    end, logits = start + max_new_tokens, []
+    rest: dict[str, Any] = {"eos_token": eos_token, "pad_token": pad_token, "generator": generator}
     for part in zip(*(x.split(chunk_size) for x in (texts, start, end, log_probs)), strict=True):
-        _write(reader, *part, eos_token=eos_token, pad_token=pad_token, generator=generator)
-    return _batch(actor, texts, start, end, eos_token, log_probs, _rewards(reward_fn, texts))
+        logits.append(_write(reader, *part, return_logits=return_logits, **rest))
+    batch = _batch(actor, texts, start, end, eos_token, log_probs, _rewards(reward_fn, texts))
+    if return_logits:
+        batch.set("logits", torch.cat(cast(list[Tensor], logits)))
+    return batch
 
 
 def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Tensor]:
@@ -149,13 +158,18 @@ def _write(
     eos_token: int | None,
     pad_token: int,
     generator: torch.Generator | None,
-) -> None:
-    """Writes responses into texts (N, L), their ends (N,) and log-probs (N, T), in place."""
+    return_logits: bool,
+) -> Tensor | None:
+    """Writes responses into texts (N, L), their ends (N,) and log-probs (N, T), in place.
+
+    Returns the logits, (N, T, V), 0 after the end; or None.
+    """
     lm, shortest, longest = reader.lm, int(start.min()), int(start.max())
     cache = KeyValueCache(*texts.shape) if reader.cache_bytes != 0 and may_cache(lm) else None
     rows, last = torch.arange(len(texts), device=texts.device), start - 1
     token = texts[:, :0]  # (N, 1) after the first step
     ended = torch.zeros_like(start, dtype=torch.bool)
+    logits: list[Tensor] = []
     for t in range(log_probs.shape[1]):
         width = longest + t
         if cache is None:
@@ -169,6 +183,8 @@ def _write(
         log_prob = reader.scale(output).log_softmax(-1)
         token = draw(log_prob, generator)
         log_probs[:, t] = log_prob.gather(1, token)[:, 0]
+        if return_logits:
+            logits.append(log_prob.masked_fill(ended[:, None], 0.0))
         last = last + 1
         if eos_token is not None:
             token[ended], log_probs[ended, t] = pad_token, 0.0
@@ -177,7 +193,10 @@ def _write(
             ended |= said
         texts.scatter_(1, last[:, None], token)
         if eos_token is not None and ended.all():
-            return
+            break
+    if not return_logits:
+        return None
+    return F.pad(torch.stack(logits, 1), (0, 0, 0, log_probs.shape[1] - len(logits)))
 
 
 def _rewards(reward_fn: Callable[[Tensor], Tensor] | None, texts: Tensor) -> Tensor:
