@@ -45,11 +45,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from torchrl_kl import (
-    AdaptiveKLController,
     CausalLMActor,
     ConstantKLController,
     KLConstrainedTransform,
     KLController,
+    PlannedKLController,
 )
 
 REWARDS = ("proxy", "gold")
@@ -153,9 +153,7 @@ def prepare_base(options: Options) -> dict:
 def make_controller(run: str, options: Options) -> KLController:
     if run in ("no_kl", "constant"):
         return ConstantKLController(options.coeff if run == "constant" else 0.0)
-    # The rule of Ziegler et al. is faster here than PlannedKLController, whose gains suit a policy
-    # that answers within a few batches: this one takes about 30.
-    return AdaptiveKLController("plan", options.target, options.horizon, clip=1.0)
+    return PlannedKLController(options.target)
 
 
 def train(name: str, row: int, options: Options) -> dict:

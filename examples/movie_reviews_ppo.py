@@ -88,8 +88,6 @@ class Options(JobOptions):
     """The constant coefficient, reward per nat."""
     target: Positive = 3.0
     """KL that the adaptive coefficients steer to, nats per response."""
-    horizon: Positive = 1000.0
-    """Responses in which the adaptive coefficients can grow by a factor of e."""
 
 
 class Base(NamedTuple):
@@ -113,7 +111,9 @@ class Base(NamedTuple):
     def decode(self, ids: Tensor) -> list[str]:
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
-    def sample(self, actor: CausalLMActor, prompts: Tensor, length: int) -> TensorDictBase:
+    def sample(
+        self, actor: CausalLMActor, prompts: Tensor, length: int, *, return_logits: bool = False
+    ) -> TensorDictBase:
         """Responses with the proxy as reward; the padding is never used."""
         return sample_responses(
             actor,
@@ -121,6 +121,7 @@ class Base(NamedTuple):
             length,
             pad_token=0,
             reward_fn=lambda ids: self.proxy(self.decode(ids)),
+            return_logits=return_logits,
         )
 
     def describe(self, batch: TensorDictBase) -> dict[str, float]:
@@ -129,7 +130,7 @@ class Base(NamedTuple):
         return {
             "proxy": batch["next", "task_reward"].sum(1).mean().item(),
             "gold": self.gold(self.decode(texts)).mean().item(),
-            "kl": batch["next", "kl"].sum(1).mean().item(),
+            "kl": batch["next"].get("kl_estimate", batch["next", "kl"]).sum(1).mean().item(),
             "coeff": batch["next", "kl_coeff"].mean().item(),
             "perplexity": batch["next", "ref_log_prob"].mean().neg().exp().item(),
             "distinct_2": distinct_2(action),
@@ -185,6 +186,7 @@ class PPO:
         self.stack = KLConstrainedTransform(
             self.actor,
             ConstantKLController(0.0) if in_loss else controller,  # 0 only measures
+            estimator="exact",
             reference=self.policy.disable_adapter if options.lora else None,
         )
         self.gae = GAE(
@@ -218,7 +220,8 @@ class PPO:
     def collect(self) -> TensorDictBase:
         """A batch of responses (N, T), scored and penalized."""
         prompts = draw(self.base.prompts, self.options.responses)
-        return self.stack(self.base.sample(self.actor, prompts, self.options.response_tokens))
+        length = self.options.response_tokens
+        return self.stack(self.base.sample(self.actor, prompts, length, return_logits=True))
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """Updates policy and critic with a batch; its metrics."""
