@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrl_kl.language.bare import bare
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.fingerprint import Fingerprint, Values
 from torchrl_kl.language.gpt import SHORT_TEXT
@@ -206,7 +207,7 @@ class RolloutCache:
             with torch.inference_mode():  # PyTorch's fastest
                 if texts is None or not texts.fits(tokens, values):
                     texts = CachedTexts(tokens, values, self.max_bytes)
-                output = texts.read(self.lm, tokens, length)
+                output = texts.read(bare(self.lm), tokens, length)
         except CacheTooLargeError:
             self._too_large.add(tokens.shape)
             warnings.warn(

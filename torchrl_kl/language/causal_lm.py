@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_kl.language.bare import of_parts
+
 READ_TOGETHER = 2048  # tokens, without gradients on a CPU
 CACHE_KEYWORDS = {"past_key_values", "position_ids", "attention_mask"}
 
 
+@of_parts
 class CausalLM(nn.Module):
     """A module that maps token ids (N, T) to outputs (N, T, n_out), such as next-token logits.
 

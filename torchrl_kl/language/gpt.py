@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from torchrl_kl.checkpoint import looks_pickled, write_durably
 from torchrl_kl.functional.numbers import check_integers
+from torchrl_kl.language.bare import of_parts
 
 _ARGUMENTS = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_out", "dropout")
 
@@ -39,6 +40,7 @@ def values_hidden(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or is_batchedtensor(tensor)
 
 
+@of_parts
 class _Attention(nn.Module):
     def __init__(self, layer: int, n_head: int, n_embd: int, dropout: float):
         super().__init__()
@@ -94,6 +96,7 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
     return torch.bmm(scores.softmax(-1), value).view(n_texts, n_head, *query.shape[1:])
 
 
+@of_parts
 class _Block(nn.Module):
     def __init__(self, layer: int, n_head: int, n_embd: int, dropout: float):
         super().__init__()
@@ -112,6 +115,7 @@ class _Block(nn.Module):
         return x + (F.dropout(hidden, drop) if drop else hidden)
 
 
+@of_parts
 class GPT(nn.Module):
     """A causal transformer: the output at position t depends on tokens 0..t only.
 
@@ -228,9 +232,9 @@ class GPT(nn.Module):
         """Embeddings of the flattened texts: (*B, T) -> (N, T, n_embd)."""
         self._check_tokens(tokens)
         n_tokens = tokens.shape[-1]
-        positions = self.position_embedding.weight[:n_tokens]
-        if position_ids is not None:
-            positions = self.position_embedding(position_ids)
+        if position_ids is None:
+            position_ids = torch.arange(n_tokens, device=tokens.device)
+        positions = self.position_embedding(position_ids)
         x = self.token_embedding(tokens.reshape(-1, n_tokens)) + positions
         return F.dropout(x, self.dropout) if self.dropout and self.training else x
 

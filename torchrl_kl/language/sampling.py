@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchrl_kl.functional.numbers import check_integers
+from torchrl_kl.language.bare import bare
 from torchrl_kl.language.cache import KeyValueCache
 from torchrl_kl.language.distribution import draw
 from torchrl_kl.language.heads import CausalLMActor, LogitsReader
@@ -151,8 +152,9 @@ def _write(
     generator: torch.Generator | None,
 ) -> None:
     """Writes responses into texts (N, L), their ends (N,) and log-probs (N, T), in place."""
-    lm, shortest, longest = reader.lm, int(start.min()), int(start.max())
-    cache = KeyValueCache(*texts.shape) if reader.cache_bytes != 0 and may_cache(lm) else None
+    lm, shortest, longest = bare(reader.lm), int(start.min()), int(start.max())
+    caches = reader.cache_bytes != 0 and may_cache(reader.lm)
+    cache = KeyValueCache(*texts.shape) if caches else None
     rows, last = torch.arange(len(texts), device=texts.device), start - 1
     token = texts[:, :0]  # (N, 1) after the first step
     ended = torch.zeros_like(start, dtype=torch.bool)
