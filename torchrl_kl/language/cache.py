@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from torchrl_kl.language.bare import bare
+from torchrl_kl.language.blocks import SHORT_TEXT
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.fingerprint import Fingerprint, Values
-from torchrl_kl.language.gpt import SHORT_TEXT
 
 
 class CacheTooLargeError(MemoryError):
