@@ -63,22 +63,23 @@ class Attention(nn.Module):
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of one position, (N, H, 1, D), to S keys and values (N, H, S, D).
 
-    It is faster on a CPU than the fused kernel, which is made for many positions.
+    The numbers are those of (N, H * D) in order. It is faster on a CPU than the fused kernel, which
+    is made for many positions.
     """
     scale = query.shape[-1] ** -0.5
     if key.shape[2] <= SHORT_TEXT:  # faster than as many tiny matrix products
         key, value = key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)  # (S, N, H, D)
         scores = (key * query.squeeze(2)).sum(-1).mul(scale)
         scores = scores if mask is None else scores + mask[:, :, 0].permute(2, 0, 1)
-        return (scores.softmax(0).unsqueeze(-1) * value).sum(0).unsqueeze(2)
-    n_texts, n_head = query.shape[:2]
+        return (scores.softmax(0).unsqueeze(-1) * value).sum(0)  # (N, H, D)
+    n_head = query.shape[1]
     query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
     if mask is None:
         scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scale)
     else:
         mask = mask.expand(-1, n_head, -1, -1).flatten(0, 1)
         scores = torch.baddbmm(mask, query, key.mT, alpha=scale)
-    return torch.bmm(scores.softmax(-1), value).view(n_texts, n_head, *query.shape[1:])
+    return torch.bmm(scores.softmax(-1), value)  # (N * H, 1, D)
 
 
 @of_parts

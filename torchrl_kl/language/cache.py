@@ -93,7 +93,7 @@ class KeyValueCache:
                 buffer[self._rows, :, : new.shape[2]] = new
         if self._slots is None:
             return keys, values
-        return held[0][:, :, : self._width], held[1][:, :, : self._width]
+        return held[0].narrow(2, 0, self._width), held[1].narrow(2, 0, self._width)
 
     @property
     def n_bytes(self) -> int:
