@@ -6,6 +6,7 @@ Axes: N texts, P tokens of a prompt, T tokens of a response at most, L = P + T.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict
@@ -210,8 +211,6 @@ def _batch(
     final = texts.gather(1, end[:, None] - 1)  # (N, 1)
     cut = done & (final != (final if eos_token is None else eos_token))[:, None]
     tokens_key, position_key = actor.in_keys
-    batch = TensorDict(batch_size=shape, device=texts.device)
-    batch.names = [None, "time"]
     entries: dict[NestedKey, Tensor] = {
         tokens_key: tokens,
         position_key: position,
@@ -225,9 +224,8 @@ def _batch(
         ("next", "terminated"): done & ~cut,
         ("next", "truncated"): cut,
     }
-    for key, value in entries.items():
-        batch.set(key, value)
-    return batch
+    names: list[Any] = [None, "time"]
+    return TensorDict(entries, batch_size=shape, device=texts.device, names=names)
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:
