@@ -176,6 +176,12 @@ def test_a_compiled_part(name):
     assert called
 
 
+def test_inside_a_compiled_function():
+    gpt = make_gpt()
+    read = torch.compile(lambda texts: bare(gpt)(texts), backend="eager", fullgraph=True)
+    assert read(TEXTS).equal(gpt(TEXTS))
+
+
 @pytest.mark.parametrize(
     "change", [weight_norm, spectral_norm, lambda m: l1_unstructured(m, "weight", 0.5)]
 )

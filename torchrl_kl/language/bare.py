@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
@@ -30,7 +31,9 @@ def bare(module: _Module) -> _Module:
     Parts that are hooked, compiled, parametrized or of another class, such as layers with adapters,
     are called as modules. To be used at once: it does not see hooks or weights that come later.
     """
-    if type(module) not in _OF_PARTS or _has_any_global_hook() or _is_changed(module):
+    if torch.compiler.is_compiling() or _has_any_global_hook():
+        return module
+    if type(module) not in _OF_PARTS or _is_changed(module):
         return module
     view = type(module).__new__(type(module))
     # Entries of `vars` are found before submodules are.
