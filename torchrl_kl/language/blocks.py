@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from torchrl_kl.language.bare import of_parts
 
-# Up to this length, attention of one position is a product and a sum of whole tensors.
-SHORT_TEXT = 16
+# PyTorch multiplies matrices by a slow loop if they need fewer multiplications than that.
+SMALL_PRODUCT = 400
 
 Keep = Tensor | slice | None  # positions whose outputs are wanted; None: all of them
 
@@ -67,9 +67,9 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
     is made for many positions.
     """
     scale = query.shape[-1] ** -0.5
-    if key.shape[2] <= SHORT_TEXT:  # faster than as many tiny matrix products
+    if key.shape[2] * key.shape[3] < SMALL_PRODUCT:  # products and sums of whole tensors
         key, value = key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)  # (S, N, H, D)
-        scores = (key * query.squeeze(2)).sum(-1).mul(scale)
+        scores = (key * query.squeeze(2)).sum(-1).mul_(scale)
         scores = scores if mask is None else scores + mask[:, :, 0].permute(2, 0, 1)
         return (scores.softmax(0).unsqueeze(-1) * value).sum(0)  # (N, H, D)
     n_head = query.shape[1]

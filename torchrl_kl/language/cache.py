@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from torchrl_kl.language.bare import bare
-from torchrl_kl.language.blocks import SHORT_TEXT
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.fingerprint import Fingerprint, Values
+
+# Up to this capacity slots come first in memory, as attention of GPT to few of them is faster then.
+SLOTS_FIRST = 96
 
 
 class CacheTooLargeError(MemoryError):
@@ -107,9 +109,9 @@ class KeyValueCache:
         if self.max_bytes is not None and needed > self.max_bytes:
             raise CacheTooLargeError(f"{needed} bytes of keys and values exceed {self.max_bytes}.")
         # Zeros, since slots that a mask hides must not hold NaN.
-        if self.capacity > SHORT_TEXT:
+        if self.capacity > SLOTS_FIRST:
             buffers = [keys.new_zeros(shape) for shape in shapes]
-        else:  # slots first in memory, as sums over slots are fastest
+        else:
             shapes = [(self.capacity, *shape[:2], shape[3]) for shape in shapes]
             buffers = [keys.new_zeros(shape).permute(1, 2, 0, 3) for shape in shapes]
         self.buffers.append((buffers[0], buffers[1]))
