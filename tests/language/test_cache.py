@@ -34,7 +34,7 @@ from tests.language.models import (
     step,
     true_logits,
 )
-from torchrl_kl.language import GPT, CausalLMActor, blocks, cache
+from torchrl_kl.language import GPT, CausalLMActor, blocks
 
 Stream = Iterator[tuple[Tensor, Tensor]]
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -168,9 +168,9 @@ class TestNumbers:
     @pytest.mark.parametrize("slots_first", [0, 96])
     @pytest.mark.parametrize("small_product", [0, 10**6])
     def test_in_each_layout(self, kind, slots_first, small_product, monkeypatch):
-        monkeypatch.setattr(cache, "SLOTS_FIRST", slots_first)
         monkeypatch.setattr(blocks, "SMALL_PRODUCT", small_product)
         actor, texts = make_actor(kind), random_texts(3)
+        actor.reader.lm.slots_first = slots_first
         for n in range(13, 18):
             check_step(actor, texts, [n, n + 2, n - 9])
         for n in range(3, 11):

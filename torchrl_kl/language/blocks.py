@@ -13,6 +13,8 @@ from torchrl_kl.language.bare import of_parts
 
 # PyTorch multiplies matrices by a slow loop if they need fewer multiplications than that.
 SMALL_PRODUCT = 400
+# Up to so many slots of a cache, attention of one position is faster if they come first in memory.
+SLOTS_FIRST = 96
 
 Keep = Tensor | slice | None  # positions whose outputs are wanted; None: all of them
 

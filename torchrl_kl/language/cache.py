@@ -17,9 +17,6 @@ from torchrl_kl.language.bare import bare
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.fingerprint import Fingerprint, Values
 
-# Up to this capacity slots come first in memory, as attention of GPT to few of them is faster then.
-SLOTS_FIRST = 96
-
 
 class CacheTooLargeError(MemoryError):
     """Keys and values would take more than the bytes that are allowed."""
@@ -48,12 +45,14 @@ class KeyValueCache:
         self._rows: Tensor | None = None  # those that are read from slot 0; None: all of them
         self._slots: int | Tensor | None = None  # of the next position; None: read from slot 0
         self._width = 0  # how many slots attention reads
+        self._slots_first = 0  # up to this capacity, slots come first in memory
 
     def read_texts(
         self, lm: CausalLM, tokens: Tensor, last: Tensor, rows: Tensor | None = None
     ) -> Tensor:
         """Reads texts (R, W) into `rows`; the outputs (R, n_out) at their positions `last`."""
         self._rows, self._slots, self._width = rows, None, 0
+        self._slots_first = lm.slots_first
         every = torch.arange(len(tokens), device=tokens.device)
         return lm.at(tokens, every, last, past_key_values=self)
 
@@ -109,7 +108,7 @@ class KeyValueCache:
         if self.max_bytes is not None and needed > self.max_bytes:
             raise CacheTooLargeError(f"{needed} bytes of keys and values exceed {self.max_bytes}.")
         # Zeros, since slots that a mask hides must not hold NaN.
-        if self.capacity > SLOTS_FIRST:
+        if self.capacity > self._slots_first:
             buffers = [keys.new_zeros(shape) for shape in shapes]
         else:
             shapes = [(self.capacity, *shape[:2], shape[3]) for shape in shapes]

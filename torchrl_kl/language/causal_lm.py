@@ -44,6 +44,8 @@ class CausalLM(nn.Module):
         max_tokens = getattr(config, "max_position_embeddings", None)
         limit = getattr(inner, "block_size", max_tokens)
         self.max_tokens: int | None = limit if limit is None or limit > 0 else None
+        # Up to how many slots attention is faster if those of a cache come first in memory.
+        self.slots_first: int = getattr(inner, "slots_first", 16)
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, **options: Any) -> Tensor:
         """Outputs at the positions `keep` (K,), or at all: (N, K, n_out), at least float32.

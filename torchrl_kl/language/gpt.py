@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torchrl_kl.checkpoint import looks_pickled, write_durably
 from torchrl_kl.functional.numbers import check_integers
 from torchrl_kl.language.bare import of_parts
-from torchrl_kl.language.blocks import Block, Keep
+from torchrl_kl.language.blocks import SLOTS_FIRST, Block, Keep
 
 _ARGUMENTS = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_out", "dropout")
 
@@ -69,6 +69,8 @@ class GPT(nn.Module):
         >>> gpt(torch.tensor([[0, 2, 8, 6, 10]])).shape
         torch.Size([1, 5, 11])
     """
+
+    slots_first = SLOTS_FIRST  # of a cache that is made for it
 
     def __init__(
         self,
