@@ -70,6 +70,12 @@ TORCH_NAMES = {
     ("_parameters", "fingerprint.py"),
     ("_forward_hooks", "fingerprint.py"),
     ("_forward_pre_hooks", "fingerprint.py"),
+    ("_parameters", "bare.py"),
+    ("_forward_hooks", "bare.py"),
+    ("_forward_pre_hooks", "bare.py"),
+    ("_backward_hooks", "bare.py"),
+    ("_backward_pre_hooks", "bare.py"),
+    ("_compiled_call_impl", "bare.py"),
 }
 
 # The rooms of torchrl_kl (files and folders), lowest first: what each imports of the others. All

@@ -34,6 +34,7 @@ from tests.language.models import (
     step,
     true_logits,
 )
+from torchrl_kl.language import GPT, CausalLMActor, blocks
 
 Stream = Iterator[tuple[Tensor, Tensor]]
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -164,14 +165,26 @@ class TestNumbers:
         assert cached_bytes(actor) > 0
 
     @every_kind
-    def test_of_long_texts(self, kind):
-        """Longer than those that are attended to by sums over slots."""
+    @pytest.mark.parametrize("slots_first", [0, 96])
+    @pytest.mark.parametrize("small_product", [0, 10**6])
+    def test_in_each_layout(self, kind, slots_first, small_product, monkeypatch):
+        monkeypatch.setattr(blocks, "SMALL_PRODUCT", small_product)
         actor, texts = make_actor(kind), random_texts(3)
+        actor.reader.lm.slots_first = slots_first
         for n in range(13, 18):
             check_step(actor, texts, [n, n + 2, n - 9])
-        short = make_actor(kind)
         for n in range(3, 11):
-            check_step(short, texts[:, :12], [n, n + 2, 3])
+            check_step(actor, texts[:, :12], [n, n, n])
+        first_buffer = next(iter(cache_of(actor)._sets.values()))._cache.buffers[0][0]
+        assert first_buffer.is_contiguous() == (slots_first == 0)
+
+    @pytest.mark.parametrize("length", [90, 120])
+    def test_of_long_texts(self, length):
+        actor = CausalLMActor(sharp(GPT(VOCAB, 128, n_embd=WIDTH, n_head=2)))
+        texts = torch.randint(VOCAB, (3, length), generator=torch.Generator().manual_seed(0))
+        for n in (3, 22, 24, 25, 60, length - 2):
+            check_step(actor, texts, [n, n, n])
+            check_step(actor, texts, [n + 1, n + 1, n + 1])
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     @every_kind

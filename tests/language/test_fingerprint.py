@@ -183,6 +183,16 @@ def test_after_a_change_between_two_steps(kind, change):
         check_step(actor, texts, [n, n, n + 1, n])
 
 
+def test_a_hook_in_place_of_another():
+    actor, texts = make_actor("gpt"), random_texts(4)
+    block = first_layer(actor.reader.lm.model)
+    handle = block.register_forward_hook(lambda *_: None)
+    check_step(actor, texts, [4, 4, 5, 4])
+    handle.remove()
+    block.register_forward_hook(lambda _, __, output: 2 * output)
+    check_step(actor, texts, [5, 5, 6, 5])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_edit_of_a_row_or_column_of_any_matrix(kind):
     """Through `.data`, which PyTorch does not count."""

@@ -97,11 +97,11 @@ class OpenTrajectories:
             judged, joined = self._resume(segments, counts, totals, counted, judge)
             finished.append(judged)
         ends, last = _ends(segments, counts)
-        running = _running(values, ends, totals)
         # A trajectory without a step that counts, or whose beginning is not known, never finishes.
-        n_counted = torch.ones_like(running)
-        if segments.mask is not None or counted.any():
-            n_counted = _running(counts[..., None].to(values).expand_as(values), ends, counted)
+        # Both sums at once, (R, T, 2 F): for few numbers a running sum is mostly overhead.
+        both = torch.cat([values, counts.unsqueeze(-1).expand_as(values)], -1)
+        both = _running(both, ends.repeat(1, 1, 2), torch.cat([totals, counted], -1))
+        running, n_counted = both.chunk(2, -1)
         told = ends & (n_counted > 0)
         if segments.left is not None:  # an agent that left while others go on has finished before
             told = told & ~segments.left

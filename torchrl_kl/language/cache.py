@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrl_kl.language.bare import bare
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.fingerprint import Fingerprint, Values
-from torchrl_kl.language.gpt import SHORT_TEXT
 
 
 class CacheTooLargeError(MemoryError):
@@ -45,12 +45,14 @@ class KeyValueCache:
         self._rows: Tensor | None = None  # those that are read from slot 0; None: all of them
         self._slots: int | Tensor | None = None  # of the next position; None: read from slot 0
         self._width = 0  # how many slots attention reads
+        self._slots_first = 0  # up to this capacity, slots come first in memory
 
     def read_texts(
         self, lm: CausalLM, tokens: Tensor, last: Tensor, rows: Tensor | None = None
     ) -> Tensor:
         """Reads texts (R, W) into `rows`; the outputs (R, n_out) at their positions `last`."""
         self._rows, self._slots, self._width = rows, None, 0
+        self._slots_first = lm.slots_first
         every = torch.arange(len(tokens), device=tokens.device)
         return lm.at(tokens, every, last, past_key_values=self)
 
@@ -92,7 +94,7 @@ class KeyValueCache:
                 buffer[self._rows, :, : new.shape[2]] = new
         if self._slots is None:
             return keys, values
-        return held[0][:, :, : self._width], held[1][:, :, : self._width]
+        return held[0].narrow(2, 0, self._width), held[1].narrow(2, 0, self._width)
 
     @property
     def n_bytes(self) -> int:
@@ -106,9 +108,9 @@ class KeyValueCache:
         if self.max_bytes is not None and needed > self.max_bytes:
             raise CacheTooLargeError(f"{needed} bytes of keys and values exceed {self.max_bytes}.")
         # Zeros, since slots that a mask hides must not hold NaN.
-        if self.capacity > SHORT_TEXT:
+        if self.capacity > self._slots_first:
             buffers = [keys.new_zeros(shape) for shape in shapes]
-        else:  # slots first in memory, as sums over slots are fastest
+        else:
             shapes = [(self.capacity, *shape[:2], shape[3]) for shape in shapes]
             buffers = [keys.new_zeros(shape).permute(1, 2, 0, 3) for shape in shapes]
         self.buffers.append((buffers[0], buffers[1]))
@@ -206,7 +208,7 @@ class RolloutCache:
             with torch.inference_mode():  # PyTorch's fastest
                 if texts is None or not texts.fits(tokens, values):
                     texts = CachedTexts(tokens, values, self.max_bytes)
-                output = texts.read(self.lm, tokens, length)
+                output = texts.read(bare(self.lm), tokens, length)
         except CacheTooLargeError:
             self._too_large.add(tokens.shape)
             warnings.warn(

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_kl.language.bare import of_parts
+
 READ_TOGETHER = 2048  # tokens, without gradients on a CPU
 CACHE_KEYWORDS = {"past_key_values", "position_ids", "attention_mask"}
 
 
+@of_parts
 class CausalLM(nn.Module):
     """A module that maps token ids (N, T) to outputs (N, T, n_out), such as next-token logits.
 
@@ -41,6 +44,8 @@ class CausalLM(nn.Module):
         max_tokens = getattr(config, "max_position_embeddings", None)
         limit = getattr(inner, "block_size", max_tokens)
         self.max_tokens: int | None = limit if limit is None or limit > 0 else None
+        # Up to how many slots attention is faster if those of a cache come first in memory.
+        self.slots_first: int = getattr(inner, "slots_first", 16)
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, **options: Any) -> Tensor:
         """Outputs at the positions `keep` (K,), or at all: (N, K, n_out), at least float32.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ class Fingerprint:
         if not self._parts_are_held():
             self._n_replaced += 1
             self._find_parts()
-        edits = sum(0 if t.is_inference() else t._version for t in self._tensors)
+        edits = sum(t._version for t in self._counting)
         sample = [torch.cat(views) for views in self._views.values()]
         return Values((self._n_replaced, edits), sample)
 
@@ -65,10 +66,12 @@ class Fingerprint:
                 *(module._forward_hooks, module._forward_pre_hooks),
             )
         ]
-        self._sizes = [(entries, len(entries)) for entries in held]
-        self._entries = [(entries, *entry) for entries in held for entry in entries.items()]
-        found = {id(t): t for _, _, t in self._entries if isinstance(t, Tensor)}
+        self._held, self._sizes = held, list(map(len, held))
+        self._entries = [(entries, name) for entries in held for name in entries]
+        self._parts = [entries[name] for entries, name in self._entries]
+        found = {id(t): t for t in self._parts if isinstance(t, Tensor)}
         self._tensors = [t for t in found.values() if t.numel()]
+        self._counting = [t for t in self._tensors if not t.is_inference()]
         self._pointers = [t.data_ptr() for t in self._tensors]
         self._views: dict[Any, list[Tensor]] = {}
         for tensor in self._tensors:
@@ -77,9 +80,9 @@ class Fingerprint:
 
     def _parts_are_held(self) -> bool:
         return (
-            all(len(entries) == size for entries, size in self._sizes)
-            and all(entries[name] is part for entries, name, part in self._entries)
-            and self._pointers == [t.data_ptr() for t in self._tensors]
+            list(map(len, self._held)) == self._sizes
+            and all(map(is_, [held.get(name, self) for held, name in self._entries], self._parts))
+            and [t.data_ptr() for t in self._tensors] == self._pointers
         )
 
 

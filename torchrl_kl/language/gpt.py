@@ -24,11 +24,10 @@ from torch.nn import functional as F
 
 from torchrl_kl.checkpoint import looks_pickled, write_durably
 from torchrl_kl.functional.numbers import check_integers
+from torchrl_kl.language.bare import of_parts
+from torchrl_kl.language.blocks import SLOTS_FIRST, Block, Keep
 
 _ARGUMENTS = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_out", "dropout")
-
-# Up to this length, attention of one position is a product and a sum of whole tensors.
-SHORT_TEXT = 16
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _NEXT_CONFIG, _NEXT_WEIGHTS = f"{_CONFIG}.next", f"{_WEIGHTS}.next"  # of a save in progress
@@ -39,79 +38,7 @@ def values_hidden(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or is_batchedtensor(tensor)
 
 
-class _Attention(nn.Module):
-    def __init__(self, layer: int, n_head: int, n_embd: int, dropout: float):
-        super().__init__()
-        self.layer, self.n_head, self.dropout = layer, n_head, dropout
-        self.query_key_value = nn.Linear(n_embd, 3 * n_embd)
-        self.project = nn.Linear(n_embd, n_embd)
-
-    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values, each (N, n_head, T, n_embd / n_head)."""
-        n_texts, n_tokens, width = x.shape
-        joint = self.query_key_value(x)
-        if n_tokens == 1:
-            return joint.view(n_texts, 3, self.n_head, 1, -1).unbind(1)
-        shape = n_texts, n_tokens, 3, self.n_head, width // self.n_head
-        return joint.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
-
-    def maps(self, x: Tensor) -> Tensor:
-        query, key, _ = self.heads(x)
-        scores = query @ key.transpose(-1, -2) / math.sqrt(key.shape[-1])
-        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        return scores.masked_fill(future, -math.inf).softmax(-1)
-
-    def forward(self, x: Tensor, cache: Any = None, mask: Tensor | None = None) -> Tensor:
-        query, key, value = self.heads(x)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer)
-        drop, one = self.dropout if self.training else 0.0, x.shape[1] == 1
-        if one and not drop:  # heads and width are next to one another already
-            return self.project(_attend_one(query, key, value, mask).view(x.shape))
-        causal = mask is None and not one
-        mixed = F.scaled_dot_product_attention(query, key, value, mask, drop, is_causal=causal)
-        return self.project(mixed.transpose(1, 2).reshape(x.shape))
-
-
-def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of one position, (N, H, 1, D), to S keys and values (N, H, S, D).
-
-    It is faster on a CPU than the fused kernel, which is made for many positions.
-    """
-    scale = query.shape[-1] ** -0.5
-    if key.shape[2] <= SHORT_TEXT:  # faster than as many tiny matrix products
-        key, value = key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)  # (S, N, H, D)
-        scores = (key * query.squeeze(2)).sum(-1).mul(scale)
-        scores = scores if mask is None else scores + mask[:, :, 0].permute(2, 0, 1)
-        return (scores.softmax(0).unsqueeze(-1) * value).sum(0).unsqueeze(2)
-    n_texts, n_head = query.shape[:2]
-    query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
-    if mask is None:
-        scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scale)
-    else:
-        mask = mask.expand(-1, n_head, -1, -1).flatten(0, 1)
-        scores = torch.baddbmm(mask, query, key.mT, alpha=scale)
-    return torch.bmm(scores.softmax(-1), value).view(n_texts, n_head, *query.shape[1:])
-
-
-class _Block(nn.Module):
-    def __init__(self, layer: int, n_head: int, n_embd: int, dropout: float):
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(n_embd)
-        self.attention = _Attention(layer, n_head, n_embd, dropout)
-        self.mlp_norm = nn.LayerNorm(n_embd)
-        self.expand = nn.Linear(n_embd, 4 * n_embd)
-        self.project = nn.Linear(4 * n_embd, n_embd)
-        self.dropout = dropout
-
-    def forward(self, x: Tensor, cache: Any = None, mask: Tensor | None = None) -> Tensor:
-        drop = self.dropout if self.training else 0.0
-        mixed = self.attention(self.attention_norm(x), cache, mask)
-        x = x + (F.dropout(mixed, drop) if drop else mixed)
-        hidden = self.project(F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh"))
-        return x + (F.dropout(hidden, drop) if drop else hidden)
-
-
+@of_parts
 class GPT(nn.Module):
     """A causal transformer: the output at position t depends on tokens 0..t only.
 
@@ -143,6 +70,8 @@ class GPT(nn.Module):
         torch.Size([1, 5, 11])
     """
 
+    slots_first = SLOTS_FIRST  # of a cache that is made for it
+
     def __init__(
         self,
         vocab_size: int,
@@ -165,7 +94,7 @@ class GPT(nn.Module):
         self.position_embedding = nn.Embedding(block_size, n_embd)
         self.dropout = dropout
         self.blocks = nn.ModuleList(
-            _Block(layer, n_head, n_embd, dropout) for layer in range(n_layer)
+            Block(layer, n_head, n_embd, dropout) for layer in range(n_layer)
         )
         self.norm = nn.LayerNorm(n_embd)
         self.head = nn.Linear(n_embd, n_out, bias=False)
@@ -201,16 +130,18 @@ class GPT(nn.Module):
                 the next ones, of the texts that it holds.
             position_ids: the position of each token in its text, (N, T). Default: 0 to T - 1.
             attention_mask: (N, 1, T, S), added to the scores of the S cached positions.
-            logits_to_keep: which positions reach the output layer: the last ones, if it is a
+            logits_to_keep: the positions whose outputs are returned: the last ones, if it is a
                 number other than 0, or those of an index (K,). T is then their number.
         """
         x = self._embed(tokens, position_ids)
-        for block in self.blocks:
+        keep: Keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
+        if keep is None and logits_to_keep:
+            keep = slice(-logits_to_keep, None)
+        # Of the last block, only keys and values are needed at the other positions.
+        *blocks, last = self.blocks
+        for block in blocks:
             x = block(x, past_key_values, attention_mask)
-        if isinstance(logits_to_keep, Tensor):
-            x = x[:, logits_to_keep]
-        elif logits_to_keep:
-            x = x[:, -logits_to_keep:]
+        x = last(x, past_key_values, attention_mask, keep)
         output = self.head(self.norm(x))
         return output.view(*tokens.shape[:-1], *output.shape[1:])
 
@@ -218,7 +149,7 @@ class GPT(nn.Module):
     def attention_maps(self, tokens: Tensor) -> Tensor:
         """Attention from t to s: (*B, T) -> (*B, n_layer, n_head, T, T), no gradient or dropout."""
         x, maps = self._embed(tokens), []
-        for block in cast("list[_Block]", self.blocks):
+        for block in cast("list[Block]", self.blocks):
             maps.append(block.attention.maps(block.attention_norm(x)))
             x = block(x)
         stacked = torch.stack(maps, dim=1)
@@ -228,9 +159,9 @@ class GPT(nn.Module):
         """Embeddings of the flattened texts: (*B, T) -> (N, T, n_embd)."""
         self._check_tokens(tokens)
         n_tokens = tokens.shape[-1]
-        positions = self.position_embedding.weight[:n_tokens]
-        if position_ids is not None:
-            positions = self.position_embedding(position_ids)
+        if position_ids is None:
+            position_ids = torch.arange(n_tokens, device=tokens.device)
+        positions = self.position_embedding(position_ids)
         x = self.token_embedding(tokens.reshape(-1, n_tokens)) + positions
         return F.dropout(x, self.dropout) if self.dropout and self.training else x
 

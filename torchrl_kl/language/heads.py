@@ -17,6 +17,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from torchrl_kl.functional.numbers import check_number
+from torchrl_kl.language.bare import bare
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.distribution import NextToken
 from torchrl_kl.language.reader import StateReader
@@ -239,7 +240,7 @@ class _TextScorer(nn.Module):
         if position is not None:
             end = position.flatten()
             texts[rows, end] = self.end_token
-        output = self.lm.at(texts, rows, end)
+        output = bare(self.lm).at(texts, rows, end)
         _check_one_output(output.shape[-1])
         return output.view(tokens.shape[:-1])
 

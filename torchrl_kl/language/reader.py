@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchrl.modules import recurrent_mode
 
 from torchrl_kl.functional.numbers import check_integers
+from torchrl_kl.language.bare import bare
 from torchrl_kl.language.cache import RolloutCache
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.gpt import values_hidden
@@ -66,13 +67,13 @@ class StateReader(nn.Module):
             rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
             output = self.lm(rows)[torch.arange(len(length), device=rows.device), length - 1]
         elif recurrent_mode():
-            output = self.lm.at(*_find_texts(tokens[..., :n_tokens], length), length - 1)
+            output = bare(self.lm).at(*_find_texts(tokens[..., :n_tokens], length), length - 1)
         elif self._may_cache():
             self._cache = self._cache or RolloutCache(self.lm, self.cache_bytes)
             output = self._cache.read(tokens[..., :n_tokens].reshape(-1, n_tokens), length)
         if output is None:
             rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
-            output = self.lm.at(rows, torch.arange(len(rows), device=rows.device), length - 1)
+            output = bare(self.lm).at(rows, torch.arange(len(rows), device=rows.device), length - 1)
         return output.view(*position.shape, output.shape[-1])
 
     def clear_cache(self) -> None:

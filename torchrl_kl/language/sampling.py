@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchrl_kl.functional.numbers import check_integers
+from torchrl_kl.language.bare import bare
 from torchrl_kl.language.cache import KeyValueCache
 from torchrl_kl.language.distribution import draw
 from torchrl_kl.language.heads import CausalLMActor, LogitsReader
@@ -164,8 +165,9 @@ def _write(
 
     Returns the logits, (N, T, V), 0 after the end; or None.
     """
-    lm, shortest, longest = reader.lm, int(start.min()), int(start.max())
-    cache = KeyValueCache(*texts.shape) if reader.cache_bytes != 0 and may_cache(lm) else None
+    lm, shortest, longest = bare(reader.lm), int(start.min()), int(start.max())
+    caches = reader.cache_bytes != 0 and may_cache(reader.lm)
+    cache = KeyValueCache(*texts.shape) if caches else None
     rows, last = torch.arange(len(texts), device=texts.device), start - 1
     token = texts[:, :0]  # (N, 1) after the first step
     ended = torch.zeros_like(start, dtype=torch.bool)
@@ -227,8 +229,6 @@ def _batch(
     final = texts.gather(1, end[:, None] - 1)  # (N, 1)
     cut = done & (final != (final if eos_token is None else eos_token))[:, None]
     tokens_key, position_key = actor.in_keys
-    batch = TensorDict(batch_size=shape, device=texts.device)
-    batch.names = [None, "time"]
     entries: dict[NestedKey, Tensor] = {
         tokens_key: tokens,
         position_key: position,
@@ -242,9 +242,8 @@ def _batch(
         ("next", "terminated"): done & ~cut,
         ("next", "truncated"): cut,
     }
-    for key, value in entries.items():
-        batch.set(key, value)
-    return batch
+    names: list[Any] = [None, "time"]
+    return TensorDict(entries, batch_size=shape, device=texts.device, names=names)
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:

@@ -1,0 +1,109 @@
+"""The blocks of a GPT. Axes: N texts, T new tokens, S cached ones, H heads, D width of a head."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchrl_kl.language.bare import of_parts
+
+# PyTorch multiplies matrices by a slow loop if they need fewer multiplications than that.
+SMALL_PRODUCT = 400
+# Up to so many slots of a cache, attention of one position is faster if they come first in memory.
+SLOTS_FIRST = 96
+
+Keep = Tensor | slice | None  # positions whose outputs are wanted; None: all of them
+
+
+@of_parts
+class Attention(nn.Module):
+    """Causal attention with several heads."""
+
+    def __init__(self, layer: int, n_head: int, n_embd: int, dropout: float):
+        super().__init__()
+        self.layer, self.n_head, self.dropout = layer, n_head, dropout
+        self.query_key_value = nn.Linear(n_embd, 3 * n_embd)
+        self.project = nn.Linear(n_embd, n_embd)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, each (N, n_head, T, n_embd / n_head)."""
+        n_texts, n_tokens, width = x.shape
+        joint = self.query_key_value(x)
+        if n_tokens == 1:
+            return joint.view(n_texts, 3, self.n_head, 1, -1).unbind(1)
+        shape = n_texts, n_tokens, 3, self.n_head, width // self.n_head
+        return joint.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def maps(self, x: Tensor) -> Tensor:
+        """Attention from t to s, (N, H, T, T)."""
+        query, key, _ = self.heads(x)
+        scores = query @ key.transpose(-1, -2) / math.sqrt(key.shape[-1])
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        return scores.masked_fill(future, -math.inf).softmax(-1)
+
+    def forward(
+        self, x: Tensor, cache: Any = None, mask: Tensor | None = None, keep: Keep = None
+    ) -> Tensor:
+        """What the positions `keep` attend to, of the new ones and of those in the cache."""
+        query, key, value = self.heads(x)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer)
+        drop, one = self.dropout if self.training else 0.0, x.shape[1] == 1
+        if one and not drop:  # heads and width are next to one another already
+            mixed = _attend_one(query, key, value, mask).view(x.shape)
+        else:
+            causal = mask is None and not one
+            mixed = F.scaled_dot_product_attention(query, key, value, mask, drop, is_causal=causal)
+            mixed = mixed.transpose(1, 2).reshape(x.shape)
+        return self.project(mixed if keep is None else mixed[:, keep])
+
+
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of one position, (N, H, 1, D), to S keys and values (N, H, S, D).
+
+    The numbers are those of (N, H * D) in order. It is faster on a CPU than the fused kernel, which
+    is made for many positions.
+    """
+    scale = query.shape[-1] ** -0.5
+    if key.shape[2] * key.shape[3] < SMALL_PRODUCT:  # products and sums of whole tensors
+        key, value = key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)  # (S, N, H, D)
+        scores = (key * query.squeeze(2)).sum(-1).mul_(scale)
+        scores = scores if mask is None else scores + mask[:, :, 0].permute(2, 0, 1)
+        return (scores.softmax(0).unsqueeze(-1) * value).sum(0)  # (N, H, D)
+    n_head = query.shape[1]
+    query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+    if mask is None:
+        scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scale)
+    else:
+        mask = mask.expand(-1, n_head, -1, -1).flatten(0, 1)
+        scores = torch.baddbmm(mask, query, key.mT, alpha=scale)
+    return torch.bmm(scores.softmax(-1), value)  # (N * H, 1, D)
+
+
+@of_parts
+class Block(nn.Module):
+    """Attention and a two-layer network, each added to its input (N, T, H * D)."""
+
+    def __init__(self, layer: int, n_head: int, n_embd: int, dropout: float):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(n_embd)
+        self.attention = Attention(layer, n_head, n_embd, dropout)
+        self.mlp_norm = nn.LayerNorm(n_embd)
+        self.expand = nn.Linear(n_embd, 4 * n_embd)
+        self.project = nn.Linear(4 * n_embd, n_embd)
+        self.dropout = dropout
+
+    def forward(
+        self, x: Tensor, cache: Any = None, mask: Tensor | None = None, keep: Keep = None
+    ) -> Tensor:
+        """(N, T, H * D) to the positions `keep`, (N, K, H * D)."""
+        drop = self.dropout if self.training else 0.0
+        mixed = self.attention(self.attention_norm(x), cache, mask, keep)
+        x = x if keep is None else x[:, keep]
+        x = x + (F.dropout(mixed, drop) if drop else mixed)
+        hidden = self.project(F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh"))
+        return x + (F.dropout(hidden, drop) if drop else hidden)
