@@ -6,7 +6,7 @@ Axes: N texts, P tokens of a prompt, T tokens of a response at most, L = P + T.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict
@@ -36,16 +36,14 @@ def sample_responses(
 ) -> TensorDict:
     """Samples a response to each prompt, in the layout that collectors of a text env return.
 
-    The batch is (N, T), its last dimension is named "time", and each text is stored once. A KL
-    stack, GAE and KLMonitor read each text once. So do losses, which need the steps where
-    ("collector", "mask") is True. The model samples in its present mode, train or eval.
+    The batch is (N, T), its last dimension is named "time". A KL stack, GAE, KLMonitor and losses
+    read each text once; losses need the steps in the mask. The model samples in its present mode.
 
     Keys (under the names that the actor has):
         "tokens": (N, T, L), whole texts: prompt, response, then `pad_token`.
         "position": (N, T), the number of tokens before the action.
-        "action", "action_log_prob": (N, T); nats, 0 after the end.
-        "logits": (N, T, V), with `return_logits`; 0 after the end.
-        ("collector", "mask"): (N, T), False after the end of the response.
+        "action", "action_log_prob", "logits" (if asked for): (N, T), nats (N, T), (N, T, V).
+        ("collector", "mask"): (N, T), False after the end, where log-probs and logits are 0.
         ("next", "reward"): (N, T, 1), that of the text at its last token, and 0 elsewhere.
         ("next", "done"), ("next", "terminated"), ("next", "truncated"): (N, T, 1), at that token;
         a response that never says `eos_token` is truncated.
@@ -59,13 +57,11 @@ def sample_responses(
         eos_token: id that ends a response and belongs to it. None: all have T tokens.
         reward_fn: maps whole texts (N, L) to rewards (N,). None: rewards are 0.
         generator: of the samples.
-        return_logits: whether to record the logits, which `estimator="exact"` needs. For a large
-            vocabulary they fill the memory.
+        return_logits: whether to record the logits, for `estimator="exact"`.
         chunk_size: how many texts are sampled together; keys and values are kept for so many.
 
     Raises:
-        TypeError: `actor` is not a CausalLMActor, or prompts are not tensors of int64 or int32.
-        ValueError: a number, shape or reward is out of range, or texts are too long for the model.
+        TypeError, ValueError: an argument has a wrong type, shape or range; too long for the model.
 
     Example:
         >>> import torch
@@ -76,20 +72,16 @@ def sample_responses(
         >>> KLConstrainedTransform(actor, 0.1)(batch)["next", "kl"].shape
         torch.Size([2, 4, 1])
     """
-    prompts, start = _pad(prompts, pad_token)
     _check_counts(max_new_tokens=max_new_tokens, chunk_size=chunk_size)
-    reader = _reader_of(actor, prompts.shape[1] + max_new_tokens - 1)
-    _check_ids(reader.lm.vocab_size, pad_token=pad_token, eos_token=eos_token)
+    prompts, start = _pad(prompts, pad_token)
+    reader = _reader_of(actor, prompts.shape[1] + max_new_tokens - 1, pad_token, eos_token)
     texts = F.pad(prompts, (0, max_new_tokens), value=pad_token)
     log_probs = _zero_log_probs(reader, texts[:, -max_new_tokens:])
-    end, logits = start + max_new_tokens, []
-    rest: dict[str, Any] = {"eos_token": eos_token, "pad_token": pad_token, "generator": generator}
-    for part in zip(*(x.split(chunk_size) for x in (texts, start, end, log_probs)), strict=True):
-        logits.append(_write(reader, *part, return_logits=return_logits, **rest))
-    batch = _batch(actor, texts, start, end, eos_token, log_probs, _rewards(reward_fn, texts))
-    if return_logits:
-        batch.set("logits", torch.cat(cast(list[Tensor], logits)))
-    return batch
+    spans = (start, start + max_new_tokens)
+    parts = zip(*(x.split(chunk_size) for x in (texts, *spans, log_probs)), strict=True)
+    rest = (eos_token, pad_token, generator, return_logits)
+    logits = [_write(reader, *part, *rest) for part in parts]
+    return _batch(actor, texts, *spans, eos_token, log_probs, logits, _rewards(reward_fn, texts))
 
 
 def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Tensor]:
@@ -128,8 +120,10 @@ def _check_ids(vocab_size: int | None, **tokens: int | None) -> None:
             raise ValueError(f"`{name}` must lie in the model's vocabulary{size}, got {token}.")
 
 
-def _reader_of(actor: CausalLMActor, n_read: int) -> LogitsReader:
-    """What maps states to logits; ValueError if the model reads less than `n_read` tokens."""
+def _reader_of(
+    actor: CausalLMActor, n_read: int, pad_token: int, eos_token: int | None
+) -> LogitsReader:
+    """What maps states to logits; ValueError if it does not take `n_read` such tokens."""
     if not isinstance(actor, CausalLMActor):
         raise TypeError(f"`actor` must be a CausalLMActor, got {type(actor).__name__}.")
     limit = actor.reader.lm.max_tokens
@@ -138,6 +132,7 @@ def _reader_of(actor: CausalLMActor, n_read: int) -> LogitsReader:
             f"prompts and `max_new_tokens` must leave at most {limit} tokens to be read, which is "
             f"what the model takes, got {n_read}: shorten them, or build a larger model."
         )
+    _check_ids(actor.reader.lm.vocab_size, pad_token=pad_token, eos_token=eos_token)
     return actor.reader
 
 
@@ -155,7 +150,6 @@ def _write(
     start: Tensor,
     end: Tensor,
     log_probs: Tensor,
-    *,
     eos_token: int | None,
     pad_token: int,
     generator: torch.Generator | None,
@@ -219,6 +213,7 @@ def _batch(
     end: Tensor,
     eos_token: int | None,
     log_probs: Tensor,
+    logits: list[Any],
     rewards: Tensor,
 ) -> TensorDict:
     """The layout (N, T) of texts whose responses are the tokens from `start` to `end`."""
@@ -242,6 +237,8 @@ def _batch(
         ("next", "terminated"): done & ~cut,
         ("next", "truncated"): cut,
     }
+    if logits[0] is not None:
+        entries["logits"] = torch.cat(logits)
     names: list[Any] = [None, "time"]
     return TensorDict(entries, batch_size=shape, device=texts.device, names=names)
 
