@@ -40,6 +40,7 @@ PAD, END = "<|pad|>", "<|im_end|>"
 QUESTIONS = ["tell me of the film", "was it good", "a strange story with a bad end"]
 MODELS = ["gpt2", "llama", "qwen2"]
 MODES = ["history", "text", "tokens"]
+COEFF = 0.3
 
 
 def make_tokenizer(*, pad_is_eos: bool = False) -> Any:
@@ -143,3 +144,9 @@ def rows_of(batch: Any, *key: str) -> list[Any]:
     """An entry of each element of a batch (N,)."""
     value = batch.get(key[0]).get(key[1], as_list=True)
     return list(value.unbind(0)) if isinstance(value, torch.Tensor) else value
+
+
+def rows_of_log_probs(actor, steps):
+    with torch.no_grad():
+        dist = actor.get_dist(steps.select("tokens", "position").contiguous())
+        return dist.log_prob(steps["action"])
