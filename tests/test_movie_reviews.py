@@ -86,7 +86,9 @@ def planned_coeff(batch):
     """From the task rewards of 16 responses (N, T) of the reference, for 3 nats per response."""
     prompts = batch["tokens"][:, 0, :6].unique(dim=0, return_inverse=True)[1]
     rewards = batch["next", "task_reward"].sum((1, 2))
-    return RewardPlan(3.0).add(rewards, groups=prompts).solve().coeff
+    plan = RewardPlan(3.0).add(rewards, groups=prompts).solve()
+    assert plan is not None
+    return plan.coeff
 
 
 def weights(folder):
