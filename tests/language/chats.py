@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -41,6 +42,12 @@ QUESTIONS = ["tell me of the film", "was it good", "a strange story with a bad e
 MODELS = ["gpt2", "llama", "qwen2"]
 MODES = ["history", "text", "tokens"]
 COEFF = 0.3
+# TorchRL 0.14.1 calls cross_entropy with arguments that are deprecated, PEFT 0.21 transformers.
+DEPRECATED = [
+    pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 
 def make_tokenizer(*, pad_is_eos: bool = False) -> Any:

@@ -12,6 +12,7 @@ from torchrl.envs.llm import ChatEnv
 
 from tests.language.chats import (
     COEFF,
+    DEPRECATED,
     QUESTIONS,
     make_dialogs,
     make_env,
@@ -35,13 +36,7 @@ from torchrl_kl import (
     sample_responses,
 )
 
-pytestmark = [
-    pytest.mark.usefixtures("lists_are_stacked"),
-    # TorchRL 0.14.1 calls cross_entropy with arguments that are deprecated, PEFT 0.21 transformers.
-    pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("lists_are_stacked"), *DEPRECATED]
 
 
 class TestSteps:

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from tests.language.chats import (
     COEFF,
+    DEPRECATED,
     MODELS,
     MODES,
     QUESTIONS,
@@ -33,13 +34,7 @@ from torchrl_kl import (
     as_steps,
 )
 
-pytestmark = [
-    pytest.mark.usefixtures("lists_are_stacked"),
-    # TorchRL 0.14.1 calls cross_entropy with arguments that are deprecated, PEFT 0.21 transformers.
-    pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("lists_are_stacked"), *DEPRECATED]
 
 
 def expected_kl(model, reference, text, places, temperature=1.0):

@@ -16,6 +16,7 @@ from torchrl.envs.llm.transforms import KLComputation, KLRewardTransform, Retrie
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
 from tests.language.chats import (
+    DEPRECATED,
     QUESTIONS,
     make_model,
     make_tokenizer,
@@ -32,11 +33,7 @@ from torchrl_kl import (
     as_steps,
 )
 
-pytestmark = [
-    pytest.mark.usefixtures("lists_are_stacked"),
-    pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("lists_are_stacked"), *DEPRECATED]
 
 
 def sum_rows(rows):
