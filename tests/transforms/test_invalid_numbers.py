@@ -309,13 +309,17 @@ class Touchy(torch.nn.Module):
 
 class TestLoss:
     @pytest.mark.parametrize(
-        ("gradient", "weights"),
-        [("step", "step"), ("step", "trajectory"), ("sequence", "trajectory"), ("k2", "step")],
+        ("key", "gradient", "weights"),
+        [
+            ("observation", "step", "step"),  # which does not read a log-prob
+            *(
+                (key, *options)
+                for key in ("observation", "action_log_prob")
+                for options in (("step", "trajectory"), ("sequence", "trajectory"), ("k2", "step"))
+            ),
+        ],
     )
-    @pytest.mark.parametrize("key", ["observation", "action_log_prob"])
     def test_value_and_gradient(self, gradient: Any, weights: Any, key):
-        if key == "action_log_prob" and (gradient, weights) == ("step", "step"):
-            pytest.skip("it is not read")
         actor = policy()
         options: Any = {"gradient": gradient, "weights": weights, "reference": make_actor()}
         batch = batch_of()
