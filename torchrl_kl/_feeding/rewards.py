@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrl_kl import _tensordict as td
 from torchrl_kl._feeding.sums import digests, state_keys, sum_trajectories
 from torchrl_kl.controllers import KLController, TargetKLController
+from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 
 _BLOCK = 16  # neighbouring steps whose rewards a plan compares
@@ -36,13 +37,19 @@ class RewardFeed:
         self._stream, self._returns = OpenTrajectories(), cast(Tensor | None, None)
         self._by_blocks: bool | None = None  # for a target per step; decided by the first batch
         self._samples: list[Tensor] = []  # of env steps, (3, N) each, not given yet
-        self._env_steps = 0
+        self._env_steps, self._first_block = 0, 0.0
         self.withheld = False  # whether the plan was made since `take_withheld`
 
     def take_withheld(self) -> bool:
         """Whether the KL that comes next belongs to the rewards that have just made the plan."""
         withheld, self.withheld = self.withheld, False
         return withheld
+
+    @staticmethod
+    def first_new_group(controller: KLController) -> float:
+        """The least number that is above those of all groups of the controller's plan."""
+        known = cast(RewardPlan, controller.plan).samples[:, 3].nan_to_num(-1.0)
+        return known.max().item() + 1 if len(known) else 0.0
 
     def give(self, controller: KLController, rewards: Tensor, **about: Tensor | None) -> None:
         """Gives samples (N,); see `TargetKLController.observe_rewards`."""
@@ -80,21 +87,19 @@ class RewardFeed:
             return
         step = cast(TensorDictBase, tensordict.get("next"))
         done = td.find_done(step, done_key, named=done_named)
-        begins = _find_begins(tensordict, done, rewards)  # (R, T, F)
+        begins = _find_begins(tensordict, done, counts)  # (R, T, F)
         if per_step and self._by_blocks is None:
-            length = rewards.numel() / max(int(begins.sum()), 1)
+            length = int(counts.sum()) / max(int(begins.sum()), 1)
             self._by_blocks = controller.target * length > _NATS_SHOWN
         if per_step and self._by_blocks:
             blocks = _number_blocks(begins).reshape(rewards.shape)
-            groups = blocks[counts]
+            groups = blocks[counts] + self.first_new_group(controller)
             self.give(controller, rewards[counts], log_ratios=log_ratios[counts], groups=groups)
             return
         numbers = _number_states(tensordict, begins, observed).reshape(rewards.shape)
         # (*B, *A, 4): what is added up along a trajectory.
         values = torch.cat([rewards, log_ratios, numbers, torch.ones_like(rewards)], -1)
-        sums = sum_trajectories(
-            tensordict, values, mask, done, self._stream, observed=observed, check_order=False
-        )
+        sums = sum_trajectories(tensordict, values, mask, done, self._stream, observed=observed)
         reward, log_ratio, group, length = sums.finished.reshape(-1, 4).unbind(-1)
         lengths = length if per_step else None
         self.give(controller, reward, log_ratios=log_ratio, groups=group, lengths=lengths)
@@ -115,7 +120,11 @@ class RewardFeed:
         sums = torch.stack([reward, log_ratio.to(reward)]).detach().double()
         number = torch.full_like(sums[:1], torch.nan)
         if controller.per == "step":
-            values = torch.arange(reward.numel(), device=reward.device).view(number.shape)
+            if not self._env_steps:
+                self._first_block = self.first_new_group(controller)
+            values = self._first_block + torch.arange(reward.numel(), device=reward.device).view(
+                number.shape
+            )
             number = (values + self._env_steps // _BLOCK * reward.numel()).double()
             self._env_steps += 1
         else:
@@ -139,26 +148,29 @@ class RewardFeed:
         self._returns = self._returns.masked_fill(over, 0.0)
 
 
-def _find_begins(tensordict: TensorDictBase, done_key: NestedKey, values: Tensor) -> Tensor:
-    """True at the first step of each row, and behind each end in it, (R, T, F)."""
+def _find_begins(tensordict: TensorDictBase, done_key: NestedKey, counts: Tensor) -> Tensor:
+    """True at the first step that counts of each row, and behind each end in it, (R, T, F)."""
     step, n_steps = cast(TensorDictBase, tensordict.get("next")), tensordict.batch_size[-1]
     n_rows = tensordict.batch_size[:-1].numel()
-    ends = cast(Tensor, td.find_ends(step, done_key, values.shape)).reshape(n_rows, n_steps, -1)
+    ends = cast(Tensor, td.find_ends(step, done_key, counts.shape)).reshape(n_rows, n_steps, -1)
     begins = torch.ones_like(ends)
     begins[:, 1:] = ends[:, :-1]
     ids = tensordict.get(td.TRAJECTORY_KEY, None)
     if ids is not None:
         ids = ids.reshape(n_rows, n_steps, 1).to(ends.device)
         begins[:, 1:] |= ids[:, 1:] != ids[:, :-1]
-    return begins
+    counts = counts.reshape(begins.shape)
+    n_counted = counts.long().cumsum(1)
+    # How many steps of the row have counted before the trajectory of each step.
+    n_before = torch.where(begins, n_counted - counts.long(), -1).cummax(1).values
+    return counts & (n_counted == n_before + 1)
 
 
 def _number_blocks(begins: Tensor) -> Tensor:
-    """A number for each block of steps of one trajectory, (R, T, F)."""
-    n_rows, n_steps, n_values = begins.shape
-    rows = torch.arange(n_rows * n_values, device=begins.device).view(n_rows, 1, n_values)
-    blocks = torch.arange(n_steps, device=begins.device).view(1, -1, 1) // _BLOCK
-    return ((rows * (n_steps + 1) + begins.long().cumsum(1)) * n_steps + blocks).double()
+    """A number for each block of neighbouring steps of one trajectory, (R, T, F)."""
+    starts = begins.transpose(1, 2).clone()  # (R, F, T)
+    starts[..., ::_BLOCK] = True
+    return starts.flatten().cumsum(0).view(starts.shape).transpose(1, 2).double()
 
 
 def _number_states(
