@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.controllers.planning import SAME, collect, controller, texts
+from tests.controllers.planning import SAME, collect, controller, texts, totals
 from tests.helpers import make_actor
 from torchrl_kl import (
     GPT,
@@ -16,6 +16,7 @@ from torchrl_kl import (
     KLPenaltyLoss,
     ResponseKLTransform,
     RewardAdjustmentTransform,
+    coeff_for_budget,
 )
 from torchrl_kl._feeding.rewards import RewardFeed
 from torchrl_kl.controllers.plan import RewardPlan
@@ -67,6 +68,35 @@ def test_blocks_before_and_after_a_stop_are_not_compared():
     second.load_state_dict(first.state_dict())
     second(block(1))
     assert second.controller.coeff.item() == pytest.approx(expected_of(2), **SAME)
+
+
+def test_long_trajectories_in_short_rows_are_planned_by_blocks():
+    """0.2 nats per step: rows of 8 steps may be whole trajectories, those of 16 steps are not."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(10, 320, 1, generator=generator) + torch.arange(320.0)[:, None]
+    done = torch.zeros(10, 320, 1, dtype=torch.bool)
+    done[:, -1] = True
+    steps = TensorDict(reward=rewards, kl=0 * rewards, done=done, batch_size=(10, 320))
+    batch = TensorDict({"next": steps}, batch_size=(10, 320), names=TIME)
+    batch["collector", "traj_ids"] = torch.arange(10)[:, None].expand(10, 320)
+    transform = RewardAdjustmentTransform(controller(0.2, per="step"))
+    transform(batch[:, :8])
+    assert transform.controller.planning
+    transform(batch[:, 8:16])
+    groups = torch.arange(10.0).repeat_interleave(8)
+    made = RewardPlan(0.2).add(rewards[:, 8:16].flatten(), groups=groups).solve()
+    assert made is not None
+    assert transform.controller.coeff.item() == pytest.approx(made.coeff, **SAME)
+
+
+def test_short_trajectories_in_pieces_are_planned_whole(actor):
+    batch, parts = collect(actor, 200), KLConstrainedTransform(actor, controller(0.1, per="step"))
+    batch["collector", "traj_ids"] = torch.arange(200)[:, None].expand(-1, 4).clone()
+    for piece in (batch[:, :1], batch[:, 1:]):
+        assert parts.controller.planning
+        parts(piece)
+    expected = coeff_for_budget(totals(batch), 0.4)
+    assert parts.controller.coeff.item() == pytest.approx(expected, **SAME)
 
 
 def test_env_steps_before_and_after_a_stop_are_not_compared():

@@ -29,13 +29,15 @@ class RewardFeed:
     For a target per trajectory, trajectories that begin in the same state are a group. So they are
     for a target per step, if the target times their length is at most 2 nats. Longer trajectories
     cannot show their KL: there a step's reward is compared with those of its block of 16
-    neighbouring steps, as if the policy could choose only that.
+    neighbouring steps, as if the policy could choose only that. Their mean length is taken over
+    those that have ended and, by what has come of them, those that are open.
     """
 
     def __init__(self):
         # Of the trajectories that batches left open, and of those of an env, (2, *B, *A, 1).
         self._stream, self._returns = OpenTrajectories(), cast(Tensor | None, None)
-        self._by_blocks: bool | None = None  # for a target per step; decided by the first batch
+        self._by_blocks: bool | None = None  # for a target per step; None: not known yet
+        self._n_steps, self._n_ended = 0, 0  # in the batches by which it is decided
         self._samples: list[Tensor] = []  # of env steps, (3, N) each, not given yet
         self._env_steps, self._first_block = 0, 0.0
         self.withheld = False  # whether the plan was made since `take_withheld`
@@ -87,10 +89,16 @@ class RewardFeed:
             return
         step = cast(TensorDictBase, tensordict.get("next"))
         done = td.find_done(step, done_key, named=done_named)
-        begins = _find_begins(tensordict, done, counts)  # (R, T, F)
+        ends = cast(Tensor, td.find_ends(step, done, rewards.shape))
+        begins = _find_begins(tensordict, ends, counts)  # (R, T, F)
         if per_step and self._by_blocks is None:
-            length = int(counts.sum()) / max(int(begins.sum()), 1)
-            self._by_blocks = controller.target * length > _NATS_SHOWN
+            self._n_steps += int(counts.sum())
+            n_ended = int((ends & counts).sum())
+            self._n_ended += n_ended
+            n_open = max(int(begins.sum()) - n_ended, 0)
+            length = self._n_steps / max(self._n_ended + n_open, 1)
+            if controller.target * length > _NATS_SHOWN:
+                self._by_blocks = True
         if per_step and self._by_blocks:
             blocks = _number_blocks(begins).reshape(rewards.shape)
             groups = blocks[counts] + self.first_new_group(controller)
@@ -101,6 +109,8 @@ class RewardFeed:
         values = torch.cat([rewards, log_ratios, numbers, torch.ones_like(rewards)], -1)
         sums = sum_trajectories(tensordict, values, mask, done, self._stream, observed=observed)
         reward, log_ratio, group, length = sums.finished.reshape(-1, 4).unbind(-1)
+        if len(reward):
+            self._by_blocks = False  # a plan is made of samples of one kind
         lengths = length if per_step else None
         self.give(controller, reward, log_ratios=log_ratio, groups=group, lengths=lengths)
 
@@ -148,11 +158,10 @@ class RewardFeed:
         self._returns = self._returns.masked_fill(over, 0.0)
 
 
-def _find_begins(tensordict: TensorDictBase, done_key: NestedKey, counts: Tensor) -> Tensor:
+def _find_begins(tensordict: TensorDictBase, ends: Tensor, counts: Tensor) -> Tensor:
     """True at the first step that counts of each row, and behind each end in it, (R, T, F)."""
-    step, n_steps = cast(TensorDictBase, tensordict.get("next")), tensordict.batch_size[-1]
-    n_rows = tensordict.batch_size[:-1].numel()
-    ends = cast(Tensor, td.find_ends(step, done_key, counts.shape)).reshape(n_rows, n_steps, -1)
+    n_steps, n_rows = tensordict.batch_size[-1], tensordict.batch_size[:-1].numel()
+    ends = ends.reshape(n_rows, n_steps, -1)
     begins = torch.ones_like(ends)
     begins[:, 1:] = ends[:, :-1]
     ids = tensordict.get(td.TRAJECTORY_KEY, None)
