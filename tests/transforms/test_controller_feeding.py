@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import cast
 
 import pytest
 import torch
@@ -161,6 +162,28 @@ def test_observing_a_penalized_batch_tells_what_penalizing_it_would_have_told(pe
         assert observing.observe(penalized) is None
         assert (penalized == before).all()
     assert one.calls == other.calls != []
+
+
+@pytest.mark.parametrize("per", ["trajectory", "step"])
+def test_observing_leaves_out_what_was_masked(per):
+    batch = play(WalkEnv((3,), longest=3), policy(), 7)
+    done = batch["next", "done"].squeeze(-1)
+    first = int(done[2].int().argmax()) + 1  # steps of the first trajectory of that row
+    batch["action_log_prob"][2, :first] = -math.inf
+    batch["action_log_prob"][0, 3] = math.nan
+    batch["next", "reward"][1, 4] = math.inf
+    penalizing, observing = (
+        KLConstrainedTransform(
+            policy(), SpyController(per=per), reference=make_actor(seed=1), on_invalid="mask"
+        )
+        for _ in range(2)
+    )
+    with pytest.warns(UserWarning, match="got invalid numbers: 'action_log_prob' has"):
+        penalized = penalizing(batch)
+    observing.observe(penalized)
+    ((kl, count),) = cast(SpyController, penalizing.controller).calls
+    assert cast(SpyController, observing.controller).calls == [(kl, count)]
+    assert count == (21 - first - 2 if per == "step" else int(done.sum()) - 1)
 
 
 def test_observing_what_was_not_measured_is_an_error():

@@ -182,8 +182,8 @@ class ControllerFeed(nn.Module):
             warnings.warn(
                 f"the KL controller has planned no coefficient for {_PATIENCE[what]:,} {what}: it "
                 f"plans from the rewards of {unit}, {len(plan.samples)} came, and {plan.reason}. "
-                f"The coefficient stays {self.controller.coeff.item():.4g}. Collect longer batches, "
-                'use a controller with per="step", or pass a number as `init_coeff`.',
+                f"The coefficient stays {self.controller.coeff.item():.4g}. Collect longer batches,"
+                ' use a controller with per="step", or pass a number as `init_coeff`.',
                 stacklevel=2,
             )
             return

@@ -193,9 +193,22 @@ class PenaltyTransform(KLTransform):
         if measured is None:
             measured = td.get_required(next_tensordict, self.keys.kl, NO_KL)
         kl = next_tensordict.get(self.keys.kl, measured)
-        step = KLStep(None, kl, tensordict.get(td.MASK_KEY, None), kl=kl, estimate=measured)
+        mask, valid = tensordict.get(td.MASK_KEY, None), self._kept_elsewhere(tensordict, kl)
+        step = KLStep(None, kl, mask, kl=kl, estimate=measured, valid=valid)
         self._plan_batch(tensordict, next_tensordict.get(self.keys.task_reward, None), step)
         self._feed_batch(tensordict, step, stream, trace=True)
+
+    def _kept_elsewhere(self, tensordict: TensorDictBase, kl: Tensor) -> Tensor | None:
+        """True where a worker has not left out the step, (*B); None if its log-probs are unknown.
+
+        A step that it has left out has a KL of 0, in spite of its log-probs.
+        """
+        log_prob = self.keys.recorded.read(tensordict)
+        ref_log_prob = tensordict.get("next").get(self.keys.ref_log_prob, None)
+        if not self.guard.masks or log_prob is None or ref_log_prob is None:
+            return None
+        unlike = (log_prob != ref_log_prob).reshape(*tensordict.batch_size, -1).any(-1)
+        return ~unlike | (kl != 0).reshape(*tensordict.batch_size, -1).any(-1)
 
     def _plan_batch(self, tensordict: TensorDictBase, reward: Tensor | None, step: KLStep) -> None:
         """Gives the task reward of a batch, (*B, *A, 1), to a controller that plans from it."""
