@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.controllers.planning import SAME, collect, controller, texts, totals
-from tests.helpers import make_actor
+from tests.helpers import WalkEnv, make_actor, play, policy, with_transforms, without_kl
 from torchrl_kl import (
     GPT,
     ExponentialKLController,
@@ -104,7 +104,7 @@ def test_env_steps_before_and_after_a_stop_are_not_compared():
     for _ in range(2):
         feed = RewardFeed()  # which is not saved
         for _ in range(20):
-            feed.add_env_step(learner, ones, 0 * ones, ones.bool(), needed=80)
+            feed.add_env_step(learner, ones, 0 * ones, None, needed=80)
     plan = learner.plan
     assert plan is not None
     # Four envs; blocks of 16 steps and of the 4 steps that are left, twice.
@@ -145,6 +145,39 @@ def test_a_trajectory_begins_where_it_counts(actor):
     together = pooled.add(rewards).solve()
     assert together is not None
     assert together.coeff > 3 * made.coeff  # what differs between prompts would count
+
+
+class Touchy(torch.nn.Module):
+    """A network that is NaN in some states."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, observation):
+        return torch.where(observation[..., :1] > 1.0, torch.nan, self.net(observation))
+
+
+@pytest.mark.filterwarnings("ignore:KLConstrainedTransform got invalid numbers:UserWarning")
+@pytest.mark.parametrize("case", ["a step is masked", "frozen for a step"])
+def test_a_trajectory_has_the_same_reward_in_an_env_and_in_a_batch(case):
+    def stack() -> KLConstrainedTransform:
+        reference = make_actor(seed=1)
+        if case == "a step is masked":
+            reference[0].module = Touchy(reference[0].module)
+        options: Any = {"reference": reference, "on_invalid": "mask", "update_every": 1}
+        return KLConstrainedTransform(policy(), controller(), **options)
+
+    in_env, on_batch = stack(), stack()
+    frozen = case == "frozen for a step"  # the first one, with which no trajectory ends
+    env = with_transforms(WalkEnv((3,)), in_env.freeze() if frozen else in_env)
+    batch = play(env, policy(), 9, callback=lambda *_: in_env.unfreeze())
+    assert (batch["next", "kl"] == 0).any() == (case == "a step is masked")
+    on_batch(without_kl(batch))
+    sums = [plan_of(one).samples[:, :2] for one in (in_env, on_batch)]
+    assert len(sums[0]) > 3
+    first, second = (one[one[:, 0].argsort()] for one in sums)
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-5)  # sums of four float32 numbers
 
 
 def test_a_shuffled_batch_plans_nothing(actor):

@@ -120,12 +120,15 @@ class RewardFeed:
         reward: Tensor,
         log_ratio: Tensor,
         counts: Tensor | None,
+        *,
+        told: bool = True,
         needed: int,
     ) -> None:
         """Gives the rewards of env steps, (*B, *A, 1), in portions of `needed` samples.
 
-        `counts`: True where a trajectory has finished; where a step counts, for a target per step.
-        In an env all trajectories are pooled, and steps are compared in blocks.
+        `counts`: True where a trajectory has finished; where a step counts, for a target per step;
+        None: everywhere. `told`: whether any does. In an env all trajectories are pooled, and steps
+        are compared in blocks.
         """
         sums = torch.stack([reward, log_ratio.to(reward)]).detach().double()
         number = torch.full_like(sums[:1], torch.nan)
@@ -141,9 +144,10 @@ class RewardFeed:
             if self._returns is not None and self._returns.shape == sums.shape:
                 sums = sums + self._returns
             self._returns = sums
-        if counts is not None:
-            counts = td.expand_right(counts, reward.shape)
-            self._samples.append(torch.cat([sums, number])[:, counts])
+        if told:
+            everywhere = torch.ones_like(reward, dtype=torch.bool)
+            counts = everywhere if counts is None else td.expand_right(counts, reward.shape)
+            self._samples.append(torch.cat([sums, number])[:, counts])  # (3, N)
         if sum(one.shape[1] for one in self._samples) >= needed:
             rewards, log_ratios, groups = torch.cat(self._samples, 1)
             self._samples = []

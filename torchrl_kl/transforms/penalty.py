@@ -130,23 +130,29 @@ class PenaltyTransform(KLTransform):
         episode_kl = td.get_required(tensordict, self.keys.episode_kl, _NO_SUM) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
         self._rows.add(episode_kl, step.counted, step.valid)
-        if self.frozen:
+        if self.frozen and not self.controller.planning:
             return step
-        drawn = step.counted is True or bool(torch.as_tensor(step.counted).all())
-        per_step = self.controller.per == "step"
-        ended = None if per_step else self._find_finished(tensordict, next_tensordict, step)
-        if self.controller.planning:
-            reward = next_tensordict.get(self.keys.task_reward)
-            everywhere = torch.ones_like(reward, dtype=torch.bool) if drawn else None
-            counts = everywhere if step.counting is None or not drawn else step.counting
-            counts = counts if per_step else ended
-            about = (reward, cast(Tensor, step.kl), counts, self.feed.needed(True))
-            self.feed.rewards.add_env_step(self.controller, *about)
-        if per_step:
-            self.feed.pool(measured if drawn else None, step.counting, in_env=True)
+        if self.controller.per == "step":
+            values, counts = measured, step.counting
+            told = step.counted is True or bool(torch.as_tensor(step.counted).all())
         else:
-            self.feed.pool(None if ended is None else episode_kl[ended], in_env=True)
+            values, counts = episode_kl, self._find_finished(tensordict, next_tensordict, step)
+            told = counts is not None
+        told = told and not self.frozen
+        if self.controller.planning:
+            self._plan_env_step(reward, step, counts, told)
+        if not self.frozen:
+            self.feed.pool(values if told else None, counts, in_env=True)
         return step
+
+    def _plan_env_step(
+        self, reward: Tensor, step: KLStep, counts: Tensor | None, told: bool
+    ) -> None:
+        if step.counting is not None:
+            reward = torch.where(td.expand_right(step.counting, reward.shape), reward, 0.0)
+        samples = (reward, cast(Tensor, step.kl), counts)
+        needed = self.feed.needed(in_env=True)
+        self.feed.rewards.add_env_step(self.controller, *samples, told=told, needed=needed)
 
     def _find_finished(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
