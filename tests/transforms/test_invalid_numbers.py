@@ -344,6 +344,20 @@ class TestLoss:
         with pytest.raises(ValueError, match="KLPenaltyLoss got invalid numbers: 'loss_kl' has"):
             loss(batch)
 
+    @pytest.mark.parametrize(
+        ("gradient", "weights"),
+        [("step", "trajectory"), ("sequence", "trajectory"), ("sequence", "step")],
+    )
+    def test_weights_that_overflow_where_another_step_is_invalid(self, gradient: Any, weights: Any):
+        options: Any = {"gradient": gradient, "weights": weights, "reference": make_actor()}
+        actor, batch = policy(), batch_of("log-prob")
+        batch["action_log_prob"][1] = -100.0
+        with pytest.warns(UserWarning, match="'action_log_prob' has"):
+            loss = KLPenaltyLoss(actor, 0.1, on_invalid="mask", **options)(batch)["loss_kl"]
+        grads = torch.autograd.grad(loss, list(actor.parameters()))
+        assert all(each.isfinite().all() for each in (loss, *grads))
+        assert loss != 0
+
     def test_the_controller_keeps_its_state(self):
         controller = SpyController(per="step")
         loss = KLPenaltyLoss(policy(), controller, gradient="k2", reference=make_actor())

@@ -275,8 +275,7 @@ class KLPenaltyLoss(LossModule):
         if log_ratio.shape != reward.shape:
             raise ValueError(
                 f"the reward must have the shape {tuple(log_ratio.shape)} of the log-prob of the "
-                f"actions and a trailing 1, got {tuple(reward.shape)}: pass a number as "
-                "`init_coeff`."
+                f"actions and a trailing 1, got {tuple(reward.shape)}: give `init_coeff` a number."
             )
         covered = expand_right(mask, reward.shape)
         reward, log_ratio = (torch.where(covered, one, 0.0) for one in (reward, log_ratio))
@@ -313,10 +312,14 @@ class KLPenaltyLoss(LossModule):
         mask = self._mask(tensordict)
         steps = self._steps(tensordict, mask)
         value, kl = steps.terms(self.gradient, self.weights)
-        if not seem_valid((value, kl)):
-            mask = self._valid(tensordict, steps, mask, value, kl)
-            # Again, and not by `where`: a gradient of 0 times NaN would be NaN.
-            value, kl = self._steps(tensordict, mask).terms(self.gradient, self.weights)
+        while not seem_valid((value, kl)):
+            valid = self._valid(tensordict, steps, mask, value, kl)
+            if valid.all() if mask is None else valid.equal(mask):
+                break  # they are valid, but many or large
+            # Again, and not by `where`: a gradient of 0 times NaN would be NaN. Without the steps
+            # that are invalid by themselves, weights of others may still overflow.
+            mask, steps = valid, self._steps(tensordict, valid)
+            value, kl = steps.terms(self.gradient, self.weights)
         # With agents they are sums over them, as for one actor with all their actions.
         action_key, batch_size = self.tensor_keys.action, tensordict.batch_size
         n_agents = holder_batch_size(tensordict, action_key)[len(batch_size) :].numel()
