@@ -270,8 +270,7 @@ class KLPenaltyLoss(LossModule):
         action = get_required(tensordict, action_key, "name it with `set_keys`.")
         # (*B) or, with agents, (*B, *A); a reward has one more dimension.
         log_ratio = policy.log_prob(action).detach() - reference.log_prob(action)
-        acting = holder_batch_size(tensordict, action_key)
-        log_ratio = sum_action_dims(log_ratio, acting).unsqueeze(-1)
+        log_ratio = sum_action_dims(log_ratio, holder_batch_size(tensordict, action_key))[..., None]
         if log_ratio.shape != reward.shape:
             raise ValueError(
                 f"the reward must have the shape {tuple(log_ratio.shape)} of the log-prob of the "
