@@ -89,6 +89,21 @@ def test_long_trajectories_in_short_rows_are_planned_by_blocks():
     assert transform.controller.coeff.item() == pytest.approx(made.coeff, **SAME)
 
 
+def test_pieces_of_trajectories_are_grouped_by_where_they_began(actor):
+    prompts = torch.randint(10, (30, 4), generator=torch.Generator().manual_seed(0))
+    batch = collect(actor, 480, prompts.repeat_interleave(16, 0))
+    batch["next", "reward"][:, -1] += 5 * batch["tokens"][:, 0, :1]
+    batch["collector", "traj_ids"] = torch.arange(480)[:, None].expand(-1, 4).clone()
+    whole, parts = (KLConstrainedTransform(actor, controller()) for _ in range(2))
+    whole(batch)
+    expected = coeff_for_budget(totals(batch).view(30, 16), 0.3)
+    assert whole.controller.coeff.item() == pytest.approx(expected, **SAME)
+    for piece in (batch[:, :1], batch[:, 1:3], batch[:, 3:]):
+        assert parts.controller.planning
+        parts(piece)
+    assert parts.controller.coeff.item() == pytest.approx(expected, **SAME)
+
+
 def test_short_trajectories_in_pieces_are_planned_whole(actor):
     batch, parts = collect(actor, 200), KLConstrainedTransform(actor, controller(0.1, per="step"))
     batch["collector", "traj_ids"] = torch.arange(200)[:, None].expand(-1, 4).clone()
@@ -266,7 +281,7 @@ class TestLoss:
 
     def expected(self, batch: Any, counts: torch.Tensor) -> float:
         rewards = batch["next", "reward"].squeeze(-1)
-        blocks = 2 * torch.arange(2)[:, None] + torch.arange(30) // 16
+        blocks = 2 * torch.arange(2)[:, None] + (counts.long().cumsum(1) - 1) // 16
         plan = RewardPlan(0.5).add(rewards[counts], groups=blocks[counts]).solve()
         assert plan is not None
         return plan.coeff

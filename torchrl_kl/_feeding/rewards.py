@@ -29,15 +29,14 @@ class RewardFeed:
     For a target per trajectory, trajectories that begin in the same state are a group. So they are
     for a target per step, if the target times their length is at most 2 nats. Longer trajectories
     cannot show their KL: there a step's reward is compared with those of its block of 16
-    neighbouring steps, as if the policy could choose only that. Their mean length is taken over
-    those that have ended and, by what has come of them, those that are open.
+    neighbouring steps, as if the policy could choose only that. Their mean length is that of those
+    that end in a batch or are left open by it, as far as they have come.
     """
 
     def __init__(self):
         # Of the trajectories that batches left open, and of those of an env, (2, *B, *A, 1).
         self._stream, self._returns = OpenTrajectories(), cast(Tensor | None, None)
         self._by_blocks: bool | None = None  # for a target per step; None: not known yet
-        self._n_steps, self._n_ended = 0, 0  # in the batches by which it is decided
         self._samples: list[Tensor] = []  # of env steps, (3, N) each, not given yet
         self._env_steps, self._first_block = 0, 0.0
         self.withheld = False  # whether the plan was made since `take_withheld`
@@ -77,7 +76,7 @@ class RewardFeed:
         The rest is as for `ControllerFeed.add_batch`. Without a time dimension there is nothing to
         compare: steps are pooled, and trajectories cannot be told.
         """
-        if not controller.planning:
+        if not (controller.planning and rewards.numel()):
             return
         per_step = controller.per == "step"
         rewards, log_ratios = rewards.detach().double(), log_ratios.detach().double()
@@ -89,25 +88,26 @@ class RewardFeed:
             return
         step = cast(TensorDictBase, tensordict.get("next"))
         done = td.find_done(step, done_key, named=done_named)
-        ends = cast(Tensor, td.find_ends(step, done, rewards.shape))
-        begins = _find_begins(tensordict, ends, counts)  # (R, T, F)
+        # (*B, *A, 4): what is added up along a trajectory; the third one tells where it began.
+        zeros, ones = torch.zeros_like(rewards), torch.ones_like(rewards)
+        values = torch.cat([rewards, log_ratios, zeros, ones], -1)
+        stream = self._stream.copy()
+        sums = sum_trajectories(tensordict, values, mask, done, stream, observed=observed)
+        n_counted = sums.running[..., 3:]  # of the trajectory of each step, up to it
         if per_step and self._by_blocks is None:
-            self._n_steps += int(counts.sum())
-            n_ended = int((ends & counts).sum())
-            self._n_ended += n_ended
-            n_open = max(int(begins.sum()) - n_ended, 0)
-            length = self._n_steps / max(self._n_ended + n_open, 1)
-            if controller.target * length > _NATS_SHOWN:
-                self._by_blocks = True
+            last = cast(Tensor, td.find_ends(step, done, rewards.shape)).clone()
+            last.select(tensordict.batch_dims - 1, -1).fill_(True)
+            lengths = n_counted[last & (n_counted > 0)]
+            self._by_blocks = controller.target * lengths.mean().item() > _NATS_SHOWN or None
         if per_step and self._by_blocks:
-            blocks = _number_blocks(begins).reshape(rewards.shape)
+            blocks = _number_blocks(n_counted, counts, tensordict.batch_size)
             groups = blocks[counts] + self.first_new_group(controller)
             self.give(controller, rewards[counts], log_ratios=log_ratios[counts], groups=groups)
             return
-        numbers = _number_states(tensordict, begins, observed).reshape(rewards.shape)
-        # (*B, *A, 4): what is added up along a trajectory.
-        values = torch.cat([rewards, log_ratios, numbers, torch.ones_like(rewards)], -1)
-        sums = sum_trajectories(tensordict, values, mask, done, self._stream, observed=observed)
+        values[..., 2:3] = _number_states(tensordict, counts & (n_counted == 1), observed)
+        sums = sum_trajectories(
+            tensordict, values, mask, done, self._stream, observed=observed, check_order=False
+        )
         reward, log_ratio, group, length = sums.finished.reshape(-1, 4).unbind(-1)
         if len(reward):
             self._by_blocks = False  # a plan is made of samples of one kind
@@ -162,40 +162,34 @@ class RewardFeed:
         self._returns = self._returns.masked_fill(over, 0.0)
 
 
-def _find_begins(tensordict: TensorDictBase, ends: Tensor, counts: Tensor) -> Tensor:
-    """True at the first step that counts of each row, and behind each end in it, (R, T, F)."""
-    n_steps, n_rows = tensordict.batch_size[-1], tensordict.batch_size[:-1].numel()
-    ends = ends.reshape(n_rows, n_steps, -1)
-    begins = torch.ones_like(ends)
-    begins[:, 1:] = ends[:, :-1]
-    ids = tensordict.get(td.TRAJECTORY_KEY, None)
-    if ids is not None:
-        ids = ids.reshape(n_rows, n_steps, 1).to(ends.device)
-        begins[:, 1:] |= ids[:, 1:] != ids[:, :-1]
-    counts = counts.reshape(begins.shape)
-    n_counted = counts.long().cumsum(1)
-    # How many steps of the row have counted before the trajectory of each step.
-    n_before = torch.where(begins, n_counted - counts.long(), -1).cummax(1).values
-    return counts & (n_counted == n_before + 1)
+def _number_blocks(n_counted: Tensor, counts: Tensor, batch_size: torch.Size) -> Tensor:
+    """A number for each block of neighbouring steps of one trajectory, (*B, *A, 1)."""
+    starts = (counts & ((n_counted - 1) % _BLOCK == 0)).reshape(*_rows(batch_size), -1)
+    starts[:, 0] = True
+    # Row by row: (R, T, F) -> (R, F, T).
+    numbers = starts.transpose(1, 2).flatten().cumsum(0).view(starts.transpose(1, 2).shape)
+    return numbers.transpose(1, 2).reshape(counts.shape).double()
 
 
-def _number_blocks(begins: Tensor) -> Tensor:
-    """A number for each block of neighbouring steps of one trajectory, (R, T, F)."""
-    starts = begins.transpose(1, 2).clone()  # (R, F, T)
-    starts[..., ::_BLOCK] = True
-    return starts.flatten().cumsum(0).view(starts.shape).transpose(1, 2).double()
+def _rows(batch_size: torch.Size) -> tuple[int, int]:
+    """Rows R and steps T of a batch (*B) whose last dimension is time."""
+    return batch_size[:-1].numel(), batch_size[-1]
 
 
 def _number_states(
     tensordict: TensorDictBase, begins: Tensor, observed: Iterable[NestedKey] | None
 ) -> Tensor:
-    """Numbers of the states at first steps, 0 elsewhere, so that a sum tells them, (R, T, F)."""
-    n_rows, n_steps, _ = begins.shape
+    """Numbers of the states where trajectories begin, 0 elsewhere, so that a sum tells them."""
+    # `begins` and the result: (*B, *A, 1).
+    n_rows, n_steps = _rows(tensordict.batch_size)
     numbers = torch.zeros(n_rows * n_steps, dtype=torch.float64)
-    places = begins.any(-1).reshape(-1).nonzero().squeeze(-1).cpu()
+    places = begins.reshape(n_rows * n_steps, -1).any(-1).nonzero().squeeze(-1).cpu()
     states = digests(tensordict, state_keys(tensordict, observed), tensordict.batch_dims, places)
     for place, state in zip(places.tolist(), states, strict=True):
-        # 48 bits, so that the sum of a few is exact in float64. Steps without any state differ.
+        # 48 bits, which float64 holds exactly. Steps without any state differ.
         number = hashlib.blake2b(state or str(place).encode(), digest_size=6).digest()
         numbers[place] = int.from_bytes(number, "big")
-    return numbers.view(n_rows, n_steps, 1).to(begins.device) * begins
+    return (
+        td.expand_right(numbers.to(begins.device).view(tensordict.batch_size), begins.shape)
+        * begins
+    )

@@ -213,8 +213,12 @@ class PenaltyTransform(KLTransform):
         ref_log_prob = tensordict.get("next").get(self.keys.ref_log_prob, None)
         if not self.guard.masks or log_prob is None or ref_log_prob is None:
             return None
-        unlike = (log_prob != ref_log_prob).reshape(*tensordict.batch_size, -1).any(-1)
-        return ~unlike | (kl != 0).reshape(*tensordict.batch_size, -1).any(-1)
+        # (*B, *A), and (*B, *A, 1) or (*B, 1): both to (*B).
+        unlike, some = (
+            flags.unsqueeze(-1).flatten(tensordict.batch_dims).any(-1)
+            for flags in (log_prob != ref_log_prob, kl != 0)
+        )
+        return ~unlike | some
 
     def _plan_batch(self, tensordict: TensorDictBase, reward: Tensor | None, step: KLStep) -> None:
         """Gives the task reward of a batch, (*B, *A, 1), to a controller that plans from it."""
