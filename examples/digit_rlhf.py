@@ -56,8 +56,8 @@ from running import (
     Run,
     Share,
     Workers,
-    once,
     open_folder,
+    part,
     read_options,
     stops_cleanly,
     write_json,
@@ -252,11 +252,6 @@ def train(name: str, rows: dict[str, int], options: Options) -> dict:
     policy, run = job.load("language_model"), Run(name, options, rows[name])
     train_policy(run, policy, controller, reward_fn, n_batches, language, job.prompts, options)
     return {"curves": run.curves}
-
-
-def part(name: str, make: Callable[..., dict], *args) -> dict:
-    """The result of a part of the job, from its file if it is there."""
-    return once(args[-1].out / name / "result.json", lambda: make(*args))
 
 
 def announce(options: Options, what: str, texts: int, *parts: str, processes: int = 1) -> None:

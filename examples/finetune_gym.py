@@ -25,7 +25,6 @@ first three of the final policies, measured anew):
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -42,8 +41,8 @@ from running import (
     Run,
     Share,
     Workers,
-    once,
     open_folder,
+    part,
     read_options,
     replacing,
     stops_cleanly,
@@ -282,11 +281,6 @@ def print_table(figures: dict[str, list[dict[str, float]]]) -> None:
             cells.append(f"{mean(values):.{digits}f} ± {spread:.{digits}f}")
         title = name.replace("_", " ")
         print(f"{title:<12}{cells[0]:>16}{cells[1]:>18}{cells[2]:>22}")
-
-
-def part(name: str, make: Callable[..., dict], *args: Any) -> dict:
-    """The result of a run, from its file if it is there."""
-    return once(args[-1].out / name / "result.json", lambda: make(*args))
 
 
 def do_all(options: Options) -> dict[str, list[dict]]:

@@ -23,7 +23,6 @@ Glossary of the metrics (in log/<run>, one value per batch of responses):
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from movie_reviews_text import (
     split_reviews,
     train_language_model,
 )
-from running import Run, Workers, once, open_folder, read_options, replacing, stops_cleanly
+from running import Run, Workers, open_folder, part, read_options, replacing, stops_cleanly
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -167,11 +166,6 @@ def train(name: str, row: int, options: Options) -> dict:
         run.log(step, "proxy {proxy:+.2f}, gold {gold:+.2f}, KL {kl:.2f} nats", **metrics)
     measure = KLConstrainedTransform(ppo.actor, 0.0, reference=ppo.stack.reference)
     return {"curves": run.curves} | evaluate(base, ppo.actor, measure, options)
-
-
-def part(name: str, make: Callable[..., dict], *args: Any) -> dict:
-    """The result of a stage or a run, from its file if it is there."""
-    return once(args[-1].out / name / "result.json", lambda: make(*args))
 
 
 def do_all(options: Options) -> tuple[dict[str, dict], dict[str, dict]]:

@@ -171,6 +171,11 @@ def once(file: Path, make: Callable[[], dict]) -> dict:
     return json.loads(file.read_text())
 
 
+def part(name: str, make: Callable[..., dict], *args: Any) -> dict:
+    """The result of a part of a job, as `once` makes it; its options are the last argument."""
+    return once(args[-1].out / name / "result.json", lambda: make(*args))
+
+
 class Stopped(KeyboardInterrupt):
     """Ctrl-C, once the step in progress was done and saved."""
 

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
 from tests.scripts import lanes, load, run_command, run_here
-from torchrl_kl import GPT
+from torchrl_kl import GPT, PlannedKLController
 from torchrl_kl.envs import DigitLanguage
 
 TINY_MODEL = "--threads 1 --lm-iterations 2 --lm-batch 16 --heldout-prompts 2 --exact-prompts 1"
@@ -19,7 +19,7 @@ TINY_PPO = "--ppo-responses 16 --ppo-minibatch 16"
 
 gym_run = lanes(
     "examples/finetune_gym.py",
-    f"{TINY_GYM} --batches 2 --processes 1",
+    f"{TINY_GYM} --batches 3 --processes 1",
 )
 
 
@@ -53,8 +53,41 @@ class TestFinetuneGym:
         assert curve("no_penalty_0", "coeff") == [0.0] * n_batches
         assert curve("constant_0", "coeff") == pytest.approx([0.1] * n_batches)
         adaptive = curve("adaptive_0", "coeff")
-        assert min(adaptive) > 0  # planned from the first rewards
+        # Planned from the first rewards, whose KL is left out; moved by the KL of the second batch.
+        assert 0 < adaptive[0] == adaptive[1] != adaptive[2]
         assert (gym_run.out / "finetune_gym.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_the_coefficient_is_planned_then_follows_the_kl(self, gym_script, tmp_path):
+        batches = []
+
+        class Recorded(gym_script.KLConstrainedTransform):
+            def forward(self, tensordict):
+                batches.append(super().forward(tensordict))
+                return batches[-1]
+
+        n_envs, n_batches, target = 2, 3, 0.3
+        options = gym_script.Options(
+            out=tmp_path, envs=n_envs, batches=n_batches, epochs=1, imitation_updates=2
+        )
+        gym_script.imitate(0, options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gym_script, "KLConstrainedTransform", Recorded)
+            curves = gym_script.finetune("adaptive", 0, 0, options)["curves"]
+
+        # Neighbouring steps are compared, 16 at a time; an episode has 200.
+        blocks = torch.arange(n_envs)[:, None] * 200 + torch.arange(200) // 16
+        controller = PlannedKLController(target, per="step")
+        rewards = batches[0]["next", "task_reward"].flatten()
+        expected = [controller.observe_rewards(rewards, groups=blocks.flatten())]
+        for batch in batches[1:]:
+            expected.append(controller.coeff.item())
+            kl = batch["next", "kl"].flatten().double()
+            error = (kl.std() / len(kl) ** 0.5).item()
+            controller.update(kl.mean().item(), len(kl), standard_error=error)
+        assert len(batches) == n_batches
+        coeffs = [value for _, value in curves["coeff"]]
+        assert coeffs == pytest.approx(expected, rel=1e-5)  # they are logged in float32
+        assert coeffs[2] != pytest.approx(coeffs[1], rel=1e-3)
 
     def test_the_last_thing_printed_is_the_table(self, gym_run):
         printed = gym_run.printed

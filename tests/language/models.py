@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
+from torchrl.modules import set_recurrent_mode
+from torchrl.objectives.value import GAE
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -16,9 +19,12 @@ from transformers import (
 )
 
 from tests.gpt_helpers import sharp
-from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic
+from torchrl_kl import KLConstrainedTransform
+from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic, sample_responses
 
 KINDS = ["gpt", "gpt2", "llama", "llama-eager", "qwen2"]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+PAD, EOS, T = 0, 3, 8  # of sampled responses: two tokens, and the most steps
 VOCAB, LENGTH = 11, 20  # those of DigitLanguageEnv; the longest text
 N_LAYER, N_HEAD, N_KEY_HEAD, WIDTH = 2, 4, 2, 32
 SIZES: dict[str, Any] = {
@@ -136,3 +142,28 @@ def cache_of(actor: Any) -> Any:
 def cached_bytes(actor: Any) -> int:
     """Of all keys and values."""
     return sum(texts.n_bytes for texts in cache_of(actor)._sets.values())
+
+
+def equal(n: int = 6) -> torch.Tensor:
+    return random_texts(n)[:, :4]
+
+
+def ragged(n: int = 6) -> list[torch.Tensor]:
+    return [row[: 1 + i % 5] for i, row in enumerate(random_texts(n))]
+
+
+def sample(actor: Any, prompts: Any = None, **kwargs) -> Any:
+    kwargs = {"pad_token": PAD, "eos_token": EOS, "generator": seeded(), **kwargs}
+    return sample_responses(actor, equal() if prompts is None else prompts, T, **kwargs)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def scored(actor: Any, critic: Any, reference: Any, prompts: Any) -> Any:
+    batch = sample(actor, prompts, reward_fn=lambda texts: (texts == 5).sum(1).float())
+    batch = KLConstrainedTransform(actor, 0.1, reference=reference)(batch)
+    with torch.no_grad(), set_recurrent_mode(True):
+        GAE(gamma=1.0, lmbda=0.95, value_network=critic, deactivate_vmap=True)(batch)
+    return batch

@@ -13,13 +13,10 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import Compose, InitTracker, StepCounter
 from torchrl.envs.llm import ChatEnv
 
-from tests.language.chats import QUESTIONS, make_model, make_tokenizer, make_wrapper
+from tests.language.chats import DEPRECATED, QUESTIONS, make_model, make_tokenizer, make_wrapper
 from torchrl_kl import AdaptiveKLController, ResponseKLTransform
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
-]
+pytestmark = DEPRECATED
 
 
 def collate(items: list[str]) -> TensorDict:

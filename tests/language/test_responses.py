@@ -1,4 +1,4 @@
-"""`as_steps` and ResponseKLTransform on batches of TorchRL's LLM API, against models' logits."""
+"""ResponseKLTransform against the logits of models: KL, rewards, references, wrong uses."""
 
 import copy
 import pickle
@@ -7,24 +7,21 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tensordict import TensorDict, lazy_stack, set_list_to_stack
+from tensordict import TensorDict, lazy_stack
 from torch.testing import assert_close
-from torch.utils.data import DataLoader
-from torchrl.collectors.llm import LLMCollector
-from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import Compose, InitTracker, StepCounter
-from torchrl.envs.llm import ChatEnv
 
 from tests.language.chats import (
+    COEFF,
+    DEPRECATED,
     MODELS,
     MODES,
     QUESTIONS,
     make_dialogs,
-    make_env,
     make_model,
     make_tokenizer,
     make_wrapper,
     rows_of,
+    rows_of_log_probs,
     sample_chats,
 )
 from torchrl_kl import (
@@ -33,29 +30,11 @@ from torchrl_kl import (
     CausalLMActor,
     ConstantKLController,
     KLConstrainedTransform,
-    KLDivergenceTransform,
-    KLPenaltyLoss,
-    ReferenceModelLogProbTransform,
     ResponseKLTransform,
     as_steps,
-    sample_responses,
 )
 
-COEFF = 0.3
-
-pytestmark = [
-    # TorchRL 0.14.1 calls cross_entropy with arguments that are deprecated, PEFT 0.21 transformers.
-    pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _lists():
-    with set_list_to_stack(True):
-        torch.manual_seed(0)
-        yield
+pytestmark = [pytest.mark.usefixtures("lists_are_stacked"), *DEPRECATED]
 
 
 def expected_kl(model, reference, text, places, temperature=1.0):
@@ -257,219 +236,6 @@ class TestReward:
         assert result["kl"].tolist() == [[0.0], [0.0]]
         assert result["reward"].tolist() == [[1.0], [2.0]]
         assert transform.statistics.count == 1
-
-
-def rows_of_log_probs(actor, steps):
-    with torch.no_grad():
-        dist = actor.get_dist(steps.select("tokens", "position").contiguous())
-        return dist.log_prob(steps["action"])
-
-
-class TestSteps:
-    def test_layout_is_that_of_sample_responses(self):
-        actor = CausalLMActor(GPT(vocab_size=11, block_size=12))
-        prompts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
-        expected = sample_responses(
-            *(actor, prompts, 5),
-            pad_token=10,
-            eos_token=7,
-            reward_fn=lambda texts: texts.float().mean(-1),
-        )
-        texts, mask = expected["tokens"][:, 0], expected["collector", "mask"]
-        tokens = [
-            TensorDict(full=text[: len(prompt) + int(n)], prompt=prompt)
-            for text, prompt, n in zip(texts, prompts, mask.sum(1), strict=True)
-        ]
-        batch = TensorDict(tokens=lazy_stack(tokens), batch_size=2)
-        batch["next"] = TensorDict(reward=expected["next", "reward"].sum(1), batch_size=2)
-        steps = as_steps(batch, pad_token=10, eos_token=7)
-        assert steps.names == expected.names
-        n_steps, width = steps.shape[1], steps["tokens"].shape[-1]
-        assert steps["tokens"].stride(1) == 0
-        for key in expected.keys(True, True):
-            if key == "action_log_prob":
-                continue
-            value, other = steps[key], expected[key][:, :n_steps]
-            if "tokens" in (key, key[-1]):
-                other = other[..., :width]
-            where = steps["collector", "mask"]
-            assert value.dtype == other.dtype
-            assert value[where].equal(other[where]), key
-
-    def test_turns_of_a_dialog_follow_one_another(self):
-        batch = make_dialogs(make_tokenizer())
-        steps = as_steps(batch, pad_token=0)
-        mask, position = steps["collector", "mask"], steps["position"]
-        masks = rows_of(batch, "masks", "all_assistant_mask")
-        for i, one in enumerate(masks):
-            assert position[i][mask[i]].equal(one.nonzero()[:, 0])
-        both = mask[:, 1:]
-        assert steps["next", "position"][:, :-1][both].equal(position[:, 1:][both])
-        assert steps["next", "done"].sum() == len(masks)
-
-    def test_prompt_and_mask_count_what_both_have(self):
-        batch = make_dialogs(make_tokenizer(), pad_output=False)
-        fulls = rows_of(batch, "tokens", "full")
-        masks = rows_of(batch, "masks", "all_assistant_mask")
-        ends = [40, 25]
-        for i, row in enumerate(fulls[1:2]):
-            tokens = TensorDict(full=row[None], prompt=row[None, : ends[i]], batch_size=1)
-            entry = TensorDict(all_assistant_mask=masks[1][None], batch_size=1)
-            steps = as_steps(TensorDict(tokens=tokens, masks=entry, batch_size=1), pad_token=0)
-            counted = masks[1].nonzero()[:, 0]
-            assert steps["position"].flatten().equal(counted[counted >= ends[i]])
-
-    def test_padding_without_a_mask_is_told_by_the_pad_token(self):
-        tokens = TensorDict(
-            full=torch.tensor([[0, 5, 7, 8, 0, 9, 0], [6, 5, 7, 8, 7, 9, 3]]),
-            prompt=torch.tensor([[0, 5], [6, 5]]),
-            batch_size=2,
-        )
-        steps = as_steps(TensorDict(tokens=tokens, batch_size=2), pad_token=0)
-        # A pad token inside a response was sampled.
-        assert steps["action"][0][steps["collector", "mask"][0]].tolist() == [7, 8, 0, 9]
-        assert steps["action"][1].tolist() == [7, 8, 7, 9, 3]
-        assert steps["position"][0, :4].tolist() == [1, 2, 3, 4]
-
-    @pytest.mark.parametrize("padded", [False, True])
-    def test_scored_log_probs_are_those_of_the_steps(self, padded):
-        tokenizer = make_tokenizer()
-        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
-        batch = sample_chats(model, tokenizer, pad_output=padded)
-        assert "action_log_prob" not in as_steps(batch, pad_token=0)
-        steps = as_steps(ResponseKLTransform(model, COEFF)(batch), pad_token=0)
-        actor, mask = CausalLMActor(model), steps["collector", "mask"]
-        expected = torch.where(mask, rows_of_log_probs(actor, steps), 0.0)
-        assert_close(steps["action_log_prob"], expected, atol=1e-5, rtol=0)
-        # The loss takes such steps, and its KL is that of the exact estimator.
-        other = CausalLMActor(reference)
-        loss = KLPenaltyLoss(actor, 1.0, gradient="sequence", reference=other)
-        exact = ResponseKLTransform(model, COEFF, reference=reference, estimator="exact")
-        total = exact(batch)["next", "kl_estimate"].sum() / mask.sum()
-        assert_close(loss(steps)["kl"], total, atol=1e-4, rtol=0)
-
-    def test_the_first_token_of_a_text_has_no_log_prob(self):
-        tokens = TensorDict(full=torch.tensor([[5, 6]]), prompt=torch.zeros(1, 0).long())
-        steps = as_steps(TensorDict(tokens=tokens, batch_size=1), pad_token=0)
-        assert steps["position"].tolist() == [[1]]
-
-
-class TestPlaces:
-    @pytest.mark.parametrize("mode", ["history", "text"])
-    @pytest.mark.parametrize("padded", [False, True])
-    @pytest.mark.parametrize("flat", [False, True])
-    def test_postproc_of_a_collector(self, mode, padded, flat):
-        tokenizer = make_tokenizer()
-        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
-        transform = ResponseKLTransform(model, COEFF, reference=reference)
-        seen = []
-
-        def postproc(batch):
-            batch["next", "reward"] = torch.ones(*batch.batch_size, 1, 1)
-            seen.append(batch)
-            return transform(batch)
-
-        collector = make_collector(
-            tokenizer, model, mode, postproc=postproc, flatten_data=flat, pad_output=padded
-        )
-        batch = next(iter(collector))
-        assert batch.batch_size == ((6,) if flat else (3, 2))
-        expected = transform(seen[0].reshape(-1))["next", "kl"]
-        assert_close(batch["next", "kl"].reshape(-1), expected.reshape(-1), atol=1e-5, rtol=0)
-        assert expected.abs().min() > 1e-3
-
-    def test_replay_buffer_scores_once_and_moves_the_controller(self):
-        tokenizer = make_tokenizer()
-        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
-        controller = AdaptiveKLController(COEFF, target=1.0, horizon=10)
-        transform = ResponseKLTransform(model, controller, reference=reference)
-        buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=4)
-        buffer.append_transform(transform, invert=True)
-        batch = sample_chats(model, tokenizer)
-        expected = ResponseKLTransform(model, COEFF, reference=reference)(batch)["next"]
-        buffer.extend(batch)
-        assert controller.coeff > COEFF
-        coeff = controller.coeff.item()
-        sample = buffer.sample()
-        assert controller.coeff == coeff
-        assert {float(v) for v in sample["next", "kl"].flatten()} <= {
-            float(v) for v in expected["kl"].flatten()
-        }
-
-    def test_parts_in_a_replay_buffer(self):
-        actor, other = (CausalLMActor(GPT(vocab_size=11, block_size=8)) for _ in range(2))
-        parts = (ReferenceModelLogProbTransform(other), KLDivergenceTransform())
-        steps = sample_responses(actor, torch.tensor([[1, 2, 3], [4, 5, 6]]), 4, pad_token=10)
-        buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=2)
-        for part in reversed(parts):  # a buffer inverts the last one first
-            buffer.append_transform(part, invert=True)
-        buffer.extend(steps)
-        expected = KLConstrainedTransform(actor, 0.1, reference=other)(steps)["next", "kl"]
-        assert buffer[:]["next", "kl"].equal(expected)
-
-    def test_stack_in_a_replay_buffer(self):
-        actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
-        controller = AdaptiveKLController(0.1, target=1.0, horizon=10)
-        stack = KLConstrainedTransform(actor, controller)
-        buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=2)
-        buffer.append_transform(stack, invert=True)
-        steps = sample_responses(actor, torch.tensor([[1, 2, 3], [4, 5, 6]]), 4, pad_token=10)
-        buffer.extend(steps)
-        assert controller.coeff < 0.1
-        assert not stack.training
-        assert buffer.sample()["next", "kl_coeff"].allclose(torch.tensor(0.1))
-
-    def test_envs_are_refused(self):
-        env = make_env(make_tokenizer())
-        with pytest.raises(RuntimeError, match=r"whole batches, not in an env: pass it as `LLMC"):
-            env.append_transform(ResponseKLTransform(GPT(vocab_size=11, block_size=8), 0.1))
-
-    def test_eval_and_freeze_stop_the_controller(self):
-        tokenizer = make_tokenizer()
-        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
-        batch = sample_chats(model, tokenizer)
-        controller = AdaptiveKLController(COEFF, target=1.0, horizon=10)
-        transform = ResponseKLTransform(model, controller, reference=reference)
-        for still in (transform.eval, transform.freeze):
-            still()
-            transform(batch)
-            assert controller.coeff == COEFF
-            transform.train()
-        transform.unfreeze()(batch)
-        assert controller.coeff > COEFF
-
-    @pytest.mark.parametrize("per", ["trajectory", "step"])
-    def test_controller_is_fed_responses_or_tokens(self, per):
-        tokenizer = make_tokenizer()
-        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
-        batch = sample_chats(model, tokenizer)
-        controller = AdaptiveKLController(COEFF, target=1.0, horizon=10_000, per=per)
-        options = {"reference": reference, "update_every": 10_000}
-        transform = ResponseKLTransform(model, controller, **options)
-        total = transform(batch)["next", "kl"].sum()
-        n_tokens = sum(map(len, rows_of(batch, "tokens", "response")))
-        statistics = transform.statistics
-        assert statistics.count == (3 if per == "trajectory" else n_tokens)
-        assert_close(float(statistics.mean * statistics.count), float(total), atol=1e-4, rtol=0)
-
-
-def make_collector(tokenizer, model, mode, *, postproc, flatten_data, pad_output):
-    loader = DataLoader(
-        QUESTIONS * 10,  # type: ignore[arg-type]
-        batch_size=3,
-        collate_fn=lambda items: TensorDict(query=list(items), batch_size=(len(items),)),
-    )
-    env = ChatEnv.from_dataloader(
-        loader, tokenizer=tokenizer, input_mode=mode, batch_size=(3,), repeats=1
-    ).append_transform(Compose(InitTracker(), StepCounter(max_steps=1)))  # type: ignore[call-arg]
-    return LLMCollector(
-        env,
-        policy=make_wrapper(model, tokenizer, mode, pad_output=pad_output),
-        dialog_turns_per_batch=6,
-        total_dialog_turns=6,
-        postproc=postproc,
-        flatten_data=flatten_data,
-    )
 
 
 class TestReference:

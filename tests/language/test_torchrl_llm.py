@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack, set_list_to_stack
+from tensordict import TensorDict, lazy_stack
 from torch.testing import assert_close
 from torchrl.data import AdaptiveKLController as TorchRLController
 from torchrl.data import LazyStackStorage, ReplayBuffer
@@ -16,6 +16,7 @@ from torchrl.envs.llm.transforms import KLComputation, KLRewardTransform, Retrie
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
 from tests.language.chats import (
+    DEPRECATED,
     QUESTIONS,
     make_model,
     make_tokenizer,
@@ -32,17 +33,7 @@ from torchrl_kl import (
     as_steps,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _lists():
-    with set_list_to_stack(True):
-        torch.manual_seed(0)
-        yield
+pytestmark = [pytest.mark.usefixtures("lists_are_stacked"), *DEPRECATED]
 
 
 def sum_rows(rows):

@@ -1,6 +1,7 @@
 """Laws that every environment of the package must obey; a test class per env supplies a factory."""
 
 import pickle
+from abc import ABC, abstractmethod
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
@@ -33,15 +34,16 @@ def check_specs(env: EnvBase) -> None:
     check_env_specs(env, break_when_any_done=False)
 
 
-class EnvLaws:
+class EnvLaws(ABC):
     """Subclasses define `make_env`: an env with random resets and episodes of at most 3 steps.
 
     `check_env_specs` takes 3 steps, and the end of an episode must be one of them.
     """
 
     @staticmethod
+    @abstractmethod
     def make_env(batch_size: tuple[int, ...]) -> EnvBase:
-        raise NotImplementedError
+        """An env of a batch size, not reset yet."""
 
     @any_batch
     def test_specs_are_exact(self, batch_size):

@@ -4,6 +4,7 @@ A test class per estimator supplies the estimate, its mean, its gradient and its
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import pytest
@@ -45,7 +46,7 @@ def variance_of(probs: list[float], values: list[float]) -> float:
     return moment(probs, values, 2) - moment(probs, values, 1) ** 2
 
 
-class EstimatorLaws:
+class EstimatorLaws(ABC):
     """Inherit, and define `estimate`, `bias`, `gradient_of` and `variance`.
 
     Each is exact and comes from another source than the code under test. The gradient of
@@ -59,11 +60,11 @@ class EstimatorLaws:
         False  # takes logits, so that a hidden row's own gradient is in its hands
     )
 
+    @abstractmethod
     def estimate(
         self, policy: Tensor, reference: Tensor, action: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """Estimates (*B) after the actions (*B), given the logits (*B, V) of both."""
-        raise NotImplementedError
 
     def bias(self, policy: Tensor, reference: Tensor) -> Tensor:
         return zero(policy, reference)
@@ -71,8 +72,9 @@ class EstimatorLaws:
     def gradient_of(self, policy: Tensor, reference: Tensor) -> Tensor:
         return true_kl(policy, reference)
 
+    @abstractmethod
     def variance(self, policy: Tensor, reference: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Of the estimate (*B), over the actions of the policy, given the logits (*B, V)."""
 
     @staticmethod
     def random(*shape: int) -> tuple[Tensor, Tensor]:

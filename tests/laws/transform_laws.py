@@ -3,6 +3,7 @@
 import io
 import pickle
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -56,7 +57,7 @@ def names(tensordict: Any) -> set[str]:
     return {key for key in tensordict.keys() if key != "next"}
 
 
-class TransformLaws:
+class TransformLaws(ABC):
     """Inherit, and define `make`, `before` and `writes`.
 
     Everything that has numbers has other numbers with another `seed`.
@@ -69,9 +70,9 @@ class TransformLaws:
     penalizes = False  # whether it changes the reward
     actor: Any = None  # the reference, where it is not the default one
 
+    @abstractmethod
     def make(self, seed: int = 0) -> Transform:
         """The transform under test; it never moves a coefficient."""
-        raise NotImplementedError
 
     def reference(self, seed: int = 0) -> Any:
         return make_actor(seed=seed) if self.actor is None else self.actor

@@ -19,6 +19,7 @@ from tests.monitor.batches import names, per_step, steps
 from torchrl_kl import (
     AdaptiveKLController,
     ConstantKLController,
+    ExponentialKLController,
     KLConstrainedTransform,
     KLKeys,
     KLMonitor,
@@ -248,6 +249,26 @@ class TestCoefficient:
         monitor = KLMonitor(controller)
         assert monitor(steps(0.5)) == []
         assert monitor.counts["coeff_at_max"].batches == monitor.counts["coeff_at_min"].batches == 0
+
+    @pytest.mark.parametrize("rewards", [[], [0.0, 1000.0]])
+    def test_before_the_plan_no_bound_is_reached_and_nothing_has_moved(self, rewards):
+        controller = ExponentialKLController("plan", 0.5, per="step")
+        if rewards:
+            controller.observe_rewards(torch.tensor(rewards))
+            assert controller.coeff > controller.max_coeff
+        monitor = KLMonitor(controller, window=1)
+        (message,) = monitor(steps(0.1))
+        assert message.condition == "kl_below"
+        assert "The controller has not been updated yet" in str(message)
+
+    def test_a_plan_is_no_update(self):
+        controller = ExponentialKLController("plan", 0.5, per="step")
+        monitor = KLMonitor(controller, window=1)
+        assert monitor(steps(0.5)) == []
+        controller.observe_rewards(torch.randn(200, generator=torch.Generator().manual_seed(0)))
+        assert not controller.planning
+        (message,) = monitor(steps(0.1))
+        assert "The controller has not been updated yet" in str(message)
 
     def test_follows_the_controller(self):
         controller = per_step(gain=1.0, max_coeff=2.0)

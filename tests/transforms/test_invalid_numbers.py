@@ -309,13 +309,17 @@ class Touchy(torch.nn.Module):
 
 class TestLoss:
     @pytest.mark.parametrize(
-        ("gradient", "weights"),
-        [("step", "step"), ("step", "trajectory"), ("sequence", "trajectory"), ("k2", "step")],
+        ("key", "gradient", "weights"),
+        [
+            ("observation", "step", "step"),  # which does not read a log-prob
+            *(
+                (key, *options)
+                for key in ("observation", "action_log_prob")
+                for options in (("step", "trajectory"), ("sequence", "trajectory"), ("k2", "step"))
+            ),
+        ],
     )
-    @pytest.mark.parametrize("key", ["observation", "action_log_prob"])
     def test_value_and_gradient(self, gradient: Any, weights: Any, key):
-        if key == "action_log_prob" and (gradient, weights) == ("step", "step"):
-            pytest.skip("it is not read")
         actor = policy()
         options: Any = {"gradient": gradient, "weights": weights, "reference": make_actor()}
         batch = batch_of()
@@ -339,6 +343,20 @@ class TestLoss:
         loss = KLPenaltyLoss(policy(), 0.1, weights="trajectory", reference=make_actor())
         with pytest.raises(ValueError, match="KLPenaltyLoss got invalid numbers: 'loss_kl' has"):
             loss(batch)
+
+    @pytest.mark.parametrize(
+        ("gradient", "weights"),
+        [("step", "trajectory"), ("sequence", "trajectory"), ("sequence", "step")],
+    )
+    def test_weights_that_overflow_where_another_step_is_invalid(self, gradient: Any, weights: Any):
+        options: Any = {"gradient": gradient, "weights": weights, "reference": make_actor()}
+        actor, batch = policy(), batch_of("log-prob")
+        batch["action_log_prob"][1] = -100.0
+        with pytest.warns(UserWarning, match="'action_log_prob' has"):
+            loss = KLPenaltyLoss(actor, 0.1, on_invalid="mask", **options)(batch)["loss_kl"]
+        grads = torch.autograd.grad(loss, list(actor.parameters()))
+        assert all(each.isfinite().all() for each in (loss, *grads))
+        assert loss != 0
 
     def test_the_controller_keeps_its_state(self):
         controller = SpyController(per="step")

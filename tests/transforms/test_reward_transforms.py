@@ -4,6 +4,7 @@ it remembers.
 
 import copy
 import math
+from abc import abstractmethod
 from typing import Any
 
 import pytest
@@ -46,8 +47,9 @@ class RewardAdjustmentLaws(TransformLaws):
     writes = frozenset({"task_reward", "kl_coeff", "episode_kl"})
     penalizes = True
 
+    @abstractmethod
     def controller(self, coeff: float) -> Any:
-        raise NotImplementedError
+        """What the transform is given for a coefficient."""
 
     def before(self):
         return [ReferenceModelLogProbTransform(self.reference()), KLDivergenceTransform()]

@@ -1,5 +1,6 @@
 """Tiny training runs that can be saved after every step, made of the package's objects."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def same_model(one: GPT, other: GPT) -> bool:
     return same and all(value.equal(others[name]) for name, value in state.items())
 
 
-class Run:
+class Run(ABC):
     """A run; `parts` is all that changes in it. Two of the same seed begin alike."""
 
     def __init__(self, seed: int):
@@ -69,17 +70,14 @@ class Run:
         self.optimizer.step()
         self.schedule.step()
 
+    @abstractmethod
     def step(self) -> list[float]:
         """One step of training; what it logs."""
-        raise NotImplementedError
 
     def log(self, batch: TensorDictBase, controller) -> list[float]:
         names = ("kl", "kl_coeff", "task_reward", "episode_kl")
         values = [batch.get(("next", name), torch.zeros(1)).double().sum() for name in names]
         return [*(value.item() for value in values), controller.coeff.item()]
-
-    def close(self) -> None:
-        """Stops processes."""
 
 
 class Postproc(Run):
@@ -264,6 +262,7 @@ class Workers(Run):
         return self.log(batch, self.stack.controller)
 
     def close(self) -> None:
+        """Stops processes."""
         self.collector.shutdown()
 
 

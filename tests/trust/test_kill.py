@@ -29,8 +29,10 @@ def full_disk(tmp_path) -> Iterator[Path]:
     """A folder on a disk of 100 kB, if this process may mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", folder]).returncode:
-        pytest.skip("only root may mount a file system")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", folder]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"this process may not mount a file system: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", folder], check=True)
 

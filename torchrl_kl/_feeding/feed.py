@@ -20,6 +20,7 @@ from torchrl_kl.controllers import (
     KLStatistics,
     TargetKLController,
 )
+from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 
 _ENV_TRAJECTORIES, _ENV_STEPS = 16, 256  # an update in an env waits for so many by default
@@ -108,9 +109,12 @@ class ControllerFeed(nn.Module):
         self, values: Tensor | None, mask: Tensor | None = None, *, in_env: bool = False
     ) -> None:
         """Adds the values in the mask, nats per trajectory or step; may update the controller."""
-        # A KL at which the plan was made says nothing about it.
-        if self.controller.planning or self.rewards.take_withheld():
+        if self.rewards.take_withheld():
+            # A KL at which the plan was made says nothing about it.
+            self._idle, self._warned = dict.fromkeys(_PATIENCE, 0), False
             return
+        if self.controller.planning:
+            values = None
         if values is not None and mask is not None:
             values = values[td.expand_right(mask, values.shape)]
         if values is not None and values.numel():
@@ -173,6 +177,16 @@ class ControllerFeed(nn.Module):
             return
         self._warned = True
         unit = "steps" if self.controller.per == "step" else "finished trajectories"
+        if self.controller.planning:
+            plan = cast(RewardPlan, self.controller.plan)
+            warnings.warn(
+                f"the KL controller has planned no coefficient for {_PATIENCE[what]:,} {what}: it "
+                f"plans from the rewards of {unit}, {len(plan.samples)} came, and {plan.reason}. "
+                f"The coefficient stays {self.controller.coeff.item():.4g}. Collect longer batches,"
+                ' use a controller with per="step", or pass a number as `init_coeff`.',
+                stacklevel=2,
+            )
+            return
         count, needed = int(self.statistics.count), self.needed(what == "env steps")
         warnings.warn(
             f"the KL controller has not been updated for {_PATIENCE[what]:,} {what}: an update "

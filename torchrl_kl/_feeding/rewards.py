@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrl_kl import _tensordict as td
 from torchrl_kl._feeding.sums import digests, state_keys, sum_trajectories
 from torchrl_kl.controllers import KLController, TargetKLController
+from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 
 _BLOCK = 16  # neighbouring steps whose rewards a plan compares
@@ -28,21 +29,28 @@ class RewardFeed:
     For a target per trajectory, trajectories that begin in the same state are a group. So they are
     for a target per step, if the target times their length is at most 2 nats. Longer trajectories
     cannot show their KL: there a step's reward is compared with those of its block of 16
-    neighbouring steps, as if the policy could choose only that.
+    neighbouring steps, as if the policy could choose only that. Their mean length is that of those
+    that end in a batch or are left open by it, as far as they have come.
     """
 
     def __init__(self):
         # Of the trajectories that batches left open, and of those of an env, (2, *B, *A, 1).
         self._stream, self._returns = OpenTrajectories(), cast(Tensor | None, None)
-        self._by_blocks: bool | None = None  # for a target per step; decided by the first batch
+        self._by_blocks: bool | None = None  # for a target per step; None: not known yet
         self._samples: list[Tensor] = []  # of env steps, (3, N) each, not given yet
-        self._env_steps = 0
+        self._env_steps, self._first_block = 0, 0.0
         self.withheld = False  # whether the plan was made since `take_withheld`
 
     def take_withheld(self) -> bool:
         """Whether the KL that comes next belongs to the rewards that have just made the plan."""
         withheld, self.withheld = self.withheld, False
         return withheld
+
+    @staticmethod
+    def first_new_group(controller: KLController) -> float:
+        """The least number that is above those of all groups of the controller's plan."""
+        known = cast(RewardPlan, controller.plan).samples[:, 3].nan_to_num(-1.0)
+        return known.max().item() + 1 if len(known) else 0.0
 
     def give(self, controller: KLController, rewards: Tensor, **about: Tensor | None) -> None:
         """Gives samples (N,); see `TargetKLController.observe_rewards`."""
@@ -68,7 +76,7 @@ class RewardFeed:
         The rest is as for `ControllerFeed.add_batch`. Without a time dimension there is nothing to
         compare: steps are pooled, and trajectories cannot be told.
         """
-        if not controller.planning:
+        if not (controller.planning and rewards.numel()):
             return
         per_step = controller.per == "step"
         rewards, log_ratios = rewards.detach().double(), log_ratios.detach().double()
@@ -80,22 +88,29 @@ class RewardFeed:
             return
         step = cast(TensorDictBase, tensordict.get("next"))
         done = td.find_done(step, done_key, named=done_named)
-        begins = _find_begins(tensordict, done, rewards)  # (R, T, F)
+        # (*B, *A, 4): what is added up along a trajectory; the third one tells where it began.
+        zeros, ones = torch.zeros_like(rewards), torch.ones_like(rewards)
+        values = torch.cat([rewards, log_ratios, zeros, ones], -1)
+        stream = self._stream.copy()
+        sums = sum_trajectories(tensordict, values, mask, done, stream, observed=observed)
+        n_counted = sums.running[..., 3:]  # of the trajectory of each step, up to it
         if per_step and self._by_blocks is None:
-            length = rewards.numel() / max(int(begins.sum()), 1)
-            self._by_blocks = controller.target * length > _NATS_SHOWN
+            last = cast(Tensor, td.find_ends(step, done, rewards.shape)).clone()
+            last.select(tensordict.batch_dims - 1, -1).fill_(True)
+            lengths = n_counted[last & (n_counted > 0)]
+            self._by_blocks = controller.target * lengths.mean().item() > _NATS_SHOWN or None
         if per_step and self._by_blocks:
-            blocks = _number_blocks(begins).reshape(rewards.shape)
-            groups = blocks[counts]
+            blocks = _number_blocks(n_counted, counts, tensordict.batch_size)
+            groups = blocks[counts] + self.first_new_group(controller)
             self.give(controller, rewards[counts], log_ratios=log_ratios[counts], groups=groups)
             return
-        numbers = _number_states(tensordict, begins, observed).reshape(rewards.shape)
-        # (*B, *A, 4): what is added up along a trajectory.
-        values = torch.cat([rewards, log_ratios, numbers, torch.ones_like(rewards)], -1)
+        values[..., 2:3] = _number_states(tensordict, counts & (n_counted == 1), observed)
         sums = sum_trajectories(
             tensordict, values, mask, done, self._stream, observed=observed, check_order=False
         )
         reward, log_ratio, group, length = sums.finished.reshape(-1, 4).unbind(-1)
+        if len(reward):
+            self._by_blocks = False  # a plan is made of samples of one kind
         lengths = length if per_step else None
         self.give(controller, reward, log_ratios=log_ratio, groups=group, lengths=lengths)
 
@@ -105,26 +120,34 @@ class RewardFeed:
         reward: Tensor,
         log_ratio: Tensor,
         counts: Tensor | None,
+        *,
+        told: bool = True,
         needed: int,
     ) -> None:
         """Gives the rewards of env steps, (*B, *A, 1), in portions of `needed` samples.
 
-        `counts`: True where a trajectory has finished; where a step counts, for a target per step.
-        In an env all trajectories are pooled, and steps are compared in blocks.
+        `counts`: True where a trajectory has finished; where a step counts, for a target per step;
+        None: everywhere. `told`: whether any does. In an env all trajectories are pooled, and steps
+        are compared in blocks.
         """
         sums = torch.stack([reward, log_ratio.to(reward)]).detach().double()
         number = torch.full_like(sums[:1], torch.nan)
         if controller.per == "step":
-            values = torch.arange(reward.numel(), device=reward.device).view(number.shape)
+            if not self._env_steps:
+                self._first_block = self.first_new_group(controller)
+            values = self._first_block + torch.arange(reward.numel(), device=reward.device).view(
+                number.shape
+            )
             number = (values + self._env_steps // _BLOCK * reward.numel()).double()
             self._env_steps += 1
         else:
             if self._returns is not None and self._returns.shape == sums.shape:
                 sums = sums + self._returns
             self._returns = sums
-        if counts is not None:
-            counts = td.expand_right(counts, reward.shape)
-            self._samples.append(torch.cat([sums, number])[:, counts])
+        if told:
+            everywhere = torch.ones_like(reward, dtype=torch.bool)
+            counts = everywhere if counts is None else td.expand_right(counts, reward.shape)
+            self._samples.append(torch.cat([sums, number])[:, counts])  # (3, N)
         if sum(one.shape[1] for one in self._samples) >= needed:
             rewards, log_ratios, groups = torch.cat(self._samples, 1)
             self._samples = []
@@ -139,38 +162,34 @@ class RewardFeed:
         self._returns = self._returns.masked_fill(over, 0.0)
 
 
-def _find_begins(tensordict: TensorDictBase, done_key: NestedKey, values: Tensor) -> Tensor:
-    """True at the first step of each row, and behind each end in it, (R, T, F)."""
-    step, n_steps = cast(TensorDictBase, tensordict.get("next")), tensordict.batch_size[-1]
-    n_rows = tensordict.batch_size[:-1].numel()
-    ends = cast(Tensor, td.find_ends(step, done_key, values.shape)).reshape(n_rows, n_steps, -1)
-    begins = torch.ones_like(ends)
-    begins[:, 1:] = ends[:, :-1]
-    ids = tensordict.get(td.TRAJECTORY_KEY, None)
-    if ids is not None:
-        ids = ids.reshape(n_rows, n_steps, 1).to(ends.device)
-        begins[:, 1:] |= ids[:, 1:] != ids[:, :-1]
-    return begins
+def _number_blocks(n_counted: Tensor, counts: Tensor, batch_size: torch.Size) -> Tensor:
+    """A number for each block of neighbouring steps of one trajectory, (*B, *A, 1)."""
+    starts = (counts & ((n_counted - 1) % _BLOCK == 0)).reshape(*_rows(batch_size), -1)
+    starts[:, 0] = True
+    # Row by row: (R, T, F) -> (R, F, T).
+    numbers = starts.transpose(1, 2).flatten().cumsum(0).view(starts.transpose(1, 2).shape)
+    return numbers.transpose(1, 2).reshape(counts.shape).double()
 
 
-def _number_blocks(begins: Tensor) -> Tensor:
-    """A number for each block of steps of one trajectory, (R, T, F)."""
-    n_rows, n_steps, n_values = begins.shape
-    rows = torch.arange(n_rows * n_values, device=begins.device).view(n_rows, 1, n_values)
-    blocks = torch.arange(n_steps, device=begins.device).view(1, -1, 1) // _BLOCK
-    return ((rows * (n_steps + 1) + begins.long().cumsum(1)) * n_steps + blocks).double()
+def _rows(batch_size: torch.Size) -> tuple[int, int]:
+    """Rows R and steps T of a batch (*B) whose last dimension is time."""
+    return batch_size[:-1].numel(), batch_size[-1]
 
 
 def _number_states(
     tensordict: TensorDictBase, begins: Tensor, observed: Iterable[NestedKey] | None
 ) -> Tensor:
-    """Numbers of the states at first steps, 0 elsewhere, so that a sum tells them, (R, T, F)."""
-    n_rows, n_steps, _ = begins.shape
+    """Numbers of the states where trajectories begin, 0 elsewhere, so that a sum tells them."""
+    # `begins` and the result: (*B, *A, 1).
+    n_rows, n_steps = _rows(tensordict.batch_size)
     numbers = torch.zeros(n_rows * n_steps, dtype=torch.float64)
-    places = begins.any(-1).reshape(-1).nonzero().squeeze(-1).cpu()
+    places = begins.reshape(n_rows * n_steps, -1).any(-1).nonzero().squeeze(-1).cpu()
     states = digests(tensordict, state_keys(tensordict, observed), tensordict.batch_dims, places)
     for place, state in zip(places.tolist(), states, strict=True):
-        # 48 bits, so that the sum of a few is exact in float64. Steps without any state differ.
+        # 48 bits, which float64 holds exactly. Steps without any state differ.
         number = hashlib.blake2b(state or str(place).encode(), digest_size=6).digest()
         numbers[place] = int.from_bytes(number, "big")
-    return numbers.view(n_rows, n_steps, 1).to(begins.device) * begins
+    return (
+        td.expand_right(numbers.to(begins.device).view(tensordict.batch_size), begins.shape)
+        * begins
+    )

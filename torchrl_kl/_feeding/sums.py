@@ -123,7 +123,7 @@ def digests(
     batch: TensorDictBase, keys: list[NestedKey], n_dims: int, places: Tensor
 ) -> list[bytes]:
     """Digests of the states at steps, numbered row by row, (N,); empty where nothing shows one."""
-    if not keys:
+    if not (keys and len(places)):
         return [b""] * len(places)
     parts = []
     for key in keys:

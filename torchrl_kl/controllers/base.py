@@ -132,10 +132,12 @@ class KLController(Float64State, ABC):
             if not (loaded.numel() == 1 and math.isfinite(loaded.item())):
                 errors.append(f"`{name}` must be one finite number, got {loaded.tolist()}.")
         coeff = state_dict.get(f"{prefix}coeff", self.coeff)
-        lowest = 0.0 if self.planning else self.min_coeff
-        if not errors and not lowest <= coeff.item() <= self.max_coeff:
+        lowest, highest = self.min_coeff, self.max_coeff
+        if self.plan is not None and not state_dict.get(f"{prefix}plan.made", self.plan.made):
+            lowest, highest = 0.0, math.inf  # until there is a plan
+        if not errors and not lowest <= coeff.item() <= highest:
             errors.append(
-                f"`coeff` must lie within [{self.min_coeff:g}, {self.max_coeff:g}], got "
+                f"`coeff` must lie within [{lowest:g}, {highest:g}], got "
                 f"{coeff.item():g}: build the controller with the bounds of the one that was saved."
             )
         if not errors:

@@ -128,7 +128,6 @@ class ResponseKLTransform(PenaltyTransform):
         self.reference = as_reference(actor, reference)
         self._step_keys = KLKeys().resolve(self.reference.log_prob_key)
         self.estimate = make_estimate(estimator, actor, self._step_keys)
-        self._n_prompts = 0  # whose rewards a controller has planned from
         self.pad_token = token_of(model, "pad_token_id") if pad_token is None else pad_token
         self.eos_token = token_of(model, "eos_token_id") if eos_token is None else eos_token
 
@@ -270,11 +269,11 @@ class ResponseKLTransform(PenaltyTransform):
         self.feed.rewards.give(
             self.controller,
             rewards[some],
-            groups=groups + self._n_prompts,
+            # Those of earlier batches are other groups.
+            groups=groups + self.feed.rewards.first_new_group(self.controller),
             log_ratios=cast(Tensor, step.kl).sum((1, 2))[some],
             lengths=lengths[some] if self.controller.per == "step" else None,
         )
-        self._n_prompts += len(numbers)  # those of the next batch are other groups
 
     def _feed(self, step: KLStep) -> None:
         """Pools the measured KL, of tokens or of the responses that have any."""

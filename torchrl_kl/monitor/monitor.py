@@ -43,7 +43,7 @@ Looks = dict[str, Finding | None]  # of what was looked for: None where it was n
 
 @dataclass
 class _State:
-    first_coeff: float
+    first_coeff: float  # NaN until it is planned
     n_batches: int = 0
     # Of each batch in the window: count, sum and sum of squares of the KL; sum of k1.
     pools: list[list[float]] = field(default_factory=list)
@@ -163,7 +163,7 @@ class KLMonitor:
             log_prob_key = self._check.recorded.key
         self.keys = keys.resolve(log_prob_key)
         self._tokens = {"pad_token": pad_token, "eos_token": eos_token}
-        self._state = _State(controller.coeff.item())
+        self._state = _State(math.nan if controller.planning else controller.coeff.item())
         self._open_trajectories = OpenTrajectories()
 
     def __call__(self, batch: TensorDictBase) -> list[KLMessage]:
@@ -174,6 +174,8 @@ class KLMonitor:
             RuntimeError: if trajectories need a time dimension, or a recurrent state is not known.
             ValueError: if the steps of trajectories do not follow one another.
         """
+        if math.isnan(self._state.first_coeff) and not self.controller.planning:
+            self._state.first_coeff = self.controller.coeff.item()
         looks = self._look_responses(batch) if has_texts(batch) else self._look_steps(batch)
         self._state.n_batches += 1
         return self._begun(looks | self._look_coeff())
@@ -288,7 +290,7 @@ class KLMonitor:
         below = mean < 0.5 * target and mean + _ERRORS * error < target
         # A coefficient at a bound may have been updated and not have moved.
         at_bound = not self.controller.min_coeff < coeff < self.controller.max_coeff
-        moved = coeff != self._state.first_coeff or at_bound
+        moved = not self.controller.planning and (coeff != self._state.first_coeff or at_bound)
         return {
             "kl_above": (text + (ABOVE if moved else NOT_UPDATED), figures) if above else None,
             "kl_below": (text + (BELOW if moved else NOT_UPDATED), figures) if below else None,
@@ -319,6 +321,8 @@ class KLMonitor:
         return get_required(step, key, "name it with `keys=KLKeys(kl_estimate=...)`.").detach()
 
     def _look_coeff(self) -> Looks:
+        if self.controller.planning:  # the bounds are those of a planned coefficient
+            return {}
         coeff, bounds = self.controller.coeff.item(), self.controller
         low, high = bounds.min_coeff, bounds.max_coeff  # 0 and inf where there are none
         figures = {"coeff": coeff}

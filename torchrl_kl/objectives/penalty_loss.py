@@ -25,6 +25,7 @@ from torchrl_kl._tensordict import (
     find_time_dim,
     get_required,
     holder_batch_size,
+    sum_action_dims,
 )
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
@@ -243,8 +244,9 @@ class KLPenaltyLoss(LossModule):
             ValueError: if the KL is NaN or infinite (the coefficient is then unchanged), or a
                 controller of trajectories gets no time dimension or steps in another order.
         """
-        self._plan(tensordict)
         _, kl, mask = self._terms(tensordict)
+        if self.controller.planning:
+            self._plan(tensordict, mask)
         if self.controller.per == "step":
             self.feed.pool(kl[mask])
         else:
@@ -256,29 +258,26 @@ class KLPenaltyLoss(LossModule):
             )
         return self.controller.coeff.item()
 
-    def _plan(self, tensordict: TensorDictBase) -> None:
-        """Gives the task rewards of a batch to a controller that plans from them."""
-        if not self.controller.planning:
-            return
+    def _plan(self, tensordict: TensorDictBase, mask: Tensor) -> None:
+        """Gives the task rewards of a batch (*B) to a controller that plans from them."""
         reward = get_required(
             cast(TensorDictBase, tensordict.get("next")),
             self.tensor_keys.reward,
             "the coefficient is planned from it; name it with `set_keys(reward=...)`.",
         )
         policy, reference = self._distributions(tensordict)
-        action = get_required(tensordict, self.tensor_keys.action, "name it with `set_keys`.")
+        action_key = self.tensor_keys.action
+        action = get_required(tensordict, action_key, "name it with `set_keys`.")
         # (*B) or, with agents, (*B, *A); a reward has one more dimension.
-        log_ratio = (policy.log_prob(action) - reference.log_prob(action)).detach().unsqueeze(-1)
-        mask = self._mask(tensordict)
+        log_ratio = policy.log_prob(action).detach() - reference.log_prob(action)
+        log_ratio = sum_action_dims(log_ratio, holder_batch_size(tensordict, action_key))[..., None]
         if log_ratio.shape != reward.shape:
             raise ValueError(
                 f"the reward must have the shape {tuple(log_ratio.shape)} of the log-prob of the "
-                f"actions and a trailing 1, got {tuple(reward.shape)}: pass a number as "
-                "`init_coeff`."
+                f"actions and a trailing 1, got {tuple(reward.shape)}: give `init_coeff` a number."
             )
-        if mask is not None:
-            covered = expand_right(mask, reward.shape)
-            reward, log_ratio = (torch.where(covered, one, 0.0) for one in (reward, log_ratio))
+        covered = expand_right(mask, reward.shape)
+        reward, log_ratio = (torch.where(covered, one, 0.0) for one in (reward, log_ratio))
         self.feed.rewards.add_batch(
             self.controller,
             tensordict,
@@ -312,10 +311,14 @@ class KLPenaltyLoss(LossModule):
         mask = self._mask(tensordict)
         steps = self._steps(tensordict, mask)
         value, kl = steps.terms(self.gradient, self.weights)
-        if not seem_valid((value, kl)):
-            mask = self._valid(tensordict, steps, mask, value, kl)
-            # Again, and not by `where`: a gradient of 0 times NaN would be NaN.
-            value, kl = self._steps(tensordict, mask).terms(self.gradient, self.weights)
+        while not seem_valid((value, kl)):
+            valid = self._valid(tensordict, steps, mask, value, kl)
+            if valid.all() if mask is None else valid.equal(mask):
+                break  # they are valid, but many or large
+            # Again, and not by `where`: a gradient of 0 times NaN would be NaN. Without the steps
+            # that are invalid by themselves, weights of others may still overflow.
+            mask, steps = valid, self._steps(tensordict, valid)
+            value, kl = steps.terms(self.gradient, self.weights)
         # With agents they are sums over them, as for one actor with all their actions.
         action_key, batch_size = self.tensor_keys.action, tensordict.batch_size
         n_agents = holder_batch_size(tensordict, action_key)[len(batch_size) :].numel()

@@ -130,23 +130,29 @@ class PenaltyTransform(KLTransform):
         episode_kl = td.get_required(tensordict, self.keys.episode_kl, _NO_SUM) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
         self._rows.add(episode_kl, step.counted, step.valid)
-        if self.frozen:
+        if self.frozen and not self.controller.planning:
             return step
-        drawn = step.counted is True or bool(torch.as_tensor(step.counted).all())
-        per_step = self.controller.per == "step"
-        ended = None if per_step else self._find_finished(tensordict, next_tensordict, step)
-        if self.controller.planning:
-            reward = next_tensordict.get(self.keys.task_reward)
-            everywhere = torch.ones_like(reward, dtype=torch.bool) if drawn else None
-            counts = everywhere if step.counting is None or not drawn else step.counting
-            counts = counts if per_step else ended
-            about = (reward, cast(Tensor, step.kl), counts, self.feed.needed(True))
-            self.feed.rewards.add_env_step(self.controller, *about)
-        if per_step:
-            self.feed.pool(measured if drawn else None, step.counting, in_env=True)
+        if self.controller.per == "step":
+            values, counts = measured, step.counting
+            told = step.counted is True or bool(torch.as_tensor(step.counted).all())
         else:
-            self.feed.pool(None if ended is None else episode_kl[ended], in_env=True)
+            values, counts = episode_kl, self._find_finished(tensordict, next_tensordict, step)
+            told = counts is not None
+        told = told and not self.frozen
+        if self.controller.planning:
+            self._plan_env_step(reward, step, counts, told)
+        if not self.frozen:
+            self.feed.pool(values if told else None, counts, in_env=True)
         return step
+
+    def _plan_env_step(
+        self, reward: Tensor, step: KLStep, counts: Tensor | None, told: bool
+    ) -> None:
+        if step.counting is not None:
+            reward = torch.where(td.expand_right(step.counting, reward.shape), reward, 0.0)
+        samples = (reward, cast(Tensor, step.kl), counts)
+        needed = self.feed.needed(in_env=True)
+        self.feed.rewards.add_env_step(self.controller, *samples, told=told, needed=needed)
 
     def _find_finished(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
@@ -193,9 +199,26 @@ class PenaltyTransform(KLTransform):
         if measured is None:
             measured = td.get_required(next_tensordict, self.keys.kl, NO_KL)
         kl = next_tensordict.get(self.keys.kl, measured)
-        step = KLStep(None, kl, tensordict.get(td.MASK_KEY, None), kl=kl, estimate=measured)
+        mask, valid = tensordict.get(td.MASK_KEY, None), self._kept_elsewhere(tensordict, kl)
+        step = KLStep(None, kl, mask, kl=kl, estimate=measured, valid=valid)
         self._plan_batch(tensordict, next_tensordict.get(self.keys.task_reward, None), step)
         self._feed_batch(tensordict, step, stream, trace=True)
+
+    def _kept_elsewhere(self, tensordict: TensorDictBase, kl: Tensor) -> Tensor | None:
+        """True where a worker has not left out the step, (*B); None if its log-probs are unknown.
+
+        A step that it has left out has a KL of 0, in spite of its log-probs.
+        """
+        log_prob = self.keys.recorded.read(tensordict)
+        ref_log_prob = tensordict.get("next").get(self.keys.ref_log_prob, None)
+        if not self.guard.masks or log_prob is None or ref_log_prob is None:
+            return None
+        # (*B, *A), and (*B, *A, 1) or (*B, 1): both to (*B).
+        unlike, some = (
+            flags.unsqueeze(-1).flatten(tensordict.batch_dims).any(-1)
+            for flags in (log_prob != ref_log_prob, kl != 0)
+        )
+        return ~unlike | some
 
     def _plan_batch(self, tensordict: TensorDictBase, reward: Tensor | None, step: KLStep) -> None:
         """Gives the task reward of a batch, (*B, *A, 1), to a controller that plans from it."""
