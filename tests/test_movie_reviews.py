@@ -11,7 +11,7 @@ from torch.distributions import kl_divergence
 from torchrl.modules import set_recurrent_mode
 
 from tests.scripts import load, run_command, run_here
-from torchrl_kl.controllers.plan import RewardPlan
+from torchrl_kl import PlannedKLController
 
 for needed in ("transformers", "tokenizers", "peft"):
     pytest.importorskip(needed)
@@ -82,13 +82,17 @@ def curve(out, run, metric):
         return [float(value) for _, value in csv.reader(stream)]
 
 
-def planned_coeff(batch):
-    """From the task rewards of 16 responses (N, T) of the reference, for 3 nats per response."""
-    prompts = batch["tokens"][:, 0, :6].unique(dim=0, return_inverse=True)[1]
-    rewards = batch["next", "task_reward"].sum((1, 2))
-    plan = RewardPlan(3.0).add(rewards, groups=prompts).solve()
-    assert plan is not None
-    return plan.coeff
+def expected_coeffs(batches):
+    """From the task rewards of the reference's responses, then after the KL of each later batch."""
+    controller, first = PlannedKLController(3.0), batches[0]
+    prompts = first["tokens"][:, 0, :6].unique(dim=0, return_inverse=True)[1]
+    rewards = first["next", "task_reward"].sum((1, 2))
+    coeffs = [controller.observe_rewards(rewards, groups=prompts)]
+    for batch in batches[1:]:
+        kl = batch["exact_kl"].sum(1).double()  # (N,)
+        error = (kl.std() / len(kl) ** 0.5).item()
+        coeffs.append(controller.update(kl.mean().item(), len(kl), standard_error=error))
+    return coeffs
 
 
 def weights(folder):
@@ -125,24 +129,20 @@ class TestTheRun:
 
     def test_coefficients_are_planned_then_follow_the_kl(self, run, batches):
         """Of the first batch the rewards are used and the KL, 0, is not; then the KL of each."""
-        out, planned = run[0] / "out", planned_coeff(batches[0])
+        out = run[0] / "out"
         assert len(batches) == 3 * len(RUNS)
         # The same seed gives all runs the same first batch.
         for first in batches[::3]:
             torch.testing.assert_close(
                 first["next", "task_reward"], batches[0]["next", "task_reward"], rtol=0, atol=0
             )
-        measured = {  # after the second batch: k1 by the stack, the exact KL by the loss
-            "adaptive": curve(out, "adaptive", "kl")[1],
-            "in_loss": batches[3 * RUNS.index("in_loss") + 1]["exact_kl"].sum(1).mean().item(),
-        }
-        for name, kl in measured.items():
-            # Of Ziegler et al., with 16 responses, a horizon of 1000 and errors clipped to 1.
-            moved = planned * (1 + min(max(kl / 3.0 - 1, -1.0), 1.0) * 16 / 1000)
-            # The loss plans with a batch after it was collected.
-            first = planned if name == "adaptive" else 0.0
-            assert curve(out, name, "coeff") == pytest.approx([first, planned, moved], rel=1e-6)
-            assert moved < 0.99 * planned  # the KL is far below its target
+        for name in ("adaptive", "in_loss"):
+            begin = 3 * RUNS.index(name)
+            planned, second, third = expected_coeffs(batches[begin : begin + 3])
+            # The stack penalizes a batch before its KL moves the coefficient, the loss afterwards.
+            coeffs = [planned, planned, second] if name == "adaptive" else [planned, second, third]
+            assert curve(out, name, "coeff") == pytest.approx(coeffs, rel=1e-5)
+            assert second < 0.99 * planned  # the KL is far below its target
 
     def test_the_report_has_the_table_and_texts_of_each_run(self, run):
         report = (run[0] / "out" / "report.md").read_text()
