@@ -22,7 +22,7 @@ FIGURES = {
     "two_divergences": {"n_updates": 5},
     "diagram": {},
     "validation": {"samples": 20, "n_policies": 2},
-    "finetune": {"seeds": 1, "batches": 1},
+    "finetune": {"seeds": 1, "batches": 2},
 }
 SMALL = {
     "your_own_agent": {"BATCHES = 15": "BATCHES = 2", "FRAMES = 1000": "FRAMES = 100"},
@@ -148,6 +148,13 @@ def test_the_example_of_language_models_begins_at_its_reference(capsys):
     assert len(kl) == 5
     assert kl[0] == 0.0
     assert kl[-1] != 0.0
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda path: path.stem)
+def test_the_files_that_it_links_to_are_there(page):
+    """Links within the site are checked when it is built; these are links to the repository."""
+    links = re.findall(r"github\.com/torchrl-kl/torchrl_kl/blob/main/([^)#\s]+)", page.read_text())
+    assert [link for link in links if not (ROOT / link).is_file()] == []
 
 
 def load(path: Path, monkeypatch: Any) -> Any:
