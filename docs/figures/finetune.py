@@ -31,7 +31,7 @@ def train(seed: int, control: bool, batches: int) -> list[list[float]]:
     with contextlib.redirect_stdout(printed):
         exec(compile(program, "README.md", "exec"), {})
     rows = [list(map(float, found)) for found in re.findall(LINE, printed.getvalue())]
-    last = torch.tensor(rows[-(-3 * batches // 4) :])
+    last = torch.tensor(rows[3 * batches // 4 :])
     print(
         f"seed {seed}, {'controlled' if control else 'without a penalty'}, "
         f"{time.process_time() - start:.0f} s of CPU; last quarter: "

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # RLHF you can check by hand
 #
-# This tutorial fine-tunes a language model on a reward, and holds the KL to the initial model at half
-# a nat. The model writes a language of digits, in which the truth can be computed: the best possible
-# policy, the coefficient that leads to a given KL, and how far training is from both.
+# This tutorial fine-tunes a language model on a reward, and holds the KL to the initial model at
+# half a nat. The model writes a language of digits, in which the truth can be computed: the best
+# possible policy, the coefficient that leads to a given KL, and how far training is from both.
 #
 # ## 1. A language
 #
