@@ -199,7 +199,9 @@ class TestTutorials:
             source = source.replace(large, small)
         page = module.render(name, source, tmp_path)
         assert page.count("```text\n") >= 4  # cells that print
-        assert [file.name for file in tmp_path.iterdir()] == re.findall(r"images/(.*?)\)", page)
+        assert sorted(file.name for file in tmp_path.iterdir()) == re.findall(
+            r"images/(.*?)\)", page
+        )
 
     @pytest.mark.parametrize("name", SMALL)
     def test_the_page_is_that_of_the_script(self, name, monkeypatch):
