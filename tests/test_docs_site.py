@@ -22,7 +22,7 @@ FIGURES = {
     "two_divergences": {"n_updates": 5},
     "diagram": {},
     "validation": {"samples": 20, "n_policies": 2},
-    "finetune": {"seeds": 1, "batches": 1},
+    "finetune": {"seeds": 1, "batches": 2},
 }
 SMALL = {
     "your_own_agent": {"BATCHES = 15": "BATCHES = 2", "FRAMES = 1000": "FRAMES = 100"},
@@ -150,6 +150,13 @@ def test_the_example_of_language_models_begins_at_its_reference(capsys):
     assert kl[-1] != 0.0
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda path: path.stem)
+def test_the_files_that_it_links_to_are_there(page):
+    """Links within the site are checked when it is built; these are links to the repository."""
+    links = re.findall(r"github\.com/torchrl-kl/torchrl_kl/blob/main/([^)#\s]+)", page.read_text())
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
 def load(path: Path, monkeypatch: Any) -> Any:
     """The module of a script of docs/, under a name that no other module has."""
     monkeypatch.syspath_prepend(str(path.parent))
@@ -192,7 +199,9 @@ class TestTutorials:
             source = source.replace(large, small)
         page = module.render(name, source, tmp_path)
         assert page.count("```text\n") >= 4  # cells that print
-        assert [file.name for file in tmp_path.iterdir()] == re.findall(r"images/(.*?)\)", page)
+        assert sorted(file.name for file in tmp_path.iterdir()) == re.findall(
+            r"images/(.*?)\)", page
+        )
 
     @pytest.mark.parametrize("name", SMALL)
     def test_the_page_is_that_of_the_script(self, name, monkeypatch):

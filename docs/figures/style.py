@@ -11,12 +11,11 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 # Okabe and Ito (2008).
-BLUE, ORANGE, GREEN, PINK, SKY, BLACK = (
+BLUE, ORANGE, GREEN, PINK, BLACK = (
     "#0072b2",
     "#d55e00",
     "#009e73",
     "#cc79a7",
-    "#56b4e9",
     "#000000",
 )
 IMAGES = Path(__file__).parents[1] / "images"

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # RLHF you can check by hand
 #
-# A language model is improved towards a reward, with the KL to the model that it began as held at
-# half a nat. In a language of digits everything that one would like to know can be computed: the
-# best possible policy, the coefficient that belongs to a KL, and how far training is from both.
+# This tutorial fine-tunes a language model on a reward, and holds the KL to the initial model at
+# half a nat. The model writes a language of digits, in which the truth can be computed: the best
+# possible policy, the coefficient that leads to a given KL, and how far training is from both.
 #
 # ## 1. A language
 #
@@ -106,8 +106,8 @@ print(f"from 500 samples per prompt: coefficient {coeff_for_budget(rewards, 0.5)
 # %% [markdown]
 # ## 4. PPO with KL control
 #
-# The controller only knows the target. Its coefficient starts at 1, twice too high, which costs
-# time but nothing that the model knows. The learning rate falls to 0.
+# The controller only knows the target. Its coefficient starts at 1, twice too high: training takes
+# longer, but the model loses nothing on the way. The learning rate falls to 0.
 
 # %%
 critic = CausalLMCritic(GPT(vocab_size=11, block_size=9, n_out=1))
