@@ -126,6 +126,7 @@ def troubles_of(kind: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "where", "troubles"),
     [
+        ("multi-sync", "learner", ["birth-stopped", "start-raising"]),
         ("multi-sync", "workers", ["rollout-stopped", "weights-raising"]),
         ("gloo-async", "learner", ["birth-killed"]),
     ],

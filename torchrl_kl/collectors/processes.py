@@ -54,9 +54,19 @@ def worker_env(
     create_env_fn: Callable[..., EnvBase] | EnvBase, *, learner: int, **kwargs: Any
 ) -> EnvBase:
     """The user's env in a worker, whose process ends when that of the learner ends."""
-    if os.getpid() != learner:  # TorchRL makes an env in the learner's process too
-        _end_with_learner()
-    return create_env_fn if isinstance(create_env_fn, EnvBase) else create_env_fn(**kwargs)
+
+    def make() -> EnvBase:
+        return create_env_fn if isinstance(create_env_fn, EnvBase) else create_env_fn(**kwargs)
+
+    if os.getpid() == learner:  # TorchRL makes an env there too
+        return make()
+    _end_with_learner()
+    try:
+        return make()
+    except Exception:
+        # TorchRL would send the error to a learner that may be waiting for another worker.
+        traceback.print_exc()
+        raise SystemExit(1) from None
 
 
 @cache

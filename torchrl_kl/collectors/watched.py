@@ -56,12 +56,13 @@ class WatchedCollector(BaseCollector):
         self._cat_results = kwargs.get("cat_results")
         # `_killed`: the workers that were stopped; `_over`: shut down, or nothing refers to this.
         self._killed, self._over, self._named = set[int](), Event(), False
+        self._built = False
         reference: weakref.ref[WatchedCollector] = weakref.ref(
             self, lambda _, over=self._over: over.set()
         )
         # Python waits for child processes when it exits, for ever if Ctrl-C has left the loop.
         atexit.register(_shut_down, reference)
-        looked_at = (partial(_pids_of, reference), self._killed, self._over)
+        looked_at = (partial(_look_at, reference), self._killed, self._over)
         Thread(target=kill_stopped, args=looked_at, daemon=True).start()
         try:
             with self._naming_dead():
@@ -69,6 +70,7 @@ class WatchedCollector(BaseCollector):
         except BaseException:
             _shut_down(reference)
             raise
+        self._built = True
 
     def iterator(self) -> Iterator[TensorDictBase]:
         """Batches as the user gets them."""
@@ -324,9 +326,16 @@ def _end_workers_on_failure(schemes: dict[str, WeightSyncScheme]) -> None:
         scheme.strategy = EndingStrategy(scheme.strategy.extract_as)
 
 
-def _pids_of(reference: weakref.ref[WatchedCollector]) -> Sequence[int]:
+def _look_at(reference: weakref.ref[WatchedCollector]) -> Sequence[int]:
+    """The workers' processes; all are ended if one fails before the collector is built."""
     collector = reference()
-    return () if collector is None else collector._pids()
+    if collector is None:
+        return ()
+    # TorchRL waits for one worker after the other to start, which may take each of them minutes.
+    if not collector._built and collector._find_failed() is not None:
+        for process in collector._processes():
+            process.terminate()
+    return collector._pids()
 
 
 def _shut_down(reference: weakref.ref[WatchedCollector]) -> None:
