@@ -107,7 +107,8 @@ def make_env(worker: int, learner: int, moment: str, harm: str, folder: Path) ->
 
 def build(kind: str, where: str, moment: str = "", harm: str = "", folder: Path = Path()) -> Any:
     collector_class, arguments = KINDS[kind]
-    policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
+    # A copy of it is more than a pipe holds: who starts a worker waits until that has read it.
+    policy = CausalLMActor(GPT(vocab_size=11, block_size=8))
     stack = KLConstrainedTransform(policy, 0.1)
     workers = range(arguments.get("num_workers", 0)) or [ALONE]
     envs = [functools.partial(make_env, n, os.getpid(), moment, harm, folder) for n in workers]

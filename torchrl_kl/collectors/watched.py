@@ -334,7 +334,8 @@ def _look_at(reference: weakref.ref[WatchedCollector]) -> Sequence[int]:
     # TorchRL waits for one worker after the other to start, which may take each of them minutes.
     if not collector._built and collector._find_failed() is not None:
         for process in collector._processes():
-            process.terminate()
+            with contextlib.suppress(ValueError):  # TorchRL has closed it
+                process.terminate()
     return collector._pids()
 
 
