@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -35,14 +36,13 @@ from torchrl_kl._torchrl import ray_pids
 from torchrl_kl.collectors.links import LearnerLink, WorkerLink, restore_trajectories
 from torchrl_kl.collectors.processes import (
     POLL_SECONDS,
-    STOPPED_LOOKS,
     EndingStrategy,
     kill_stopped,
 )
 
 _EXIT_SECONDS = 5.0
 _PROBE_SECONDS = 10.0
-_STOPPED = f"stopped by a signal for {STOPPED_LOOKS * POLL_SECONDS:.0f} s, then killed"
+_STOPPED = "stopped by a signal, then killed"
 _USER_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
 
 
@@ -54,15 +54,15 @@ class WatchedCollector(BaseCollector):
     ):
         self._link, self._split_trajs = link, split_trajs
         self._cat_results = kwargs.get("cat_results")
-        # `_killed`: the workers that were stopped; `_over`: shut down, or nothing refers to this.
-        self._killed, self._over, self._named = set[int](), Event(), False
-        self._built = False
+        # `_stopped`: of workers, by process; `_over`: shut down, or nothing refers to this.
+        self._stopped, self._over = Counter[int](), Event()
+        self._built, self._named = False, False
         reference: weakref.ref[WatchedCollector] = weakref.ref(
             self, lambda _, over=self._over: over.set()
         )
         # Python waits for child processes when it exits, for ever if Ctrl-C has left the loop.
         atexit.register(_shut_down, reference)
-        looked_at = (partial(_look_at, reference), self._killed, self._over)
+        looked_at = (partial(_look_at, reference), self._stopped, self._over)
         Thread(target=kill_stopped, args=looked_at, daemon=True).start()
         try:
             with self._naming_dead():
@@ -175,7 +175,7 @@ class WatchedCollector(BaseCollector):
         for worker, process in enumerate(self._processes()):
             with contextlib.suppress(ValueError):  # TorchRL has closed it
                 code = process.exitcode
-                why = _STOPPED if process.pid in self._killed else f"exit code {code}"
+                why = _STOPPED if process.pid in self._stopped else f"exit code {code}"
                 if code and code != ignored:
                     # TorchRL terminates the others when it notices one: those come last.
                     failed.append((code == -signal.SIGTERM, worker, why))
@@ -310,7 +310,7 @@ class WatchedRay(WatchedCollector, RayCollector):
                 try:
                     ray.get(probe)
                 except RayActorError:
-                    stopped = self._killed.intersection(self._known[worker : worker + 1])
+                    stopped = self._stopped.keys() & self._known[worker : worker + 1]
                     return f"worker {worker} (a Ray actor{', ' + _STOPPED if stopped else ''})"
         return None
 
