@@ -293,6 +293,16 @@ class WatchedRay(WatchedCollector, RayCollector):
         super().__init__(*args, **kwargs)
         self.update_policy_weights_()  # TorchRL connects the actors to the policy at the first call
 
+    def add_collectors(self, *args: Any, **kwargs: Any) -> None:
+        """As TorchRL's, which would wait for one actor after the other to start."""
+        import ray
+
+        super().add_collectors(*args, **kwargs)
+        starting = [actor.__ray_ready__.remote() for actor in self.remote_collectors]
+        while starting:
+            started, starting = ray.wait(starting)
+            ray.get(started)
+
     def follow(self, coeff: float, weights: dict[str, torch.Tensor]) -> None:
         """Sends what the copies of the stack in the envs follow."""
         # No answer is waited for: an actor treats its messages in order, between two batches.
