@@ -39,7 +39,7 @@ def kill_stopped(find_pids: Callable[[], Iterable[int]], looks: Counter[int], ov
     """Kills, until `over` is set, the processes that stay stopped.
 
     For a dead worker there is an error wherever the learner waits; for a silent one there is none.
-    `looks` counts how often in a row a process was found stopped, also when it is dead since.
+    `looks` counts how often a process was found stopped, less how often it was found to run since.
     Looks are counted, and not seconds: if the whole run is suspended, nobody looks.
     """
     while not over.wait(POLL_SECONDS):
@@ -50,8 +50,8 @@ def kill_stopped(find_pids: Callable[[], Iterable[int]], looks: Counter[int], ov
                 if looks[pid] >= STOPPED_LOOKS:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-            elif state not in ("", "Z", "X"):
-                looks.pop(pid, None)  # it was continued
+            elif looks[pid] and state not in ("", "Z", "X"):
+                looks[pid] -= 1  # it was continued, or it runs to its end
 
 
 def worker_env(

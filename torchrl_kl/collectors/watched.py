@@ -175,7 +175,7 @@ class WatchedCollector(BaseCollector):
         for worker, process in enumerate(self._processes()):
             with contextlib.suppress(ValueError):  # TorchRL has closed it
                 code = process.exitcode
-                why = _STOPPED if process.pid in self._stopped else f"exit code {code}"
+                why = _STOPPED if self._stopped[process.pid or 0] else f"exit code {code}"
                 if code and code != ignored:
                     # TorchRL terminates the others when it notices one: those come last.
                     failed.append((code == -signal.SIGTERM, worker, why))
@@ -320,7 +320,7 @@ class WatchedRay(WatchedCollector, RayCollector):
                 try:
                     ray.get(probe)
                 except RayActorError:
-                    stopped = self._stopped.keys() & self._known[worker : worker + 1]
+                    stopped = any(self._stopped[pid] for pid in self._known[worker : worker + 1])
                     return f"worker {worker} (a Ray actor{', ' + _STOPPED if stopped else ''})"
         return None
 
