@@ -63,6 +63,7 @@ class Args:
     digit_steps: int = arg(6, "Tokens per text and batch; responses have 4.")
     pole_rows: int = arg(16, "CartPoles that run at once.", quick=4)
     pole_steps: int = arg(50, "Steps of each CartPole per batch.")
+    only: str = arg("", "One of the jobs; both by default.", choices=["", "digit job", "CartPole"])
     out: str = arg("runs/long_run", "Folder for long_run.json.")
     quick: bool = quick_flag()
 
@@ -205,7 +206,9 @@ def main() -> None:
     report: dict[str, Any] = {"args": asdict(args)}
     print("| job | figure | second quarter | last quarter | at most | flat |")
     print("|---|---|---|---|---|---|")
-    for name, make in (("digit job", digit_job), ("CartPole", pole_job)):
+    for name, make in {"digit job": digit_job, "CartPole": pole_job}.items():
+        if args.only not in ("", name):
+            continue
         start = time.process_time()
         job = make(args)
         measured = list(measure(args, job))

@@ -305,3 +305,42 @@ def test_the_only_worker_dies_in_the_middle_of_a_batch():
             pass
     assert wait_for_end(before) == []
     assert not torch.distributed.is_initialized()
+
+
+def test_a_worker_that_dies_between_two_batches_is_named_at_shutdown():
+    before = workers_alive()
+    policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
+    collector = kl_collector(
+        MultiSyncCollector,
+        functools.partial(DigitLanguageEnv, batch_size=(N_ROWS,)),
+        policy,
+        KLConstrainedTransform(policy, 0.1),
+        frames_per_batch=FRAMES,
+        total_frames=100 * FRAMES,
+    )
+    next(iter(collector))
+    (worker,) = workers_alive() - before
+    worker.kill()
+    with pytest.raises(RuntimeError, match=r"^worker 0 \(exit code -9\) .* before it was shut dow"):
+        collector.shutdown()
+    collector.shutdown()  # it was told once
+    assert wait_for_end(before) == []
+
+
+def test_a_second_process_group_is_refused():
+    policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
+    arguments = {"frames_per_batch": FRAMES, "total_frames": FRAMES}
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="this process has one already: shut down its oth"):
+            kl_collector(
+                DistributedCollector,
+                functools.partial(DigitLanguageEnv, batch_size=(N_ROWS,)),
+                policy,
+                KLConstrainedTransform(policy, 0.1),
+                **arguments,
+            )
+        assert torch.distributed.is_initialized()  # the user's group is left as it was
+    finally:
+        torch.distributed.destroy_process_group()

@@ -9,7 +9,8 @@ from tensordict.nn import CompositeDistribution, TensorDictModule
 from torch import nn
 from torch.distributions import Categorical, Distribution, Normal, kl_divergence
 from torch.testing import assert_close
-from torchrl.modules import MaskedCategorical, OneHotCategorical
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.modules import MaskedCategorical, OneHotCategorical, ProbabilisticActor, TanhNormal
 
 from tests.helpers import (
     N_ACTIONS,
@@ -331,3 +332,30 @@ class TestActors:
         (message,) = KLMonitor(stack.controller, actor=policy, reference=stack.reference)(batch)
         assert message.condition == "negative_noise"
         assert "exact KL on" not in message.text
+
+
+@pytest.mark.parametrize(("loc", "told"), [(2.0, False), (8.0, True)])
+def test_a_saturated_tanh_normal_is_told_once(loc, told):
+    """Its actions are rounded to a bound after their log-prob was recorded."""
+
+    def params(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return observation + loc, torch.full_like(observation, 0.3)
+
+    actor = ProbabilisticActor(
+        TensorDictModule(params, in_keys=["observation"], out_keys=["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        distribution_kwargs={"tanh_loc": False},
+        return_log_prob=True,
+    )
+    batch = TensorDict(observation=torch.zeros(64, 50, 1), batch_size=(64, 50))
+    with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+        batch = actor(batch)
+    done = (torch.arange(50) == 49).expand(64, 50).unsqueeze(-1)
+    batch["next"] = TensorDict(done=done, kl=torch.zeros(64, 50, 1), batch_size=(64, 50))
+    batch.names = [None, "time"]
+    monitor = KLMonitor(ConstantKLController(0.1), actor=actor)
+    messages = [message for _ in range(3) for message in monitor(batch)]
+    found = [m for m in messages if m.condition == "sampler_disagrees"]
+    assert len(found) == told
+    assert all("An action at the bound of a squashed distribution" in m.text for m in found)

@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 HARMED, ALONE = 1, -1  # the worker that comes to harm; the env of a Collector
 ROWS, FRAMES = 2, 24
+LATE = 120  # seconds that the others need to start, so that nobody may wait for them
 
 
 def do_harm(harm: str, clock: Path) -> None:
@@ -77,11 +78,13 @@ class HarmfulReward:
         return torch.zeros(len(texts))
 
 
-def make_env(worker: int, moment: str, harm: str, folder: Path) -> DigitLanguageEnv:
+def make_env(worker: int, learner: int, moment: str, harm: str, folder: Path) -> DigitLanguageEnv:
     """The env of a worker, which may come to harm unless it is in the learner's process."""
     act = functools.partial(do_harm, harm, folder / "clock")
     # TorchRL also makes an env of a worker in the learner's process; a Collector has no other.
     if worker != HARMED and (worker != ALONE or not moment):
+        if moment in ("birth", "start") and os.getpid() != learner:
+            time.sleep(LATE)
         return DigitLanguageEnv(batch_size=(ROWS,))
     if moment == "start":
         act()
@@ -104,10 +107,11 @@ def make_env(worker: int, moment: str, harm: str, folder: Path) -> DigitLanguage
 
 def build(kind: str, where: str, moment: str = "", harm: str = "", folder: Path = Path()) -> Any:
     collector_class, arguments = KINDS[kind]
-    policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
+    # A copy of it is more than a pipe holds: who starts a worker waits until that has read it.
+    policy = CausalLMActor(GPT(vocab_size=11, block_size=8))
     stack = KLConstrainedTransform(policy, 0.1)
     workers = range(arguments.get("num_workers", 0)) or [ALONE]
-    envs = [functools.partial(make_env, n, moment, harm, folder) for n in workers]
+    envs = [functools.partial(make_env, n, os.getpid(), moment, harm, folder) for n in workers]
     return kl_collector(
         collector_class,
         envs if len(envs) > 1 else envs[0],

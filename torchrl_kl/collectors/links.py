@@ -40,6 +40,7 @@ class SharedFiles:
         numbers = torch.tensor([coeff, 0.0], dtype=torch.float64)
         self.numbers = MemoryMappedTensor.from_tensor(numbers, filename=folder / "numbers")
         self.path = folder / "reference"
+        self.stack = folder / "stack"
 
     def write(self, coeff: float, weights: dict[str, Tensor]) -> None:
         """Publishes the coefficient, and a version of the reference unless `weights` is empty."""
@@ -87,13 +88,17 @@ class PenalizedEnv(TransformedEnv):
 
 def penalized_env(
     create_env_fn: Callable[..., EnvBase] | EnvBase,
-    stack: KLConstrainedTransform,
+    stack: KLConstrainedTransform | None,
     files: SharedFiles | None,
     **kwargs: Any,
 ) -> PenalizedEnv:
-    """A worker's env: the user's, with a copy of `stack`; it follows `files` or else messages."""
+    """A worker's env: the user's, with a copy of `stack`, which is in `files` if those are given.
+
+    It follows `files`, or else messages.
+    """
+    stack = copy.deepcopy(stack) if files is None else cloudpickle.loads(files.stack.read_bytes())
     env = create_env_fn if isinstance(create_env_fn, EnvBase) else create_env_fn(**kwargs)
-    env = PenalizedEnv(env, Compose(copy.deepcopy(stack)))  # type: ignore[arg-type]
+    env = PenalizedEnv(env, Compose(stack))  # type: ignore[arg-type]
     env.files = files
     return env
 
@@ -133,11 +138,17 @@ class WorkerLink:
             self.files = SharedFiles(folder, stack.controller.coeff.item())
         self._sent = self._state_to_send()
         # What the workers copy. Its coefficient is set from outside; the controller stays here.
-        self._frozen = copy.deepcopy(stack).freeze()
-        self._frozen.feed.controller = ConstantKLController(stack.controller.coeff.item())
-        if not in_process and isinstance(stack.reference, SwitchedActor):
+        frozen = copy.deepcopy(stack).freeze()
+        frozen.feed.controller = ConstantKLController(stack.controller.coeff.item())
+        if over_ray and isinstance(stack.reference, SwitchedActor):
             # By pickle and not by deepcopy: a switch that is a closure must act on the copy.
-            self._frozen = cloudpickle.loads(cloudpickle.dumps(self._frozen))
+            frozen = cloudpickle.loads(cloudpickle.dumps(frozen))
+        self._frozen: KLConstrainedTransform | None = frozen
+        if self.files is not None:
+            # Python sends a process what it starts with through a pipe. If that is more than the
+            # pipe holds, and the process dies before it reads, the learner waits for ever.
+            self.files.stack.write_bytes(cloudpickle.dumps(frozen))
+            self._frozen = None
 
     def env_factory(self, create_env_fn: Any) -> Callable[..., PenalizedEnv]:
         """The user's, with a copy of the stack."""

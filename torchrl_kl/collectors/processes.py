@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from multiprocessing import connection, util
 from pathlib import Path
@@ -25,38 +25,60 @@ STOPPED_LOOKS = 10  # so often in a row a worker must be found stopped before it
 _FAREWELL_SECONDS = 5.0
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal, so that it is alive and silent. Linux only."""
+def _state_of(pid: int) -> str:
+    """The state of a process, such as "T" if a signal has stopped it; "" if it is gone. Linux."""
     try:
         # "PID (NAME) STATE ...", where the name may contain anything.
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[:1] == ["T"]
+        return ""
+    return stat.rpartition(")")[2].split()[0]
 
 
-def kill_stopped(find_pids: Callable[[], Iterable[int]], killed: set[int], over: Event) -> None:
-    """Kills, until `over` is set, the processes that stay stopped, and adds them to `killed`.
+def kill_stopped(find_pids: Callable[[], Iterable[int]], looks: Counter[int], over: Event) -> None:
+    """Kills, until `over` is set, the processes that stay stopped.
 
     For a dead worker there is an error wherever the learner waits; for a silent one there is none.
+    `looks` counts how often a process was found stopped, less how often it was found to run since.
     Looks are counted, and not seconds: if the whole run is suspended, nobody looks.
     """
-    looks: Counter[int] = Counter()
     while not over.wait(POLL_SECONDS):
-        looks = Counter({pid: looks[pid] + 1 for pid in find_pids() if is_stopped(pid)})
-        for pid in (pid for pid, count in looks.items() if count >= STOPPED_LOOKS):
-            killed.add(pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for pid in find_pids():
+            state = _state_of(pid)
+            if state == "T":
+                looks[pid] += 1
+                if looks[pid] >= STOPPED_LOOKS:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            elif looks[pid] and state not in ("", "Z", "X"):
+                looks[pid] -= 1  # it was continued, or it runs to its end
 
 
 def worker_env(
     create_env_fn: Callable[..., EnvBase] | EnvBase, *, learner: int, **kwargs: Any
 ) -> EnvBase:
-    """The user's env in a worker, whose process ends when that of the learner ends."""
-    if os.getpid() != learner:  # TorchRL makes an env in the learner's process too
-        _end_with_learner()
-    return create_env_fn if isinstance(create_env_fn, EnvBase) else create_env_fn(**kwargs)
+    """The user's env in a worker, whose process ends with the learner's, or if the env fails."""
+
+    def make() -> EnvBase:
+        return create_env_fn if isinstance(create_env_fn, EnvBase) else create_env_fn(**kwargs)
+
+    if os.getpid() == learner:  # TorchRL makes an env there too
+        return make()
+    _end_with_learner()
+    with _ending_on_failure():
+        env = make()
+    env.close = _ending_on_failure()(env.close)
+    return env
+
+
+@contextlib.contextmanager
+def _ending_on_failure() -> Iterator[None]:
+    """Ends this worker if what runs in it fails: TorchRL would go on, or wait for other workers."""
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 @cache
@@ -86,10 +108,6 @@ class EndingStrategy(WeightStrategy):
 
     def apply_weights(self, *args: Any, **kwargs: Any) -> None:
         """As TorchRL's."""
-        try:
+        in_worker = os.getpid() != self._learner
+        with _ending_on_failure() if in_worker else contextlib.nullcontext():
             super().apply_weights(*args, **kwargs)
-        except BaseException:
-            if os.getpid() == self._learner:
-                raise
-            traceback.print_exc()
-            os._exit(1)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -35,14 +36,13 @@ from torchrl_kl._torchrl import ray_pids
 from torchrl_kl.collectors.links import LearnerLink, WorkerLink, restore_trajectories
 from torchrl_kl.collectors.processes import (
     POLL_SECONDS,
-    STOPPED_LOOKS,
     EndingStrategy,
     kill_stopped,
 )
 
 _EXIT_SECONDS = 5.0
 _PROBE_SECONDS = 10.0
-_STOPPED = f"stopped by a signal for {STOPPED_LOOKS * POLL_SECONDS:.0f} s, then killed"
+_STOPPED = "stopped by a signal, then killed"
 _USER_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
 
 
@@ -54,14 +54,15 @@ class WatchedCollector(BaseCollector):
     ):
         self._link, self._split_trajs = link, split_trajs
         self._cat_results = kwargs.get("cat_results")
-        # `_killed`: the workers that were stopped; `_over`: shut down, or nothing refers to this.
-        self._killed, self._over, self._named = set[int](), Event(), False
+        # `_stopped`: of workers, by process; `_over`: shut down, or nothing refers to this.
+        self._stopped, self._over = Counter[int](), Event()
+        self._built, self._named = False, False
         reference: weakref.ref[WatchedCollector] = weakref.ref(
             self, lambda _, over=self._over: over.set()
         )
         # Python waits for child processes when it exits, for ever if Ctrl-C has left the loop.
         atexit.register(_shut_down, reference)
-        looked_at = (partial(_pids_of, reference), self._killed, self._over)
+        looked_at = (partial(_look_at, reference), self._stopped, self._over)
         Thread(target=kill_stopped, args=looked_at, daemon=True).start()
         try:
             with self._naming_dead():
@@ -69,6 +70,7 @@ class WatchedCollector(BaseCollector):
         except BaseException:
             _shut_down(reference)
             raise
+        self._built = True
 
     def iterator(self) -> Iterator[TensorDictBase]:
         """Batches as the user gets them."""
@@ -173,7 +175,7 @@ class WatchedCollector(BaseCollector):
         for worker, process in enumerate(self._processes()):
             with contextlib.suppress(ValueError):  # TorchRL has closed it
                 code = process.exitcode
-                why = _STOPPED if process.pid in self._killed else f"exit code {code}"
+                why = _STOPPED if self._stopped[process.pid or 0] else f"exit code {code}"
                 if code and code != ignored:
                     # TorchRL terminates the others when it notices one: those come last.
                     failed.append((code == -signal.SIGTERM, worker, why))
@@ -291,6 +293,16 @@ class WatchedRay(WatchedCollector, RayCollector):
         super().__init__(*args, **kwargs)
         self.update_policy_weights_()  # TorchRL connects the actors to the policy at the first call
 
+    def add_collectors(self, *args: Any, **kwargs: Any) -> None:
+        """As TorchRL's, which would wait for one actor after the other to start."""
+        import ray
+
+        super().add_collectors(*args, **kwargs)
+        starting = [actor.__ray_ready__.remote() for actor in self.remote_collectors]
+        while starting:
+            started, starting = ray.wait(starting)
+            ray.get(started)
+
     def follow(self, coeff: float, weights: dict[str, torch.Tensor]) -> None:
         """Sends what the copies of the stack in the envs follow."""
         # No answer is waited for: an actor treats its messages in order, between two batches.
@@ -308,7 +320,7 @@ class WatchedRay(WatchedCollector, RayCollector):
                 try:
                     ray.get(probe)
                 except RayActorError:
-                    stopped = self._killed.intersection(self._known[worker : worker + 1])
+                    stopped = any(self._stopped[pid] for pid in self._known[worker : worker + 1])
                     return f"worker {worker} (a Ray actor{', ' + _STOPPED if stopped else ''})"
         return None
 
@@ -324,9 +336,17 @@ def _end_workers_on_failure(schemes: dict[str, WeightSyncScheme]) -> None:
         scheme.strategy = EndingStrategy(scheme.strategy.extract_as)
 
 
-def _pids_of(reference: weakref.ref[WatchedCollector]) -> Sequence[int]:
+def _look_at(reference: weakref.ref[WatchedCollector]) -> Sequence[int]:
+    """The workers' processes; all are ended if one fails before the collector is built."""
     collector = reference()
-    return () if collector is None else collector._pids()
+    if collector is None:
+        return ()
+    # TorchRL waits for one worker after the other to start, which may take each of them minutes.
+    if not collector._built and collector._find_failed() is not None:
+        for process in collector._processes():
+            with contextlib.suppress(ValueError):  # TorchRL has closed it
+                process.terminate()
+    return collector._pids()
 
 
 def _shut_down(reference: weakref.ref[WatchedCollector]) -> None:
