@@ -78,7 +78,7 @@ def test_the_parameter_of_a_categorical():
 
 
 def test_the_attention_of_a_hugging_face_model():
-    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 11, "n_positions": 8}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
     changed = f"transformers {transformers.__version__}: {CHANGED}"
     assert model.config._attn_implementation in ("sdpa", "eager"), changed

@@ -35,9 +35,10 @@ class Reweighted:
         """Samples (N,), one row for each number in `groups`."""
         order = groups.argsort(stable=True)
         counts = groups.unique(return_counts=True)[1].tolist()
-        values = torch.stack([rewards, log_weights], 1)[order].split(counts)
-        rows = pad_sequence(list(values), batch_first=True, padding_value=-math.inf)
-        return cls(*rows.unbind(-1))
+        pairs = torch.stack([rewards, log_weights], 1)[order].split(counts)
+        rows = pad_sequence(list(pairs), batch_first=True, padding_value=-math.inf)
+        values, log_weights = rows.unbind(-1)
+        return cls(values, log_weights)
 
     @property
     def differ(self) -> bool:

@@ -6,6 +6,7 @@ Axes: N texts, P tokens of a prompt, T tokens of a response at most, L = P + T.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ def sample_responses(
     log_probs = _zero_log_probs(reader, texts[:, -max_new_tokens:])
     spans = (start, start + max_new_tokens)
     parts = zip(*(x.split(chunk_size) for x in (texts, *spans, log_probs)), strict=True)
-    rest = (eos_token, pad_token, generator, return_logits)
-    logits = [_write(reader, *part, *rest) for part in parts]
+    write = partial(_write, reader, (eos_token, pad_token), generator, return_logits)
+    logits = [write(*part) for part in parts]
     return _batch(actor, texts, *spans, eos_token, log_probs, logits, _rewards(reward_fn, texts))
 
 
@@ -146,19 +147,19 @@ def _zero_log_probs(reader: LogitsReader, like: Tensor) -> Tensor:
 @torch.inference_mode()
 def _write(
     reader: LogitsReader,
+    end_and_pad: tuple[int | None, int],
+    generator: torch.Generator | None,
+    return_logits: bool,
     texts: Tensor,
     start: Tensor,
     end: Tensor,
     log_probs: Tensor,
-    eos_token: int | None,
-    pad_token: int,
-    generator: torch.Generator | None,
-    return_logits: bool,
 ) -> Tensor | None:
     """Writes responses into texts (N, L), their ends (N,) and log-probs (N, T), in place.
 
     Returns the logits, (N, T, V), 0 after the end; or None.
     """
+    eos_token, pad_token = end_and_pad
     lm, shortest, longest = bare(reader.lm), int(start.min()), int(start.max())
     caches = reader.cache_bytes != 0 and may_cache(reader.lm)
     cache = KeyValueCache(*texts.shape) if caches else None
