@@ -248,7 +248,8 @@ class PPO:
                 (losses["loss_objective"] + losses["loss_critic"]).backward()
                 self.optimizer.step()
         self.schedule.step()
-        measured = batch["next"].get("kl_estimate", batch["next", "kl"])
+        step = batch.get("next")
+        measured = step.get("kl_estimate", step.get("kl"))
         return {
             "reward": batch["next", "task_reward"].sum(1).mean().item(),
             "kl_reference": measured.sum(1).mean().item(),

@@ -126,11 +126,11 @@ class Base(NamedTuple):
 
     def describe(self, batch: TensorDictBase) -> dict[str, float]:
         """The metrics of penalized responses (N, T)."""
-        texts, action = batch["tokens"][:, 0], batch["action"]
+        texts, action, step = batch["tokens"][:, 0], batch["action"], batch.get("next")
         return {
             "proxy": batch["next", "task_reward"].sum(1).mean().item(),
             "gold": self.gold(self.decode(texts)).mean().item(),
-            "kl": batch["next"].get("kl_estimate", batch["next", "kl"]).sum(1).mean().item(),
+            "kl": step.get("kl_estimate", step.get("kl")).sum(1).mean().item(),
             "coeff": batch["next", "kl_coeff"].mean().item(),
             "perplexity": batch["next", "ref_log_prob"].mean().neg().exp().item(),
             "distinct_2": distinct_2(action),

@@ -71,7 +71,8 @@ def test_the_parameter_of_a_categorical():
     probs, logits = torch.tensor([[0.25, 0.75, 0.0]]), torch.zeros(1, 3)
     torch.testing.assert_close(Categorical(probs=probs)._param, probs, msg=CHANGED)
     masked: Any = MaskedCategorical(logits=logits, mask=torch.tensor([[True, True, False]]))
-    for dist, share in ((Categorical(logits=logits), 1 / 3), (masked, 1 / 2)):
+    plain: Any = Categorical(logits=logits)
+    for dist, share in ((plain, 1 / 3), (masked, 1 / 2)):
         torch.testing.assert_close(dist._param[0, 0].exp().item(), share, msg=CHANGED)
         assert dist._num_events == 3, CHANGED
         assert dist._event_shape == (), CHANGED

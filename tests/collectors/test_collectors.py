@@ -329,8 +329,8 @@ def test_a_worker_that_dies_between_two_batches_is_named_at_shutdown():
 
 def test_a_second_process_group_is_refused():
     policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
-    arguments = {"frames_per_batch": FRAMES, "total_frames": FRAMES}
-    store = torch.distributed.HashStore()
+    arguments: dict[str, Any] = {"frames_per_batch": FRAMES, "total_frames": FRAMES}
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="this process has one already: shut down its oth"):

@@ -19,7 +19,7 @@ CHANGED = f"torchrl {torchrl.__version__} or what it needs has renamed or change
 
 def test_the_number_of_process_groups():
     before = distributed_c10d._world.group_count
-    store = distributed.HashStore()
+    store = distributed.HashStore()  # type: ignore[attr-defined]
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         assert distributed_c10d._world.group_count == before + 1, CHANGED
@@ -66,7 +66,7 @@ def test_the_processes_of_actors(ray_runtime):
         def pid(self) -> int:
             return os.getpid()
 
-    actors = [Actor.remote(), Actor.remote()]
+    actors: Any = [Actor.remote(), Actor.remote()]
     pids = ray.get([actor.pid.remote() for actor in actors])
     assert _torchrl.ray_pids(actors) == pids, f"ray {ray.__version__}: {CHANGED}"
     ray.get([actor.__ray_ready__.remote() for actor in actors])

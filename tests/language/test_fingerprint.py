@@ -189,7 +189,7 @@ def test_a_hook_in_place_of_another():
     handle = block.register_forward_hook(lambda *_: None)
     check_step(actor, texts, [4, 4, 5, 4])
     handle.remove()
-    block.register_forward_hook(lambda _, __, output: 2 * output)
+    block.register_forward_hook(lambda *inputs: 2 * inputs[-1])
     check_step(actor, texts, [5, 5, 6, 5])
 
 
