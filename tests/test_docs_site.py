@@ -19,6 +19,7 @@ FIGURES = {
     "penalty": {"n_updates": 50},
     "estimators": {},
     "controllers": {"n_updates": 20},
+    "plan": {"n_batches": 20},
     "two_divergences": {"n_updates": 5},
     "diagram": {},
     "validation": {"samples": 20, "n_policies": 2},
