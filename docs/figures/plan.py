@@ -6,6 +6,7 @@ rewards of the plan are random. One action has the reward 1, the others 0.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ REWARD = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
 def kl_of_optimum(rewards: torch.Tensor, coeff: float) -> float:
     """KL of the reference, from which `rewards` (N,) are samples, reweighted by exp(R / coeff)."""
     log_weights = (rewards / coeff).log_softmax(0)
-    return float((log_weights.exp() * log_weights).sum() + torch.tensor(len(rewards)).log())
+    return float((log_weights.exp() * log_weights).sum()) + math.log(len(rewards))
 
 
 def train(controller: KLController, rewards: torch.Tensor, n_batches: int) -> list[float]:
