@@ -42,8 +42,11 @@ def test_the_program_runs_and_moves_its_controller(batches, capsys):
     # (batches, 3): KL, coefficient, goals
     rows = [[float(x) for x in match.groups()] for match in matches if match]
     assert len(rows) == batches
-    assert rows[0][:2] == [0.0, 2.0]
-    assert names["controller"].coeff.item() < 2.0  # the policy is near its reference at first
+    (first_kl, planned, _), second, third = rows[:3]
+    assert first_kl == 0.0
+    # Planned from the first rewards, whose KL is left out; moved by the KL of the second batch.
+    assert 0.0 < planned == second[1] != third[1]
+    assert names["controller"].target == 0.2
     if batches == 20:
         last = rows[-5:]
         # Within half of the target; without a penalty it is 2.5 nats and there are no goals.

@@ -85,8 +85,8 @@ class PlannedKLController(TargetKLController):
         >>> fair_coin = torch.tensor([0.0, 1.0] * 50)
         >>> round(controller.observe_rewards(fair_coin), 2)  # 1.5 times 1.06, to begin with
         1.59
-        >>> controller.update(kl=0.02, n_steps=64) > controller.update(kl=0.1, n_steps=64)
-        True
+        >>> [round(controller.update(kl, n_steps=64), 2) for kl in (0.05, 0.1, 0.1, 0.1)]
+        [1.55, 1.51, 1.47, 1.44]
     """
 
     needed: Tensor
