@@ -231,6 +231,10 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.skipif(
+    not (ROOT / "torchrl_kl" / "envs").is_dir(),
+    reason="sdists and some file systems lack the link by which the API of envs/ is found",
+)
 class TestSite:
     @pytest.mark.timeout(900)
     def test_it_loads_nothing_from_elsewhere(self, site):
