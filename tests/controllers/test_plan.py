@@ -355,6 +355,16 @@ def test_a_slow_policy_is_let_go_and_does_not_overshoot():
     assert max(kls[0]) < 1.2
 
 
+def test_a_fast_policy_stays_fast_when_its_kl_falls_later():
+    controller = PlannedKLController(0.5, init_coeff=1.0)
+    simulate(controller, 2.0, 30, lambda step: 1.0)
+    assert controller.arrived
+    assert controller.rise == 0
+    for kl in (0.3, *[0.1] * 12):  # below a quarter of the target, also on average, without a jump
+        controller.update(kl, 9)
+    assert controller.rise == 0
+
+
 def test_it_follows_a_need_that_falls():
     controller = PlannedKLController(0.5, init_coeff=1.0)
     kls = simulate(controller, 3.0, 300, lambda step: math.exp(-0.004 * step))

@@ -54,13 +54,13 @@ class PlannedKLController(TargetKLController):
     1 / (1 + (standard_error / (target * slope * 0.25)) ** 2), so that a noisy mean moves little.
     The drift follows a need that falls with the learning rate, without lagging behind it.
 
-    On the way to 0.8 of the target, `needed` only rises, unless the KL stands still. A KL that will
-    have passed the target five updates later, at its present rate, meets up to 1.5 times the
-    coefficient, and one that will be near 0 less of it: 10 ** -0.2 for a fast policy, a tenth for a
-    slow one, by a factor of 1.5 per update at most. A policy is slow that takes four updates to a
-    quarter of the target, and fast if it needs none, or if its KL jumps by half the target. Later
-    log(coeff) of a slow one also follows the KL at once, by up to 1.5 * (kl / target - 1), or the
-    KL would swing around the target.
+    Until the KL has reached 0.8 of the target, `needed` is not lowered while the KL rises. If the
+    KL would pass the target within five updates, at its present rate, the coefficient is up to 1.5
+    times as high; if it would still be near 0, the coefficient is lower, by a factor of 10 ** 0.2
+    for a fast policy and of 10 for a slow one, and of 1.5 per update at most. A policy is slow that
+    takes four updates to a quarter of the target, and fast if it needs none, or if its KL jumps by
+    half the target. Later log(coeff) of a slow one also follows the KL at once, by up to
+    1.5 * (kl / target - 1), or the KL would swing around the target.
 
     You may rely on: the coefficient stays above 0 and finite; k times the rewards give k times the
     coefficient. You may not rely on a KL above the target raising the coefficient at once.
@@ -137,8 +137,8 @@ class PlannedKLController(TargetKLController):
         self.answered += (self.coeff.log() - self.answered) / _RESPONSE
         self.rate += (1.0 if self.count == 1 else 0.3) * (step - self.rate)
         self.average += (ratio - self.average) / 4
-        if max(ratio, self.average.item()) < _QUARTER:
-            self.rise.copy_(self.count)
+        if self.rise == self.count - 1 and max(ratio, self.average.item()) < _QUARTER:
+            self.rise.copy_(self.count)  # not when it comes back there later
         elif abs(step) > _JUMP + 2 * self._noise:
             self.rise.zero_()
         if self.average >= _ARRIVED:
