@@ -79,9 +79,9 @@ class Job:
         return KLConstrainedTransform(self.actor, COEFF, reference=actor_of(self.reference))
 
     def env(self, *transforms: Transform) -> EnvBase:
-        """The token env with transforms."""
+        """The token env, with transforms if there are any."""
         env = DigitLanguageEnv(self.language, batch_size=(self.n_texts,), seed=0)
-        return TransformedEnv(env, Compose(list(transforms)))
+        return TransformedEnv(env, Compose(*transforms)) if transforms else env
 
     def collected(self, env: EnvBase | None = None, stack: Any = None) -> Iterator[TensorDictBase]:
         """Batches [N, T] of a Collector, without end, with the stack as its `postproc`."""

@@ -6,6 +6,7 @@ A module of PyTorch is called as a function of its weights, so that the math is 
 from __future__ import annotations
 
 from functools import partial
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +43,29 @@ def bare(module: _Module) -> _Module:
     return view
 
 
+class BareView:
+    """The bare copy of a module, made anew where an attribute of one of its modules has changed.
+
+    It sees parts, weights and hooks that come later if `get` is told how often they came.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module, self._view, self._made_at = module, module, -1
+
+    def get(self, n_replaced: int) -> Any:
+        """The copy; `n_replaced`: how often weights, modules or hooks were exchanged."""
+        if _has_any_global_hook():
+            return self.module
+        if n_replaced != self._made_at:
+            self._modules, self._attributes, self._made_at = [*self.module.modules()], [], n_replaced
+        attributes = [value for module in self._modules for value in vars(module).values()]
+        # By identity: a comparison of values could be one of tensors.
+        same = len(attributes) == len(self._attributes)
+        if not (same and all(map(is_, attributes, self._attributes))):
+            self._view, self._attributes = bare(self.module), attributes
+        return self._view
+
+
 def _is_changed(module: nn.Module) -> bool:
     """Whether a call of the module does more than the `forward` of its class."""
     hooks = module._forward_hooks or module._forward_pre_hooks
@@ -57,9 +81,13 @@ def _function(module: Any) -> Any:
     if kind in _OF_PARTS:
         part = bare(module)
         return module if part is module else part.forward
-    if kind not in (nn.Linear, nn.LayerNorm) or _is_changed(module):
+    if kind not in (nn.Linear, nn.LayerNorm, nn.Embedding) or _is_changed(module):
         return module
     weights = module._parameters
+    if kind is nn.Embedding:  # lookups of the others change the weights, or their gradients
+        plain = weights.keys() == {"weight"} and not (module.max_norm or module.sparse)
+        plain = plain and module.padding_idx is None and not module.scale_grad_by_freq
+        return partial(torch.embedding, weights["weight"]) if plain else module
     if weights.keys() != {"weight", "bias"}:  # one is computed from others
         return module
     if kind is nn.Linear:

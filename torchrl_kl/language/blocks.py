@@ -14,7 +14,7 @@ from torchrl_kl.language.bare import of_parts
 # PyTorch multiplies matrices by a slow loop if they need fewer multiplications than that.
 SMALL_PRODUCT = 400
 # Up to so many slots of a cache, attention of one position is faster if they come first in memory.
-SLOTS_FIRST = 96
+SLOTS_FIRST = 48
 
 Keep = Tensor | slice | None  # positions whose outputs are wanted; None: all of them
 
@@ -30,13 +30,12 @@ class Attention(nn.Module):
         self.project = nn.Linear(n_embd, n_embd)
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values, each (N, n_head, T, n_embd / n_head)."""
-        n_texts, n_tokens, width = x.shape
-        joint = self.query_key_value(x)
+        """Queries, keys and values, each (N, H, T, D)."""
+        joint, (n_texts, n_tokens, width) = self.query_key_value(x), x.shape
         if n_tokens == 1:
             return joint.view(n_texts, 3, self.n_head, 1, -1).unbind(1)
-        shape = n_texts, n_tokens, 3, self.n_head, width // self.n_head
-        return joint.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
+        joint = joint.view(n_texts, n_tokens, 3, self.n_head, width // self.n_head)
+        return joint.permute(2, 0, 3, 1, 4).unbind(0)
 
     def maps(self, x: Tensor) -> Tensor:
         """Attention from t to s, (N, H, T, T)."""
@@ -53,8 +52,8 @@ class Attention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
         drop, one = self.dropout if self.training else 0.0, x.shape[1] == 1
-        if one and not drop:  # heads and width are next to one another already
-            mixed = _attend_one(query, key, value, mask).view(x.shape)
+        if one and not drop:
+            mixed = _attend_one(query, key, value, mask)
         else:
             causal = mask is None and not one
             mixed = F.scaled_dot_product_attention(query, key, value, mask, drop, is_causal=causal)
@@ -63,25 +62,23 @@ class Attention(nn.Module):
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of one position, (N, H, 1, D), to S keys and values (N, H, S, D).
+    """Attention of one position, (N, H, 1, D), to S keys and values (N, H, S, D): (N, 1, H * D).
 
-    The numbers are those of (N, H * D) in order. It is faster on a CPU than the fused kernel, which
-    is made for many positions.
+    It is faster on a CPU than the fused kernel, which is made for many positions.
     """
-    scale = query.shape[-1] ** -0.5
+    scale, (n_texts, n_head) = query.shape[-1] ** -0.5, query.shape[:2]
     if key.shape[2] * key.shape[3] < SMALL_PRODUCT:  # products and sums of whole tensors
         key, value = key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)  # (S, N, H, D)
         scores = (key * query.squeeze(2)).sum(-1).mul_(scale)
         scores = scores if mask is None else scores + mask[:, :, 0].permute(2, 0, 1)
-        return (scores.softmax(0).unsqueeze(-1) * value).sum(0)  # (N, H, D)
-    n_head = query.shape[1]
+        return (scores.softmax(0).unsqueeze(-1) * value).sum(0).view(n_texts, 1, -1)
     query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
     if mask is None:
         scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scale)
     else:
         mask = mask.expand(-1, n_head, -1, -1).flatten(0, 1)
         scores = torch.baddbmm(mask, query, key.mT, alpha=scale)
-    return torch.bmm(scores.softmax(-1), value)  # (N * H, 1, D)
+    return torch.bmm(scores.softmax(-1), value).view(n_texts, 1, -1)
 
 
 @of_parts

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_kl.language.bare import bare
+from torchrl_kl.language.bare import BareView
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.fingerprint import Fingerprint, Values
 
@@ -84,7 +84,7 @@ class KeyValueCache:
         held = self.buffers[layer_idx]
         for buffer, new in zip(held, (keys, values), strict=True):
             if isinstance(self._slots, int):
-                buffer.select(2, self._slots).copy_(new.select(2, 0))
+                buffer.narrow(2, self._slots, 1).copy_(new)
             elif self._slots is not None:
                 every = torch.arange(self.n_rows, device=new.device)
                 buffer[every, :, self._slots] = new[:, :, 0]
@@ -159,7 +159,9 @@ class CachedTexts:
         """Texts (N, L) and their lengths (N,), at least 1, to outputs (N, n_out)."""
         last = length - 1
         shortest, longest = (int(value) for value in length.aminmax())
-        stale = self._find_stale(tokens, last, longest)
+        even = shortest == longest
+        new = tokens[:, longest - 1 : longest] if even else tokens.gather(1, last[:, None])
+        stale = self._find_stale(tokens[:, :longest], last, new)
         if len(stale) == len(tokens):
             self._tokens.copy_(tokens)
             output = self._cache.read_texts(lm, tokens[:, :longest], last)
@@ -168,21 +170,20 @@ class CachedTexts:
                 width = int(length[stale].max())
                 self._tokens[stale] = tokens[stale]
                 self._cache.read_texts(lm, tokens[stale, :width], last[stale], stale)
-            new = tokens.gather(1, last[:, None])[:, 0]
-            slots = shortest - 1 if shortest == longest else last
-            output = self._cache.read_next(lm, new, slots, longest)
+            slots = longest - 1 if even else last
+            output = self._cache.read_next(lm, new[:, 0], slots, longest)
         self._lengths.copy_(length)
         return output
 
-    def _find_stale(self, tokens: Tensor, last: Tensor, longest: int) -> Tensor:
-        """The rows of which not all but the last token was read."""
-        held, unread = self._tokens, self._lengths < last
+    def _find_stale(self, tokens: Tensor, last: Tensor, new: Tensor) -> Tensor:
+        """The rows of which not all but the last token, `new` (N, 1), was read."""
+        held, unread = self._tokens[:, : tokens.shape[1]], self._lengths < last
         # What is held of a text that goes on differs in the new token only.
-        held.scatter_(1, last[:, None], tokens.gather(1, last[:, None]))
-        if held[:, :longest].equal(tokens[:, :longest]) and not unread.any():
+        held.scatter_(1, last[:, None], new)
+        if held.equal(tokens) and not unread.any():
             return last.new_empty(0)
-        before = torch.arange(longest, device=tokens.device) < last[:, None]
-        other = (held[:, :longest] != tokens[:, :longest]) & before
+        before = torch.arange(tokens.shape[1], device=tokens.device) < last[:, None]
+        other = (held != tokens) & before
         return (unread | other.any(1)).nonzero()[:, 0]
 
 
@@ -193,8 +194,8 @@ class RolloutCache:
     """
 
     def __init__(self, lm: CausalLM, max_bytes: int | None):
-        self.lm, self.max_bytes = lm, max_bytes
-        self._fingerprint = Fingerprint(lm)
+        self.max_bytes = max_bytes
+        self._fingerprint, self._view = Fingerprint(lm), BareView(lm)
         self._sets: dict[tuple[Any, ...], CachedTexts] = {}  # by modes, the latest one last
         self._too_large: set[torch.Size] = set()
 
@@ -208,7 +209,8 @@ class RolloutCache:
             with torch.inference_mode():  # PyTorch's fastest
                 if texts is None or not texts.fits(tokens, values):
                     texts = CachedTexts(tokens, values, self.max_bytes)
-                output = texts.read(bare(self.lm), tokens, length)
+                lm = self._view.get(values.versions[0])
+                output = texts.read(lm, tokens, length)
         except CacheTooLargeError:
             self._too_large.add(tokens.shape)
             warnings.warn(

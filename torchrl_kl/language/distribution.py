@@ -25,9 +25,11 @@ class NextToken(Categorical):
 
     def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
         """Token ids, (*sample_shape, *B)."""
-        shape = torch.Size(sample_shape) + self.batch_shape
-        log_probs = self.logits.expand(*shape, self._num_events)
-        return draw(log_probs.reshape(-1, self._num_events)).view(shape)
+        log_probs = self.logits
+        if sample_shape:
+            log_probs = log_probs.expand(*sample_shape, *log_probs.shape)
+        shape = log_probs.shape[:-1]
+        return draw(log_probs.reshape(-1, log_probs.shape[-1])).view(shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probs of token ids (*B), nats."""
@@ -51,11 +53,12 @@ def draw(log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """
     cumulative = log_probs.to(torch.float64, copy=True).exp_().cumsum_(-1)
     total = cumulative[:, -1:]
-    if not (total > 0).all():
-        bad = (~(total > 0)).flatten().nonzero().flatten().tolist()
+    # One number first: each total is about 1, and a look at all of them takes longer.
+    if not total.prod().item() > 0 and (bad := ~(total > 0)).any():
+        rows = bad.flatten().nonzero().flatten().tolist()
         raise ValueError(
-            f"the logits must be numbers, got NaN, or infinity for all tokens, in rows {bad[:5]} "
-            f"({len(bad)} of {len(total)}): the model's weights may have diverged."
+            f"the logits must be numbers, got NaN, or infinity for all tokens, in rows {rows[:5]} "
+            f"({len(rows)} of {len(total)}): the model's weights may have diverged."
         )
     threshold = torch.rand(
         total.shape, dtype=torch.float64, device=log_probs.device, generator=generator

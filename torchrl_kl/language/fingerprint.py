@@ -16,7 +16,7 @@ class Values(NamedTuple):
     """What is compared of a model's tensors."""
 
     versions: tuple[int, int]  # how often tensors were replaced, and edited in place
-    sample: list[Tensor]  # elements of each of them, one tensor per device and dtype
+    sample: list[Tensor]  # elements of each of them, one tensor per device, dtype and layout
 
     def equal(self, other: Values) -> bool:
         """Whether no change was seen between the two."""
@@ -75,8 +75,10 @@ class Fingerprint:
         self._pointers = [t.data_ptr() for t in self._tensors]
         self._views: dict[Any, list[Tensor]] = {}
         for tensor in self._tensors:
-            kind = tensor.device, tensor.dtype
-            self._views.setdefault(kind, []).extend(_elements(tensor.detach()))
+            for view in _elements(tensor.detach()):
+                # `cat` is faster if all or none of its tensors are contiguous.
+                kind = view.device, view.dtype, view.is_contiguous()
+                self._views.setdefault(kind, []).append(view)
 
     def _parts_are_held(self) -> bool:
         return (

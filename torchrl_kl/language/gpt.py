@@ -143,7 +143,7 @@ class GPT(nn.Module):
             x = block(x, past_key_values, attention_mask)
         x = last(x, past_key_values, attention_mask, keep)
         output = self.head(self.norm(x))
-        return output.view(*tokens.shape[:-1], *output.shape[1:])
+        return output if tokens.ndim == 2 else output.view(*tokens.shape[:-1], *output.shape[1:])
 
     @torch.no_grad()
     def attention_maps(self, tokens: Tensor) -> Tensor:
@@ -157,24 +157,29 @@ class GPT(nn.Module):
 
     def _embed(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Embeddings of the flattened texts: (*B, T) -> (N, T, n_embd)."""
-        self._check_tokens(tokens)
+        self._check_shape(tokens)
         n_tokens = tokens.shape[-1]
         if position_ids is None:
             position_ids = torch.arange(n_tokens, device=tokens.device)
-        positions = self.position_embedding(position_ids)
-        x = self.token_embedding(tokens.reshape(-1, n_tokens)) + positions
+        if not (tokens.device.type == "cpu" or values_hidden(tokens)):
+            self._check_ids(tokens)  # a bad index ends the process on an accelerator
+        try:
+            x = self.token_embedding(tokens.reshape(-1, n_tokens))
+        except IndexError:
+            self._check_ids(tokens)
+            raise
+        x = x + self.position_embedding(position_ids)
         return F.dropout(x, self.dropout) if self.dropout and self.training else x
 
-    def _check_tokens(self, tokens: Tensor) -> None:
+    def _check_shape(self, tokens: Tensor) -> None:
         check_integers("tokens", tokens)
         if tokens.ndim == 0 or not 1 <= tokens.shape[-1] <= self.block_size:
             raise ValueError(
                 f"`tokens` must have a last dimension of 1 to `block_size` = {self.block_size}, "
                 f"got shape {tuple(tokens.shape)}: build a larger GPT."
             )
-        if values_hidden(tokens):
-            return
-        # Checked here because a bad index ends the process on an accelerator.
+
+    def _check_ids(self, tokens: Tensor) -> None:
         if tokens.numel() == 0:
             return
         low, high = (value.item() for value in tokens.aminmax())

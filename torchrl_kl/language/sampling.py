@@ -179,7 +179,7 @@ def _write(
             output = cache.read_next(lm, token[:, 0], slots, width)
         log_prob = reader.scale(output).log_softmax(-1)
         token = draw(log_prob, generator)
-        log_probs[:, t] = log_prob.gather(1, token)[:, 0]
+        torch.gather(log_prob, 1, token, out=log_probs[:, t : t + 1])
         if return_logits:
             logits.append(log_prob.masked_fill(ended[:, None], 0.0))
         last = last + 1
