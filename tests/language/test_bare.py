@@ -23,8 +23,8 @@ from torch.testing import assert_close
 
 from tests.gpt_helpers import sharp
 from tests.language.models import random_texts
-from torchrl_kl.language import GPT
-from torchrl_kl.language.bare import bare
+from torchrl_kl.language import GPT, CausalLMActor
+from torchrl_kl.language.bare import BareView, bare
 from torchrl_kl.language.causal_lm import CausalLM
 
 TEXTS = random_texts(3)[:, :8]
@@ -252,3 +252,101 @@ def test_a_language_model_of_any_class():
     assert bare(lm)(TEXTS).equal(lm(TEXTS))
     other = nn.Linear(3, 3)
     assert bare(other) is other
+
+
+@pytest.mark.parametrize("option", ["padding_idx", "max_norm"])
+def test_an_embedding_with_options(option):
+    gpt = make_gpt()
+    before = gpt(TEXTS)
+    setattr(gpt.token_embedding, option, {"padding_idx": 3, "max_norm": 0.5}[option])
+    if option == "max_norm":  # which a lookup applies to the weights
+        check_change(gpt, before)
+    else:
+        check(gpt)
+        gpt.zero_grad()
+        bare(gpt)(TEXTS).sum().backward()
+        assert (TEXTS == 3).any()
+        assert gpt.token_embedding.weight.grad[3].eq(0).all()
+
+
+def _change_forward(part):
+    usual = part.forward
+    part.forward = lambda *args, **kwargs: 2 * usual(*args, **kwargs)
+
+
+def _change_class(part):
+    forward = type(part).forward
+    body = {"forward": lambda self, *args, **kwargs: 2 * forward(self, *args, **kwargs)}
+    part.__class__ = type("Twice", (type(part),), body)
+
+
+def _change_number(part):
+    norm = part.norm if hasattr(part, "norm") else part
+    norm.eps = 1.0
+
+
+class TestBareView:
+    def test_it_is_one_copy_as_long_as_nothing_changes(self):
+        gpt = make_gpt()
+        view = BareView(gpt)
+        first = view.get(0)
+        assert view.get(0) is first
+        assert module_calls(lambda: first(TEXTS)) == 1
+        gpt.head.weight.data.mul_(2)
+        assert view.get(0) is first
+        assert first(TEXTS).equal(gpt(TEXTS))
+
+    @pytest.mark.parametrize(
+        ("name", "change"),
+        [
+            *[(name, change) for name in PARTS for change in (_change_forward, _change_class)],
+            *[(name, _change_number) for name in ("norm", "blocks.1.attention_norm")],
+            ("", lambda gpt: gpt.train()),
+            ("", lambda gpt: setattr(gpt.blocks[0].attention, "n_head", 8)),
+        ],
+    )
+    def test_it_sees_changes_of_attributes(self, name, change):
+        gpt = make_gpt(dropout=0.3)
+        view = BareView(gpt)
+        before = view.get(0)(TEXTS)
+        change(gpt.get_submodule(name))
+        torch.manual_seed(0)
+        after = view.get(0)(TEXTS)
+        torch.manual_seed(0)
+        assert after.equal(gpt(TEXTS))
+        assert not after.equal(before)
+
+    def test_it_is_told_of_other_weights_and_hooks(self):
+        gpt, called = make_gpt(), []
+        view = BareView(gpt)
+        view.get(0)
+        gpt.head.weight = nn.Parameter(2 * gpt.head.weight.detach())
+        assert view.get(1)(TEXTS).equal(gpt(TEXTS))
+        gpt.norm.register_forward_hook(lambda *_: called.append(0))
+        view.get(2)(TEXTS)
+        assert called == [0]
+
+    def test_hooks_of_all_modules(self):
+        gpt = make_gpt()
+        view = BareView(gpt)
+        view.get(0)
+        handle = register_module_forward_hook(lambda *_: None)
+        try:
+            assert view.get(0) is gpt
+        finally:
+            handle.remove()
+        assert view.get(0) is not gpt
+
+
+@pytest.mark.parametrize("change", [_change_forward, _change_class])
+def test_a_change_between_two_steps_of_a_rollout(change):
+    """What was read before is kept, as its weights are; what is read next is computed anew."""
+    actor = CausalLMActor(make_gpt())
+    state = TensorDict({"tokens": TEXTS, "position": torch.full((3,), 5)}, [3])
+    with torch.no_grad():
+        actor.get_dist(state.clone())
+        change(actor.reader.lm.model.head)
+        state["position"] += 1
+        own = actor.get_dist(state.clone()).logits
+        actor.clear_cache()
+        assert_close(own, actor.get_dist(state.clone()).logits)

@@ -44,21 +44,22 @@ def bare(module: _Module) -> _Module:
 
 
 class BareView:
-    """The bare copy of a module, made anew where an attribute of one of its modules has changed.
-
-    It sees parts, weights and hooks that come later if `get` is told how often they came.
-    """
+    """The bare copy of a module for many calls: made anew if an attribute of a part has changed."""
 
     def __init__(self, module: nn.Module):
         self.module, self._view, self._made_at = module, module, -1
 
     def get(self, n_replaced: int) -> Any:
-        """The copy; `n_replaced`: how often weights, modules or hooks were exchanged."""
+        """The copy; `n_replaced` differs from last time if weights, modules or hooks do."""
         if _has_any_global_hook():
             return self.module
         if n_replaced != self._made_at:
-            self._modules, self._attributes, self._made_at = [*self.module.modules()], [], n_replaced
-        attributes = [value for module in self._modules for value in vars(module).values()]
+            self._modules, self._attributes, self._made_at = (
+                [*self.module.modules()],
+                [],
+                n_replaced,
+            )
+        attributes = [x for part in self._modules for x in (type(part), *vars(part).values())]
         # By identity: a comparison of values could be one of tensors.
         same = len(attributes) == len(self._attributes)
         if not (same and all(map(is_, attributes, self._attributes))):
