@@ -79,15 +79,18 @@ class Job:
         return KLConstrainedTransform(self.actor, COEFF, reference=actor_of(self.reference))
 
     def env(self, *transforms: Transform) -> EnvBase:
-        """The token env, with transforms if there are any."""
-        env = DigitLanguageEnv(self.language, batch_size=(self.n_texts,), seed=0)
-        return TransformedEnv(env, Compose(*transforms)) if transforms else env
+        """The token env with transforms."""
+        return TransformedEnv(self.plain_env(), Compose(list(transforms)))
+
+    def plain_env(self) -> DigitLanguageEnv:
+        """The token env, which a stack as `postproc` leaves as it is."""
+        return DigitLanguageEnv(self.language, batch_size=(self.n_texts,), seed=0)
 
     def collected(self, env: EnvBase | None = None, stack: Any = None) -> Iterator[TensorDictBase]:
         """Batches [N, T] of a Collector, without end, with the stack as its `postproc`."""
         return iter(
             Collector(
-                self.env() if env is None else env,
+                self.plain_env() if env is None else env,
                 self.actor,
                 frames_per_batch=self.n_texts * self.n_tokens,
                 total_frames=-1,
