@@ -235,10 +235,10 @@ def test_other_shapes_are_refused(column):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_are_refused(bad):
     plan = RewardPlan(0.3)
-    with pytest.raises(ValueError, match="must be finite, got 1 NaN or infinite rewards of 3"):
-        plan.add(torch.tensor([0.0, bad, 1.0]))
-    with pytest.raises(ValueError, match="must be finite, got 0 NaN"):
-        plan.add(torch.ones(1), log_ratios=torch.tensor([bad]))
+    good, numbers = torch.ones(3), torch.tensor([0.0, bad, 1.0])
+    for name in ("rewards", "log_ratios", "lengths"):
+        with pytest.raises(ValueError, match=rf"`{name}` must be finite, got 1 NaN .* of 3"):
+            plan.add(**{"rewards": good, name: numbers})
     assert not len(plan.samples)
 
 

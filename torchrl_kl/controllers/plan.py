@@ -113,12 +113,13 @@ class RewardPlan(Float64State):
             for column, default in zip(columns, defaults, strict=True)
         ]
         new = torch.stack(filled, 1).cpu()
-        if not new[:, :3].isfinite().all():
-            bad = int((~new[:, 0].isfinite()).sum())
-            raise ValueError(
-                f"`rewards` and their log-ratios must be finite, got {bad} NaN or infinite rewards "
-                f"of {len(new)}: mask those of padding, or repair the reward."
-            )
+        for name, numbers in zip(("rewards", "log_ratios", "lengths"), new.unbind(1), strict=False):
+            if not numbers.isfinite().all():
+                bad = int((~numbers.isfinite()).sum())
+                raise ValueError(
+                    f"`{name}` must be finite, got {bad} NaN or infinite numbers of {len(new)}: "
+                    "mask those of padding, and find out where the others come from."
+                )
         self.samples = torch.cat([self.samples, new])
         return self
 
