@@ -5,6 +5,7 @@ A module of PyTorch is called as a function of its weights, so that the math is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from operator import is_
 from typing import Any, TypeVar
@@ -48,23 +49,32 @@ class BareView:
 
     def __init__(self, module: nn.Module):
         self.module, self._view, self._made_at = module, module, -1
+        self._parts: list[nn.Module] = []
+        self._attributes: list[Any] = []
 
     def get(self, n_replaced: int) -> Any:
         """The copy; `n_replaced` differs from last time if weights, modules or hooks do."""
         if _has_any_global_hook():
             return self.module
-        if n_replaced != self._made_at:
-            self._modules, self._attributes, self._made_at = (
-                [*self.module.modules()],
-                [],
-                n_replaced,
-            )
-        attributes = [x for part in self._modules for x in (type(part), *vars(part).values())]
+        attributes = _attributes(self._parts)
         # By identity: a comparison of values could be one of tensors.
-        same = len(attributes) == len(self._attributes)
+        same = n_replaced == self._made_at and len(attributes) == len(self._attributes)
         if not (same and all(map(is_, attributes, self._attributes))):
-            self._view, self._attributes = bare(self.module), attributes
+            self._parts, self._made_at = [*_parts(self.module)], n_replaced
+            self._view, self._attributes = bare(self.module), _attributes(self._parts)
         return self._view
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and those that `bare` looks at inside it."""
+    yield module
+    if type(module) in _OF_PARTS or type(module) is nn.ModuleList:
+        for part in module.children():
+            yield from _parts(part)
+
+
+def _attributes(parts: list[nn.Module]) -> list[Any]:
+    return [value for part in parts for value in (type(part), *vars(part).values())]
 
 
 def _is_changed(module: nn.Module) -> bool:
