@@ -94,7 +94,7 @@ class Measured(Transform):
     def _reset(self, tensordict, tensordict_reset):
         return self._step(tensordict, tensordict_reset)
 
-    def transform_observation_spec(self, observation_spec):
+    def transform_observation_spec(self, observation_spec: Any):
         shape = torch.Size((*observation_spec.shape, 1))
         observation_spec["kl"] = Unbounded(shape=shape, dtype=self.dtype)
         return observation_spec
