@@ -213,6 +213,14 @@ class TestIdentity:
         assert self.add(trajectories, self.one(143, 287, 1.0)) == ([1.0], [])
         assert self.add(trajectories, self.one(399, 799, 1.0)) == ([2.0], [])
 
+    def test_batches_that_nothing_follows_do_not_pile_up(self):
+        """Each collector gives one batch, of the id 0, so that none seems to follow another."""
+        trajectories = OpenTrajectories()
+        for number in range(400):
+            self.add(trajectories, self.one(0, 2 * number, 1.0, is_init=True))
+        state = trajectories.state_dict()
+        assert len(state["unfollowed"]) == len(state["open"]) == 256
+
     @pytest.mark.parametrize("is_init", [False, True], ids=["no_is_init", "is_init"])
     def test_a_padded_row_that_goes_on_under_another_id_is_refused(self, is_init):
         trajectories = OpenTrajectories()

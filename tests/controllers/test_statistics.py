@@ -293,7 +293,7 @@ class TestAllReduce:
             for rank in range(2)
         ]
         try:
-            outputs = [worker.communicate(timeout=120) for worker in workers]
+            outputs = [worker.communicate(timeout=600) for worker in workers]
         finally:
             for worker in workers:
                 worker.kill()

@@ -353,7 +353,7 @@ class TestCheckpointing:
         assert (3, 1) in passes
 
 
-@pytest.mark.timeout(120, method="thread")
+@pytest.mark.timeout(600, method="thread")
 def test_shared_memory_that_another_process_edits():
     actor, texts = make_actor("llama"), random_texts(3)
     check_step(actor, texts, [4, 4, 4])

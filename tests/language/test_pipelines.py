@@ -146,7 +146,7 @@ class TestInOneProcess:
         assert cache_of(actor) is not None
 
     @pytest.mark.parametrize("env_class", [SerialEnv, ParallelEnv])
-    @pytest.mark.timeout(200, method="thread")
+    @pytest.mark.timeout(600, method="thread")
     def test_envs_in_processes(self, env_class):
         actor = make_actor("llama")
         # Not a function of this module, with which the workers would import transformers.
@@ -244,7 +244,7 @@ class TestTraining:
         assert controller.coeff != 0.1
 
 
-@pytest.mark.timeout(300, method="thread")
+@pytest.mark.timeout(600, method="thread")
 @pytest.mark.parametrize(
     "collector_class",
     [MultiSyncCollector, pytest.param(MultiAsyncCollector, marks=pytest.mark.slow)],

@@ -178,6 +178,31 @@ class TestTrajectories:
         assert message.figures["count"] == 2
         assert "nats per trajectory over the last 2 batches (2 trajectories)" in str(message)
 
+    def test_two_collectors_that_alternate_are_kept_apart(self):
+        """Both number their trajectories from 0, and leave some open in every batch."""
+        reference = make_actor()
+        runs = [
+            collect(
+                WalkEnv((4,), longest=9),
+                moved(reference),
+                frames=12,
+                batches=6,
+                seed=seed,
+                postproc=KLConstrainedTransform(reference, 0.1),
+            )
+            for seed in (0, 1)
+        ]
+        monitor, totals = KLMonitor(self.controller, window=12), []
+        for pair in zip(*runs, strict=True):
+            for batch in pair:
+                monitor(batch)
+                totals.append(batch["next", "episode_kl"][batch["next", "terminated"]].double())
+        pools = monitor.state_dict()["pools"]
+        assert [count for count, _, _ in pools] == [len(total) for total in totals]
+        expected = [total.sum().item() for total in totals]
+        assert_close([total for _, total, _ in pools], expected, rtol=0, atol=1e-5)
+        assert sum(map(len, totals)) > 10
+
     def test_padding_after_the_end_is_not_summed(self):
         batch = step_of(kl=[0.5, 0.7, math.nan, 9.0], done=[False, True, False, False])
         batch["collector"] = TensorDict(

@@ -203,6 +203,31 @@ def test_identical_weights_have_no_kl(kind):
 
 
 @every_kind
+def test_identical_weights_have_no_kl_on_any_machine(kind, monkeypatch):
+    """One whose products of a few rows round up, and those of many rows down.
+
+    Each does so as far as any order of its sums may, which is more than a fixed bound allows.
+    """
+    linear = nn.functional.linear
+
+    def rounded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        products = linear(x.detach().abs(), weight.detach().abs())
+        furthest = x.shape[-1] * products + bias.detach().abs()
+        furthest = torch.finfo(x.dtype).eps / 2 * furthest
+        return linear(x, weight, bias) + (furthest if len(x) == 2 else -furthest)
+
+    monkeypatch.setattr(nn.functional, "linear", rounded)
+    with mode(kind):
+        actor = make(kind)
+        stack, place = stack_of(kind, actor)
+        batch = play(PlayedEnv((2,), **kind.env), make(kind)).reshape(-1)
+        kl = stack(batch)["next", place]
+        assert_within(kl, torch.zeros_like(kl), rounding(actor, batch, actions=True))
+        fixed = 1e-5 if kind.distribution in (Normal, independent_normal) else 0.0
+        assert kl.abs().max() > fixed
+
+
+@every_kind
 def test_the_preset_penalizes_the_same(kind):
     with mode(kind):
         actor = make(kind)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch.testing import assert_close
-from torchrl.data import Categorical, Composite
-from torchrl.envs import RewardSum, StepCounter, TransformedEnv, check_env_specs
+from torchrl.data import Categorical, Composite, Unbounded
+from torchrl.envs import RewardSum, StepCounter, Transform, TransformedEnv, check_env_specs
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.helpers import (
@@ -78,6 +78,49 @@ def test_a_sum_of_half_precision_log_probs_is_exact(make, dtype):
     ((told, n),) = controller.calls
     assert n == 2
     assert_close(told, exact[:, -1].mean().item(), atol=1000 * size * 2.0**-24, rtol=0)
+
+
+class Measured(Transform):
+    """Writes a KL that was measured elsewhere, in half precision."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__(out_keys=["kl"])
+        self.dtype = dtype
+
+    def _step(self, tensordict, next_tensordict):
+        kl = torch.full((*next_tensordict.batch_size, 1), 0.1, dtype=self.dtype)
+        return next_tensordict.set("kl", kl)
+
+    def _reset(self, tensordict, tensordict_reset):
+        return self._step(tensordict, tensordict_reset)
+
+    def transform_observation_spec(self, observation_spec: Any):
+        shape = torch.Size((*observation_spec.shape, 1))
+        observation_spec["kl"] = Unbounded(shape=shape, dtype=self.dtype)
+        return observation_spec
+
+
+@pytest.mark.parametrize("place", ["env", "batch"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_kl_in_half_precision_is_summed_in_float32(dtype, place):
+    controller = SpyController()
+    adjustment = RewardAdjustmentTransform(controller, update_every=1)
+    if place == "env":
+        env = with_transforms(LongWalk((2,)), Measured(dtype), adjustment)
+        check_env_specs(env)
+        controller.calls.clear()
+        step = play(env, policy(), 1000)["next"]
+    else:
+        step = adjustment(play(with_transforms(LongWalk((2,)), Measured(dtype)), policy(), 1000))
+        step = step["next"]
+    assert (step["kl"].dtype, step["episode_kl"].dtype) == (dtype, torch.float32)
+    exact = step["kl"].double().cumsum(1)
+    # 1000 additions in float32, each of which rounds a sum that is at most the last one.
+    bound = 1000 * exact.max().item() * 2.0**-24
+    assert_close(step["episode_kl"].double(), exact, atol=bound, rtol=0)
+    ((told, n),) = controller.calls
+    assert n == 2
+    assert_close(told, exact[:, -1].mean().item(), atol=bound, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
+from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import TransformedEnv
 
 from tests.helpers import (
@@ -122,6 +123,15 @@ class TestRaise:
         for make, name in ((stack, "KLConstrainedTransform"), (preset, "KLRewardTransform")):
             with pytest.raises(ValueError, match=f"{name} got invalid numbers"):
                 make()(batch_of("log-prob"))
+
+    @pytest.mark.parametrize("make", [stack, parts, preset])
+    def test_in_a_replay_buffer(self, make):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(12), batch_size=4)
+        buffer.append_transform(make())
+        batch = batch_of().reshape(-1)
+        buffer.extend(batch.set("action_log_prob", torch.full((12,), NAN)))
+        with pytest.raises(ValueError, match="'action_log_prob' has 4 of 4, the first nan"):
+            buffer.sample()
 
     def test_a_reference_that_cannot_take_the_action(self):
         transform, batch = stack(), batch_of()

@@ -120,6 +120,24 @@ def test_frozen_evaluations_in_between_change_nothing(truncates):
     assert len(told[0]) > 5
 
 
+def test_a_frozen_batch_neither_judges_a_truncation_nor_leaves_one_to_be_told():
+    """A truncation in the last step of a batch is judged by a later batch that is not frozen."""
+    stack, controller = spied()
+    env = WalkEnv((1,), truncates=True)
+    batches = [play(env, policy(), 9, seed=n, break_when_any_done=True) for n in range(3)]
+    for number, batch in enumerate(batches):
+        assert batch["next", "truncated"][0, -1]
+        batch["collector", "traj_ids"] = torch.full(batch.shape, number)
+    first, evaluation, last = batches
+    total_of_first = stack(first)["next", "episode_kl"][0, -1].item()
+    stack.freeze()(evaluation)
+    assert controller.calls == []
+    stack.unfreeze()(last)
+    ((told, n),) = controller.calls
+    assert n == 1
+    assert_close(told, total_of_first, atol=1e-5, rtol=0)
+
+
 @pytest.mark.filterwarnings("ignore:split_trajs=True produces:UserWarning")
 def test_rows_that_torchrl_numbers_anew_in_each_batch_are_refused():
     collector = MultiSyncCollector(

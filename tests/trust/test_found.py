@@ -27,6 +27,18 @@ def test_an_empty_batch_is_scored_in_chunks(shape):
     assert stack(empty)["next", "kl"].shape == torch.Size((*shape, 1))
 
 
+@pytest.mark.parametrize("per", ["trajectory", "step"])
+def test_a_batch_without_steps_tells_the_controller_nothing(per):
+    """PyTorch could not reshape its tensors of 0 elements."""
+    stack, controller = spied(per)
+    batch = play(WalkEnv((2,)), moved(make_actor()), 8)
+    after = stack(batch[:, :0])["next"]
+    assert after["kl"].shape == after["episode_kl"].shape == after["reward"].shape == (2, 0, 1)
+    assert not controller.calls
+    stack(batch)
+    assert controller.calls
+
+
 class TestTheRunningSumOfAnEnv:
     """Where a step had none it began anew, and the controller was told of the last step alone."""
 

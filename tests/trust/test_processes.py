@@ -25,6 +25,7 @@ import pytest
 
 HERE = Path(__file__).parent
 SECONDS = 60  # within which there must be an error
+HANGS = 300  # seconds for each trouble, after which a learner is ended with all that it started
 # Not the package's: a cache of PyTorch, Ray's logs, and the test's own.
 KEPT = re.compile("torchinductor_.*|ray|trouble")
 MOMENTS = ("birth", "start", "rollout", "weights", "shutdown")
@@ -67,9 +68,9 @@ def run(kind: str, where: str, *troubles: str) -> Run:
     command = [sys.executable, "-W", "ignore", str(HERE / "learner.py"), kind, where, *troubles]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     learner = subprocess.Popen(command, env=environment, **pipes)  # type: ignore[call-overload]
-    pids = {learner.pid}
+    pids, given_up = {learner.pid}, time.monotonic() + HANGS * len(troubles)
     try:
-        while learner.poll() is None:
+        while learner.poll() is None and time.monotonic() < given_up:
             with contextlib.suppress(psutil.Error, subprocess.TimeoutExpired):
                 pids |= {p.pid for p in psutil.Process(learner.pid).children(recursive=True)}
                 learner.wait(timeout=0.5)
@@ -151,8 +152,12 @@ def check_end(kind: str, where: str, how: str) -> None:
     found.assert_nothing_left()
 
 
-def test_a_learner_that_is_terminated():
-    check_end("multi-async", "workers", "sigterm")
+@pytest.mark.parametrize(
+    ("kind", "where", "how"),
+    [("multi-async", "workers", "sigterm"), ("multi-sync", "workers", "sigint")],
+)
+def test_a_learner_that_is_interrupted(kind, where, how):
+    check_end(kind, where, how)
 
 
 @pytest.mark.long
