@@ -105,7 +105,7 @@ def check(found: Run, kind: str, troubles: list[str]) -> None:
         if kind == "single":  # its env is in the learner's process
             assert cell["error"] == "ValueError: the worker raises", cell
         else:
-            assert cell["error"].startswith("RuntimeError: worker 1 ("), cell
+            assert (cell["error"] or "").startswith("RuntimeError: worker 1 ("), cell
             assert ("stopped by a signal" in cell["error"]) == (harm == "stopped"), cell
     assert last["frames"] == 72
     assert found.code == 0, found.errors[-3000:]
@@ -148,7 +148,8 @@ def check_end(kind: str, where: str, how: str) -> None:
     """The learner ends in that way, and nothing is left of it."""
     found = run(kind, where, how)
     assert found.told == [{"how": how}], found.errors[-3000:]
-    assert found.code == ENDS[how]
+    # Ray has a handler of its own for SIGTERM.
+    assert found.code == (15 if (how, kind) == ("sigterm", "ray-async") else ENDS[how])
     found.assert_nothing_left()
 
 
