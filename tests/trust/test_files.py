@@ -305,7 +305,8 @@ class TestStates:
         assert list(found) == list(saved)
         assert list(found.values())[:2] == [(0.5, [2]), None]
         assert_close([found["a", 0], other], [saved["a", 0], best], rtol=0, atol=0)
-        assert values[0].equal(curve[0]) and values[1:] == [0.5, True]
+        assert values[0].equal(curve[0])
+        assert values[1:] == [0.5, True]
         assert result.values == {"step": 3}
 
     @pytest.mark.parametrize(
