@@ -263,6 +263,29 @@ class TestCriticsAndRewardModels:
         scores = CausalLMRewardModel(model, end_token=10)(batch["tokens"][:, 0])
         assert_close(batch["next", "reward"].sum((1, 2)), scores.detach())
 
+    @pytest.mark.parametrize("kind", ["gpt", "llama"])
+    def test_reward_models_of_no_texts_and_of_empty_ones(self, kind):
+        model = make_critic(kind).module.lm.model
+        reward_model = CausalLMRewardModel(model, end_token=10)
+        assert reward_model(torch.zeros(0, 3, 5, dtype=torch.long)).shape == (0, 3)
+        expected = CausalLM(model)(torch.tensor([[10]]))[0, 0]
+        assert_close(reward_model(torch.zeros(1, 0, dtype=torch.long)), expected)
+
+    @pytest.mark.parametrize(
+        ("position", "error", "text"),
+        [
+            ([4, -1], ValueError, r"must lie in 0\.\.6, got -1 to 4: it counts tokens"),
+            ([4, 7], ValueError, r"must lie in 0\.\.6, got 4 to 7"),
+            ([4], ValueError, r"one number per text .* got \(1,\) and \(2, 6\)"),
+            ([4.0, 5.0], TypeError, r"`position` must be int64 or int32, got torch.float32"),
+        ],
+    )
+    def test_positions_of_a_reward_model(self, position, error, text):
+        model = make_critic("gpt").module.lm.model
+        reward_model = CausalLMRewardModel(model, end_token=10, in_keys=("tokens", "position"))
+        with pytest.raises(error, match=text):
+            reward_model(random_texts(2)[:, :6], torch.tensor(position))
+
 
 class TestErrors:
     @pytest.mark.parametrize(

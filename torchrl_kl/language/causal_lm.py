@@ -71,7 +71,9 @@ class CausalLM(nn.Module):
 
         Only positions from the first to the last one asked for go through the output layer.
         """
-        first, final = (int(value) for value in last.aminmax()) if len(last) else (0, 0)
+        if not len(last):  # models of Hugging Face read no empty batch
+            return self(tokens.new_zeros(1, 1))[:0, 0]
+        first, final = (int(value) for value in last.aminmax())
         keep = torch.arange(first, final + 1, device=tokens.device)
         tokens = tokens[:, : final + 1]
         if options or torch.is_grad_enabled() or tokens.device.type != "cpu":

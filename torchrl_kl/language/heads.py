@@ -20,7 +20,7 @@ from torchrl_kl.functional.numbers import check_number
 from torchrl_kl.language.bare import bare
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.distribution import NextToken
-from torchrl_kl.language.reader import StateReader
+from torchrl_kl.language.reader import StateReader, check_one_per_text
 
 Keys = Sequence[NestedKey]
 
@@ -238,11 +238,23 @@ class _TextScorer(nn.Module):
         rows = torch.arange(len(texts), device=texts.device)
         end = torch.full_like(rows, n_tokens)
         if position is not None:
-            end = position.flatten()
+            end = _check_ends(position, tokens).flatten().long()
             texts[rows, end] = self.end_token
         output = bare(self.lm).at(texts, rows, end)
         _check_one_output(output.shape[-1])
         return output.view(tokens.shape[:-1])
+
+
+def _check_ends(position: Tensor, tokens: Tensor) -> Tensor:
+    """Numbers of tokens (*B,) of texts (*B, L); raises unless they are from 0 to L."""
+    check_one_per_text(position, tokens)
+    low, high = (int(value) for value in position.aminmax()) if position.numel() else (0, 0)
+    if low < 0 or high > tokens.shape[-1]:
+        raise ValueError(
+            f"`position` must lie in 0..{tokens.shape[-1]}, got {low} to {high}: it counts tokens "
+            "before padding."
+        )
+    return position
 
 
 class CausalLMRewardModel(TensorDictModule):
@@ -258,9 +270,9 @@ class CausalLMRewardModel(TensorDictModule):
         out_keys: the score (*B,), in the units of its training loss.
 
     Raises:
-        TypeError: `model` is not a module.
-        ValueError: the model has several outputs, `end_token` is outside its vocabulary, or L is
-            too large.
+        TypeError: `model` is not a module, or position is not int64 or int32.
+        ValueError: the model has several outputs, `end_token` is outside its vocabulary, L is too
+            large, or a position is not one of 0 to L for each text.
 
     Example:
         >>> import torch
