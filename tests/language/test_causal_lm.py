@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tensordict import TensorDict
 from torch import nn
 from torch.testing import assert_close
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import set_recurrent_mode
 
 from tests.gpt_helpers import sharp
@@ -166,6 +168,24 @@ class TestCalls:
             assert_close(got, expected, atol=5e-5, rtol=0.0)
             assert passes.take() == [(3, LENGTH)]
 
+    @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # attention
+    @pytest.mark.parametrize("grad", [False, True])
+    @every_kind
+    def test_an_ensemble_by_vmap(self, kind, grad):
+        readers = [make_actor(kind, seed).reader for seed in range(2)]
+        texts, position = random_texts(3), torch.tensor([5, 9, 7])
+        weights = torch.stack([TensorDict.from_module(reader) for reader in readers])
+
+        def read(weights):
+            with weights.to_module(readers[0]):
+                return readers[0](texts, position)
+
+        with torch.set_grad_enabled(grad):
+            got = torch.vmap(read)(weights)
+        for reader, logits in zip(readers, got, strict=True):
+            expected = true_logits(reader.lm.model, texts, position)
+            assert_close(logits, expected, atol=2e-5, rtol=0.0)
+
     @every_kind
     def test_gradients_are_those_of_the_bare_model(self, kind):
         actor = make_actor(kind).double()
@@ -316,6 +336,14 @@ class TestErrors:
             ValueError, match=f"`temperature` must be finite and above 0, got {temperature}"
         ):
             CausalLMActor(GPT(11, 8), temperature=temperature)
+
+    def test_the_mean_of_tokens(self):
+        actor, texts = make_actor("gpt"), random_texts(2)
+        with (
+            set_exploration_type(ExplorationType.MEAN),
+            pytest.raises(ValueError, match=r"must be RANDOM, or MODE .* got MEAN"),
+        ):
+            actor(states(texts, torch.tensor([5, 6])))
 
     @every_kind
     def test_texts_that_are_too_long(self, kind):

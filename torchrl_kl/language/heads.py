@@ -100,7 +100,7 @@ class CausalLMActor(ProbabilisticActor):
     Raises:
         TypeError: `model` is not a module, or tokens or position are not int64 or int32.
         ValueError: `temperature` or `cache_bytes` is out of range, the model has one output, or it
-            cannot read a state.
+            cannot read a state; or the exploration type is MEAN.
 
     Example:
         >>> import torch
@@ -141,8 +141,13 @@ class CausalLMActor(ProbabilisticActor):
         self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None = None, **kwargs
     ) -> TensorDictBase:
         """Draws a token for each state; writes it, its log-prob and the logits."""
-        plain = tensordict_out is None and not kwargs
-        if not plain or exploration_type() != ExplorationType.RANDOM:
+        plain, kind = tensordict_out is None and not kwargs, exploration_type()
+        if kind == ExplorationType.MEAN:
+            raise ValueError(
+                "the exploration type must be RANDOM, or MODE or DETERMINISTIC for the most likely "
+                "token, got MEAN: the mean of token ids is not a token."
+            )
+        if not plain or kind != ExplorationType.RANDOM:
             return super().forward(tensordict, tensordict_out, **kwargs)
         dist = self.get_dist(tensordict)
         token = dist.sample()

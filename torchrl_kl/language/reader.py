@@ -56,7 +56,8 @@ class StateReader(nn.Module):
 
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         """The output for each state."""
-        hidden = values_hidden(tokens)
+        weight = next(self.parameters(), tokens)
+        hidden = values_hidden(tokens) or values_hidden(weight)  # an ensemble's weights are batched
         n_tokens = self._check_state(tokens, position, hidden)
         # Rows that split_trajs padded are all zeros: position 0 is treated as 1.
         length = position.clamp(1, n_tokens).flatten()
