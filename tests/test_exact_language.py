@@ -217,9 +217,8 @@ def test_prompts_may_be_edited_later():
     assert sorted({tuple(kind) for kind in kinds}) == sorted({tuple(p) for p in PROMPTS.tolist()})
 
 
-@pytest.mark.parametrize("function", [Enumeration, exact_kl])
-def test_what_is_not_a_tensor(function: Any):
-    second: Any = reward_fn if function is Enumeration else uniform(V)
+@pytest.mark.parametrize(("function", "second"), [(Enumeration, reward_fn), (exact_kl, uniform(V))])
+def test_what_is_not_a_tensor(function, second):
     with pytest.raises(TypeError, match="`prompts` must be a tensor of token ids, got list"):
         function(uniform(V), second, PROMPTS.tolist(), R)
     with pytest.raises(TypeError, match="`response_length` must be an int, got float"):

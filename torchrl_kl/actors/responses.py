@@ -54,8 +54,8 @@ def as_steps(
 
     Raises:
         KeyError: the text is missing, or what tells where the response is.
-        ValueError: a text does not begin with its prompt, has another number of tokens than of
-            log-probs, or there is not one reward per response.
+        ValueError: a text does not begin with its prompt, has another number of tokens than its
+            masks or log-probs, or there is not one reward per response.
 
     Example:
         >>> import torch
@@ -140,6 +140,12 @@ def read_responses(
     for i, row in enumerate(full):
         check_integers(str(FULL), row)
         prompt, response, attended, assistant = (None if one is None else one[i] for one in entries)
+        for key, mask in ((ATTENDED, attended), (ASSISTANT, assistant)):
+            if mask is not None and len(mask) != len(row):
+                raise ValueError(
+                    f"{key} must have one entry per token of {FULL}, got {len(mask)} for the "
+                    f"{len(row)} tokens of element {i}: pad both alike, or neither."
+                )
         if attended is None and dense and pad_token is not None:
             attended = row != pad_token
         text, start, shift = _read_text(i, row, prompt, response, attended, eos_token)
