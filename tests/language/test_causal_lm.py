@@ -337,6 +337,34 @@ class TestErrors:
         ):
             CausalLMActor(GPT(11, 8), temperature=temperature)
 
+    @pytest.mark.parametrize("kind", ["bert", "gru"])
+    def test_models_that_see_later_tokens(self, kind):
+        if kind == "bert":
+            sizes = {**SIZES, "is_decoder": False}
+            model: Any = transformers.BertLMHeadModel(transformers.BertConfig(**sizes))
+        else:
+            model = Plain()
+            model.gru = nn.GRU(8, 8, batch_first=True, bidirectional=True)
+        actor = CausalLMActor(sharp(model).eval())
+        for _ in range(2):
+            with pytest.raises(ValueError, match="`model` must be causal, but its outputs depend"):
+                step(actor, random_texts(3), [5, 6, 7])
+
+    def test_positions_of_two_scales(self):
+        # Beyond 8 tokens, the angles of all positions change, also of those that were read before.
+        scales = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+        options = {"original_max_position_embeddings": 8, "rope_scaling": scales}
+        config = transformers.Phi3Config(**{**SIZES, **TOKENS, **options})
+        actor = CausalLMActor(sharp(transformers.Phi3ForCausalLM(config)).eval())
+        texts = random_texts(3)
+        full = actor.get_dist(
+            states(texts[:, None].expand(-1, 4, -1), torch.arange(5, 9).expand(3, -1))
+        )
+        for n in range(5, 9):
+            assert_close(step(actor, texts, [n] * 3), full.logits[:, n - 5], atol=2e-5, rtol=0.0)
+        with pytest.raises(ValueError, match=r"the model reads at most 8"):
+            step(actor, texts, [9] * 3)
+
     def test_the_mean_of_tokens(self):
         actor, texts = make_actor("gpt"), random_texts(2)
         with (

@@ -75,7 +75,8 @@ class CausalLMActor(ProbabilisticActor):
     - In a rollout without gradients (as collectors make it) the keys and values of what was read
       are cached: a step computes one new position of each text. Texts that do not go on from
       those of the last step are read anew. The cache is dropped when weights, adapters or modes of
-      the model change. An edit through `.data` of single elements may go unseen: see `clear_cache`.
+      the model change. After an edit through `.data` of single elements, or of what is neither a
+      weight nor a module (a layer's `eps`, a replaced `forward`), call `clear_cache`.
       Texts of N rows take N * L * 2 * layers * heads * (width of a head) numbers. Copies,
       pickles and `state_dict` do not hold them.
     - Actions are sampled only where the exploration type is RANDOM, which collectors set.
@@ -99,8 +100,8 @@ class CausalLMActor(ProbabilisticActor):
 
     Raises:
         TypeError: `model` is not a module, or tokens or position are not int64 or int32.
-        ValueError: `temperature` or `cache_bytes` is out of range, the model has one output, or it
-            cannot read a state; or the exploration type is MEAN.
+        ValueError: `temperature` or `cache_bytes` is out of range, the model has one output, is not
+            causal (tried in a rollout), or cannot read a state; or the exploration type is MEAN.
 
     Example:
         >>> import torch
