@@ -337,6 +337,14 @@ class TestErrors:
         ):
             CausalLMActor(GPT(11, 8), temperature=temperature)
 
+    @pytest.mark.parametrize("kind", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])
+    def test_logits_of_another_model_stay(self, kind):
+        actor = make_actor("gpt", return_logits=False)
+        state = states(random_texts(2), torch.tensor([5, 6]))
+        state["logits"] = torch.ones(2, 3)
+        with set_exploration_type(kind):
+            assert actor(state)["logits"].equal(torch.ones(2, 3))
+
     @pytest.mark.parametrize("kind", ["bert", "gru"])
     def test_models_that_see_later_tokens(self, kind):
         if kind == "bert":

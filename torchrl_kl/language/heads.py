@@ -148,15 +148,18 @@ class CausalLMActor(ProbabilisticActor):
                 "the exploration type must be RANDOM, or MODE or DETERMINISTIC for the most likely "
                 "token, got MEAN: the mean of token ids is not a token."
             )
-        if not plain or kind != ExplorationType.RANDOM:
-            return super().forward(tensordict, tensordict_out, **kwargs)
-        dist = self.get_dist(tensordict)
-        token = dist.sample()
-        for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
-            tensordict.set(key, value)
-        if not self.return_logits:
-            tensordict.pop("logits")
-        return tensordict
+        other = None if self.return_logits else tensordict.get("logits", None)  # of another model
+        if plain and kind == ExplorationType.RANDOM:
+            dist = self.get_dist(tensordict)
+            token = dist.sample()
+            for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
+                tensordict.set(key, value)
+            if not self.return_logits:
+                tensordict.pop("logits")
+            result = tensordict
+        else:
+            result = super().forward(tensordict, tensordict_out, **kwargs)
+        return result if other is None or result is not tensordict else result.set("logits", other)
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> NextToken:
         """The distribution of the next token; writes the logits into the states (*B)."""
