@@ -93,7 +93,7 @@ class DigitLanguageEnv(EnvBase):
                     f"{tuple(prompts.shape)}: stack the prompts along dimension 0."
                 )
         super().__init__(device=device, batch_size=batch_size)
-        self.language, self.prompts = language, prompts
+        self.language, self.prompts = language, None if prompts is None else prompts.clone()
         # Not a submodule, so the env's train(), to() and state_dict() do not affect a user's model.
         object.__setattr__(self, "reward_fn", reward_fn)
         # On the CPU, so that a seed gives the same prompts on every device.

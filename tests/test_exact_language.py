@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from tests.tables import PROMPTS, RESPONSES, R, Table, V, enumeration, reward_fn, uniform
+from torchrl_kl import ExponentialKLController
 from torchrl_kl.envs import DigitLanguage
 from torchrl_kl.exact import Enumeration, exact_kl
 from torchrl_kl.language import GPT
@@ -184,6 +186,51 @@ def test_wrong_sizes():
 def test_wrong_coeff(coeff):
     with pytest.raises(ValueError, match=f"`coeff` must be finite and at least 0, got {coeff}"):
         enumeration(uniform(V)).values(uniform(V), coeff)
+
+
+@pytest.mark.parametrize("coeff", ["1", None, True, torch.ones(2)])
+def test_coeff_of_another_type(coeff):
+    with pytest.raises(TypeError, match="`coeff` must be a number, got "):
+        enumeration(uniform(V)).values(uniform(V), coeff)
+
+
+def test_the_coefficient_of_a_controller_is_read_once():
+    controller = ExponentialKLController(0.5, target=0.1)
+    values = enumeration(uniform(V)).values(uniform(V), controller.coeff)
+    objective = values.optimum.objective
+    controller.update(1.0, 1)
+    assert type(values.coeff) is float
+    assert (values.coeff, values.optimum.objective) == (0.5, objective)
+
+
+def test_prompts_may_be_edited_later():
+    prompts = PROMPTS.clone()
+    responses = Enumeration(uniform(V), reward_fn, prompts, R)
+    prompts.zero_()
+    kinds = []
+
+    def policy(contexts):
+        kinds.extend(contexts[:, : PROMPTS.shape[1]].unique(dim=0).tolist())
+        return uniform(V)(contexts)
+
+    responses.values(policy, 1.0)
+    assert sorted({tuple(kind) for kind in kinds}) == sorted({tuple(p) for p in PROMPTS.tolist()})
+
+
+@pytest.mark.parametrize(("function", "second"), [(Enumeration, reward_fn), (exact_kl, uniform(V))])
+def test_what_is_not_a_tensor(function, second):
+    with pytest.raises(TypeError, match="`prompts` must be a tensor of token ids, got list"):
+        function(uniform(V), second, PROMPTS.tolist(), R)
+    with pytest.raises(TypeError, match="`response_length` must be an int, got float"):
+        function(uniform(V), second, PROMPTS, 2.0)
+    with pytest.raises(TypeError, match="must return a tensor, got list: of a Hugging Face"):
+        function(lambda contexts: contexts.tolist(), second, PROMPTS, R)
+
+
+def test_rewards_that_are_no_tensor():
+    rewards: Any = lambda texts: [1.0] * len(texts)  # noqa: E731
+    with pytest.raises(TypeError, match="`reward_fn` must return a tensor, got list"):
+        enumeration(uniform(V), rewards)
 
 
 def test_wrong_logits():

@@ -8,7 +8,7 @@ from functools import reduce
 from typing import cast
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
 
@@ -258,11 +258,20 @@ def counted_steps(tensordict: TensorDictBase, fake: bool) -> Tensor | None:
     return mask
 
 
+def check_batch(batch: TensorDictBase) -> None:
+    """Raises unless it is a TensorDict of which entries can be asked for."""
+    if not isinstance(batch, TensorDictBase):
+        got = type(batch).__name__
+        raise TypeError(f"the batch must be a TensorDict, got {got}: pass what a collector gives.")
+    if isinstance(batch, LazyStackedTensorDict) and not batch.tensordicts:
+        raise ValueError(
+            "the batch must have entries, got a lazy stack of no elements, which has none: skip it."
+        )
+
+
 def copy_batch(tensordict: TensorDictBase) -> TensorDictBase:
     """A shallow copy of a batch, nested tensordicts included."""
-    if not isinstance(tensordict, TensorDictBase):
-        got = type(tensordict).__name__
-        raise TypeError(f"the batch must be a TensorDict, got {got}: pass what a collector gives.")
+    check_batch(tensordict)
     # A collector hands out the same buffer again: entries written into it would come back.
     if tensordict.get("next", None) is None:
         raise KeyError(

@@ -7,7 +7,7 @@ import os
 import shutil
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torchrl.checkpoint import Checkpoint, CheckpointAdapter, CheckpointError, C
 from torchrl_kl._torchrl import UNFINISHED
 
 _STATE = "state.safetensors"
+_PLAIN = (MutableMapping, list, tuple, Tensor, bool, int, float, str, type(None))
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -39,8 +40,9 @@ class RunCheckpoint(Checkpoint):
 
     Use it, with TorchRL's `CheckpointRotation`, for all that changes in a run: modules, optimizers,
     schedulers, TorchRL's `GlobalRNGState()`, the stack, `torch.Generator`s, envs with a state, and
-    dictionaries and lists of plain values, which are updated in place. TorchRL's own formats check
-    no checksums and may read pickles.
+    tensors, dictionaries and lists, which are updated in place: their keys and values, which may be
+    tensors, tuples and plain values too, come back as they were. TorchRL's own formats check no
+    checksums and may read pickles, or turn keys into strings and tensors into lists.
 
     You may rely on: whenever the process is killed, even while it saves, and wherever the disk is
     full, the file has the older checkpoint or the new one, as a whole. A file that was changed or
@@ -50,7 +52,9 @@ class RunCheckpoint(Checkpoint):
     anew.
 
     Args:
-        components: objects with `state_dict` and `load_state_dict`, generators, or plain values.
+        components: objects with `state_dict` and `load_state_dict`, generators, tensors,
+            dictionaries and lists; a plain value is not restored but returned by `load`, in
+            `values`.
 
     Raises:
         TypeError: if a component, or what is in its state, is of another type.
@@ -77,7 +81,8 @@ class RunCheckpoint(Checkpoint):
 
     def register(self, name: str, component: Any) -> RunCheckpoint:
         """Adds a component under a name."""
-        adapter = _StateFile() if _has_state(component) else None
+        known = _has_state(component) or isinstance(component, _PLAIN)
+        adapter = _StateFile() if known else None
         if adapter is None and hasattr(component, "dump"):
             raise TypeError(
                 f"`{name}` must have `state_dict` and `load_state_dict`, got a "
@@ -163,9 +168,10 @@ class _StateFile(CheckpointAdapter):
     def save(
         self, component: Any, path: Path, *, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
+        state: Any = component
         if isinstance(component, torch.Generator):
-            state: Any = component.get_state()
-        else:
+            state = component.get_state()
+        elif _has_state(component):
             state = component.state_dict(*args, **kwargs)
         tensors: dict[str, Tensor] = {}
         structure = json.dumps(_encode(state, tensors))
@@ -182,7 +188,7 @@ class _StateFile(CheckpointAdapter):
         tensor_load_kwargs: Mapping[str, Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> None:
+    ) -> Any:
         if map_location is not None or tensor_load_kwargs:
             raise ValueError(
                 "`map_location` and `tensor_load_kwargs` must be left out: tensors are read on the "
@@ -194,14 +200,44 @@ class _StateFile(CheckpointAdapter):
         header = json.loads(content[8 : 8 + size])
         state = _decode(json.loads(header["__metadata__"]["state"]), tensors)
         if isinstance(component, torch.Generator):
-            component.set_state(state)
-        else:
+            return component.set_state(state)
+        if _has_state(component):
             component.load_state_dict(state, *args, **kwargs)
+            return None
+        return _update(component, state)
+
+
+def _update(component: Any, state: Any) -> Any:
+    """Gives a component what was saved of it; of one that cannot be updated, returns that."""
+    if not isinstance(component, (MutableMapping, list, Tensor)):
+        return state
+    if _layout(state) != _layout(component):
+        raise ValueError(
+            f"a component must be like the one that was saved, {_layout(state)}, got "
+            f"{_layout(component)}: begin with one of that type, shape and dtype."
+        )
+    if isinstance(component, Tensor):
+        with torch.no_grad():
+            component.copy_(state)
+    elif isinstance(component, list):
+        component[:] = state
+    else:
+        component.clear()
+        component.update(state)
+    return None
+
+
+def _layout(value: Any) -> str:
+    """What a tensor must have in common with one that it is copied to; else the type."""
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    return f"a {'dict' if isinstance(value, Mapping) else type(value).__name__}"
 
 
 def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
     """A state as plain JSON; its tensors are collected by number."""
     if isinstance(value, Tensor):
+        _check_tensor(value)
         name = str(len(tensors))
         # A copy: safetensors refuses tensors that share memory.
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -215,12 +251,23 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
         return {"tuple": [_encode(item, tensors) for item in value]}
     if isinstance(value, list):
         return [_encode(item, tensors) for item in value]
+    if getattr(value, "ndim", None) == 0:  # a number of NumPy's
+        value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(
         f"a state must consist of tensors, dicts, lists, tuples and plain values, got a "
         f"{type(value).__name__}, which could be saved as a pickle only."
     )
+
+
+def _check_tensor(tensor: Tensor) -> None:
+    """TypeError unless a safetensors file can have it."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype == torch.complex128:
+        raise TypeError(
+            "a tensor of a state must be dense, have values and not be of torch.complex128, got "
+            f"one of {tensor.layout} and {tensor.dtype} on {tensor.device}."
+        )
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -13,11 +13,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrl_kl.functional.numbers import solve_decreasing
+from torchrl_kl.functional.numbers import check_number, solve_decreasing
 
 Model = Callable[[Tensor], Tensor]
 RewardFn = Callable[[Tensor], Tensor]
@@ -116,6 +117,7 @@ class Enumeration:
         log_probs, rewards: (P, V**R), of the responses in lexicographic order; under the reference.
 
     Raises:
+        TypeError: prompts or outputs are not tensors, or a size is not an int.
         ValueError: too many texts, or a wrong shape, dtype or value of prompts or outputs.
 
     Example:
@@ -148,7 +150,7 @@ class Enumeration:
                 f"`prompts` and `response_length` require {len(prompts)} * {self.vocab_size}**"
                 f"{response_length} texts, `max_texts` allows {max_texts}: {_FEWER}."
             )
-        self._prompts, self._response_length = prompts, response_length
+        self._prompts, self._response_length = prompts.clone(), response_length
         self._chunk_size = chunk_size
         self._reference = self._model_log_probs(reference, "reference")
         rewards = self._map(partial(_score, reward_fn), response_length)
@@ -166,19 +168,24 @@ class Enumeration:
         self.reference_reward = self._values(self._reference, 0.0, "reference").reward
 
     @torch.no_grad()
-    def values(self, policy: Model, coeff: float) -> ExactValues:
-        """Values of `policy` and of the optimum for E[reward] - coeff * KL(policy || reference)."""
+    def values(self, policy: Model, coeff: float | Tensor) -> ExactValues:
+        """Values of `policy` and of the optimum for E[reward] - coeff * KL(policy || reference).
+
+        `coeff` may be that of a controller, which is read now.
+        """
         optimum = self.optimum(coeff)
+        coeff = optimum.coeff
         own = self._values(self._model_log_probs(policy, "policy"), coeff, "policy")
         return ExactValues(**vars(own), optimum=optimum, reference_reward=self.reference_reward)
 
-    def optimum(self, coeff: float) -> PolicyValues:
+    def optimum(self, coeff: float | Tensor) -> PolicyValues:
         """Values of the best policy for a coefficient (reward per nat), which must be at least 0.
 
         For 0 it is the limit: the reference restricted to its texts of maximal reward.
         """
-        if not 0 <= coeff < math.inf:
-            raise ValueError(f"`coeff` must be finite and at least 0, got {coeff}.")
+        if isinstance(coeff, Tensor) and coeff.numel() == 1:
+            coeff = coeff.item()
+        coeff = check_number("coeff", coeff, at_least=0)  # type: ignore[arg-type]
         return self._values(self._optimal_log_probs(coeff), coeff, "optimum")
 
     def solve_coeff(self, target: float) -> float:
@@ -312,6 +319,7 @@ def _extend(probs: Tensor, own: Tensor, other: Tensor, name: str) -> tuple[Tenso
 def _score(reward_fn: RewardFn, texts: Tensor) -> Tensor:
     # (N, T0 + R) -> (N,) in float64.
     rewards = reward_fn(texts)
+    _check_tensor("reward_fn", rewards)
     if rewards.shape != texts.shape[:1]:
         raise ValueError(
             f"`reward_fn` must return one reward per text, shape {(len(texts),)}, got "
@@ -323,6 +331,7 @@ def _score(reward_fn: RewardFn, texts: Tensor) -> Tensor:
 def _next_log_probs(model: Model, name: str, contexts: Tensor, size: int | None = None) -> Tensor:
     """The model's checked log-probs of the next token, (N, V) in float64."""
     logits = model(contexts)
+    _check_tensor(name, logits)
     expected = (len(contexts), size or logits.shape[-1])
     if logits.shape != expected:
         raise ValueError(
@@ -340,12 +349,24 @@ def _next_log_probs(model: Model, name: str, contexts: Tensor, size: int | None 
     return log_probs.masked_fill(log_probs.isnan(), -math.inf)
 
 
+def _check_tensor(name: str, output: Any) -> None:
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"`{name}` must return a tensor, got {type(output).__name__}: of a Hugging Face model, "
+            "return the last position of `.logits`."
+        )
+
+
 def _check_sizes(prompts: Tensor, response_length: int, chunk_size: int) -> None:
+    if not isinstance(prompts, Tensor):
+        raise TypeError(f"`prompts` must be a tensor of token ids, got {type(prompts).__name__}.")
     if prompts.ndim != 2 or prompts.dtype != torch.int64 or len(prompts) == 0:
         raise ValueError(
             "`prompts` must be token ids of shape (P, T0) and dtype torch.int64 with P >= 1, got "
             f"{tuple(prompts.shape)} of {prompts.dtype}: one prompt needs a leading dimension of 1."
         )
     for name, size in {"response_length": response_length, "chunk_size": chunk_size}.items():
+        if type(size) is not int:
+            raise TypeError(f"`{name}` must be an int, got {type(size).__name__}.")
         if size < 1:
             raise ValueError(f"`{name}` must be at least 1, got {size}.")

@@ -397,6 +397,12 @@ class TestPromptSet:
         drawn = env.reset()["tokens"][:, :4]
         assert {tuple(row) for row in drawn.tolist()} == {tuple(row) for row in prompts.tolist()}
 
+    def test_they_may_be_edited_later(self):
+        prompts = torch.tensor([[1, 2, 3, 4]])
+        env = DigitLanguageEnv(prompts=prompts, batch_size=(2,))
+        prompts.fill_(99)
+        assert env.reset()["tokens"][:, :4].tolist() == [[1, 2, 3, 4]] * 2
+
     def test_seed_repeats_the_draw(self):
         prompts = torch.arange(80).reshape(20, 4) % 10
         first, second = (

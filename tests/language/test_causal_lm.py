@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tensordict import TensorDict
 from torch import nn
 from torch.testing import assert_close
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import set_recurrent_mode
 
 from tests.gpt_helpers import sharp
@@ -166,6 +168,24 @@ class TestCalls:
             assert_close(got, expected, atol=5e-5, rtol=0.0)
             assert passes.take() == [(3, LENGTH)]
 
+    @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # attention
+    @pytest.mark.parametrize("grad", [False, True])
+    @every_kind
+    def test_an_ensemble_by_vmap(self, kind, grad):
+        readers = [make_actor(kind, seed).reader for seed in range(2)]
+        texts, position = random_texts(3), torch.tensor([5, 9, 7])
+        weights = torch.stack([TensorDict.from_module(reader) for reader in readers])
+
+        def read(weights):
+            with weights.to_module(readers[0]):
+                return readers[0](texts, position)
+
+        with torch.set_grad_enabled(grad):
+            got = torch.vmap(read)(weights)
+        for reader, logits in zip(readers, got, strict=True):
+            expected = true_logits(reader.lm.model, texts, position)
+            assert_close(logits, expected, atol=2e-5, rtol=0.0)
+
     @every_kind
     def test_gradients_are_those_of_the_bare_model(self, kind):
         actor = make_actor(kind).double()
@@ -263,6 +283,29 @@ class TestCriticsAndRewardModels:
         scores = CausalLMRewardModel(model, end_token=10)(batch["tokens"][:, 0])
         assert_close(batch["next", "reward"].sum((1, 2)), scores.detach())
 
+    @pytest.mark.parametrize("kind", ["gpt", "llama"])
+    def test_reward_models_of_no_texts_and_of_empty_ones(self, kind):
+        model = make_critic(kind).module.lm.model
+        reward_model = CausalLMRewardModel(model, end_token=10)
+        assert reward_model(torch.zeros(0, 3, 5, dtype=torch.long)).shape == (0, 3)
+        expected = CausalLM(model)(torch.tensor([[10]]))[0, 0]
+        assert_close(reward_model(torch.zeros(1, 0, dtype=torch.long)), expected)
+
+    @pytest.mark.parametrize(
+        ("position", "error", "text"),
+        [
+            ([4, -1], ValueError, r"must lie in 0\.\.6, got -1 to 4: it counts tokens"),
+            ([4, 7], ValueError, r"must lie in 0\.\.6, got 4 to 7"),
+            ([4], ValueError, r"one number per text .* got \(1,\) and \(2, 6\)"),
+            ([4.0, 5.0], TypeError, r"`position` must be int64 or int32, got torch.float32"),
+        ],
+    )
+    def test_positions_of_a_reward_model(self, position, error, text):
+        model = make_critic("gpt").module.lm.model
+        reward_model = CausalLMRewardModel(model, end_token=10, in_keys=("tokens", "position"))
+        with pytest.raises(error, match=text):
+            reward_model(random_texts(2)[:, :6], torch.tensor(position))
+
 
 class TestErrors:
     @pytest.mark.parametrize(
@@ -293,6 +336,50 @@ class TestErrors:
             ValueError, match=f"`temperature` must be finite and above 0, got {temperature}"
         ):
             CausalLMActor(GPT(11, 8), temperature=temperature)
+
+    @pytest.mark.parametrize("kind", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])
+    def test_logits_of_another_model_stay(self, kind):
+        actor = make_actor("gpt", return_logits=False)
+        state = states(random_texts(2), torch.tensor([5, 6]))
+        state["logits"] = torch.ones(2, 3)
+        with set_exploration_type(kind):
+            assert actor(state)["logits"].equal(torch.ones(2, 3))
+
+    @pytest.mark.parametrize("kind", ["bert", "gru"])
+    def test_models_that_see_later_tokens(self, kind):
+        if kind == "bert":
+            sizes = {**SIZES, "is_decoder": False}
+            model: Any = transformers.BertLMHeadModel(transformers.BertConfig(**sizes))
+        else:
+            model = Plain()
+            model.gru = nn.GRU(8, 8, batch_first=True, bidirectional=True)
+        actor = CausalLMActor(sharp(model).eval())
+        for _ in range(2):
+            with pytest.raises(ValueError, match="`model` must be causal, but its outputs depend"):
+                step(actor, random_texts(3), [5, 6, 7])
+
+    def test_positions_of_two_scales(self):
+        # Beyond 8 tokens, the angles of all positions change, also of those that were read before.
+        scales = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+        options = {"original_max_position_embeddings": 8, "rope_scaling": scales}
+        config = transformers.Phi3Config(**{**SIZES, **TOKENS, **options})
+        actor = CausalLMActor(sharp(transformers.Phi3ForCausalLM(config)).eval())
+        texts = random_texts(3)
+        full = actor.get_dist(
+            states(texts[:, None].expand(-1, 4, -1), torch.arange(5, 9).expand(3, -1))
+        )
+        for n in range(5, 9):
+            assert_close(step(actor, texts, [n] * 3), full.logits[:, n - 5], atol=2e-5, rtol=0.0)
+        with pytest.raises(ValueError, match=r"the model reads at most 8"):
+            step(actor, texts, [9] * 3)
+
+    def test_the_mean_of_tokens(self):
+        actor, texts = make_actor("gpt"), random_texts(2)
+        with (
+            set_exploration_type(ExplorationType.MEAN),
+            pytest.raises(ValueError, match=r"must be RANDOM, or MODE .* got MEAN"),
+        ):
+            actor(states(texts, torch.tensor([5, 6])))
 
     @every_kind
     def test_texts_that_are_too_long(self, kind):

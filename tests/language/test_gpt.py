@@ -9,12 +9,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing import assert_close
 
 from tests.gpt_helpers import blocks_of, make_texts, sharp
 from torchrl_kl.language import GPT
+from torchrl_kl.language.blocks import Block
 
 
 class TestGPT:
@@ -315,6 +317,26 @@ class TestPretrained:
         with pytest.raises(ValueError, match=r"got \['torch.float32', 'torch.float64'\]"):
             gpt.save_pretrained(tmp_path / "new")
         assert not list((tmp_path / "new").iterdir())
+
+    @pytest.mark.parametrize(
+        ("change", "names"),
+        [
+            (lambda gpt: setattr(gpt, "head", nn.Linear(48, 12, bias=False)), "'head.weight'"),
+            (lambda gpt: setattr(gpt, "head", nn.Linear(48, 11)), "'head.bias'"),
+            (lambda gpt: nn.utils.parametrizations.weight_norm(gpt.head), "'head.parametrizations"),
+            (lambda gpt: gpt.blocks.append(Block(3, 3, 48, 0.0)), "'blocks.3.attention"),
+            (lambda gpt: get_peft_model(gpt, LoraConfig(target_modules=["head"])), "'head.base_"),
+        ],
+    )
+    def test_parts_that_could_not_be_loaded_are_not_saved(self, tmp_path, change, names):
+        old, gpt = sharp(GPT(11, 8)), GPT(11, 8)
+        old.save_pretrained(tmp_path)
+        change(gpt)
+        with pytest.raises(
+            ValueError, match=rf"a GPT of its sizes, but \[{names}.* merge adapters"
+        ):
+            gpt.save_pretrained(tmp_path)
+        assert_close(GPT.from_pretrained(tmp_path).state_dict(), old.state_dict())
 
     def test_integer_weights(self, tmp_path):
         GPT(11, 8).save_pretrained(tmp_path)

@@ -105,6 +105,25 @@ class TestSteps:
         assert steps["action"][1].tolist() == [7, 8, 7, 9, 3]
         assert steps["position"][0, :4].tolist() == [1, 2, 3, 4]
 
+    @pytest.mark.parametrize("length", [3, 5])
+    @pytest.mark.parametrize("name", ["all_attention_mask", "all_assistant_mask"])
+    def test_masks_of_another_length_are_refused(self, name, length):
+        tokens = TensorDict(full=torch.tensor([[5, 6, 7, 8]]), prompt=torch.tensor([[5]]))
+        masks = TensorDict({name: torch.ones(1, length, dtype=torch.bool)})
+        batch = TensorDict(tokens=tokens, masks=masks, batch_size=1)
+        text = rf"\('masks', '{name}'\) must have .* got {length} for the 4 tokens of element 0"
+        with pytest.raises(ValueError, match=text):
+            as_steps(batch, pad_token=0)
+
+    @pytest.mark.parametrize("last", [-1, 11])
+    def test_tokens_outside_the_vocabulary_are_refused(self, last):
+        tokens = TensorDict(full=torch.tensor([[5, 6, last]]), prompt=torch.tensor([[5]]))
+        following = TensorDict(reward=torch.ones(1, 1), batch_size=1)
+        batch = TensorDict(tokens=tokens, next=following, batch_size=1)
+        transform = ResponseKLTransform(GPT(vocab_size=11, block_size=8), 0.1)
+        with pytest.raises(ValueError, match=r"must be ids of the model's vocabulary, 0 to 10, go"):
+            transform(batch)
+
     @pytest.mark.parametrize("padded", [False, True])
     def test_scored_log_probs_are_those_of_the_steps(self, padded):
         tokenizer = make_tokenizer()

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -236,6 +237,35 @@ class TestReward:
         assert result["kl"].tolist() == [[0.0], [0.0]]
         assert result["reward"].tolist() == [[1.0], [2.0]]
         assert transform.statistics.count == 1
+
+    @pytest.mark.parametrize("chunk_size", [None, 1])
+    @pytest.mark.parametrize("estimator", ["k1", "exact", "top_k"])
+    @pytest.mark.parametrize("size", [(2, 0), (0,), (0, 4), (0, 0), (2, 0, 4), (0, 2, 4)], ids=str)
+    def test_batches_without_a_token(self, size, estimator, chunk_size):
+        texts, shape = torch.zeros(size, dtype=torch.long), size[:-1]
+        tokens = TensorDict(full=texts, prompt=texts, batch_size=shape)
+        following = TensorDict(reward=torch.ones(*shape, 1), batch_size=shape)
+        batch = TensorDict(tokens=tokens, next=following, batch_size=shape)
+        model = GPT(vocab_size=11, block_size=8)
+        controller = AdaptiveKLController(0.1, target=1.0, horizon=100)
+        options = {"estimator": estimator, "chunk_size": chunk_size, "pad_token": 0}
+        transform = ResponseKLTransform(model, controller, **options)
+        result = transform(batch)
+        assert result["next", "reward"].equal(following["reward"])
+        assert result["next", "kl"].equal(torch.zeros(*shape, 1))
+        assert result["log_probs", "full"].shape == texts.shape
+        assert controller.coeff == 0.1
+        steps = as_steps(result, pad_token=0)
+        assert steps.shape == (batch.batch_size.numel(), 1)
+        assert not steps["collector", "mask"].any()
+
+    def test_a_lazy_stack_of_nothing_is_refused(self):
+        row = TensorDict(tokens=TensorDict(full=torch.tensor([1, 2])))
+        batch: Any = lazy_stack([row])[:0]
+        transform = ResponseKLTransform(GPT(vocab_size=11, block_size=8), 0.1)
+        for read in (transform, partial(as_steps, pad_token=0)):
+            with pytest.raises(ValueError, match="got a lazy stack of no elements"):
+                read(batch)
 
 
 class TestReference:

@@ -128,6 +128,19 @@ class TestLayout:
         assert batch["next", "reward"].sum() == 6
         assert batch["next", "reward"].dtype == torch.promote_types(dtype, torch.float32)
 
+    def test_a_reward_function_may_edit_its_texts(self):
+        kept, actor = [], make_actor("llama")
+
+        def reward_fn(texts):
+            kept.append(texts)
+            return texts.mul_(0).sum(1)
+
+        batch = sample(actor, reward_fn=reward_fn)
+        expected = sample(actor)
+        assert_close(batch, expected.update(batch.select(("next", "reward"))))
+        kept[0].fill_(5)
+        assert batch["tokens"].equal(expected["tokens"])
+
     def test_prompts_of_int32_and_a_single_one(self):
         actor = make_actor("llama")
         for given in (equal().int(), list(equal().int()), list(equal())):

@@ -3,12 +3,14 @@
 import copy
 import json
 import random
+import re
 import zipfile
 from collections import Counter
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -291,6 +293,49 @@ class TestStates:
         result = RunCheckpoint(progress=found, curve=curve).load(tmp_path / "run")
         assert (found, curve) == (saved, [0.5, 0.25])
         assert result.loaded == {"progress", "curve"}
+
+    def test_keys_and_values_of_plain_components_come_back(self, tmp_path):
+        saved = {1: (0.5, [2]), "1": None, ("a", 0): torch.tensor([0.1], dtype=torch.bfloat16)}
+        best, curve = torch.tensor([1.0, 2.0]), [torch.arange(2), np.float32(0.5), np.bool_(True)]
+        RunCheckpoint(counts=saved, best=best, curve=curve, step=3).save(tmp_path / "run")
+        found: dict[Any, Any] = {7: 7}
+        other, values = torch.zeros(2), []
+        checkpoint = RunCheckpoint(counts=found, best=other, curve=values, step=0)
+        result = checkpoint.load(tmp_path / "run")
+        assert list(found) == list(saved)
+        assert list(found.values())[:2] == [(0.5, [2]), None]
+        assert_close([found["a", 0], other], [saved["a", 0], best], rtol=0, atol=0)
+        assert values[0].equal(curve[0])
+        assert values[1:] == [0.5, True]
+        assert result.values == {"step": 3}
+
+    @pytest.mark.parametrize(
+        ("component", "got"),
+        [
+            ([1.0], "a tensor (1,) of torch.float32, got a list"),
+            ({"a": 1}, "got a dict"),
+            (torch.zeros(3), "got a tensor (3,) of torch.float32: begin with"),
+            (torch.zeros(1, dtype=torch.float64), "got a tensor (1,) of torch.float64"),
+        ],
+    )
+    def test_plain_components_of_another_kind_are_refused(self, tmp_path, component, got):
+        RunCheckpoint(total=torch.ones(1)).save(tmp_path / "run")
+        before = repr(component)
+        with pytest.raises(CheckpointError, match=re.escape(got)):
+            RunCheckpoint(total=component).load(tmp_path / "run")
+        assert repr(component) == before
+
+    @pytest.mark.parametrize(
+        ("tensor", "got"),
+        [
+            (torch.zeros(1, dtype=torch.complex128), "torch.strided and torch.complex128 on cpu"),
+            (torch.eye(2).to_sparse(), "torch.sparse_coo and torch.float32 on cpu"),
+            (torch.zeros(1, device="meta"), "torch.strided and torch.float32 on meta"),
+        ],
+    )
+    def test_tensors_that_cannot_be_saved(self, tmp_path, tensor, got):
+        with pytest.raises(TypeError, match=f"must be dense, have values .* got one of {got}"):
+            RunCheckpoint(state={"a": tensor}).save(tmp_path / "run")
 
     def test_left_files_of_killed_processes_are_removed(self, tmp_path):
         name = ".checkpoint-000000000003.torchrl.{}-" + 32 * "0"

@@ -224,7 +224,7 @@ ResponseKLTransform(MODEL, 0.1)(with_(dialog(), ("next", "reward"), torch.ones(1
 ResponseKLTransform(MODEL, 0.1)(with_(dialog(), ("next", "reward"), torch.ones(1, 1).long()))
     TypeError: 'reward' must be floating point
 ResponseKLTransform(MODEL, 0.1)(with_(dialog(), ("tokens", "full"), tensor([[5, 6, 70, 8]])))
-    ValueError: `tokens` must lie in 0..10
+    ValueError: ('tokens', 'full') must be ids of the model's vocabulary, 0 to 10, got 5 to 70
 pickle.dumps(ResponseKLTransform(MODEL, 0.1))
     PicklingError: a ResponseKLTransform cannot be sent to another process, where it would
 env(ResponseKLTransform(MODEL, 0.1))

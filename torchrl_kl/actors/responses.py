@@ -12,7 +12,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collecti
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from torchrl_kl._tensordict import MASK_KEY, existing_keys
+from torchrl_kl._tensordict import MASK_KEY, check_batch, existing_keys
 from torchrl_kl.functional.numbers import check_integers
 
 FULL, PROMPT, RESPONSE = ("tokens", "full"), ("tokens", "prompt"), ("tokens", "response")
@@ -54,8 +54,8 @@ def as_steps(
 
     Raises:
         KeyError: the text is missing, or what tells where the response is.
-        ValueError: a text does not begin with its prompt, has another number of tokens than of
-            log-probs, or there is not one reward per response.
+        ValueError: a text does not begin with its prompt, has another number of tokens than its
+            masks or log-probs, or there is not one reward per response.
 
     Example:
         >>> import torch
@@ -90,9 +90,13 @@ def read_steps(
 
 def has_texts(batch: TensorDictBase) -> bool:
     """Whether a batch is one of TorchRL's LLM API."""
-    return (
-        bool(batch.batch_dims and batch.numel()) and _rows(batch.reshape(-1), FULL)[0] is not None
-    )
+    return bool(batch.batch_dims) and bool(_rows(flat(batch), FULL)[0])
+
+
+def flat(batch: TensorDictBase) -> TensorDictBase:
+    """A batch (*B) as one of N elements, also of none, which TensorDict's `reshape(-1)` refuses."""
+    check_batch(batch)
+    return batch.reshape(batch.batch_size.numel())
 
 
 def token_of(model: nn.Module, name: str) -> int | None:
@@ -111,6 +115,7 @@ class Responses(NamedTuple):
     counted: Tensor  # (N, L), True for the tokens of the response
     shift: list[int]  # token j of a text is token j + shift of its ("tokens", "full")
     widths: list[int]  # of ("tokens", "full"), N
+    width: int  # the largest of them; without any, that of the empty entry
     starts: list[int]  # of the responses in their texts
 
     def to(self, device: torch.device | None) -> Responses:
@@ -122,7 +127,7 @@ def read_responses(
     batch: TensorDictBase, *, pad_token: int | None, eos_token: int | None
 ) -> Responses:
     """The texts of a batch (*B), in the order of its elements; N is their number."""
-    rows = batch.reshape(-1)
+    rows = flat(batch)
     full, dense = _rows(rows, FULL)
     entries = [_rows(rows, key)[0] for key in (PROMPT, RESPONSE, ATTENDED, ASSISTANT)]
     if full is None or (entries[0] is None and entries[3] is None):
@@ -135,6 +140,12 @@ def read_responses(
     for i, row in enumerate(full):
         check_integers(str(FULL), row)
         prompt, response, attended, assistant = (None if one is None else one[i] for one in entries)
+        for key, mask in ((ATTENDED, attended), (ASSISTANT, assistant)):
+            if mask is not None and len(mask) != len(row):
+                raise ValueError(
+                    f"{key} must have one entry per token of {FULL}, got {len(mask)} for the "
+                    f"{len(row)} tokens of element {i}: pad both alike, or neither."
+                )
         if attended is None and dense and pad_token is not None:
             attended = row != pad_token
         text, start, shift = _read_text(i, row, prompt, response, attended, eos_token)
@@ -146,9 +157,13 @@ def read_responses(
         counted.append(counts)
         shifts.append(shift)
         starts.append(start)
-    tokens = pad_sequence(texts, batch_first=True, padding_value=pad_token or 0)
-    counts = pad_sequence(counted, batch_first=True)
-    return Responses(tokens, counts, shifts, [*map(len, full)], starts)
+    # With one more text, which is dropped, there is one, and a width of at least 1.
+    one = torch.zeros(1, dtype=torch.long, device=batch.device)
+    padding = {"batch_first": True, "padding_value": pad_token or 0}
+    tokens = pad_sequence([*texts, one], **padding)[:-1]
+    counts = pad_sequence([*counted, one.bool()], batch_first=True)[:-1]
+    width = max(map(len, full)) if full else rows.get(FULL).shape[-1]
+    return Responses(tokens, counts, shifts, [*map(len, full)], width, starts)
 
 
 def _rows(batch: TensorDictBase, key: NestedKey) -> tuple[list[Tensor] | None, bool]:
@@ -198,7 +213,7 @@ def make_steps(responses: Responses, rewards: Tensor, eos_token: int | None) -> 
     """The layout (N, T) of responses and their rewards (N,)."""
     texts, counted = responses.tokens, responses.counted
     lengths = counted.sum(1, keepdim=True)  # (N, 1)
-    n_steps = max(int(lengths.max()), 1) if len(texts) else 1
+    n_steps = max(lengths.flatten().tolist(), default=1) or 1
     step = torch.arange(n_steps, device=texts.device)
     # The places of the tokens that count, then those of the others.
     places = counted.long().argsort(dim=1, descending=True, stable=True)[:, :n_steps]
@@ -239,7 +254,7 @@ def add_log_probs(steps: TensorDictBase, batch: TensorDictBase, responses: Respo
     They are NaN in elements that have another number of tokens; of ("log_probs", "full") these are
     returned.
     """
-    rows, unlike = batch.reshape(-1), []
+    rows, unlike = flat(batch), []
     sampled, full = _rows(rows, SAMPLED_LOG_PROB)[0], _rows(rows, LOG_PROB)[0]
     if sampled is not None:
         steps.set(SAMPLER_LOG_PROB, _align(sampled, responses, responses.starts, steps)[0])
@@ -255,7 +270,8 @@ def _align(
 ) -> tuple[Tensor, list[int]]:
     """Log-probs that begin at token `firsts[i]` of text i, at steps (N, T); which do not fit."""
     mask, position = steps.get(MASK_KEY), steps.get("position")
-    log_probs, unlike = torch.zeros(mask.shape, dtype=values[0].dtype, device=mask.device), []
+    dtype = values[0].dtype if values else None
+    log_probs, unlike = torch.zeros(mask.shape, dtype=dtype, device=mask.device), []
     for i, (row, first) in enumerate(zip(values, firsts, strict=True)):
         if len(row) == responses.widths[i] - responses.shift[i] - first:
             log_probs[i, mask[i]] = row.to(mask.device)[position[i, mask[i]] - first]

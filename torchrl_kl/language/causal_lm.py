@@ -41,8 +41,7 @@ class CausalLM(nn.Module):
         self.n_out: int | None = getattr(inner, "n_out", None)
         vocab_size = getattr(config, "vocab_size", None)
         self.vocab_size: int | None = getattr(inner, "vocab_size", vocab_size)
-        max_tokens = getattr(config, "max_position_embeddings", None)
-        limit = getattr(inner, "block_size", max_tokens)
+        limit = getattr(inner, "block_size", _most_positions(config))
         self.max_tokens: int | None = limit if limit is None or limit > 0 else None
         # Up to how many slots attention is faster if those of a cache come first in memory.
         self.slots_first: int = getattr(inner, "slots_first", 16)
@@ -71,7 +70,9 @@ class CausalLM(nn.Module):
 
         Only positions from the first to the last one asked for go through the output layer.
         """
-        first, final = (int(value) for value in last.aminmax()) if len(last) else (0, 0)
+        if not len(last):  # models of Hugging Face read no empty batch
+            return self(tokens.new_zeros(1, 1))[:0, 0]
+        first, final = (int(value) for value in last.aminmax())
         keep = torch.arange(first, final + 1, device=tokens.device)
         tokens = tokens[:, : final + 1]
         if options or torch.is_grad_enabled() or tokens.device.type != "cpu":
@@ -99,6 +100,20 @@ def _check_adapters(model: nn.Module) -> None:
                 f"{config.peft_type.value} adds {config.num_virtual_tokens} virtual tokens: use an "
                 "adapter of the weights, such as LoRA."
             )
+
+
+def _most_positions(config: Any) -> int | None:
+    """How many tokens a Hugging Face model reads, if its configuration says so.
+
+    Of two scales of positions (LongRoPE), as many as have the first one: in a longer text, also
+    the first tokens would have other outputs than they had in a rollout.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) != "longrope":
+        return limit
+    first = getattr(config, "original_max_position_embeddings", limit)
+    return rope.get("original_max_position_embeddings", first)
 
 
 def _attends_to_all(model: nn.Module) -> bool:

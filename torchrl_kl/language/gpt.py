@@ -196,13 +196,15 @@ class GPT(nn.Module):
         one. Only one process may save to a folder at a time.
 
         Raises:
-            ValueError: the weights do not share one floating-point dtype.
+            ValueError: the weights do not share one floating-point dtype, or are not those of a
+                model of its sizes, which `from_pretrained` builds: parts were changed or added.
             OSError: the files cannot be written.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: value.contiguous() for name, value in self.state_dict().items()}
         _check_dtypes(weights)
+        self._check_parts()
         content = save(weights)
         config: dict[str, Any] = {"class": type(self).__name__, **self.config}
         config["weights_sha256"] = sha256(content).hexdigest()
@@ -222,6 +224,26 @@ class GPT(nn.Module):
         os.replace(next_weights, folder / _WEIGHTS)
         os.replace(next_config, folder / _CONFIG)
 
+    def _check_parts(self) -> None:
+        """ValueError unless `from_pretrained` can read the weights."""
+        shapes, expected = (
+            {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+            for model in (self, self._empty(self.config))
+        )
+        if shapes != expected:
+            changed = sorted(dict(shapes.items() ^ expected.items()))
+            raise ValueError(
+                f"the weights must be those of a {type(self).__name__} of its sizes, but "
+                f"{changed[:3]} were changed, added or removed: merge adapters, remove "
+                "parametrizations, or save the weights by RunCheckpoint."
+            )
+
+    @classmethod
+    def _empty(cls, config: Mapping[str, Any]) -> GPT:
+        """A model without values in its weights."""
+        with torch.device("meta"):
+            return cls(**{name: config[name] for name in _ARGUMENTS})
+
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> GPT:
         """Reads what `save_pretrained` wrote, bit for bit, on the CPU and in eval mode.
@@ -233,8 +255,7 @@ class GPT(nn.Module):
         """
         try:
             config, weights = _read_files(Path(folder), cls.__name__)
-            with torch.device("meta"):
-                gpt = cls(**{name: config[name] for name in _ARGUMENTS})
+            gpt = cls._empty(config)
             # `assign` keeps the dtype of the file; a copy would cast to that of the fresh module.
             gpt.load_state_dict(weights, assign=True)
             # Other heads or another dropout would fit the weights too.

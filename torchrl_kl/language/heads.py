@@ -20,7 +20,7 @@ from torchrl_kl.functional.numbers import check_number
 from torchrl_kl.language.bare import bare
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.distribution import NextToken
-from torchrl_kl.language.reader import StateReader
+from torchrl_kl.language.reader import StateReader, check_one_per_text
 
 Keys = Sequence[NestedKey]
 
@@ -75,7 +75,8 @@ class CausalLMActor(ProbabilisticActor):
     - In a rollout without gradients (as collectors make it) the keys and values of what was read
       are cached: a step computes one new position of each text. Texts that do not go on from
       those of the last step are read anew. The cache is dropped when weights, adapters or modes of
-      the model change. An edit through `.data` of single elements may go unseen: see `clear_cache`.
+      the model change. After an edit through `.data` of single elements, or of what is neither a
+      weight nor a module (a layer's `eps`, a replaced `forward`), call `clear_cache`.
       Texts of N rows take N * L * 2 * layers * heads * (width of a head) numbers. Copies,
       pickles and `state_dict` do not hold them.
     - Actions are sampled only where the exploration type is RANDOM, which collectors set.
@@ -99,8 +100,8 @@ class CausalLMActor(ProbabilisticActor):
 
     Raises:
         TypeError: `model` is not a module, or tokens or position are not int64 or int32.
-        ValueError: `temperature` or `cache_bytes` is out of range, the model has one output, or it
-            cannot read a state.
+        ValueError: `temperature` or `cache_bytes` is out of range, the model has one output, is not
+            causal (tried in a rollout), or cannot read a state; or the exploration type is MEAN.
 
     Example:
         >>> import torch
@@ -141,16 +142,24 @@ class CausalLMActor(ProbabilisticActor):
         self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None = None, **kwargs
     ) -> TensorDictBase:
         """Draws a token for each state; writes it, its log-prob and the logits."""
-        plain = tensordict_out is None and not kwargs
-        if not plain or exploration_type() != ExplorationType.RANDOM:
-            return super().forward(tensordict, tensordict_out, **kwargs)
-        dist = self.get_dist(tensordict)
-        token = dist.sample()
-        for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
-            tensordict.set(key, value)
-        if not self.return_logits:
-            tensordict.pop("logits")
-        return tensordict
+        plain, kind = tensordict_out is None and not kwargs, exploration_type()
+        if kind == ExplorationType.MEAN:
+            raise ValueError(
+                "the exploration type must be RANDOM, or MODE or DETERMINISTIC for the most likely "
+                "token, got MEAN: the mean of token ids is not a token."
+            )
+        other = None if self.return_logits else tensordict.get("logits", None)  # of another model
+        if plain and kind == ExplorationType.RANDOM:
+            dist = self.get_dist(tensordict)
+            token = dist.sample()
+            for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
+                tensordict.set(key, value)
+            if not self.return_logits:
+                tensordict.pop("logits")
+            result = tensordict
+        else:
+            result = super().forward(tensordict, tensordict_out, **kwargs)
+        return result if other is None or result is not tensordict else result.set("logits", other)
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> NextToken:
         """The distribution of the next token; writes the logits into the states (*B)."""
@@ -238,11 +247,23 @@ class _TextScorer(nn.Module):
         rows = torch.arange(len(texts), device=texts.device)
         end = torch.full_like(rows, n_tokens)
         if position is not None:
-            end = position.flatten()
+            end = _check_ends(position, tokens).flatten().long()
             texts[rows, end] = self.end_token
         output = bare(self.lm).at(texts, rows, end)
         _check_one_output(output.shape[-1])
         return output.view(tokens.shape[:-1])
+
+
+def _check_ends(position: Tensor, tokens: Tensor) -> Tensor:
+    """Numbers of tokens (*B,) of texts (*B, L); raises unless they are from 0 to L."""
+    check_one_per_text(position, tokens)
+    low, high = (int(value) for value in position.aminmax()) if position.numel() else (0, 0)
+    if low < 0 or high > tokens.shape[-1]:
+        raise ValueError(
+            f"`position` must lie in 0..{tokens.shape[-1]}, got {low} to {high}: it counts tokens "
+            "before padding."
+        )
+    return position
 
 
 class CausalLMRewardModel(TensorDictModule):
@@ -258,9 +279,9 @@ class CausalLMRewardModel(TensorDictModule):
         out_keys: the score (*B,), in the units of its training loss.
 
     Raises:
-        TypeError: `model` is not a module.
-        ValueError: the model has several outputs, `end_token` is outside its vocabulary, or L is
-            too large.
+        TypeError: `model` is not a module, or position is not int64 or int32.
+        ValueError: the model has several outputs, `end_token` is outside its vocabulary, L is too
+            large, or a position is not one of 0 to L for each text.
 
     Example:
         >>> import torch

@@ -56,13 +56,14 @@ class StateReader(nn.Module):
 
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         """The output for each state."""
-        hidden = values_hidden(tokens)
+        weight = next(self.parameters(), tokens)
+        hidden = values_hidden(tokens) or values_hidden(weight)  # an ensemble's weights are batched
         n_tokens = self._check_state(tokens, position, hidden)
         # Rows that split_trajs padded are all zeros: position 0 is treated as 1.
         length = position.clamp(1, n_tokens).flatten()
         output = None
-        if not len(length):  # models of Hugging Face read no empty batch
-            output = self.lm(tokens.new_zeros(1, 1))[:0, 0]
+        if not len(length):
+            output = self.lm.at(tokens.new_zeros(0, 1), length, length)
         elif hidden:
             rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
             output = self.lm(rows)[torch.arange(len(length), device=rows.device), length - 1]
@@ -86,12 +87,7 @@ class StateReader(nn.Module):
 
     def _check_state(self, tokens: Tensor, position: Tensor, hidden: bool) -> int:
         """How much of `tokens` the model may read."""
-        check_integers("position", position)
-        if tokens.ndim == 0 or position.shape != tokens.shape[:-1]:
-            raise ValueError(
-                "`position` must have one number per text (the shape of `tokens` without its last "
-                f"dimension), got {tuple(position.shape)} and {tuple(tokens.shape)}."
-            )
+        check_one_per_text(position, tokens)
         length, limit = tokens.shape[-1], self.lm.max_tokens
         most = length if limit is None else min(length, limit)
         if hidden or not position.numel():
@@ -104,6 +100,16 @@ class StateReader(nn.Module):
                 f"padding, `tokens` have length {length} and the model reads at most {limit}."
             )
         return most
+
+
+def check_one_per_text(position: Tensor, tokens: Tensor) -> None:
+    """Raises unless `position` (*B,) has an integer for each text in `tokens` (*B, L)."""
+    check_integers("position", position)
+    if tokens.ndim == 0 or position.shape != tokens.shape[:-1]:
+        raise ValueError(
+            "`position` must have one number per text (the shape of `tokens` without its last "
+            f"dimension), got {tuple(position.shape)} and {tuple(tokens.shape)}."
+        )
 
 
 def _find_texts(tokens: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:

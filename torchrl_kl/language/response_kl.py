@@ -169,6 +169,7 @@ class ResponseKLTransform(PenaltyTransform):
         check_rewards(reward, batch.batch_size)
         tokens = {"pad_token": self.pad_token, "eos_token": self.eos_token}
         responses = read_responses(batch, **tokens).to(self._device)
+        _check_ids(responses.tokens, self._policy.held.reader.lm.vocab_size)
         rewards = reward.reshape(-1).to(self._device)
         steps = make_steps(responses, rewards, self.eos_token)
         step, reward = self._kept(self._score(steps), reward)
@@ -176,7 +177,7 @@ class ResponseKLTransform(PenaltyTransform):
         for key, values in ((_LOG_PROB, step.log_prob), (_REF_LOG_PROB, step.ref_log_prob)):
             holder = batch if key is _LOG_PROB else following
             rows = _places(responses, steps, cast(Tensor, values))
-            _set_rows(holder, key, [row.to(reward.device) for row in rows])
+            _set_rows(holder, key, [row.to(reward.device) for row in rows], responses.width)
         totals = {self.keys.kl: step.kl, self.keys.kl_estimate: step.estimate}
         for key, each in totals.items():
             if each is not None:
@@ -191,8 +192,10 @@ class ResponseKLTransform(PenaltyTransform):
 
     def _score(self, steps: TensorDict) -> KLStep:
         """The log-probs (N, T) and the KL (N, T, 1) of the steps, a few responses at a time."""
-        chunks = []
-        for rows in steps.split(self.chunk_size or max(len(steps), 1)):
+        chunks, n_rows = [], max(len(steps), 1)  # also a batch of none is one chunk
+        size = self.chunk_size or n_rows
+        for first in range(0, n_rows, size):
+            rows = cast(TensorDictBase, steps[first : first + size])
             self._ask_policy(rows)
             step = score_batch(self.reference, rows, self.estimate, None, fake=False)
             step = measure(step, rows, self.estimate)
@@ -293,14 +296,17 @@ def _places(responses: Responses, steps: TensorDict, values: Tensor) -> list[Ten
     return rows
 
 
-def _set_rows(batch: TensorDictBase, key: tuple[str, str], values: list[Tensor]) -> None:
-    """Sets an entry of a batch (*B), one row per element, of a common width or ragged."""
+def _set_rows(
+    batch: TensorDictBase, key: tuple[str, str], values: list[Tensor], width: int
+) -> None:
+    """Sets an entry of a batch (*B), one row per element, of the common `width` or ragged."""
     name, leaf = key
     holder = batch.get(name, None)
-    lazy = isinstance(batch, LazyStackedTensorDict) or len({len(row) for row in values}) > 1
-    if not lazy and values:
+    widths = {len(row) for row in values}
+    if not values or (len(widths) == 1 and not isinstance(batch, LazyStackedTensorDict)):
         holder = TensorDict(batch_size=batch.batch_size) if holder is None else holder.copy()
-        holder.set(leaf, torch.stack(values).reshape(*batch.batch_size, -1))
+        shape = *batch.batch_size, width
+        holder.set(leaf, torch.stack(values).reshape(shape) if values else torch.zeros(shape))
     else:
         old = [TensorDict()] * len(values) if holder is None else holder.reshape(-1).unbind(0)
         parts = [part.copy() for part in old]
@@ -310,6 +316,17 @@ def _set_rows(batch: TensorDictBase, key: tuple[str, str], values: list[Tensor])
             parts = [lazy_stack(parts[i : i + size]) for i in range(0, len(parts), size)]
         holder = lazy_stack(parts)
     batch.set(name, holder)
+
+
+def _check_ids(tokens: Tensor, vocab_size: int | None) -> None:
+    """ValueError unless tokens (N, L) are in the vocabulary; a model does not read the last one."""
+    low, high = (int(value) for value in tokens.aminmax()) if len(tokens) else (0, 0)
+    most = high if vocab_size is None else vocab_size - 1
+    if low < 0 or high > most:
+        raise ValueError(
+            f"('tokens', 'full') must be ids of the model's vocabulary, 0 to {most}, got {low} to "
+            f"{high}: sample with the tokenizer of this model."
+        )
 
 
 def _check_count(name: str, count: int) -> None:

@@ -200,7 +200,7 @@ def _rewards(reward_fn: Callable[[Tensor], Tensor] | None, texts: Tensor) -> Ten
     """Rewards of whole texts: (N, L) -> (N,)."""
     if reward_fn is None:
         return torch.zeros(len(texts), device=texts.device)
-    rewards = reward_fn(texts)
+    rewards = reward_fn(texts.clone())  # which it may edit
     if not isinstance(rewards, Tensor) or rewards.shape != texts.shape[:1]:
         got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
         raise ValueError(f"`reward_fn` must return a tensor ({len(texts)},), got {got}.")

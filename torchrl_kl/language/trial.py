@@ -15,11 +15,12 @@ from torchrl_kl.language.causal_lm import CausalLM
 def may_cache(lm: CausalLM) -> bool:
     """Whether keys and values of the model may be cached: tried once, on two short texts.
 
-    Some models number positions in a way of their own, or expect a mask of another kind.
+    Some models number positions in a way of their own, or expect a mask of another kind. A model
+    of which the outputs depend on later tokens raises a ValueError.
     """
-    if lm.caches and not lm.tried:
-        lm.tried = True
+    if not lm.tried:
         problem = _find_problem(lm)
+        lm.tried = True
         if problem is not None:
             lm.caches = False
             warnings.warn(
@@ -39,17 +40,30 @@ def _find_problem(lm: CausalLM) -> str | None:
     tokens = torch.tensor([[0, 1, 0, 1, 1], [1, 0, 0, 1, 0]], device=weight.device)
     tokens = tokens[:, :n_tokens].clamp(max=(lm.vocab_size or 2) - 1)
     each = torch.arange(2, device=tokens.device)
+    other = torch.cat([tokens[:, :-1], tokens.flip(0)[:, -1:]], 1)  # in the last token only
     with torch.inference_mode(), torch.autocast(weight.device.type, enabled=False), evaluating(lm):
+        if not _close(lm(other, each), lm(tokens, each), weight.dtype):
+            raise ValueError(
+                "`model` must be causal, but its outputs depend on later tokens: use a decoder, in "
+                "Hugging Face's configurations of encoders `is_decoder=True`."
+            )
+        if not lm.caches:
+            return None
         for last in (torch.full_like(each, n_tokens - 1), each + (n_tokens - 2)):
             expected = lm.at(tokens, each, last)
             try:
                 output = _read_with_cache(lm, tokens, last)
             except Exception as error:  # the model's code may raise anything
                 return f"it raised {type(error).__name__}: {error}"
-            bound = torch.finfo(weight.dtype).eps ** 0.5 * expected.nan_to_num().abs().max().item()
-            if not output.isclose(expected, rtol=0.0, atol=bound, equal_nan=True).all():
+            if not _close(output, expected, weight.dtype):
                 return f"its outputs differ by {(output - expected).abs().max().item():.2g}"
     return None
+
+
+def _close(output: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether outputs of weights of a dtype differ by rounding only."""
+    bound = torch.finfo(dtype).eps ** 0.5 * expected.nan_to_num().abs().max().item()
+    return bool(output.isclose(expected, rtol=0.0, atol=bound, equal_nan=True).all())
 
 
 def _read_with_cache(lm: CausalLM, tokens: Tensor, last: Tensor) -> Tensor:
