@@ -6,8 +6,8 @@ Axes: *B is the batch, *A are agents, R rows of T steps with F values each.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -142,14 +142,15 @@ class RewardFeed:
             self._env_steps += 1
         else:
             if self._returns is not None and self._returns.shape == sums.shape:
-                sums = sums + self._returns
+                sums = sums + self._returns.to(sums)
             self._returns = sums
         if told:
             everywhere = torch.ones_like(reward, dtype=torch.bool)
             counts = everywhere if counts is None else td.expand_right(counts, reward.shape)
             self._samples.append(torch.cat([sums, number])[:, counts])  # (3, N)
         if sum(one.shape[1] for one in self._samples) >= needed:
-            rewards, log_ratios, groups = torch.cat(self._samples, 1)
+            samples = [one.to(reward.device) for one in self._samples]
+            rewards, log_ratios, groups = torch.cat(samples, 1)
             self._samples = []
             self.give(controller, rewards, log_ratios=log_ratios, groups=groups)
 
@@ -159,7 +160,27 @@ class RewardFeed:
             self._returns = None
             return
         over = td.expand_right(reset, self._returns.shape[1:])
-        self._returns = self._returns.masked_fill(over, 0.0)
+        self._returns = self._returns.to(over.device).masked_fill(over, 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is open and what was not given yet, as plain values."""
+        return {
+            "stream": self._stream.state_dict(),
+            "returns": None if self._returns is None else self._returns.tolist(),
+            "by_blocks": self._by_blocks,
+            "samples": [one.tolist() for one in self._samples],
+            "env_steps": self._env_steps,
+            "first_block": self._first_block,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` returned."""
+        self._stream, returns = OpenTrajectories(), state["returns"]
+        self._stream.load_state_dict(state["stream"])
+        self._returns = None if returns is None else torch.tensor(returns, dtype=torch.float64)
+        self._by_blocks = state["by_blocks"]
+        self._samples = [torch.tensor(one, dtype=torch.float64) for one in state["samples"]]
+        self._env_steps, self._first_block = state["env_steps"], state["first_block"]
 
 
 def _number_blocks(n_counted: Tensor, counts: Tensor, batch_size: torch.Size) -> Tensor:
