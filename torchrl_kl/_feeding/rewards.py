@@ -23,6 +23,28 @@ _BLOCK = 16  # neighbouring steps whose rewards a plan compares
 _NATS_SHOWN = 2.0  # so much KL of whole trajectories a few hundred of them can show
 
 
+class EnvReturns:
+    """Rewards and log-ratios of the trajectories in the rows of one env, up to the present step."""
+
+    def __init__(self):
+        self.sums = cast(Tensor | None, None)  # (2, *B, *A, 1)
+
+    def add(self, step: Tensor) -> Tensor:
+        """Adds what a step has brought, (2, *B, *A, 1); returns the sums."""
+        if self.sums is not None and self.sums.shape == step.shape:
+            step = step + self.sums.to(step)
+        self.sums = step
+        return step
+
+    def begin(self, reset: Tensor | None) -> None:
+        """Sets the sums to 0 where the env is reset; None: everywhere."""
+        if reset is None or self.sums is None:
+            self.sums = None
+            return
+        over = td.expand_right(reset, self.sums.shape[1:])
+        self.sums = self.sums.to(over.device).masked_fill(over, 0.0)
+
+
 class RewardFeed:
     """Collects rewards of trajectories or of steps, and gives them to a controller that plans.
 
@@ -34,8 +56,8 @@ class RewardFeed:
     """
 
     def __init__(self):
-        # Of the trajectories that batches left open, and of those of an env, (2, *B, *A, 1).
-        self._stream, self._returns = OpenTrajectories(), cast(Tensor | None, None)
+        # Of the trajectories that batches left open, and of those of an env.
+        self._stream, self.returns = OpenTrajectories(), EnvReturns()
         self._by_blocks: bool | None = None  # for a target per step; None: not known yet
         self._samples: list[Tensor] = []  # of env steps, (3, N) each, not given yet
         self._env_steps, self._first_block = 0, 0.0
@@ -121,14 +143,15 @@ class RewardFeed:
         log_ratio: Tensor,
         counts: Tensor | None,
         *,
+        returns: EnvReturns,
         told: bool = True,
         needed: int,
     ) -> None:
         """Gives the rewards of env steps, (*B, *A, 1), in portions of `needed` samples.
 
         `counts`: True where a trajectory has finished; where a step counts, for a target per step;
-        None: everywhere. `told`: whether any does. In an env all trajectories are pooled, and steps
-        are compared in blocks.
+        None: everywhere. `returns`: those of the env; `told`: whether any step counts. In an env
+        all trajectories are pooled, and steps are compared in blocks.
         """
         sums = torch.stack([reward, log_ratio.to(reward)]).detach().double()
         number = torch.full_like(sums[:1], torch.nan)
@@ -141,9 +164,7 @@ class RewardFeed:
             number = (values + self._env_steps // _BLOCK * reward.numel()).double()
             self._env_steps += 1
         else:
-            if self._returns is not None and self._returns.shape == sums.shape:
-                sums = sums + self._returns.to(sums)
-            self._returns = sums
+            sums = returns.add(sums)
         if told:
             everywhere = torch.ones_like(reward, dtype=torch.bool)
             counts = everywhere if counts is None else td.expand_right(counts, reward.shape)
@@ -154,19 +175,11 @@ class RewardFeed:
             self._samples = []
             self.give(controller, rewards, log_ratios=log_ratios, groups=groups)
 
-    def begin_trajectories(self, reset: Tensor | None) -> None:
-        """Sets the sums of an env's trajectories to 0 where it is reset; None: everywhere."""
-        if reset is None or self._returns is None:
-            self._returns = None
-            return
-        over = td.expand_right(reset, self._returns.shape[1:])
-        self._returns = self._returns.to(over.device).masked_fill(over, 0.0)
-
     def state_dict(self) -> dict[str, Any]:
         """What is open and what was not given yet, as plain values."""
         return {
             "stream": self._stream.state_dict(),
-            "returns": None if self._returns is None else self._returns.tolist(),
+            "returns": None if self.returns.sums is None else self.returns.sums.tolist(),
             "by_blocks": self._by_blocks,
             "samples": [one.tolist() for one in self._samples],
             "env_steps": self._env_steps,
@@ -177,7 +190,8 @@ class RewardFeed:
         """Goes on from what `state_dict` returned."""
         self._stream, returns = OpenTrajectories(), state["returns"]
         self._stream.load_state_dict(state["stream"])
-        self._returns = None if returns is None else torch.tensor(returns, dtype=torch.float64)
+        # In place: the transform in the env has this object, too.
+        self.returns.sums = None if returns is None else torch.tensor(returns, dtype=torch.float64)
         self._by_blocks = state["by_blocks"]
         self._samples = [torch.tensor(one, dtype=torch.float64) for one in state["samples"]]
         self._env_steps, self._first_block = state["env_steps"], state["first_block"]

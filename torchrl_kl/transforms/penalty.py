@@ -14,7 +14,7 @@ from torchrl.envs.transforms import Transform
 from typing_extensions import Self
 
 from torchrl_kl import _tensordict as td
-from torchrl_kl._feeding import ControllerFeed
+from torchrl_kl._feeding import ControllerFeed, EnvReturns
 from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.controllers.trajectories import OpenTrajectories
@@ -60,6 +60,7 @@ class PenaltyTransform(KLTransform):
         self.feed = ControllerFeed(as_controller(controller), update_every)
         self.frozen = False
         self.guard, self._rows = Guard(on_invalid), EnvRows()
+        self._returns = self.feed.rewards.returns
 
     @property
     def controller(self) -> KLController:
@@ -75,6 +76,12 @@ class PenaltyTransform(KLTransform):
     def needs_ends(self) -> bool:  # type: ignore[override]
         """Whether its controller is fed finished trajectories."""
         return self.controller.per == "trajectory" and self.feed.adaptive
+
+    def clone(self) -> Self:
+        """A transform for another env, with the same controller, pool and reference."""
+        other = super().clone()
+        other._rows, other._returns = EnvRows(), EnvReturns()
+        return other
 
     def freeze(self) -> Self:
         """Stops the controller; rewards are penalized with its present coefficient."""
@@ -152,7 +159,9 @@ class PenaltyTransform(KLTransform):
             reward = torch.where(td.expand_right(step.counting, reward.shape), reward, 0.0)
         samples = (reward, cast(Tensor, step.kl), counts)
         needed = self.feed.needed(in_env=True)
-        self.feed.rewards.add_env_step(self.controller, *samples, told=told, needed=needed)
+        self.feed.rewards.add_env_step(
+            self.controller, *samples, returns=self._returns, told=told, needed=needed
+        )
 
     def _find_finished(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
@@ -277,7 +286,7 @@ class PenaltyTransform(KLTransform):
             at_root = tensordict.get("_reset", None)
             reset = tensordict.get(td.sibling(self.keys.episode_kl, "_reset"), at_root)
             self._rows.reset(reset)
-            self.feed.rewards.begin_trajectories(reset)
+            self._returns.begin(reset)
 
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses an env whose reward is penalized already."""
