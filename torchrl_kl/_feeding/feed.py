@@ -139,7 +139,8 @@ class ControllerFeed(nn.Module):
         truncated = [] if self._latest is self.stream else self._latest.truncated()
         state = {"idle": self._idle, "warned": self._warned, "stream": self.stream.state_dict()}
         state["truncated"] = self._truncated + truncated
-        state["rewards"] = self.rewards.state_dict() if self.controller.planning else None
+        rewards = self.rewards.state_dict(self.stream, self._latest)
+        state["rewards"] = rewards if self.controller.planning else None
         return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -151,7 +152,7 @@ class ControllerFeed(nn.Module):
         stream.load_state_dict(found["stream"])
         self.stream.restore(stream)
         if found["rewards"] is not None:
-            self.rewards.load_state_dict(found["rewards"])
+            self.rewards.load_state_dict(found["rewards"], self.stream)
 
     def needed(self, in_env: bool) -> int:
         """How many values an update waits for."""

@@ -56,8 +56,9 @@ class RewardFeed:
     """
 
     def __init__(self):
-        # Of the trajectories that batches left open, and of those of an env.
-        self._stream, self.returns = OpenTrajectories(), EnvReturns()
+        self.returns = EnvReturns()
+        # Samples, four numbers each, that the collector of a resumed run had left truncated.
+        self._truncated: list[float] = []
         self._by_blocks: bool | None = None  # for a target per step; None: not known yet
         self._samples: list[Tensor] = []  # of env steps, (3, N) each, not given yet
         self._env_steps, self._first_block = 0, 0.0
@@ -88,6 +89,7 @@ class RewardFeed:
         log_ratios: Tensor,
         mask: Tensor | None,
         *,
+        stream: OpenTrajectories,
         done_key: NestedKey,
         done_named: bool = True,
         time_dim: int | None = None,
@@ -113,8 +115,8 @@ class RewardFeed:
         # (*B, *A, 4): what is added up along a trajectory; the third one tells where it began.
         zeros, ones = torch.zeros_like(rewards), torch.ones_like(rewards)
         values = torch.cat([rewards, log_ratios, zeros, ones], -1)
-        stream = self._stream.copy()
-        sums = sum_trajectories(tensordict, values, mask, done, stream, observed=observed)
+        trial = stream.rewards.copy()
+        sums = sum_trajectories(tensordict, values, mask, done, trial, observed=observed)
         n_counted = sums.running[..., 3:]  # of the trajectory of each step, up to it
         if per_step and self._by_blocks is None:
             last = cast(Tensor, td.find_ends(step, done, rewards.shape)).clone()
@@ -128,9 +130,11 @@ class RewardFeed:
             return
         values[..., 2:3] = _number_states(tensordict, counts & (n_counted == 1), observed)
         sums = sum_trajectories(
-            tensordict, values, mask, done, self._stream, observed=observed, check_order=False
+            tensordict, values, mask, done, stream.rewards, observed=observed, check_order=False
         )
-        reward, log_ratio, group, length = sums.finished.reshape(-1, 4).unbind(-1)
+        finished = torch.cat([sums.finished.new_tensor(self._truncated), sums.finished])
+        self._truncated = []
+        reward, log_ratio, group, length = finished.reshape(-1, 4).unbind(-1)
         if len(reward):
             self._by_blocks = False  # a plan is made of samples of one kind
         lengths = length if per_step else None
@@ -143,15 +147,15 @@ class RewardFeed:
         log_ratio: Tensor,
         counts: Tensor | None,
         *,
-        returns: EnvReturns,
+        returns: EnvReturns | None = None,
         told: bool = True,
         needed: int,
     ) -> None:
         """Gives the rewards of env steps, (*B, *A, 1), in portions of `needed` samples.
 
         `counts`: True where a trajectory has finished; where a step counts, for a target per step;
-        None: everywhere. `returns`: those of the env; `told`: whether any step counts. In an env
-        all trajectories are pooled, and steps are compared in blocks.
+        None: everywhere. `returns`: those of the env, if it is one of several; `told`: whether any
+        step counts. In an env all trajectories are pooled, and steps are compared in blocks.
         """
         sums = torch.stack([reward, log_ratio.to(reward)]).detach().double()
         number = torch.full_like(sums[:1], torch.nan)
@@ -164,7 +168,7 @@ class RewardFeed:
             number = (values + self._env_steps // _BLOCK * reward.numel()).double()
             self._env_steps += 1
         else:
-            sums = returns.add(sums)
+            sums = (self.returns if returns is None else returns).add(sums)
         if told:
             everywhere = torch.ones_like(reward, dtype=torch.bool)
             counts = everywhere if counts is None else td.expand_right(counts, reward.shape)
@@ -175,10 +179,12 @@ class RewardFeed:
             self._samples = []
             self.give(controller, rewards, log_ratios=log_ratios, groups=groups)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is open and what was not given yet, as plain values."""
+    def state_dict(self, stream: OpenTrajectories, latest: OpenTrajectories) -> dict[str, Any]:
+        """What is open and what was not given yet, as plain values; for streams see there."""
+        truncated = [] if latest is stream else latest.rewards.truncated()
         return {
-            "stream": self._stream.state_dict(),
+            "stream": stream.rewards.state_dict(),
+            "truncated": self._truncated + truncated,
             "returns": None if self.returns.sums is None else self.returns.sums.tolist(),
             "by_blocks": self._by_blocks,
             "samples": [one.tolist() for one in self._samples],
@@ -186,10 +192,12 @@ class RewardFeed:
             "first_block": self._first_block,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], stream: OpenTrajectories) -> None:
         """Goes on from what `state_dict` returned."""
-        self._stream, returns = OpenTrajectories(), state["returns"]
-        self._stream.load_state_dict(state["stream"])
+        opened, returns = OpenTrajectories(), state["returns"]
+        opened.load_state_dict(state["stream"])
+        stream.rewards.restore(opened)
+        self._truncated = list(state["truncated"])
         # In place: the transform in the env has this object, too.
         self.returns.sums = None if returns is None else torch.tensor(returns, dtype=torch.float64)
         self._by_blocks = state["by_blocks"]

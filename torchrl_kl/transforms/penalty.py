@@ -193,7 +193,7 @@ class PenaltyTransform(KLTransform):
         step, reward = self._keep(tensordict, next_tensordict, step)
         if trace:
             # First, so that the batch is penalized with what is planned from it.
-            self._plan_batch(tensordict, reward, step)
+            self._plan_batch(tensordict, reward, step, stream)
         self._penalize(next_tensordict, step, reward)
         if self.record:
             # (*B, *A, 1), or None for a batch without a time dimension.
@@ -213,7 +213,8 @@ class PenaltyTransform(KLTransform):
         kl = next_tensordict.get(self.keys.kl, measured)
         mask, valid = tensordict.get(td.MASK_KEY, None), self._kept_elsewhere(tensordict, kl)
         step = KLStep(None, kl, mask, kl=kl, estimate=measured, valid=valid)
-        self._plan_batch(tensordict, next_tensordict.get(self.keys.task_reward, None), step)
+        reward = next_tensordict.get(self.keys.task_reward, None)
+        self._plan_batch(tensordict, reward, step, stream)
         self._feed_batch(tensordict, step, stream, trace=True)
 
     def _kept_elsewhere(self, tensordict: TensorDictBase, kl: Tensor) -> Tensor | None:
@@ -232,7 +233,13 @@ class PenaltyTransform(KLTransform):
         )
         return ~unlike | some
 
-    def _plan_batch(self, tensordict: TensorDictBase, reward: Tensor | None, step: KLStep) -> None:
+    def _plan_batch(
+        self,
+        tensordict: TensorDictBase,
+        reward: Tensor | None,
+        step: KLStep,
+        stream: OpenTrajectories | None,
+    ) -> None:
         """Gives the task reward of a batch, (*B, *A, 1), to a controller that plans from it."""
         if not self.controller.planning or self.frozen or not self.training or reward is None:
             return
@@ -244,6 +251,7 @@ class PenaltyTransform(KLTransform):
             reward,
             kl,
             step.counting,
+            stream=self.feed.stream if stream is None else stream,
             done_key=self.keys.done,
             done_named=self.keys.done_named,
             time_dim=self.time_dim,
