@@ -319,6 +319,11 @@ class TestRefusals:
                 {"collector_kwargs": [{"set_truncated": True}]},
                 "`set_truncated` must be left out",
             ),
+            (
+                MultiSyncCollector,
+                {"set_truncated": True, "use_buffers": True},
+                "`use_buffers` must not be True with `set_truncated=True`",
+            ),
             (MultiSyncCollector, {"cat_results": -1}, "`cat_results` must not be -1"),
             (
                 DistributedCollector,

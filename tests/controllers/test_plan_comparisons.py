@@ -117,7 +117,7 @@ def test_short_trajectories_in_pieces_are_planned_whole(actor):
 def test_env_steps_before_and_after_a_stop_are_not_compared():
     learner, ones = controller(0.2, per="step"), torch.ones(4, 1)
     for _ in range(2):
-        feed = RewardFeed()  # which is not saved
+        feed = RewardFeed()  # of another env, or of a run that did not load its state
         for _ in range(20):
             feed.add_env_step(learner, ones, 0 * ones, None, needed=80)
     plan = learner.plan

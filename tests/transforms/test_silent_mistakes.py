@@ -8,8 +8,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
-from torchrl.data import LazyTensorStorage, ReplayBuffer
-from torchrl.envs import TransformedEnv
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, MultiStep, ReplayBuffer
+from torchrl.envs import MultiStepTransform, TransformedEnv
 
 from tests.helpers import (
     SpyController,
@@ -31,6 +32,7 @@ from torchrl_kl import (
     ReferenceModelLogProbTransform,
     ResponseKLTransform,
     RewardAdjustmentTransform,
+    kl_collector,
 )
 
 
@@ -77,6 +79,48 @@ class TestAdvantages:
     def test_a_measurement_leaves_them_right(self):
         batch = play(WalkEnv((2,)), policy(), 6).set("advantage", torch.zeros(2, 6, 1))
         assert (KLConstrainedTransform(make_actor(), 0.0)(batch)["next", "kl"] != 0).any()
+
+
+class TestRewardsOfSeveralSteps:
+    """MultiStep adds up the rewards of several steps, of which each has a KL."""
+
+    refused: Any = {"match": r"'steps_to_next_obs' above 1: .* Use MultiStep after the KL"}
+
+    def batch(self) -> Any:
+        (batch,) = collect(WalkEnv((2,)), policy(), frames=16, batches=1)
+        return batch
+
+    @every
+    def test_they_are_refused(self, make):
+        batch, stack = self.batch(), make(make_actor(), 0.1)
+        with pytest.raises(RuntimeError, **self.refused):
+            stack(MultiStep(0.9, 3)(batch.clone()))
+        one_step = stack(MultiStep(0.9, 1)(batch.clone()))
+        assert_close(one_step["next", "reward"], stack(batch)["next", "reward"])
+
+    @pytest.mark.parametrize("where", ["learner", "workers"])
+    def test_as_a_postproc_too(self, where):
+        stack = KLConstrainedTransform(make_actor(), SpyController())
+        arguments: Any = {"postproc": MultiStep(0.9, 3), "where": where}
+        arguments |= {"frames_per_batch": 16, "total_frames": 16}
+        collector = kl_collector(Collector, lambda: WalkEnv((2,)), policy(), stack, **arguments)
+        with pytest.raises(RuntimeError, **self.refused):
+            next(iter(collector))
+
+    @pytest.mark.parametrize("invert", [False, True])
+    def test_in_a_replay_buffer_the_stack_is_last(self, invert):
+        batch, stack = self.batch(), KLConstrainedTransform(make_actor(), 0.1)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(16, ndim=2), batch_size=16)
+        buffer.append_transform(MultiStepTransform(3, 0.9))
+        buffer.append_transform(stack, invert=invert)
+        buffer.extend(batch.clone())
+        if not invert:
+            with pytest.raises(RuntimeError, **self.refused):
+                buffer.sample()
+            return
+        expected = MultiStep(0.9, 3)(stack(batch))["next", "reward"]
+        # The last steps wait for the rewards that follow them.
+        assert_close(buffer[:]["next", "reward"], expected[:, : buffer[:].shape[1]])
 
 
 class TestRandomFrames:

@@ -10,11 +10,17 @@ import pytest
 import torch
 from torch.testing import assert_close
 from torchrl.envs import SerialEnv
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from tests.helpers import spied
+from tests.helpers import WalkEnv, make_actor, moved, play, spied, with_transforms
 from tests.streams import Step, cut, make_batch, make_streams, values_of
 from tests.trust import runs
-from torchrl_kl import AdaptiveKLController, KLMonitor
+from torchrl_kl import (
+    AdaptiveKLController,
+    KLConstrainedTransform,
+    KLMonitor,
+    PlannedKLController,
+)
 from torchrl_kl._feeding import ControllerFeed
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.envs import DigitLanguageEnv
@@ -111,6 +117,69 @@ def test_sums_go_on_where_the_data_go_on(seed):
             assert_close(add(resumed, rows), expected, rtol=0, atol=0)
         assert told_by(resumed) == told_by(feed)[n_told:]
         check_equal(dict(resumed.state_dict()), dict(feed.state_dict()))
+
+
+TARGETS = [("trajectory", 0.3), ("step", 0.1), ("step", 2.0)]  # the last one plans by blocks
+
+
+def planning(per: Any, target: float, before: Any = None) -> KLConstrainedTransform:
+    """A stack that waits for rewards, or that goes on from the state of another one."""
+    controller = PlannedKLController(target, per=per)
+    with torch.random.fork_rng():
+        stack = KLConstrainedTransform(make_actor(), controller, update_every=4)
+    if before is not None:
+        stack.load_state_dict(copy.deepcopy(before.state_dict()))
+    return stack
+
+
+@pytest.mark.parametrize(("per", "target"), TARGETS)
+@pytest.mark.parametrize("n_steps", [3, 5])
+def test_a_plan_goes_on_where_the_batches_go_on(per, target, n_steps):
+    """Pieces of trajectories were taken for whole ones: a plan was too low by a factor of 2."""
+    actor = moved(make_actor(), scale=0.05)
+    rows = play(WalkEnv((6,), longest=6), actor, 60)
+    ids = rows["next", "done"].squeeze(-1).long().cumsum(1).roll(1, 1)
+    ids[:, 0] = 0
+    rows["collector", "traj_ids"] = ids + 100 * torch.arange(6)[:, None]
+    stack = planning(per, target)
+    resumed = planning(per, target)
+    waited = 0
+    for batch in rows.split(n_steps, 1):
+        batch.names = [None, "time"]
+        resumed = planning(per, target, before=resumed)
+        check_equal(resumed(batch)["next", "reward"], stack(batch)["next", "reward"])
+        check_equal(whole_plan(resumed), whole_plan(stack))
+        waited += stack.controller.planning
+    assert waited or target == 2.0
+    assert not stack.controller.planning
+
+
+@pytest.mark.parametrize(("per", "target"), TARGETS)
+def test_a_plan_goes_on_where_an_env_goes_on(per, target):
+    actor = moved(make_actor(), scale=0.05)
+    logged = []
+    for stops in (False, True):
+        torch.manual_seed(0)
+        stack = planning(per, target)
+        env = with_transforms(WalkEnv((4,), longest=6), stack)
+        found = []
+        with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+            td = env.reset()
+            for _ in range(80):
+                done, td = env.step_and_maybe_reset(actor(td))
+                found.append((done["next", "reward"], whole_plan(stack)))
+                if stops:
+                    stack = planning(per, target, before=stack)
+                    env = with_transforms(WalkEnv((4,), longest=6), stack)
+        assert not stack.controller.planning
+        logged.append(found)
+    check_equal(*logged)
+
+
+def whole_plan(stack: KLConstrainedTransform) -> tuple[float, torch.Tensor]:
+    plan = stack.controller.plan
+    assert plan is not None
+    return stack.controller.coeff.item(), plan.samples
 
 
 def episodes(n: int, *, first_id: int) -> list[list[Step]]:

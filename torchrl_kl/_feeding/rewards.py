@@ -6,8 +6,8 @@ Axes: *B is the batch, *A are agents, R rows of T steps with F values each.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -23,6 +23,28 @@ _BLOCK = 16  # neighbouring steps whose rewards a plan compares
 _NATS_SHOWN = 2.0  # so much KL of whole trajectories a few hundred of them can show
 
 
+class EnvReturns:
+    """Rewards and log-ratios of the trajectories in the rows of one env, up to the present step."""
+
+    def __init__(self):
+        self.sums = cast(Tensor | None, None)  # (2, *B, *A, 1)
+
+    def add(self, step: Tensor) -> Tensor:
+        """Adds what a step has brought, (2, *B, *A, 1); returns the sums."""
+        if self.sums is not None and self.sums.shape == step.shape:
+            step = step + self.sums.to(step)
+        self.sums = step
+        return step
+
+    def begin(self, reset: Tensor | None) -> None:
+        """Sets the sums to 0 where the env is reset; None: everywhere."""
+        if reset is None or self.sums is None:
+            self.sums = None
+            return
+        over = td.expand_right(reset, self.sums.shape[1:])
+        self.sums = self.sums.to(over.device).masked_fill(over, 0.0)
+
+
 class RewardFeed:
     """Collects rewards of trajectories or of steps, and gives them to a controller that plans.
 
@@ -34,8 +56,9 @@ class RewardFeed:
     """
 
     def __init__(self):
-        # Of the trajectories that batches left open, and of those of an env, (2, *B, *A, 1).
-        self._stream, self._returns = OpenTrajectories(), cast(Tensor | None, None)
+        self.returns = EnvReturns()
+        # Samples, four numbers each, that the collector of a resumed run had left truncated.
+        self._truncated: list[float] = []
         self._by_blocks: bool | None = None  # for a target per step; None: not known yet
         self._samples: list[Tensor] = []  # of env steps, (3, N) each, not given yet
         self._env_steps, self._first_block = 0, 0.0
@@ -66,6 +89,7 @@ class RewardFeed:
         log_ratios: Tensor,
         mask: Tensor | None,
         *,
+        stream: OpenTrajectories,
         done_key: NestedKey,
         done_named: bool = True,
         time_dim: int | None = None,
@@ -91,8 +115,8 @@ class RewardFeed:
         # (*B, *A, 4): what is added up along a trajectory; the third one tells where it began.
         zeros, ones = torch.zeros_like(rewards), torch.ones_like(rewards)
         values = torch.cat([rewards, log_ratios, zeros, ones], -1)
-        stream = self._stream.copy()
-        sums = sum_trajectories(tensordict, values, mask, done, stream, observed=observed)
+        trial = stream.rewards.copy()
+        sums = sum_trajectories(tensordict, values, mask, done, trial, observed=observed)
         n_counted = sums.running[..., 3:]  # of the trajectory of each step, up to it
         if per_step and self._by_blocks is None:
             last = cast(Tensor, td.find_ends(step, done, rewards.shape)).clone()
@@ -106,9 +130,11 @@ class RewardFeed:
             return
         values[..., 2:3] = _number_states(tensordict, counts & (n_counted == 1), observed)
         sums = sum_trajectories(
-            tensordict, values, mask, done, self._stream, observed=observed, check_order=False
+            tensordict, values, mask, done, stream.rewards, observed=observed, check_order=False
         )
-        reward, log_ratio, group, length = sums.finished.reshape(-1, 4).unbind(-1)
+        finished = torch.cat([sums.finished.new_tensor(self._truncated), sums.finished])
+        self._truncated = []
+        reward, log_ratio, group, length = finished.reshape(-1, 4).unbind(-1)
         if len(reward):
             self._by_blocks = False  # a plan is made of samples of one kind
         lengths = length if per_step else None
@@ -121,14 +147,15 @@ class RewardFeed:
         log_ratio: Tensor,
         counts: Tensor | None,
         *,
+        returns: EnvReturns | None = None,
         told: bool = True,
         needed: int,
     ) -> None:
         """Gives the rewards of env steps, (*B, *A, 1), in portions of `needed` samples.
 
         `counts`: True where a trajectory has finished; where a step counts, for a target per step;
-        None: everywhere. `told`: whether any does. In an env all trajectories are pooled, and steps
-        are compared in blocks.
+        None: everywhere. `returns`: those of the env, if it is one of several; `told`: whether any
+        step counts. In an env all trajectories are pooled, and steps are compared in blocks.
         """
         sums = torch.stack([reward, log_ratio.to(reward)]).detach().double()
         number = torch.full_like(sums[:1], torch.nan)
@@ -141,25 +168,41 @@ class RewardFeed:
             number = (values + self._env_steps // _BLOCK * reward.numel()).double()
             self._env_steps += 1
         else:
-            if self._returns is not None and self._returns.shape == sums.shape:
-                sums = sums + self._returns
-            self._returns = sums
+            sums = (self.returns if returns is None else returns).add(sums)
         if told:
             everywhere = torch.ones_like(reward, dtype=torch.bool)
             counts = everywhere if counts is None else td.expand_right(counts, reward.shape)
             self._samples.append(torch.cat([sums, number])[:, counts])  # (3, N)
         if sum(one.shape[1] for one in self._samples) >= needed:
-            rewards, log_ratios, groups = torch.cat(self._samples, 1)
+            samples = [one.to(reward.device) for one in self._samples]
+            rewards, log_ratios, groups = torch.cat(samples, 1)
             self._samples = []
             self.give(controller, rewards, log_ratios=log_ratios, groups=groups)
 
-    def begin_trajectories(self, reset: Tensor | None) -> None:
-        """Sets the sums of an env's trajectories to 0 where it is reset; None: everywhere."""
-        if reset is None or self._returns is None:
-            self._returns = None
-            return
-        over = td.expand_right(reset, self._returns.shape[1:])
-        self._returns = self._returns.masked_fill(over, 0.0)
+    def state_dict(self, stream: OpenTrajectories, latest: OpenTrajectories) -> dict[str, Any]:
+        """What is open and what was not given yet, as plain values; for streams see there."""
+        truncated = [] if latest is stream else latest.rewards.truncated()
+        return {
+            "stream": stream.rewards.state_dict(),
+            "truncated": self._truncated + truncated,
+            "returns": None if self.returns.sums is None else self.returns.sums.tolist(),
+            "by_blocks": self._by_blocks,
+            "samples": [one.tolist() for one in self._samples],
+            "env_steps": self._env_steps,
+            "first_block": self._first_block,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], stream: OpenTrajectories) -> None:
+        """Goes on from what `state_dict` returned."""
+        opened, returns = OpenTrajectories(), state["returns"]
+        opened.load_state_dict(state["stream"])
+        stream.rewards.restore(opened)
+        self._truncated = list(state["truncated"])
+        # In place: the transform in the env has this object, too.
+        self.returns.sums = None if returns is None else torch.tensor(returns, dtype=torch.float64)
+        self._by_blocks = state["by_blocks"]
+        self._samples = [torch.tensor(one, dtype=torch.float64) for one in state["samples"]]
+        self._env_steps, self._first_block = state["env_steps"], state["first_block"]
 
 
 def _number_blocks(n_counted: Tensor, counts: Tensor, batch_size: torch.Size) -> Tensor:

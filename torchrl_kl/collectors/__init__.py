@@ -28,9 +28,9 @@ You may rely on:
 - The last dimension of a batch is time and has that name.
 
 Defaults are TorchRL's, except `auto_register_policy_transforms=False`, a `num_threads` that does
-not change the threads of this process, `launcher="mp"`, a free `tcp_port` and one thread per worker
-(DistributedCollector), and `remote_configs={"num_cpus": 1}` and weights that are sent once before
-the start (RayCollector).
+not change the threads of this process, `use_buffers=False` with `set_truncated=True`,
+`launcher="mp"`, a free `tcp_port` and one thread per worker (DistributedCollector), and
+`remote_configs={"num_cpus": 1}` and weights that are sent once before the start (RayCollector).
 """
 
 from torchrl_kl.collectors.kl_collector import kl_collector

@@ -142,6 +142,9 @@ def _check_arguments(kind: Any, stack: Any, given: dict[str, Any]) -> None:
         "exploration_type": moves and not drawn,
         "cat_results": given.get("cat_results") == -1,
         "set_truncated": anywhere("set_truncated") and not is_sync,
+        "use_buffers": kind is MultiSyncCollector
+        and given.get("set_truncated")
+        and given.get("use_buffers"),
         "compact_obs": in_workers and anywhere("compact_obs"),
         "launcher": in_workers and remote,
         "collector_class": in_workers and nested,
@@ -170,6 +173,8 @@ _MUST = {
     "trajectories would look finished.",
     "set_truncated": "be left out with asynchronous workers: the batch that shows whether a "
     "truncation ended its trajectory may come from another worker.",
+    "use_buffers": "not be True with `set_truncated=True`: torchrl 0.14.1 leaves done flags of the "
+    "batch before in the buffers.",
     "compact_obs": 'be left out with where="workers": it would drop the KL that the workers write '
     'next to the observations in "next". Use where="learner".',
     "launcher": 'be "mp" with where="workers", got {launcher!r}: the workers read the coefficient '
@@ -185,6 +190,8 @@ def _arguments(kind: type, num_workers: int, kwargs: dict[str, Any]) -> dict[str
     if kind in (MultiSyncCollector, MultiAsyncCollector):
         # TorchRL would take threads away from the learner, one for each worker.
         defaults["num_threads"] = torch.get_num_threads()
+        if kwargs.get("set_truncated"):  # whose done flags do not reach its buffers
+            kwargs = kwargs | {"use_buffers": False}
     if kind not in (RayCollector, DistributedCollector):
         return defaults | kwargs
     # Each worker has a collector with the same defaults, whose trajectory ids are made unique.

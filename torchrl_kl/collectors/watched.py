@@ -72,8 +72,13 @@ class WatchedCollector(BaseCollector):
             raise
         self._built = True
 
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Batches as the user gets them: of rows, or of whole trajectories."""
+        for batch in super().__iter__():
+            yield _name_time(batch)
+
     def iterator(self) -> Iterator[TensorDictBase]:
-        """Batches as the user gets them."""
+        """Batches of rows; of `trajs_per_batch`, what TorchRL joins to trajectories."""
         with self._naming_dead():
             self._link.send(self)
             for batch in super().iterator():  # type: ignore[safe-super]
@@ -92,8 +97,7 @@ class WatchedCollector(BaseCollector):
                 "time, so their open trajectories would look finished: leave it out, or make envs "
                 "with a batch size."
             )
-        batch.names = [*[None] * (batch.ndim - 1), "time"]
-        batch = self._link.receive(batch)
+        batch = self._link.receive(_name_time(batch))
         # At once: asynchronous workers go on while the user learns from the batch.
         self._link.send(self)
         # Split last: TorchRL's own option gives the trajectories of each batch new ids first.
@@ -329,6 +333,11 @@ class WatchedRay(WatchedCollector, RayCollector):
         if not (len(self._known) == len(actors) and all(self._known)):
             self._known = ray_pids(actors)
         return self._known
+
+
+def _name_time(batch: TensorDictBase) -> TensorDictBase:
+    batch.names = [*[None] * (batch.ndim - 1), "time"]
+    return batch
 
 
 def _end_workers_on_failure(schemes: dict[str, WeightSyncScheme]) -> None:

@@ -73,8 +73,16 @@ class OpenTrajectories:
     def __init__(self):
         self._open: dict[_Key, _Open] = {}
         self._calls = 0
+        self._rewards: OpenTrajectories | None = None
         # By call, for those that no call has followed yet: the last id of each row.
         self._unfollowed: dict[int, list[int]] = {}
+
+    @property
+    def rewards(self) -> OpenTrajectories:
+        """Sums of the same trajectories that a controller plans from; not part of copy or state."""
+        if self._rewards is None:
+            self._rewards = OpenTrajectories()
+        return self._rewards
 
     def add(self, values: Tensor, segments: Segments, *, judge: bool = True) -> TrajectorySums:
         """Adds a batch (R, T, F); its sums are in float64. A step outside the mask counts as 0.

@@ -260,11 +260,9 @@ class KLPenaltyLoss(LossModule):
 
     def _plan(self, tensordict: TensorDictBase, mask: Tensor) -> None:
         """Gives the task rewards of a batch (*B) to a controller that plans from them."""
-        reward = get_required(
-            cast(TensorDictBase, tensordict.get("next")),
-            self.tensor_keys.reward,
-            "the coefficient is planned from it; name it with `set_keys(reward=...)`.",
-        )
+        step = cast(TensorDictBase, tensordict.get("next"))
+        fix = "the coefficient is planned from it; name it with `set_keys(reward=...)`."
+        reward = get_required(step, self.tensor_keys.reward, fix)
         policy, reference = self._distributions(tensordict)
         action_key = self.tensor_keys.action
         action = get_required(tensordict, action_key, "name it with `set_keys`.")
@@ -284,6 +282,7 @@ class KLPenaltyLoss(LossModule):
             reward,
             log_ratio,
             mask,
+            stream=self.feed.stream,
             done_key=self.tensor_keys.done,
             time_dim=self.time_dim,
             observed=self.actor_network.in_keys,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchrl_kl._tensordict import as_tuple, expand_right
 
 _ADVANTAGES = {"advantage", "value_target"}
+_SUMMED = "steps_to_next_obs"  # over how many steps MultiStep has added up a reward
 _FIRST_STEPS = 32  # of an env, over which the first KL is averaged; or those of the first batch
 _HUGE = 0.1  # nats per step, where 0 is expected: a trained policy is usually held below that
 
@@ -24,6 +25,18 @@ def refuse_advantages(tensordict: TensorDictBase) -> None:
             f"the batch has {found[0]!r} already, computed from rewards without the penalty: "
             'compute advantages after the KL transforms, or drop them (`exclude("advantage", '
             '"value_target")`) if they will be computed again.'
+        )
+
+
+def refuse_summed_rewards(tensordict: TensorDictBase) -> None:
+    """RuntimeError if a reward is the sum of several steps, as MultiStep makes it."""
+    found = [key for key in tensordict.keys(True, True) if as_tuple(key)[-1] == _SUMMED]
+    if any(bool((tensordict.get(key) > 1).any()) for key in found):
+        raise RuntimeError(
+            f"the batch has {found[0]!r} above 1: its rewards are sums of several steps, of which "
+            "the KL of the first one alone would be subtracted. Use MultiStep after the KL "
+            "transforms: on the batches that a collector returns, or in a replay buffer to which "
+            "the stack is appended last, with `invert=True`."
         )
 
 

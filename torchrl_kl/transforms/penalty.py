@@ -14,14 +14,14 @@ from torchrl.envs.transforms import Transform
 from typing_extensions import Self
 
 from torchrl_kl import _tensordict as td
-from torchrl_kl._feeding import ControllerFeed
+from torchrl_kl._feeding import ControllerFeed, EnvReturns
 from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.functional.invalid import Guard, OnInvalid
 from torchrl_kl.transforms.base import KLTransform, episode_dtype, require_spec
 from torchrl_kl.transforms.checks import without_invalid
-from torchrl_kl.transforms.doubts import refuse_advantages
+from torchrl_kl.transforms.doubts import refuse_advantages, refuse_summed_rewards
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.rows import EnvRows
 from torchrl_kl.transforms.steps import check_reward_shape, penalize
@@ -60,6 +60,7 @@ class PenaltyTransform(KLTransform):
         self.feed = ControllerFeed(as_controller(controller), update_every)
         self.frozen = False
         self.guard, self._rows = Guard(on_invalid), EnvRows()
+        self._returns = self.feed.rewards.returns
 
     @property
     def controller(self) -> KLController:
@@ -75,6 +76,12 @@ class PenaltyTransform(KLTransform):
     def needs_ends(self) -> bool:  # type: ignore[override]
         """Whether its controller is fed finished trajectories."""
         return self.controller.per == "trajectory" and self.feed.adaptive
+
+    def clone(self) -> Self:
+        """A transform for another env, with the same controller, pool and reference."""
+        other = super().clone()
+        other._rows, other._returns = EnvRows(), EnvReturns()
+        return other
 
     def freeze(self) -> Self:
         """Stops the controller; rewards are penalized with its present coefficient."""
@@ -152,7 +159,9 @@ class PenaltyTransform(KLTransform):
             reward = torch.where(td.expand_right(step.counting, reward.shape), reward, 0.0)
         samples = (reward, cast(Tensor, step.kl), counts)
         needed = self.feed.needed(in_env=True)
-        self.feed.rewards.add_env_step(self.controller, *samples, told=told, needed=needed)
+        self.feed.rewards.add_env_step(
+            self.controller, *samples, returns=self._returns, told=told, needed=needed
+        )
 
     def _find_finished(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
@@ -180,10 +189,11 @@ class PenaltyTransform(KLTransform):
         next_tensordict = tensordict.get("next")
         if self.controller.coeff.item() != 0 or self.controller.planning:
             refuse_advantages(tensordict)
+            refuse_summed_rewards(tensordict)
         step, reward = self._keep(tensordict, next_tensordict, step)
         if trace:
             # First, so that the batch is penalized with what is planned from it.
-            self._plan_batch(tensordict, reward, step)
+            self._plan_batch(tensordict, reward, step, stream)
         self._penalize(next_tensordict, step, reward)
         if self.record:
             # (*B, *A, 1), or None for a batch without a time dimension.
@@ -194,6 +204,8 @@ class PenaltyTransform(KLTransform):
 
     def observe(self, tensordict: TensorDictBase, stream: OpenTrajectories | None = None) -> None:
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
+        if self.needs_ends or self.controller.planning:  # steps must follow one another
+            refuse_summed_rewards(tensordict)
         next_tensordict = tensordict.get("next")
         measured = next_tensordict.get(self.keys.kl_estimate, None)
         if measured is None:
@@ -201,7 +213,8 @@ class PenaltyTransform(KLTransform):
         kl = next_tensordict.get(self.keys.kl, measured)
         mask, valid = tensordict.get(td.MASK_KEY, None), self._kept_elsewhere(tensordict, kl)
         step = KLStep(None, kl, mask, kl=kl, estimate=measured, valid=valid)
-        self._plan_batch(tensordict, next_tensordict.get(self.keys.task_reward, None), step)
+        reward = next_tensordict.get(self.keys.task_reward, None)
+        self._plan_batch(tensordict, reward, step, stream)
         self._feed_batch(tensordict, step, stream, trace=True)
 
     def _kept_elsewhere(self, tensordict: TensorDictBase, kl: Tensor) -> Tensor | None:
@@ -220,7 +233,13 @@ class PenaltyTransform(KLTransform):
         )
         return ~unlike | some
 
-    def _plan_batch(self, tensordict: TensorDictBase, reward: Tensor | None, step: KLStep) -> None:
+    def _plan_batch(
+        self,
+        tensordict: TensorDictBase,
+        reward: Tensor | None,
+        step: KLStep,
+        stream: OpenTrajectories | None,
+    ) -> None:
         """Gives the task reward of a batch, (*B, *A, 1), to a controller that plans from it."""
         if not self.controller.planning or self.frozen or not self.training or reward is None:
             return
@@ -232,6 +251,7 @@ class PenaltyTransform(KLTransform):
             reward,
             kl,
             step.counting,
+            stream=self.feed.stream if stream is None else stream,
             done_key=self.keys.done,
             done_named=self.keys.done_named,
             time_dim=self.time_dim,
@@ -274,7 +294,7 @@ class PenaltyTransform(KLTransform):
             at_root = tensordict.get("_reset", None)
             reset = tensordict.get(td.sibling(self.keys.episode_kl, "_reset"), at_root)
             self._rows.reset(reset)
-            self.feed.rewards.begin_trajectories(reset)
+            self._returns.begin(reset)
 
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses an env whose reward is penalized already."""

@@ -1,0 +1,63 @@
+"""Clones of a stack, each in an env, share its controller but not what they know of their rows."""
+
+from typing import Any
+
+import pytest
+import torch
+from torchrl.envs import SerialEnv
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from tests.helpers import WalkEnv, make_actor, play, policy, spied, total, with_transforms
+from torchrl_kl import KLConstrainedTransform, PlannedKLController
+
+
+def returns_of(batch: Any) -> list[float]:
+    """Task rewards, summed up over each trajectory that ends in a batch (R, T)."""
+    found, sums = [], batch["next", "task_reward"].double().squeeze(-1)
+    for row, ends in zip(sums, batch["next", "done"].squeeze(-1), strict=True):
+        total = 0.0
+        for reward, end in zip(row.tolist(), ends.tolist(), strict=True):
+            total += reward
+            if end:
+                found.append(total)
+                total = 0.0
+    return found
+
+
+def test_an_evaluation_leaves_out_no_trajectory_of_the_training():
+    """Those that went on after an evaluation passed for its own, whose actions were no samples."""
+    stack, controller = spied()
+    training, evaluation = (with_transforms(WalkEnv((3,)), one) for one in (stack, stack.clone()))
+    actor, n_ended, sums = policy(), 0, 0.0
+    state = training.reset()
+    with torch.no_grad():
+        for _ in range(20):
+            with set_exploration_type(ExplorationType.RANDOM):
+                step, state = training.step_and_maybe_reset(actor(state))
+            ended = step["next", "done"]
+            n_ended += int(ended.sum())
+            sums += step["next", "episode_kl"][ended].sum().item()
+            with set_exploration_type(ExplorationType.DETERMINISTIC):
+                evaluation.rollout(2, actor, break_when_any_done=False)
+    n, kl = total(controller)
+    assert n == n_ended
+    assert kl == pytest.approx(sums, rel=1e-5)
+
+
+def test_a_plan_knows_the_rewards_of_each_env():
+    """The rewards of trajectories in different envs were added up."""
+
+    class Listening(PlannedKLController):
+        def observe_rewards(self, rewards, **about):
+            heard.extend(rewards.tolist())
+            return super().observe_rewards(rewards, **about)
+
+    heard: list[float] = []
+    stack = KLConstrainedTransform(make_actor(), Listening(0.3), update_every=4)
+    envs: Any = SerialEnv(3, [lambda: with_transforms(WalkEnv(), stack.clone()) for _ in range(3)])
+    batch = play(envs, policy(), 20)
+    returns = torch.tensor(returns_of(batch), dtype=torch.float64)
+    assert len(heard) >= 4
+    # In an env a float32 reward is added up in float64, here too.
+    for one in heard:
+        assert (returns - one).abs().min() <= 1e-9
