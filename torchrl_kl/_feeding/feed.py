@@ -30,9 +30,9 @@ _PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before th
 class ControllerFeed(nn.Module):
     """Pools measured KL and updates a controller with the mean and the count of the pool.
 
-    State: the controller's and the pool's; as extra state what `stream` has open, and the truncated
-    trajectories of the collector that moved the controller last: a resumed collector begins new
-    ones.
+    State: the controller's and the pool's; as extra state what `stream` has open, the rewards that
+    the controller was not given yet, and the truncated trajectories of the collector that moved the
+    controller last: a resumed collector begins new ones.
     """
 
     def __init__(self, controller: KLController, update_every: int | None = None):
@@ -139,6 +139,7 @@ class ControllerFeed(nn.Module):
         truncated = [] if self._latest is self.stream else self._latest.truncated()
         state = {"idle": self._idle, "warned": self._warned, "stream": self.stream.state_dict()}
         state["truncated"] = self._truncated + truncated
+        state["rewards"] = self.rewards.state_dict()
         return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -149,6 +150,7 @@ class ControllerFeed(nn.Module):
         stream = OpenTrajectories()
         stream.load_state_dict(found["stream"])
         self.stream.restore(stream)
+        self.rewards.load_state_dict(found["rewards"])
 
     def needed(self, in_env: bool) -> int:
         """How many values an update waits for."""

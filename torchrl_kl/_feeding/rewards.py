@@ -6,8 +6,8 @@ Axes: *B is the batch, *A are agents, R rows of T steps with F values each.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -40,6 +40,26 @@ class RewardFeed:
         self._samples: list[Tensor] = []  # of env steps, (3, N) each, not given yet
         self._env_steps, self._first_block = 0, 0.0
         self.withheld = False  # whether the plan was made since `take_withheld`
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was not given yet, as plain values."""
+        return {
+            "stream": self._stream.state_dict(),
+            "returns": None if self._returns is None else self._returns.tolist(),
+            "by_blocks": self._by_blocks,
+            "samples": [one.tolist() for one in self._samples],
+            "blocks": [self._env_steps, self._first_block],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` returned."""
+        stream, returns = OpenTrajectories(), state["returns"]
+        stream.load_state_dict(state["stream"])
+        self._stream.restore(stream)
+        self._returns = None if returns is None else torch.tensor(returns, dtype=torch.float64)
+        self._by_blocks = state["by_blocks"]
+        self._samples = [torch.tensor(one, dtype=torch.float64) for one in state["samples"]]
+        self._env_steps, self._first_block = state["blocks"]
 
     def take_withheld(self) -> bool:
         """Whether the KL that comes next belongs to the rewards that have just made the plan."""
@@ -142,12 +162,12 @@ class RewardFeed:
             self._env_steps += 1
         else:
             if self._returns is not None and self._returns.shape == sums.shape:
-                sums = sums + self._returns
+                sums = sums + self._returns.to(sums.device)
             self._returns = sums
         if told:
             everywhere = torch.ones_like(reward, dtype=torch.bool)
             counts = everywhere if counts is None else td.expand_right(counts, reward.shape)
-            self._samples.append(torch.cat([sums, number])[:, counts])  # (3, N)
+            self._samples.append(torch.cat([sums, number])[:, counts].cpu())  # (3, N)
         if sum(one.shape[1] for one in self._samples) >= needed:
             rewards, log_ratios, groups = torch.cat(self._samples, 1)
             self._samples = []
@@ -159,7 +179,7 @@ class RewardFeed:
             self._returns = None
             return
         over = td.expand_right(reset, self._returns.shape[1:])
-        self._returns = self._returns.masked_fill(over, 0.0)
+        self._returns = self._returns.to(over.device).masked_fill(over, 0.0)
 
 
 def _number_blocks(n_counted: Tensor, counts: Tensor, batch_size: torch.Size) -> Tensor:

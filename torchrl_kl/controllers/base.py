@@ -216,18 +216,25 @@ class TargetKLController(KLController):
             groups: a number for each, equal for those that began alike, such as the responses to
                 a prompt: only these are compared. None: all are.
             log_ratios: log pi - log pi_ref of each, nats, if the policy has moved. None: 0.
-            lengths: with `per="step"` how many steps each has. None: 1.
+            lengths: with `per="step"` how many steps each has, at least 1. None: 1.
 
         Returns:
             The coefficient, reward per nat.
 
         Raises:
-            ValueError: if a number is not finite, or shapes differ.
+            TypeError: if one of them is not a tensor of real numbers.
+            ValueError: if a number is not finite, shapes differ, or `lengths` are given for a
+                target per trajectory.
             RuntimeError: if the target cannot be spent, or rewards that keep coming carry no
                 preference.
         """
         if self.plan is None or self.plan.made:
             return self.coeff.item()
+        if lengths is not None and self.per != "step":
+            raise ValueError(
+                "`lengths` must be None for a target per trajectory, got a tensor: it would "
+                'multiply the target. Leave it out, or use `per="step"`.'
+            )
         self.plan.add(rewards, groups=groups, log_ratios=log_ratios, lengths=lengths)
         plan = self.plan.solve()
         if plan is None:
