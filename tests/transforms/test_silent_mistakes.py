@@ -8,8 +8,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
-from torchrl.data import LazyTensorStorage, ReplayBuffer
-from torchrl.envs import TransformedEnv
+from torchrl.data import LazyTensorStorage, MultiStep, ReplayBuffer
+from torchrl.envs import MultiStepTransform, TransformedEnv
 
 from tests.helpers import (
     SpyController,
@@ -77,6 +77,24 @@ class TestAdvantages:
     def test_a_measurement_leaves_them_right(self):
         batch = play(WalkEnv((2,)), policy(), 6).set("advantage", torch.zeros(2, 6, 1))
         assert (KLConstrainedTransform(make_actor(), 0.0)(batch)["next", "kl"] != 0).any()
+
+
+class TestSeveralSteps:
+    """Of a reward that is a sum over n steps, the KL of the first step alone was subtracted."""
+
+    @every
+    def test_it_is_refused(self, make):
+        batch = play(WalkEnv((2,)), policy(), 6).detach()
+        with pytest.raises(RuntimeError, match="'steps_to_next_obs' above 1.*Put MultiStep after"):
+            make(make_actor(), 0.1)(MultiStep(0.9, 3)(batch.clone()))
+        make(make_actor(), 0.1)(MultiStep(0.9, 1)(batch.clone()))
+
+    def test_in_a_replay_buffer(self):
+        transform = compose(MultiStepTransform(3, 0.9), KLConstrainedTransform(make_actor(), 0.1))
+        buffer = ReplayBuffer(storage=LazyTensorStorage(24), batch_size=4, transform=transform)
+        buffer.extend(play(WalkEnv(()), policy(), 12).detach())
+        with pytest.raises(RuntimeError, match="'steps_to_next_obs' above 1"):
+            buffer.sample()
 
 
 class TestRandomFrames:

@@ -12,18 +12,25 @@ from torch import Tensor, nn
 from torchrl_kl._tensordict import as_tuple, expand_right
 
 _ADVANTAGES = {"advantage", "value_target"}
+_N_STEPS = "steps_to_next_obs"  # written by MultiStep
 _FIRST_STEPS = 32  # of an env, over which the first KL is averaged; or those of the first batch
 _HUGE = 0.1  # nats per step, where 0 is expected: a trained policy is usually held below that
 
 
-def refuse_advantages(tensordict: TensorDictBase) -> None:
-    """RuntimeError if the batch was given advantages before its reward is penalized."""
+def refuse_sums(tensordict: TensorDictBase) -> None:
+    """RuntimeError if rewards of a batch were summed up before they are penalized."""
     found = [key for key in tensordict.keys(True, True) if as_tuple(key)[-1] in _ADVANTAGES]
     if found:
         raise RuntimeError(
             f"the batch has {found[0]!r} already, computed from rewards without the penalty: "
             'compute advantages after the KL transforms, or drop them (`exclude("advantage", '
             '"value_target")`) if they will be computed again.'
+        )
+    n_steps = tensordict.get(_N_STEPS, None)
+    if n_steps is not None and bool((n_steps > 1).any()):
+        raise RuntimeError(
+            f"the batch has {_N_STEPS!r} above 1: its rewards are sums over several steps, and the "
+            "KL of the first one alone would be subtracted. Put MultiStep after the KL transforms."
         )
 
 

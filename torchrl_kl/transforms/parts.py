@@ -33,8 +33,9 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         actor, reference, keys, time_dim: as for KLConstrainedTransform.
         estimator: that of the KLDivergenceTransform that follows.
         zero_states, recompute_log_prob, chunk_size: as for FrozenActor.
-        on_invalid: as for KLConstrainedTransform, and the same for all three parts. Masked steps
-            have the policy's log-prob instead (0 if that is invalid), so that their KL is 0.
+        on_invalid: as for KLConstrainedTransform, and the same for all three parts, of which "mask"
+            needs all in the env or all on the batch. Masked steps have the policy's log-prob
+            instead (0 if that is invalid), so that their KL is 0.
 
     Raises:
         TypeError: if `actor` has no distribution, or `reference` has another type than allowed.

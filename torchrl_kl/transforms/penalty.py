@@ -21,7 +21,7 @@ from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.functional.invalid import Guard, OnInvalid
 from torchrl_kl.transforms.base import KLTransform, episode_dtype, require_spec
 from torchrl_kl.transforms.checks import without_invalid
-from torchrl_kl.transforms.doubts import refuse_advantages
+from torchrl_kl.transforms.doubts import refuse_sums
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.rows import EnvRows
 from torchrl_kl.transforms.steps import check_reward_shape, penalize
@@ -179,7 +179,7 @@ class PenaltyTransform(KLTransform):
         """
         next_tensordict = tensordict.get("next")
         if self.controller.coeff.item() != 0 or self.controller.planning:
-            refuse_advantages(tensordict)
+            refuse_sums(tensordict)
         step, reward = self._keep(tensordict, next_tensordict, step)
         if trace:
             # First, so that the batch is penalized with what is planned from it.
