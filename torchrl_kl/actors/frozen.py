@@ -69,8 +69,8 @@ class FrozenActor(Identified):
 
     Raises:
         TypeError: if the actor has no distribution.
-        ValueError: if it has uninitialised weights, or other actions than `policy`; if `chunk_size`
-            is less than 1, or given for a recurrent actor.
+        ValueError: if it has uninitialised weights, or other actions than `policy`; if the policy
+            writes what it reads; if `chunk_size` is less than 1, or given for a recurrent actor.
         RuntimeError: in `load_state_dict` or when it scores, if it is not the saved reference.
 
     Example:
@@ -118,6 +118,7 @@ class FrozenActor(Identified):
         self.log_prob_key = self.recorded.key
         self.trace_keys = reading.trace_keys(acting, self.recorded)
         self._policy = ActingPolicy(acting, self.recorded) if recompute_log_prob else None
+        self.read_for(acting)
         self._interaction_type = getattr(acting, "default_interaction_type", None)
         self._find_keys()
         if chunk_size is not None and type(chunk_size) is not int:
@@ -129,6 +130,12 @@ class FrozenActor(Identified):
                 f"{chunk_size} and the recurrent state {self.state_keys}."
             )
         self.chunk_size = chunk_size
+
+    def read_for(self, policy: nn.Module) -> None:
+        """Reads what a policy has read; ValueError if the policy itself has overwritten it."""
+        reading.check_kept_inputs(policy, self.actor)
+        # One of the same dtype reads its data without a cast that would round them.
+        self._policy_dtype = weight_dtype(policy)
 
     def _hold(self, actor: nn.Module) -> None:
         """Takes a copy of `actor` as its weights."""
@@ -157,8 +164,7 @@ class FrozenActor(Identified):
         return torch.promote_types(self._own_dtype or self._weight_dtype(), torch.float32)
 
     def _weight_dtype(self) -> torch.dtype:
-        floating = (p.dtype for p in self.actor.parameters() if p.is_floating_point())
-        return next(floating, torch.get_default_dtype())
+        return weight_dtype(self.actor)
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the weights in place, to (1 - tau) * reference + tau * source.
@@ -303,13 +309,16 @@ class FrozenActor(Identified):
         # `inputs` is a shallow copy: the data keep their keys and dtypes.
         for own, key in zip(self.own_state_keys, self.state_keys, strict=True):
             inputs.rename_key_(own, key)
-        if self._own_dtype is None:
+        own_dtype = self._own_dtype
+        if own_dtype is None:
             return
         for key in self._cast_keys:
             value = inputs.get(key, None)
-            floating = isinstance(value, Tensor) and value.is_floating_point()
-            if floating and value.dtype != self._own_dtype:
-                inputs.set(key, value.to(self._own_dtype))
+            if not (isinstance(value, Tensor) and value.is_floating_point()):
+                continue
+            rounds = torch.promote_types(value.dtype, own_dtype) != own_dtype
+            if value.dtype != own_dtype and not (rounds and own_dtype == self._policy_dtype):
+                inputs.set(key, value.to(own_dtype))
 
     def scoring(self, recurrent: bool) -> AbstractContextManager[None]:
         """The context of every pass of `actor`; `recurrent`: whether the last dimension is time."""
@@ -332,6 +341,12 @@ class FrozenActor(Identified):
             log_prob = log_prob.float()
         states = [cast(Tensor, inputs.get(("next", *as_tuple(key)))) for key in self.state_keys]
         return Score(log_prob, states, inputs)
+
+
+def weight_dtype(actor: nn.Module) -> torch.dtype:
+    """Dtype of the first weights of an actor, or else the default."""
+    floating = (p.dtype for p in actor.parameters() if p.is_floating_point())
+    return next(floating, torch.get_default_dtype())
 
 
 @contextmanager

@@ -45,6 +45,19 @@ def check_actor(actor: nn.Module) -> None:
         )
 
 
+def check_kept_inputs(policy: Any, reader: Any) -> None:
+    """ValueError if the policy overwrites what `reader`, such as its reference, has to read."""
+    keys = (policy.in_keys, policy.out_keys, reader.in_keys)
+    spoiled = set.intersection(*({unravel_key(key) for key in each} for each in keys))
+    if spoiled:
+        names = sorted(map(str, spoiled))
+        raise ValueError(
+            f"`actor` must leave what it reads as it was, but it writes {names} itself: nobody "
+            "else could tell from the data what it has read. Write to another key, and a memory "
+            'to ("next", name), as TorchRL\'s recurrent modules do.'
+        )
+
+
 def read_keys(actor: Any) -> list[NestedKey]:
     """What an actor reads: its `in_keys` without parameters that its own modules write."""
     # A module may write ("params", "loc") where the distribution reads "params": TensorDict's

@@ -19,6 +19,7 @@ from torchrl_kl._tensordict import (
     as_tuple,
     expand_right,
     get_required,
+    leaf_keys,
     require_order,
     sum_action_dims,
 )
@@ -130,9 +131,9 @@ def finite_padding(
     """A shallow copy with 0 for NaN and inf on padding."""
     # Times a gradient of 0 they would be NaN.
     tensordict = tensordict.copy()
-    for key in keys:
+    for key in leaf_keys(tensordict, keys):
         value = tensordict.get(key, None)
-        if value is not None and value.is_floating_point():
+        if isinstance(value, Tensor) and value.is_floating_point():
             keep = expand_right(mask, value.shape) | value.isfinite()
             tensordict.set(key, torch.where(keep, value, 0.0))
     return tensordict
