@@ -279,3 +279,11 @@ class TestObservedByHand:
         """They multiplied it."""
         with pytest.raises(ValueError, match=r"`lengths` must be None for a target per trajectory"):
             PlannedKLController(0.1).observe_rewards(torch.ones(2), lengths=torch.ones(2))
+
+
+def test_a_target_that_is_changed_before_the_plan_is_planned_for():
+    """The plan was made for the target that the controller was built with."""
+    rewards, changed = torch.tensor([0.0, 1.0] * 200), PlannedKLController(0.3)
+    changed.target = 0.05
+    expected = PlannedKLController(0.05).observe_rewards(rewards)
+    assert changed.observe_rewards(rewards) == expected

@@ -1,6 +1,6 @@
 """Feeds a controller: measured KL of steps or trajectories, and the rewards that it plans from."""
 
-from torchrl_kl._feeding.feed import ControllerFeed
+from torchrl_kl._feeding.feed import ControllerFeed, Fed
 from torchrl_kl._feeding.sums import sum_trajectories
 
-__all__ = ["ControllerFeed", "sum_trajectories"]
+__all__ = ["ControllerFeed", "Fed", "sum_trajectories"]

@@ -104,7 +104,7 @@ class Steps(NamedTuple):
 
 
 def check_options(gradient: str, weights: str | None, reduction: str) -> None:
-    """ValueError for an unknown option or "k1"; a warning for "k3"."""
+    """ValueError for an unknown option or "k1"."""
     if gradient == "k1":
         raise ValueError(
             '`gradient` must not be "k1": as a loss its expected gradient is zero. Subtract k1 '
@@ -117,6 +117,10 @@ def check_options(gradient: str, weights: str | None, reduction: str) -> None:
     ):
         if value not in choices:
             raise ValueError(f"`{name}` must be one of {choices}, got {value!r}.")
+
+
+def warn_of_k3(gradient: str) -> None:
+    """A warning if the gradient is "k3"."""
     if gradient == "k3":
         warnings.warn(
             'gradient="k3" minimises the other divergence in expectation, KL(reference || policy): '

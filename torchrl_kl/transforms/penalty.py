@@ -14,9 +14,9 @@ from torchrl.envs.transforms import Transform
 from typing_extensions import Self
 
 from torchrl_kl import _tensordict as td
-from torchrl_kl._feeding import ControllerFeed
+from torchrl_kl._feeding import ControllerFeed, Fed
 from torchrl_kl._tensordict import ResolvedKeys
-from torchrl_kl.controllers import KLController, KLStatistics, as_controller
+from torchrl_kl.controllers import KLController, as_controller
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.functional.invalid import Guard, OnInvalid
 from torchrl_kl.transforms.base import KLTransform, episode_dtype, require_spec
@@ -27,7 +27,7 @@ from torchrl_kl.transforms.rows import EnvRows
 from torchrl_kl.transforms.steps import check_reward_shape, penalize
 
 
-class PenaltyTransform(KLTransform):
+class PenaltyTransform(Fed, KLTransform):
     """Base of the transforms that subtract the penalty; see RewardAdjustmentTransform."""
 
     observed: Sequence[NestedKey] | None = None  # they show whether steps follow one another
@@ -60,16 +60,6 @@ class PenaltyTransform(KLTransform):
         self.feed = ControllerFeed(as_controller(controller), update_every)
         self.frozen = False
         self.guard, self._rows = Guard(on_invalid), EnvRows()
-
-    @property
-    def controller(self) -> KLController:
-        """The controller, which holds the coefficient."""
-        return self.feed.controller
-
-    @property
-    def statistics(self) -> KLStatistics:
-        """The KL values pooled since the controller's last update."""
-        return self.feed.statistics
 
     @property
     def needs_ends(self) -> bool:  # type: ignore[override]
