@@ -13,7 +13,6 @@ from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torchrl.data import TensorSpec
-from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import recurrent_mode, set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
@@ -116,10 +115,9 @@ class FrozenActor(Identified):
             )
         self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(acting))
         self.log_prob_key = self.recorded.key
-        self.trace_keys = reading.trace_keys(acting, self.recorded)
+        self._acting = reading.Acting.of(acting, self.recorded)
         self._policy = ActingPolicy(acting, self.recorded) if recompute_log_prob else None
         self.read_for(acting)
-        self._interaction_type = getattr(acting, "default_interaction_type", None)
         self._find_keys()
         if chunk_size is not None and type(chunk_size) is not int:
             got = type(chunk_size).__name__
@@ -196,8 +194,8 @@ class FrozenActor(Identified):
         return super().train(False)
 
     def samples(self) -> bool:
-        """Whether the policy draws its actions now: k1 of an argmax is biased."""
-        return (exploration_type() or self._interaction_type) == ExplorationType.RANDOM
+        """Whether its policy draws its actions now; a transform asks that of its own policy."""
+        return self._acting.samples()
 
     def asks(self, actor: nn.Module) -> bool:
         """Whether the policy that it may ask for log-probs, if any, has the weights of `actor`."""

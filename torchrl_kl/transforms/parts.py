@@ -11,6 +11,7 @@ from torchrl.data import Composite
 
 from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import KLKeys
+from torchrl_kl.actors.reading import Acting
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.functional.invalid import Guard, OnInvalid, is_valid
 from torchrl_kl.transforms.base import KLTransform, require_spec
@@ -78,6 +79,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
             out_keys=[self.keys.ref_log_prob, *frozen.own_state_keys],
         )
         self.reference, self.time_dim = frozen, time_dim
+        self.acting = Acting.of(actor, frozen.recorded)
         self.action_keys = frozen.action_keys
         self.estimate = make_estimate(estimator, frozen.actor, self.keys)
         if reference is None:
@@ -96,7 +98,12 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         self.refuse_wrong_order()
         tensordict = td.copy_batch(tensordict)
         step = score_batch(
-            self.reference, tensordict, self.estimate, self.time_dim, fake=td.is_fake(tensordict)
+            self.reference,
+            tensordict,
+            self.estimate,
+            self.time_dim,
+            fake=td.is_fake(tensordict),
+            acting=self.acting,
         )
         self.warn_of_random_steps(step)
         step = self._write(tensordict, tensordict.get("next"), step)
