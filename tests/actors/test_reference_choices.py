@@ -161,10 +161,11 @@ def test_gradients_of_what_is_not_a_copy():
             KLRewardTransform(actor, requires_grad=True, reference=reference)
 
 
-def test_a_reference_with_other_actions():
+@given
+def test_a_reference_with_other_actions(give):
     with pytest.raises(
         ValueError, match=r"must have the actions of the policy, got \['action'\] for .*'agents'"
     ):
-        KLConstrainedTransform(make_actor(agents=True), 0.1, reference=make_actor())
+        KLConstrainedTransform(make_actor(agents=True), 0.1, reference=give(make_actor()))
     with pytest.raises(TypeError, match="`actor` must be a probabilistic actor .*, got Linear"):
         FrozenActor(make_actor(), policy=nn.Linear(2, 2))

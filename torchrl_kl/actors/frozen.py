@@ -106,18 +106,11 @@ class FrozenActor(Identified):
         self.master = MasterWeights()
         self.action_keys = [unravel_key(key) for key in self.actor.dist_sample_keys]
         acting = actor if policy is None else policy
-        reading.check_actor(acting)
-        actions = [unravel_key(key) for key in acting.dist_sample_keys]  # type: ignore[union-attr]
-        if actions != self.action_keys:
-            raise ValueError(
-                f"`reference` must have the actions of the policy, got {self.action_keys} for "
-                f"{actions}: build it with the same `out_keys`."
-            )
+        self.read_for(acting)
         self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(acting))
         self.log_prob_key = self.recorded.key
         self._acting = reading.Acting.of(acting, self.recorded)
         self._policy = ActingPolicy(acting, self.recorded) if recompute_log_prob else None
-        self.read_for(acting)
         self._find_keys()
         if chunk_size is not None and type(chunk_size) is not int:
             got = type(chunk_size).__name__
@@ -130,7 +123,14 @@ class FrozenActor(Identified):
         self.chunk_size = chunk_size
 
     def read_for(self, policy: nn.Module) -> None:
-        """Reads what a policy has read; ValueError if the policy itself has overwritten it."""
+        """Will score the actions of a policy; ValueError if it has others, or overwrites inputs."""
+        reading.check_actor(policy)
+        actions = [unravel_key(key) for key in policy.dist_sample_keys]  # type: ignore[union-attr]
+        if actions != self.action_keys:
+            raise ValueError(
+                f"`reference` must have the actions of the policy, got {self.action_keys} for "
+                f"{actions}: build it with the same `out_keys`."
+            )
         reading.check_kept_inputs(policy, self.actor)
         # One of the same dtype reads its data without a cast that would round them.
         self._policy_dtype = weight_dtype(policy)

@@ -10,7 +10,6 @@ from tensordict import NestedKey
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
 
-from torchrl_kl.actors import reading
 from torchrl_kl.actors.frozen import FrozenActor, scoring_mode
 from torchrl_kl.actors.identity import weights_without_adapters
 from torchrl_kl.actors.policy import Borrowed, evaluating
@@ -109,7 +108,6 @@ def as_reference(
                 "`KLKeys.log_prob` must be that of the FrozenActor, "
                 f"{reference.log_prob_key!r}, got {log_prob_key!r}."
             )
-        reading.check_actor(actor)
         reference.read_for(actor)
         return reference
     if isinstance(reference, AbstractContextManager) or not callable(reference):
