@@ -10,6 +10,9 @@ from torch import nn
 from torch.distributions import Categorical
 from torch.testing import assert_close
 from torchrl.data import Composite, Unbounded
+from torchrl.envs import gSDENoise
+from torchrl.modules import IndependentNormal
+from torchrl.modules.models.exploration import gSDEModule
 
 from tests.helpers import (
     N_ACTIONS,
@@ -100,6 +103,23 @@ class TestOverwritten:
         logits = reference.module[0].module[1].module(3 * batch["observation"] - 1)
         expected = logits.log_softmax(-1).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
         assert_close(batch["next", "ref_log_prob"], expected.detach())
+
+    def test_noise_that_is_written_back_is_none_of_it(self):
+        keys: list[Any] = ["action", "observation", "_eps_gSDE"]
+        noisy = TensorDictModule(gSDEModule(2, N_OBS), keys, ["loc", "scale", *keys[::2]])
+        actor = probabilistic_actor(
+            sequence(TensorDictModule(nn.Linear(N_OBS, 2), ["observation"], ["action"]), noisy),
+            in_keys=["loc", "scale"],
+            out_keys=["action"],
+            distribution_class=IndependentNormal,
+            return_log_prob=True,
+        )
+        noise = gSDENoise(state_dim=N_OBS, action_dim=2, shape=(2,))
+        env = with_transforms(
+            WalkEnv((2,), discrete=False), noise, KLConstrainedTransform(actor, 0.1)
+        )
+        batch = play(env, actor)
+        assert_close(batch["next", "ref_log_prob"], batch["action_log_prob"].detach())
 
     def test_a_memory_of_the_next_step_is_not_overwritten(self):
         actor = with_memory(("next", "memory"))

@@ -49,8 +49,9 @@ def check_kept_inputs(policy: Any, reader: Any) -> None:
     """ValueError if the policy overwrites what `reader`, such as its reference, has to read."""
     keys = (policy.in_keys, policy.out_keys, reader.in_keys)
     spoiled = set.intersection(*({unravel_key(key) for key in each} for each in keys))
-    if spoiled:
-        names = sorted(map(str, spoiled))
+    # Names that begin with "_" are scratch, such as the noise that gSDEModule writes back.
+    names = sorted(str(key) for key in spoiled if not as_tuple(key)[-1].startswith("_"))
+    if names:
         raise ValueError(
             f"`actor` must leave what it reads as it was, but it writes {names} itself: nobody "
             "else could tell from the data what it has read. Write to another key, and a memory "
