@@ -11,7 +11,7 @@ from torch.distributions import Categorical
 from torch.testing import assert_close
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import gSDENoise
-from torchrl.modules import IndependentNormal
+from torchrl.modules import ConsistentDropoutModule, IndependentNormal
 from torchrl.modules.models.exploration import gSDEModule
 
 from tests.helpers import (
@@ -117,6 +117,19 @@ class TestOverwritten:
         noise = gSDENoise(state_dim=N_OBS, action_dim=2, shape=(2,))
         env = with_transforms(
             WalkEnv((2,), discrete=False), noise, KLConstrainedTransform(actor, 0.1)
+        )
+        batch = play(env, actor)
+        assert_close(batch["next", "ref_log_prob"], batch["action_log_prob"].detach())
+
+    def test_a_mask_of_dropout_that_is_written_back_is_none_of_it(self):
+        dropout = ConsistentDropoutModule(0.5, "hidden", "kept", input_shape=torch.Size((2, 4)))
+        actor = categorical_actor(
+            TensorDictModule(nn.Linear(N_OBS, 4), ["observation"], ["hidden"]),
+            dropout,
+            TensorDictModule(nn.Linear(4, N_ACTIONS), ["kept"], ["logits"]),
+        ).eval()
+        env = with_transforms(
+            WalkEnv((2,)), dropout.make_tensordict_primer(), KLConstrainedTransform(actor, 0.1)
         )
         batch = play(env, actor)
         assert_close(batch["next", "ref_log_prob"], batch["action_log_prob"].detach())

@@ -16,6 +16,7 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torchrl.envs.utils import ExplorationType, exploration_type
+from torchrl.modules import ConsistentDropoutModule
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling, sum_action_dims
 from torchrl_kl._torchrl import indices_of
@@ -49,7 +50,10 @@ def check_kept_inputs(policy: Any, reader: Any) -> None:
     """ValueError if the policy overwrites what `reader`, such as its reference, has to read."""
     keys = (policy.in_keys, policy.out_keys, reader.in_keys)
     spoiled = set.intersection(*({unravel_key(key) for key in each} for each in keys))
-    # Names that begin with "_" are scratch, such as the noise that gSDEModule writes back.
+    # TorchRL's modules write back noise that they were given: gSDEModule as scratch, whose name
+    # begins with "_", and dropout its mask.
+    dropouts = [part for part in policy.modules() if isinstance(part, ConsistentDropoutModule)]
+    spoiled -= {unravel_key(key) for part in dropouts for key in part.out_keys[1:]}
     names = sorted(str(key) for key in spoiled if not as_tuple(key)[-1].startswith("_"))
     if names:
         raise ValueError(
