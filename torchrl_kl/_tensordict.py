@@ -216,6 +216,19 @@ def existing_keys(tensordict: TensorDictBase | Composite) -> str:
     return ", ".join(sorted(str(key) for key in tensordict.keys(True, True)))
 
 
+def leaf_keys(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> list[NestedKey]:
+    """The keys; instead of one of a nested tensordict, those of all that it holds."""
+    leaves: list[NestedKey] = []
+    for key in keys:
+        value = tensordict.get(key, None)
+        if isinstance(value, TensorDictBase):
+            inner = sorted(map(as_tuple, value.keys(True, True)))
+            leaves += [unravel_key((*as_tuple(key), *path)) for path in inner]
+        else:
+            leaves.append(key)
+    return leaves
+
+
 def get_required(tensordict: TensorDictBase, key: NestedKey, fix: str) -> Tensor:
     """The entry `key`; KeyError with the keys that are there and the fix otherwise."""
     value = tensordict.get(key, None)

@@ -1,6 +1,7 @@
 """What the argument `reference` may be: an actor, a FrozenActor, a context; and what it may not."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ from tests.adapters import adapted_actor
 from tests.helpers import (
     N_ACTIONS,
     N_OBS,
+    SpyController,
     WalkEnv,
     assert_same,
+    collect,
     make_actor,
     play,
     probabilistic_actor,
+    total,
     with_transforms,
 )
 from torchrl_kl import (
@@ -50,12 +54,22 @@ def test_the_keys_are_those_of_the_policy():
     assert_same(after["kl"].squeeze(-1), expected.detach())
 
 
-def test_a_policy_that_ran_unrecorded_is_noticed_by_its_own_traces():
+def scoring_actor() -> Any:
+    """An actor that leaves "scores" instead of "logits"."""
     net = TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), ["observation"], ["scores"])
-    other = probabilistic_actor(
+    return probabilistic_actor(
         net, in_keys={"logits": "scores"}, distribution_class=Categorical, return_log_prob=True
     )
-    transform = ReferenceModelLogProbTransform(make_actor(), reference=other)
+
+
+# A FrozenActor that is given had its own traces and its own way to choose, not those of the policy.
+given = pytest.mark.parametrize("give", [lambda actor: actor, FrozenActor], ids=["actor", "frozen"])
+
+
+@given
+@pytest.mark.parametrize("make", [ReferenceModelLogProbTransform, KLRewardTransform])
+def test_a_policy_that_ran_unrecorded_is_noticed_by_its_own_traces(give, make):
+    transform = make(make_actor(), reference=give(scoring_actor()))
     with pytest.raises(
         KeyError, match=r"the policy ran \(its \['logits'\] are there\) but left no"
     ):
@@ -66,6 +80,31 @@ def test_whether_it_samples_is_asked_of_the_policy():
     drawn = make_actor(default_interaction_type=InteractionType.RANDOM)
     assert FrozenActor(make_actor(), policy=drawn).samples()
     assert not FrozenActor(drawn, policy=make_actor()).samples()
+
+
+@given
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_controller_is_told_of_what_the_policy_draws_by_default(give, draws):
+    kinds = InteractionType.DETERMINISTIC, InteractionType.RANDOM
+    policy, other = (
+        make_actor(default_interaction_type=kinds[is_it]) for is_it in (draws, not draws)
+    )
+    controller = SpyController()
+    stack = KLConstrainedTransform(policy, controller, reference=give(other), update_every=1)
+    env = with_transforms(WalkEnv((2,)), stack)
+    batch = env.rollout(12, policy, break_when_any_done=False)
+    assert total(controller)[0] == (batch["next", "done"].sum() if draws else 0)
+
+
+@given
+def test_random_frames_are_told_by_the_traces_of_the_policy(give):
+    policy, controller = make_actor(), SpyController(per="step")
+    stack = KLConstrainedTransform(policy, controller, reference=give(scoring_actor()))
+    batches = collect(WalkEnv((2,)), policy, frames=10, batches=2, init_random_frames=10)
+    with pytest.warns(UserWarning, match="in 10 of 10 steps the log-prob and all that the policy"):
+        stack(batches[0])
+    stack(batches[1])
+    assert total(controller)[0] == 10
 
 
 def test_a_frozen_actor_is_used_as_it_is():
@@ -122,10 +161,11 @@ def test_gradients_of_what_is_not_a_copy():
             KLRewardTransform(actor, requires_grad=True, reference=reference)
 
 
-def test_a_reference_with_other_actions():
+@given
+def test_a_reference_with_other_actions(give):
     with pytest.raises(
         ValueError, match=r"must have the actions of the policy, got \['action'\] for .*'agents'"
     ):
-        KLConstrainedTransform(make_actor(agents=True), 0.1, reference=make_actor())
+        KLConstrainedTransform(make_actor(agents=True), 0.1, reference=give(make_actor()))
     with pytest.raises(TypeError, match="`actor` must be a probabilistic actor .*, got Linear"):
         FrozenActor(make_actor(), policy=nn.Linear(2, 2))

@@ -352,3 +352,26 @@ class TestAsController:
         )
         with pytest.raises(TypeError, match=message):
             as_controller(other)
+
+
+class TestRulesOfSubclasses:
+    """What a rule gives is checked: NaN became NaN rewards, and a tensor was returned."""
+
+    def make(self, gives: Any) -> KLController:
+        class Rule(KLController):
+            def _next_coeff(self, kl: float, n_steps: int) -> float:
+                return gives
+
+        return Rule(0.1)
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.1])
+    def test_a_number_that_is_no_coefficient_is_refused(self, bad):
+        controller = self.make(bad)
+        with pytest.raises(ValueError, match=rf"`Rule._next_coeff` must return .*, got {bad}"):
+            controller.update(1.0, 1)
+        assert controller.coeff.item() == 0.1
+
+    def test_a_tensor_is_made_a_number(self):
+        value = self.make(torch.tensor(0.5)).update(1.0, 1)
+        assert type(value) is float
+        assert value == 0.5

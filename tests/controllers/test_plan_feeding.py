@@ -11,10 +11,13 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.controllers.planning import SAME, collect, controller, reward_of, texts, totals
+from tests.helpers import WalkEnv, make_actor, moved, with_transforms
 from torchrl_kl import (
     GPT,
+    ExponentialKLController,
     KLConstrainedTransform,
     KLPenaltyLoss,
+    PlannedKLController,
     ResponseKLTransform,
     coeff_for_budget,
 )
@@ -216,3 +219,71 @@ def test_batches_of_responses_with_few_each_are_pooled_until_there_are_enough():
     assert made is not None
     assert transform.controller.coeff.item() == pytest.approx(made.coeff, **SAME)
     assert n > 2
+
+
+@pytest.mark.parametrize(("per", "target"), [("trajectory", 0.5), ("step", 0.1)])
+def test_rewards_of_an_env_that_wait_to_be_given_are_saved(per, target):
+    """A loop that was resumed gave parts of returns, and waited for rewards that it had had."""
+
+    def make() -> KLConstrainedTransform:
+        planned = ExponentialKLController("plan", target, per=per, max_coeff=1e6)
+        return KLConstrainedTransform(make_actor(), planned)
+
+    def coeffs(resume: bool) -> list[float]:
+        stack, policy, found = make(), moved(make_actor(), scale=0.05), []
+        env = with_transforms(WalkEnv((8,)), stack)
+        torch.manual_seed(0)
+        with set_exploration_type(ExplorationType.RANDOM):
+            td = env.reset()
+            for t in range(60):
+                if resume and t % 7 == 3:
+                    state, drawn = copy.deepcopy(stack.state_dict()), torch.get_rng_state()
+                    stack = make()
+                    env = with_transforms(WalkEnv((8,)), stack)
+                    env.reset()
+                    stack.load_state_dict(state)
+                    torch.set_rng_state(drawn)
+                _, td = env.step_and_maybe_reset(policy(td))
+                found.append(stack.controller.coeff.item())
+        assert not stack.controller.planning
+        return found
+
+    assert coeffs(resume=True) == coeffs(resume=False)
+
+
+class TestObservedByHand:
+    """Numbers that do not tell a plan are refused by name."""
+
+    @pytest.mark.parametrize("name", ["rewards", "groups", "log_ratios", "lengths"])
+    @pytest.mark.parametrize(
+        ("wrong", "says"),
+        [
+            ([0.0, 1.0], "a tensor, got list"),
+            (torch.ones(2) + 1j, "real numbers, got torch.complex64"),
+        ],
+    )
+    def test_of_another_type(self, name, wrong, says):
+        given = {"rewards": torch.tensor([0.0, 1.0])} | {name: wrong}
+        with pytest.raises(TypeError, match=f"`{name}` must be {says}"):
+            PlannedKLController(0.1, per="step").observe_rewards(**given)
+
+    @pytest.mark.parametrize("length", [0.0, -1.0])
+    def test_lengths_below_one(self, length):
+        given = PlannedKLController(0.1, per="step")
+        with pytest.raises(ValueError, match=f"`lengths` must be at least 1, got {length:g}"):
+            given.observe_rewards(torch.tensor([0.0, 1.0]), lengths=torch.tensor([3.0, length]))
+        assert given.plan is not None
+        assert not len(given.plan.samples)
+
+    def test_lengths_for_a_target_per_trajectory(self):
+        """They multiplied it."""
+        with pytest.raises(ValueError, match=r"`lengths` must be None for a target per trajectory"):
+            PlannedKLController(0.1).observe_rewards(torch.ones(2), lengths=torch.ones(2))
+
+
+def test_a_target_that_is_changed_before_the_plan_is_planned_for():
+    """The plan was made for the target that the controller was built with."""
+    rewards, changed = torch.tensor([0.0, 1.0] * 200), PlannedKLController(0.3)
+    changed.target = 0.05
+    expected = PlannedKLController(0.05).observe_rewards(rewards)
+    assert changed.observe_rewards(rewards) == expected

@@ -261,6 +261,10 @@ class TestGradients:
             ValueError, match=rf"`{name}` must be one of .*{choices}.*, got 'exact'"
         ):
             make_loss(**{name: "exact"})
+        loss, batch = make_loss(), rollout()
+        setattr(loss, name, "exact")  # later, it was an obscure error, or a mean
+        with pytest.raises(ValueError, match=rf"`{name}` must be one of .*{choices}"):
+            loss(batch)
 
     @pytest.mark.parametrize("options", [{"gradient": "sequence"}, {"weights": "trajectory"}])
     def test_trajectories_need_a_time_dimension(self, options):

@@ -20,9 +20,14 @@ from tests.helpers import (
     with_transforms,
 )
 from torchrl_kl import (
+    GPT,
     AdaptiveKLController,
     ExponentialKLController,
     KLConstrainedTransform,
+    KLPenaltyLoss,
+    KLRewardTransform,
+    KLStatistics,
+    ResponseKLTransform,
     RewardAdjustmentTransform,
 )
 
@@ -192,3 +197,26 @@ def test_observing_what_was_not_measured_is_an_error():
         KeyError, match="'kl' is not in the data.*put KLDivergenceTransform before this transform"
     ):
         stack.observe(play(WalkEnv((3,)), policy(), 7))
+
+
+@pytest.mark.parametrize("name", ["controller", "statistics"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        KLConstrainedTransform,
+        KLRewardTransform,
+        lambda _, coeff: RewardAdjustmentTransform(coeff),
+        KLPenaltyLoss,
+        lambda _, coeff: ResponseKLTransform(GPT(vocab_size=11, block_size=9), coeff),
+    ],
+)
+def test_another_controller_is_refused(make, name):
+    """It became a submodule, and the coefficient stayed that of the first one."""
+    fed = make(make_actor(), 0.1)
+    others = {"controller": ExponentialKLController(0.7, target=1.0), "statistics": KLStatistics()}
+    with pytest.raises(
+        AttributeError, match=f"`{name}` of {type(fed).__name__} cannot be replaced"
+    ):
+        setattr(fed, name, others[name])
+    assert fed.controller.coeff.item() == 0.1
+    assert fed.statistics is fed.feed.statistics

@@ -1,7 +1,7 @@
 """Feeds a controller: measured KL of steps or trajectories, and the rewards that it plans from."""
 
-from torchrl_kl._feeding.feed import ControllerFeed
+from torchrl_kl._feeding.feed import ControllerFeed, Fed
 from torchrl_kl._feeding.rewards import EnvReturns
 from torchrl_kl._feeding.sums import sum_trajectories
 
-__all__ = ["ControllerFeed", "EnvReturns", "sum_trajectories"]
+__all__ = ["ControllerFeed", "EnvReturns", "Fed", "sum_trajectories"]

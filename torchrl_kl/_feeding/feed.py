@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -198,6 +198,32 @@ class ControllerFeed(nn.Module):
             '`update_every`, collect longer batches, or use a controller with per="step".',
             stacklevel=2,
         )
+
+
+class Fed(nn.Module):
+    """Base of what feeds a controller; the controller is chosen once, since the feed holds it."""
+
+    feed: ControllerFeed
+
+    @property
+    def controller(self) -> KLController:
+        """The controller, which holds the coefficient."""
+        return self.feed.controller
+
+    @property
+    def statistics(self) -> KLStatistics:
+        """The KL values pooled since the controller's last update."""
+        return self.feed.statistics
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `nn.Module` would keep another controller as a submodule, which nobody asks.
+        if name in ("controller", "statistics"):
+            raise AttributeError(
+                f"`{name}` of {type(self).__name__} cannot be replaced, got a "
+                f"{type(value).__name__}: build the {type(self).__name__} with the controller that "
+                "it is to have, or change the state of the present one."
+            )
+        super().__setattr__(name, value)
 
 
 _NO_TIME = (

@@ -109,13 +109,12 @@ def state_keys(tensordict: TensorDictBase, observed: Iterable[NestedKey] | None)
     """Keys of what a step leaves and the next one begins with: of `observed`, or of all entries."""
     step = cast(TensorDictBase, tensordict.get("next"))
     if observed is None:
-        leaves = (key for key in step.keys(True, True) if isinstance(step.get(key), Tensor))
-        observed = sorted(leaves, key=str)
+        observed = sorted(step.keys(True, True), key=str)
     return [
         key
-        for key in observed
+        for key in td.leaf_keys(tensordict, observed)
         if td.as_tuple(key)[-1] not in _FLAGS
-        and all(each.get(key, None) is not None for each in (tensordict, step))
+        and all(isinstance(each.get(key, None), Tensor) for each in (tensordict, step))
     ]
 
 

@@ -13,7 +13,6 @@ from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torchrl.data import TensorSpec
-from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import recurrent_mode, set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
@@ -69,8 +68,8 @@ class FrozenActor(Identified):
 
     Raises:
         TypeError: if the actor has no distribution.
-        ValueError: if it has uninitialised weights, or other actions than `policy`; if `chunk_size`
-            is less than 1, or given for a recurrent actor.
+        ValueError: if it has uninitialised weights, or other actions than `policy`; if the policy
+            writes what it reads; if `chunk_size` is less than 1, or given for a recurrent actor.
         RuntimeError: in `load_state_dict` or when it scores, if it is not the saved reference.
 
     Example:
@@ -107,18 +106,11 @@ class FrozenActor(Identified):
         self.master = MasterWeights()
         self.action_keys = [unravel_key(key) for key in self.actor.dist_sample_keys]
         acting = actor if policy is None else policy
-        reading.check_actor(acting)
-        actions = [unravel_key(key) for key in acting.dist_sample_keys]  # type: ignore[union-attr]
-        if actions != self.action_keys:
-            raise ValueError(
-                f"`reference` must have the actions of the policy, got {self.action_keys} for "
-                f"{actions}: build it with the same `out_keys`."
-            )
+        self.read_for(acting)
         self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(acting))
         self.log_prob_key = self.recorded.key
-        self.trace_keys = reading.trace_keys(acting, self.recorded)
+        self._acting = reading.Acting.of(acting, self.recorded)
         self._policy = ActingPolicy(acting, self.recorded) if recompute_log_prob else None
-        self._interaction_type = getattr(acting, "default_interaction_type", None)
         self._find_keys()
         if chunk_size is not None and type(chunk_size) is not int:
             got = type(chunk_size).__name__
@@ -129,6 +121,19 @@ class FrozenActor(Identified):
                 f"{chunk_size} and the recurrent state {self.state_keys}."
             )
         self.chunk_size = chunk_size
+
+    def read_for(self, policy: nn.Module) -> None:
+        """Will score the actions of a policy; ValueError if it has others, or overwrites inputs."""
+        reading.check_actor(policy)
+        actions = [unravel_key(key) for key in policy.dist_sample_keys]  # type: ignore[union-attr]
+        if actions != self.action_keys:
+            raise ValueError(
+                f"`reference` must have the actions of the policy, got {self.action_keys} for "
+                f"{actions}: build it with the same `out_keys`."
+            )
+        reading.check_kept_inputs(policy, self.actor)
+        # One of the same dtype reads its data without a cast that would round them.
+        self._policy_dtype = weight_dtype(policy)
 
     def _hold(self, actor: nn.Module) -> None:
         """Takes a copy of `actor` as its weights."""
@@ -157,8 +162,7 @@ class FrozenActor(Identified):
         return torch.promote_types(self._own_dtype or self._weight_dtype(), torch.float32)
 
     def _weight_dtype(self) -> torch.dtype:
-        floating = (p.dtype for p in self.actor.parameters() if p.is_floating_point())
-        return next(floating, torch.get_default_dtype())
+        return weight_dtype(self.actor)
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the weights in place, to (1 - tau) * reference + tau * source.
@@ -190,8 +194,8 @@ class FrozenActor(Identified):
         return super().train(False)
 
     def samples(self) -> bool:
-        """Whether the policy draws its actions now: k1 of an argmax is biased."""
-        return (exploration_type() or self._interaction_type) == ExplorationType.RANDOM
+        """Whether its policy draws its actions now; a transform asks that of its own policy."""
+        return self._acting.samples()
 
     def asks(self, actor: nn.Module) -> bool:
         """Whether the policy that it may ask for log-probs, if any, has the weights of `actor`."""
@@ -303,13 +307,16 @@ class FrozenActor(Identified):
         # `inputs` is a shallow copy: the data keep their keys and dtypes.
         for own, key in zip(self.own_state_keys, self.state_keys, strict=True):
             inputs.rename_key_(own, key)
-        if self._own_dtype is None:
+        own_dtype = self._own_dtype
+        if own_dtype is None:
             return
         for key in self._cast_keys:
             value = inputs.get(key, None)
-            floating = isinstance(value, Tensor) and value.is_floating_point()
-            if floating and value.dtype != self._own_dtype:
-                inputs.set(key, value.to(self._own_dtype))
+            if not (isinstance(value, Tensor) and value.is_floating_point()):
+                continue
+            rounds = torch.promote_types(value.dtype, own_dtype) != own_dtype
+            if value.dtype != own_dtype and not (rounds and own_dtype == self._policy_dtype):
+                inputs.set(key, value.to(own_dtype))
 
     def scoring(self, recurrent: bool) -> AbstractContextManager[None]:
         """The context of every pass of `actor`; `recurrent`: whether the last dimension is time."""
@@ -332,6 +339,12 @@ class FrozenActor(Identified):
             log_prob = log_prob.float()
         states = [cast(Tensor, inputs.get(("next", *as_tuple(key)))) for key in self.state_keys]
         return Score(log_prob, states, inputs)
+
+
+def weight_dtype(actor: nn.Module) -> torch.dtype:
+    """Dtype of the first weights of an actor, or else the default."""
+    floating = (p.dtype for p in actor.parameters() if p.is_floating_point())
+    return next(floating, torch.get_default_dtype())
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
@@ -15,7 +15,8 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torchrl.envs.utils import exploration_type
+from torchrl.envs.utils import ExplorationType, exploration_type
+from torchrl.modules import ConsistentDropoutModule
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling, sum_action_dims
 from torchrl_kl._torchrl import indices_of
@@ -45,6 +46,23 @@ def check_actor(actor: nn.Module) -> None:
         )
 
 
+def check_kept_inputs(policy: Any, reader: Any) -> None:
+    """ValueError if the policy overwrites what `reader`, such as its reference, has to read."""
+    keys = (policy.in_keys, policy.out_keys, reader.in_keys)
+    spoiled = set.intersection(*({unravel_key(key) for key in each} for each in keys))
+    # TorchRL's modules write back noise that they were given: gSDEModule as scratch, whose name
+    # begins with "_", and dropout its mask.
+    dropouts = [part for part in policy.modules() if isinstance(part, ConsistentDropoutModule)]
+    spoiled -= {unravel_key(key) for part in dropouts for key in part.out_keys[1:]}
+    names = sorted(str(key) for key in spoiled if not as_tuple(key)[-1].startswith("_"))
+    if names:
+        raise ValueError(
+            f"`actor` must leave what it reads as it was, but it writes {names} itself: nobody "
+            "else could tell from the data what it has read. Write to another key, and a memory "
+            'to ("next", name), as TorchRL\'s recurrent modules do.'
+        )
+
+
 def read_keys(actor: Any) -> list[NestedKey]:
     """What an actor reads: its `in_keys` without parameters that its own modules write."""
     # A module may write ("params", "loc") where the distribution reads "params": TensorDict's
@@ -65,6 +83,23 @@ def trace_keys(actor: Any, recorded: LogProbKeys) -> list[NestedKey]:
     known = {unravel_key(key) for key in (*actor.in_keys, *actor.dist_sample_keys, *recorded.keys)}
     root_keys = [key for key in actor.out_keys if as_tuple(key)[0] != "next"]
     return [key for key in root_keys if unravel_key(key) not in known]
+
+
+class Acting(NamedTuple):
+    """How the steps of a policy are told from those of a random one, and draws from an argmax."""
+
+    trace_keys: Sequence[NestedKey]  # entries that only a forward pass leaves
+    interaction_type: Any  # how it chooses by default
+
+    @classmethod
+    def of(cls, policy: Any, recorded: LogProbKeys) -> Acting:
+        """That of a policy, whose log-probs are `recorded`."""
+        by_default = getattr(policy, "default_interaction_type", None)
+        return cls(trace_keys(policy, recorded), by_default)
+
+    def samples(self) -> bool:
+        """Whether the policy draws its actions now: k1 of an argmax is biased."""
+        return (exploration_type() or self.interaction_type) == ExplorationType.RANDOM
 
 
 def find_log_prob_keys(actor: Any) -> list[NestedKey]:

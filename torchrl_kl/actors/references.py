@@ -108,6 +108,7 @@ def as_reference(
                 "`KLKeys.log_prob` must be that of the FrozenActor, "
                 f"{reference.log_prob_key!r}, got {log_prob_key!r}."
             )
+        reference.read_for(actor)
         return reference
     if isinstance(reference, AbstractContextManager) or not callable(reference):
         raise TypeError(

@@ -80,7 +80,8 @@ class KLController(Float64State, ABC):
             The new coefficient, reward per nat.
 
         Raises:
-            ValueError: if a number is out of its range, or a deadband needs a `standard_error`.
+            ValueError: if a number is out of its range, also what the rule of a subclass gives, or
+                a deadband needs a `standard_error`.
             TypeError: if `n_steps` is not an integer.
             RuntimeError: if the controller still waits for rewards to plan from.
         """
@@ -107,7 +108,12 @@ class KLController(Float64State, ABC):
                 f"`standard_error` must be finite and at least 0, or NaN, got {standard_error}."
             )
         # Only now does anything change: what is refused above leaves no trace.
-        value = self._next_coeff(self._ignore_noise(kl, standard_error), n_steps)
+        value = float(self._next_coeff(self._ignore_noise(kl, standard_error), n_steps))
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(
+                f"`{type(self).__name__}._next_coeff` must return a finite number of at least 0, "
+                f"got {value}. The coefficient stays {self.coeff.item():.6g}."
+            )
         self.coeff.fill_(value)
         return value
 
@@ -216,18 +222,26 @@ class TargetKLController(KLController):
             groups: a number for each, equal for those that began alike, such as the responses to
                 a prompt: only these are compared. None: all are.
             log_ratios: log pi - log pi_ref of each, nats, if the policy has moved. None: 0.
-            lengths: with `per="step"` how many steps each has. None: 1.
+            lengths: with `per="step"` how many steps each has, at least 1. None: 1.
 
         Returns:
             The coefficient, reward per nat.
 
         Raises:
-            ValueError: if a number is not finite, or shapes differ.
+            TypeError: if one of them is not a tensor of real numbers.
+            ValueError: if a number is not finite, shapes differ, or `lengths` are given for a
+                target per trajectory.
             RuntimeError: if the target cannot be spent, or rewards that keep coming carry no
                 preference.
         """
         if self.plan is None or self.plan.made:
             return self.coeff.item()
+        if lengths is not None and self.per != "step":
+            raise ValueError(
+                "`lengths` must be None for a target per trajectory, got a tensor: it would "
+                'multiply the target. Leave it out, or use `per="step"`.'
+            )
+        self.plan.target = self.target  # which may have been changed since
         self.plan.add(rewards, groups=groups, log_ratios=log_ratios, lengths=lengths)
         plan = self.plan.solve()
         if plan is None:

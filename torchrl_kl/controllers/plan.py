@@ -21,6 +21,7 @@ _ROW = 16  # samples of a group from which each group is reweighted by itself
 _SHOWN = 2  # of a row, on average, that must carry the new weight
 _TINY = 1e-300  # instead of the variance of equal rewards
 _HALVINGS = 12.0  # how far below the rule of the variance a coefficient is looked for
+_COLUMNS = ("rewards", "log_ratios", "lengths", "groups")
 
 
 class Plan(NamedTuple):
@@ -93,14 +94,17 @@ class RewardPlan(Float64State):
             groups: a number for each sample, whole numbers up to 2 ** 53, equal for those that
                 began alike. None: nothing is known.
             log_ratios: log pi - log pi_ref of each sample, nats. None: 0.
-            lengths: steps of each sample, for a target per step. None: 1.
+            lengths: steps of each sample, for a target per step, at least 1. None: 1.
 
         Raises:
-            ValueError: if the shapes differ, or a number is not finite.
+            TypeError: if one of them is not a tensor of real numbers.
+            ValueError: if the shapes differ, a number is not finite, or a length is less than 1.
         """
-        zeros = torch.zeros_like(rewards, dtype=torch.float64)
         columns = [rewards, log_ratios, lengths, groups]
-        for name, column in zip(("log_ratios", "lengths", "groups"), columns[1:], strict=True):
+        for name, column in zip(_COLUMNS, columns, strict=True):
+            _check_real(name, column)
+        zeros = torch.zeros_like(rewards, dtype=torch.float64)
+        for name, column in zip(_COLUMNS[1:], columns[1:], strict=True):
             if rewards.ndim != 1 or (column is not None and column.shape != rewards.shape):
                 shape = tuple(rewards.shape) if column is None else tuple(column.shape)
                 raise ValueError(
@@ -113,13 +117,17 @@ class RewardPlan(Float64State):
             for column, default in zip(columns, defaults, strict=True)
         ]
         new = torch.stack(filled, 1).cpu()
-        for name, numbers in zip(("rewards", "log_ratios", "lengths"), new.unbind(1), strict=False):
+        for name, numbers in zip(_COLUMNS[:3], new.unbind(1), strict=False):
             if not numbers.isfinite().all():
                 bad = int((~numbers.isfinite()).sum())
                 raise ValueError(
                     f"`{name}` must be finite, got {bad} NaN or infinite numbers of {len(new)}: "
                     "mask those of padding, and find out where the others come from."
                 )
+        if len(new) and not (shortest := new[:, 2].min()) >= 1:
+            raise ValueError(
+                f"`lengths` must be at least 1, got {shortest:g}: leave out samples without a step."
+            )
         self.samples = torch.cat([self.samples, new])
         return self
 
@@ -224,6 +232,14 @@ class RewardPlan(Float64State):
     def set_extra_state(self, state: Tensor) -> None:
         """Takes over the samples of a `state_dict`."""
         self.samples = state.clone()
+
+
+def _check_real(name: str, values: Tensor | None) -> None:
+    if values is not None and not isinstance(values, Tensor):
+        got = type(values).__name__
+        raise TypeError(f"`{name}` must be a tensor, got {got}: pass `torch.as_tensor({name})`.")
+    if values is not None and values.is_complex():
+        raise TypeError(f"`{name}` must be real numbers, got {values.dtype}.")
 
 
 _TOO_FEW = (

@@ -69,7 +69,8 @@ class PlannedKLController(TargetKLController):
 
     Args:
         target, deadband, per: as in `TargetKLController`.
-        init_coeff: "plan", or a number to begin with instead.
+        init_coeff: "plan", or a number that is taken for the planned coefficient; either way the
+            first coefficient is 1.5 times as high.
 
     Raises:
         ValueError: if a number is out of its range.

@@ -26,7 +26,7 @@ from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional.invalid import OnInvalid, is_valid, seem_valid
 from torchrl_kl.language.heads import CausalLMActor
-from torchrl_kl.transforms.doubts import refuse_advantages
+from torchrl_kl.transforms.doubts import refuse_sums
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.steps import measure, score_batch
@@ -164,7 +164,7 @@ class ResponseKLTransform(PenaltyTransform):
         following = cast(TensorDictBase, batch.get("next"))
         self.refuse_penalized(following, "the batch")
         if self.controller.coeff.item() != 0 or self.controller.planning:
-            refuse_advantages(batch)
+            refuse_sums(batch)
         reward = td.get_required(following, self.keys.reward, _NO_REWARD)
         check_rewards(reward, batch.batch_size)
         tokens = {"pad_token": self.pad_token, "eos_token": self.eos_token}

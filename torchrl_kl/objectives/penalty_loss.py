@@ -16,7 +16,7 @@ from torch.distributions import Distribution
 from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import LossModule
 
-from torchrl_kl._feeding import ControllerFeed
+from torchrl_kl._feeding import ControllerFeed, Fed
 from torchrl_kl._tensordict import (
     MASK_KEY,
     RECORD_LOG_PROB,
@@ -28,7 +28,7 @@ from torchrl_kl._tensordict import (
     sum_action_dims,
 )
 from torchrl_kl.actors.references import Switch, as_reference
-from torchrl_kl.controllers import KLController, KLStatistics, as_controller
+from torchrl_kl.controllers import KLController, as_controller
 from torchrl_kl.functional.invalid import Guard, OnInvalid, seem_valid
 from torchrl_kl.objectives.terms import (
     Gradient,
@@ -41,10 +41,11 @@ from torchrl_kl.objectives.terms import (
     read_done,
     reduce_steps,
     refuse_penalized,
+    warn_of_k3,
 )
 
 
-class KLPenaltyLoss(LossModule):
+class KLPenaltyLoss(Fed, LossModule):
     """Minimises KL(policy || reference): next to an actor loss, around one (`loss=`), or alone.
 
     `loss_kl` is the coefficient times the mean KL over the valid steps of the batch, nats per step.
@@ -152,6 +153,7 @@ class KLPenaltyLoss(LossModule):
         on_invalid: OnInvalid = "raise",
     ):
         check_options(gradient, weights, reduction)
+        warn_of_k3(gradient)
         if loss is not None and not isinstance(loss, LossModule):
             raise TypeError(f"`loss` must be a LossModule or None, got {type(loss).__name__}.")
         super().__init__()
@@ -168,16 +170,6 @@ class KLPenaltyLoss(LossModule):
         self.reduction: Reduction = reduction
         self.time_dim, self.allow_penalized_reward = time_dim, allow_penalized_reward
         self.set_keys(action=actions[0], sample_log_prob=self.reference.log_prob_key)
-
-    @property
-    def controller(self) -> KLController:
-        """What moves the coefficient."""
-        return self.feed.controller
-
-    @property
-    def statistics(self) -> KLStatistics:
-        """The pool since the controller's last update."""
-        return self.feed.statistics
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -307,6 +299,7 @@ class KLPenaltyLoss(LossModule):
 
     def _terms(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
         """What is minimised, before the coefficient, the measured KL, and the mask; (*B) each."""
+        check_options(self.gradient, self.weights, self.reduction)  # they may have been set later
         mask = self._mask(tensordict)
         steps = self._steps(tensordict, mask)
         value, kl = steps.terms(self.gradient, self.weights)

@@ -19,6 +19,7 @@ from torchrl_kl._tensordict import (
     as_tuple,
     expand_right,
     get_required,
+    leaf_keys,
     require_order,
     sum_action_dims,
 )
@@ -103,7 +104,7 @@ class Steps(NamedTuple):
 
 
 def check_options(gradient: str, weights: str | None, reduction: str) -> None:
-    """ValueError for an unknown option or "k1"; a warning for "k3"."""
+    """ValueError for an unknown option or "k1"."""
     if gradient == "k1":
         raise ValueError(
             '`gradient` must not be "k1": as a loss its expected gradient is zero. Subtract k1 '
@@ -116,6 +117,10 @@ def check_options(gradient: str, weights: str | None, reduction: str) -> None:
     ):
         if value not in choices:
             raise ValueError(f"`{name}` must be one of {choices}, got {value!r}.")
+
+
+def warn_of_k3(gradient: str) -> None:
+    """A warning if the gradient is "k3"."""
     if gradient == "k3":
         warnings.warn(
             'gradient="k3" minimises the other divergence in expectation, KL(reference || policy): '
@@ -130,9 +135,9 @@ def finite_padding(
     """A shallow copy with 0 for NaN and inf on padding."""
     # Times a gradient of 0 they would be NaN.
     tensordict = tensordict.copy()
-    for key in keys:
+    for key in leaf_keys(tensordict, keys):
         value = tensordict.get(key, None)
-        if value is not None and value.is_floating_point():
+        if isinstance(value, Tensor) and value.is_floating_point():
             keep = expand_right(mask, value.shape) | value.isfinite()
             tensordict.set(key, torch.where(keep, value, 0.0))
     return tensordict

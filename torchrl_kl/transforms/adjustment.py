@@ -34,7 +34,9 @@ class RewardAdjustmentTransform(PenaltyTransform):
     freeze the transform for evaluation batches.
 
     You may rely on: the coefficient of every step is recorded; penalizing twice raises an error.
-    With gamma < 1 the penalty is the discounted KL, but the controller steers the undiscounted one.
+    You may not rely on `episode_kl` of a shuffled batch that kept the name "time": the order of its
+    steps is checked only for a controller that is fed trajectories. With gamma < 1 the penalty
+    is the discounted KL, but the controller steers the undiscounted one.
 
     Keys:
         reads ("next", "reward"), ("next", "kl") and, if present, ("next", "kl_estimate"), which is

@@ -17,24 +17,23 @@ _FIRST_STEPS = 32  # of an env, over which the first KL is averaged; or those of
 _HUGE = 0.1  # nats per step, where 0 is expected: a trained policy is usually held below that
 
 
-def refuse_advantages(tensordict: TensorDictBase) -> None:
-    """RuntimeError if the batch was given advantages before its reward is penalized."""
-    found = [key for key in tensordict.keys(True, True) if as_tuple(key)[-1] in _ADVANTAGES]
-    if found:
+def refuse_sums(tensordict: TensorDictBase, *, advantages: bool = True) -> None:
+    """RuntimeError if rewards of a batch were added up before they are penalized.
+
+    By MultiStep, or to advantages, of which a batch that workers have penalized may have some.
+    """
+    found = {as_tuple(key)[-1]: key for key in tensordict.keys(True, True)}
+    added = found.keys() & _ADVANTAGES if advantages else None
+    if added:
         raise RuntimeError(
-            f"the batch has {found[0]!r} already, computed from rewards without the penalty: "
-            'compute advantages after the KL transforms, or drop them (`exclude("advantage", '
-            '"value_target")`) if they will be computed again.'
+            f"the batch has {found[min(added)]!r} already, computed from rewards without the "
+            'penalty: compute advantages after the KL transforms, or drop them (`exclude("advantage'
+            '", "value_target")`) if they will be computed again.'
         )
-
-
-def refuse_summed_rewards(tensordict: TensorDictBase) -> None:
-    """RuntimeError if a reward is the sum of several steps, as MultiStep makes it."""
-    found = [key for key in tensordict.keys(True, True) if as_tuple(key)[-1] == _SUMMED]
-    if any(bool((tensordict.get(key) > 1).any()) for key in found):
+    if _SUMMED in found and bool((tensordict.get(found[_SUMMED]) > 1).any()):
         raise RuntimeError(
-            f"the batch has {found[0]!r} above 1: its rewards are sums of several steps, of which "
-            "the KL of the first one alone would be subtracted. Use MultiStep after the KL "
+            f"the batch has {found[_SUMMED]!r} above 1: its rewards are sums of several steps, of "
+            "which the KL of the first one alone would be subtracted. Use MultiStep after the KL "
             "transforms: on the batches that a collector returns, or in a replay buffer to which "
             "the stack is appended last, with `invert=True`."
         )

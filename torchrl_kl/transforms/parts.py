@@ -11,6 +11,7 @@ from torchrl.data import Composite
 
 from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import KLKeys
+from torchrl_kl.actors.reading import Acting
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.functional.invalid import Guard, OnInvalid, is_valid
 from torchrl_kl.transforms.base import KLTransform, require_spec
@@ -33,8 +34,9 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         actor, reference, keys, time_dim: as for KLConstrainedTransform.
         estimator: that of the KLDivergenceTransform that follows.
         zero_states, recompute_log_prob, chunk_size: as for FrozenActor.
-        on_invalid: as for KLConstrainedTransform, and the same for all three parts. Masked steps
-            have the policy's log-prob instead (0 if that is invalid), so that their KL is 0.
+        on_invalid: as for KLConstrainedTransform, and the same for all three parts, of which "mask"
+            needs all in the env or all on the batch. Masked steps have the policy's log-prob
+            instead (0 if that is invalid), so that their KL is 0.
 
     Raises:
         TypeError: if `actor` has no distribution, or `reference` has another type than allowed.
@@ -77,6 +79,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
             out_keys=[self.keys.ref_log_prob, *frozen.own_state_keys],
         )
         self.reference, self.time_dim = frozen, time_dim
+        self.acting = Acting.of(actor, frozen.recorded)
         self.action_keys = frozen.action_keys
         self.estimate = make_estimate(estimator, frozen.actor, self.keys)
         if reference is None:
@@ -95,7 +98,12 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         self.refuse_wrong_order()
         tensordict = td.copy_batch(tensordict)
         step = score_batch(
-            self.reference, tensordict, self.estimate, self.time_dim, fake=td.is_fake(tensordict)
+            self.reference,
+            tensordict,
+            self.estimate,
+            self.time_dim,
+            fake=td.is_fake(tensordict),
+            acting=self.acting,
         )
         self.warn_of_random_steps(step)
         step = self._write(tensordict, tensordict.get("next"), step)

@@ -14,20 +14,20 @@ from torchrl.envs.transforms import Transform
 from typing_extensions import Self
 
 from torchrl_kl import _tensordict as td
-from torchrl_kl._feeding import ControllerFeed, EnvReturns
+from torchrl_kl._feeding import ControllerFeed, EnvReturns, Fed
 from torchrl_kl._tensordict import ResolvedKeys
-from torchrl_kl.controllers import KLController, KLStatistics, as_controller
+from torchrl_kl.controllers import KLController, as_controller
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.functional.invalid import Guard, OnInvalid
 from torchrl_kl.transforms.base import KLTransform, episode_dtype, require_spec
 from torchrl_kl.transforms.checks import without_invalid
-from torchrl_kl.transforms.doubts import refuse_advantages, refuse_summed_rewards
+from torchrl_kl.transforms.doubts import refuse_sums
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.rows import EnvRows
 from torchrl_kl.transforms.steps import check_reward_shape, penalize
 
 
-class PenaltyTransform(KLTransform):
+class PenaltyTransform(Fed, KLTransform):
     """Base of the transforms that subtract the penalty; see RewardAdjustmentTransform."""
 
     observed: Sequence[NestedKey] | None = None  # they show whether steps follow one another
@@ -61,16 +61,6 @@ class PenaltyTransform(KLTransform):
         self.frozen = False
         self.guard, self._rows = Guard(on_invalid), EnvRows()
         self._returns = self.feed.rewards.returns
-
-    @property
-    def controller(self) -> KLController:
-        """The controller, which holds the coefficient."""
-        return self.feed.controller
-
-    @property
-    def statistics(self) -> KLStatistics:
-        """The KL values pooled since the controller's last update."""
-        return self.feed.statistics
 
     @property
     def needs_ends(self) -> bool:  # type: ignore[override]
@@ -188,8 +178,7 @@ class PenaltyTransform(KLTransform):
         """
         next_tensordict = tensordict.get("next")
         if self.controller.coeff.item() != 0 or self.controller.planning:
-            refuse_advantages(tensordict)
-            refuse_summed_rewards(tensordict)
+            refuse_sums(tensordict)
         step, reward = self._keep(tensordict, next_tensordict, step)
         if trace:
             # First, so that the batch is penalized with what is planned from it.
@@ -205,7 +194,7 @@ class PenaltyTransform(KLTransform):
     def observe(self, tensordict: TensorDictBase, stream: OpenTrajectories | None = None) -> None:
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
         if self.needs_ends or self.controller.planning:  # steps must follow one another
-            refuse_summed_rewards(tensordict)
+            refuse_sums(tensordict, advantages=False)
         next_tensordict = tensordict.get("next")
         measured = next_tensordict.get(self.keys.kl_estimate, None)
         if measured is None:

@@ -19,6 +19,7 @@ from torchrl_kl._tensordict import (
     is_fake,
 )
 from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.actors.reading import Acting
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.controllers.trajectories import OpenTrajectories
@@ -120,6 +121,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         options |= {"in_keys": in_keys, "out_keys": out_keys, "record": record}
         super().__init__(controller, keys, **options)
         self.reference, self.sum_agents = reference, sum_agents
+        self.acting = Acting.of(actor, reference.recorded)
         self.estimate = make_estimate(estimator, actor, keys)
         self.action_keys, self.observed = reference.action_keys, reference.in_keys
 
@@ -149,7 +151,14 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         self.refuse_wrong_order()
         tensordict, fake = copy_batch(tensordict), is_fake(tensordict)
         self.refuse_penalized(tensordict.get("next"), "the batch")
-        step = score_batch(self.reference, tensordict, self.estimate, self.time_dim, fake=fake)
+        step = score_batch(
+            self.reference,
+            tensordict,
+            self.estimate,
+            self.time_dim,
+            fake=fake,
+            acting=self.acting,
+        )
         self.warn_of_random_steps(step)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         # After the measurement, which reads them: logits (*B, V) would fill a replay buffer.

@@ -14,6 +14,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_kl import _tensordict as td
 from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.actors.reading import Acting
 from torchrl_kl.functional import kl_k1
 from torchrl_kl.transforms.base import KLTransform
 from torchrl_kl.transforms.doubts import FirstKL, random_steps
@@ -21,7 +22,11 @@ from torchrl_kl.transforms.estimates import Estimate, KLStep
 
 
 def score_env_step(
-    reference: FrozenActor, tensordict: TensorDictBase, estimate: Estimate | None, env: EnvBase
+    reference: FrozenActor,
+    acting: Acting,
+    tensordict: TensorDictBase,
+    estimate: Estimate | None,
+    env: EnvBase,
 ) -> KLStep:
     """Scores the action of an env step (*B), on the policy's side of all action transforms."""
     mask = tensordict.get("_step", None)  # (*B), False in rows that a batched env skips
@@ -30,7 +35,7 @@ def score_env_step(
         log_prob = reference.present_log_prob(tensordict, env_actions=env.action_keys)
     inputs = reference.inputs(tensordict)
     if log_prob is None:
-        _refuse_unrecorded(reference, tensordict, env)
+        _refuse_unrecorded(reference, acting, tensordict, env)
         _refuse_parallel_worker(tensordict)
         # A random policy: the KL is 0, and a recurrent reference keeps its state.
         shape = reference.recorded.batch_size(tensordict)
@@ -40,7 +45,7 @@ def score_env_step(
     score = reference.step(inputs)
     # The outputs, such as logits (*B, V), are dropped but for what the estimate needs.
     kept = estimate and estimate.of_reference(tensordict, score.outputs, reference.actor)
-    return KLStep(log_prob, score.log_prob, mask, reference.samples(), kept, score.states)
+    return KLStep(log_prob, score.log_prob, mask, acting.samples(), kept, score.states)
 
 
 def score_batch(
@@ -50,6 +55,7 @@ def score_batch(
     time_dim: int | None,
     *,
     fake: bool,
+    acting: Acting | None = None,
 ) -> KLStep:
     """Scores a batch (*B): in one pass along time, or step by step where no dimension is time."""
     timed = td.find_time_dim(tensordict, time_dim) is not None
@@ -69,7 +75,8 @@ def score_batch(
         log_probs.append(score.log_prob)
         states = score.states  # a recurrent reference scores all rows at once
     mask = td.counted_steps(tensordict, fake)
-    random = None if fake else random_steps(tensordict, log_prob, mask, reference.trace_keys)
+    traces = () if fake or acting is None else acting.trace_keys
+    random = random_steps(tensordict, log_prob, mask, traces)
     ref_log_prob = _join(log_probs)  # (*B, *A)
     # A collector may make zeros to learn the keys; the log-prob of an action 0 can be -inf.
     ref_log_prob = torch.zeros_like(ref_log_prob) if fake else ref_log_prob
@@ -129,10 +136,12 @@ def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey
         )
 
 
-def _refuse_unrecorded(reference: FrozenActor, tensordict: TensorDictBase, env: EnvBase) -> None:
+def _refuse_unrecorded(
+    reference: FrozenActor, acting: Acting, tensordict: TensorDictBase, env: EnvBase
+) -> None:
     """A policy that ran without recording its log-prob must not pass for a random one."""
     keys, recorded = tensordict.keys(True, True), reference.recorded
-    left = [key for key in (*reference.trace_keys, *recorded.keys) if key in keys]
+    left = [key for key in (*acting.trace_keys, *recorded.keys) if key in keys]
     traces = [key for key in left if key not in env.action_keys]
     if traces:
         missing = recorded.missing(tensordict)[0]
@@ -161,6 +170,7 @@ class ScoringTransform(KLTransform):
     """Base of the transforms that score actions under a reference."""
 
     reference: FrozenActor
+    acting: Acting
     estimate: Estimate | None
     _first: FirstKL | None = None  # until it was looked at
     _warned_of_random = False
@@ -205,7 +215,7 @@ class ScoringTransform(KLTransform):
         # turned the policy's action into the env's. A replay buffer calls this too, without an env.
         env = self.env
         if env is not None:
-            score = score_env_step(self.reference, tensordict, self.estimate, env)
+            score = score_env_step(self.reference, self.acting, tensordict, self.estimate, env)
             vars(self)["_scored"] = score  # until `_step`; `nn.Module.__setattr__` takes longer
         return tensordict
 

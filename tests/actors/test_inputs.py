@@ -1,0 +1,269 @@
+"""What an actor reads: entries that it overwrites, wide numbers, and nested tensordicts."""
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torch.distributions import Categorical
+from torch.testing import assert_close
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import gSDENoise
+from torchrl.modules import ConsistentDropoutModule, IndependentNormal
+from torchrl.modules.models.exploration import gSDEModule
+
+from tests.helpers import (
+    N_ACTIONS,
+    N_OBS,
+    SpyController,
+    WalkEnv,
+    collect,
+    make_actor,
+    moved,
+    play,
+    probabilistic_actor,
+    sequence,
+    sharp,
+    with_transforms,
+)
+from torchrl_kl import FrozenActor, KLConstrainedTransform, KLPenaltyLoss, TopKActor
+
+FAR = 1e6  # float32 numbers of this size are 0.06 apart
+
+
+def categorical_actor(*modules: Any, seed: int = 0) -> Any:
+    actor = probabilistic_actor(
+        sequence(*modules),
+        in_keys=["logits"],
+        out_keys=["action"],
+        distribution_class=Categorical,
+        return_log_prob=True,
+    )
+    return sharp(actor, seed)
+
+
+class Memory(nn.Module):
+    """Logits, and what is remembered for the next step."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits, self.memory = nn.Linear(2 * N_OBS, N_ACTIONS), nn.Linear(2 * N_OBS, N_OBS)
+
+    def forward(self, observation, memory):
+        both = torch.cat([observation, memory], -1)
+        return self.logits(both), self.memory(both)
+
+
+def with_memory(out_key: Any) -> Any:
+    return categorical_actor(
+        TensorDictModule(Memory(), ["observation", "memory"], ["logits", out_key])
+    )
+
+
+def scaled_in_place() -> Any:
+    return categorical_actor(
+        TensorDictModule(lambda x: 3 * x - 1, ["observation"], ["observation"]),
+        TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), ["observation"], ["logits"]),
+    )
+
+
+class TestOverwritten:
+    """The reference read what the policy had left there, which is not what the policy had read."""
+
+    @pytest.mark.parametrize(
+        ("make", "key"),
+        [(scaled_in_place, "observation"), (lambda: with_memory("memory"), "memory")],
+    )
+    @pytest.mark.parametrize(
+        "use",
+        [
+            FrozenActor,
+            lambda actor: KLConstrainedTransform(actor, 0.1),
+            lambda actor: KLConstrainedTransform(TopKActor(actor, 2), 0.1),
+            lambda actor: KLPenaltyLoss(actor, 0.1),
+        ],
+    )
+    def test_it_is_refused(self, make, key, use):
+        with pytest.raises(ValueError, match=f"`actor` must leave what it reads.*'?{key}'?"):
+            use(make())
+
+    def test_whoever_wrote_it(self):
+        reader = make_actor()
+        for reference in (reader, FrozenActor(reader)):
+            with pytest.raises(ValueError, match="it writes .'observation'. itself"):
+                KLConstrainedTransform(scaled_in_place(), 0.1, reference=reference)
+
+    def test_a_reference_that_alone_does_so_is_none_the_worse(self):
+        policy, reference = moved(make_actor()), scaled_in_place()
+        batch = KLConstrainedTransform(policy, 0.1, reference=reference)(
+            play(WalkEnv((2,)), policy)
+        )
+        logits = reference.module[0].module[1].module(3 * batch["observation"] - 1)
+        expected = logits.log_softmax(-1).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
+        assert_close(batch["next", "ref_log_prob"], expected.detach())
+
+    def test_noise_that_is_written_back_is_none_of_it(self):
+        keys: list[Any] = ["action", "observation", "_eps_gSDE"]
+        noisy = TensorDictModule(gSDEModule(2, N_OBS), keys, ["loc", "scale", *keys[::2]])
+        actor = probabilistic_actor(
+            sequence(TensorDictModule(nn.Linear(N_OBS, 2), ["observation"], ["action"]), noisy),
+            in_keys=["loc", "scale"],
+            out_keys=["action"],
+            distribution_class=IndependentNormal,
+            return_log_prob=True,
+        )
+        noise = gSDENoise(state_dim=N_OBS, action_dim=2, shape=(2,))
+        env = with_transforms(
+            WalkEnv((2,), discrete=False), noise, KLConstrainedTransform(actor, 0.1)
+        )
+        batch = play(env, actor)
+        assert_close(batch["next", "ref_log_prob"], batch["action_log_prob"].detach())
+
+    def test_a_mask_of_dropout_that_is_written_back_is_none_of_it(self):
+        dropout = ConsistentDropoutModule(0.5, "hidden", "kept", input_shape=torch.Size((2, 4)))
+        actor = categorical_actor(
+            TensorDictModule(nn.Linear(N_OBS, 4), ["observation"], ["hidden"]),
+            dropout,
+            TensorDictModule(nn.Linear(4, N_ACTIONS), ["kept"], ["logits"]),
+        ).eval()
+        env = with_transforms(
+            WalkEnv((2,)), dropout.make_tensordict_primer(), KLConstrainedTransform(actor, 0.1)
+        )
+        batch = play(env, actor)
+        assert_close(batch["next", "ref_log_prob"], batch["action_log_prob"].detach())
+
+    def test_a_memory_of_the_next_step_is_not_overwritten(self):
+        actor = with_memory(("next", "memory"))
+        assert FrozenActor(actor).state_keys == ["memory"]
+
+
+class Relative(nn.Module):
+    """Reads numbers far from 0 in float64, by weights in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(N_OBS, N_ACTIONS)
+
+    def forward(self, observation):
+        return self.linear((observation - FAR).to(self.linear.weight.dtype))
+
+
+class FarEnv(WalkEnv):
+    """WalkEnv, with observations in float64 that are far from 0."""
+
+    def __init__(self, batch_size: tuple[int, ...]):
+        super().__init__(batch_size, dtype=torch.float64)
+
+    def _reset(self, tensordict=None, **kwargs):
+        return self._move(super()._reset(tensordict, **kwargs), FAR)
+
+    def _step(self, tensordict):
+        return self._move(super()._step(self._move(tensordict.clone(), -FAR)), FAR)
+
+    def _move(self, tensordict, by):
+        tensordict["observation"] = tensordict["observation"] + by
+        return tensordict
+
+
+class TestFloat64:
+    """The reference rounded observations to its own float32 before its network read them."""
+
+    def actor(self) -> Any:
+        return categorical_actor(TensorDictModule(Relative(), ["observation"], ["logits"]))
+
+    @pytest.mark.parametrize("place", ["env", "batch"])
+    @pytest.mark.parametrize("given", [False, True])
+    def test_it_reads_what_the_policy_reads(self, place, given):
+        actor = self.actor()
+        reference = FrozenActor(actor) if given else None
+        stack = KLConstrainedTransform(actor, 0.1, reference=reference)
+        if place == "env":
+            batch = play(with_transforms(FarEnv((2,)), stack), actor)
+        else:
+            batch = stack(play(FarEnv((2,)), actor))
+        assert_close(batch["next", "ref_log_prob"], batch["action_log_prob"].detach())
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_reference_of_another_dtype_casts_what_it_reads(self, dtype):
+        policy = make_actor().double()
+        stack = KLConstrainedTransform(policy, 0.1, reference=FrozenActor(make_actor().to(dtype)))
+        batch = stack(play(WalkEnv((2,), dtype=torch.float64), policy))
+        tolerance = 100 * torch.finfo(dtype).eps
+        assert_close(batch["next", "kl"], torch.zeros(2, 12, 1).double(), rtol=0, atol=tolerance)
+
+
+class Inside(nn.Module):
+    """Reads a whole nested tensordict."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(N_OBS, N_ACTIONS)
+
+    def forward(self, scene):
+        return self.linear(scene["place"])
+
+
+class SceneEnv(WalkEnv):
+    """WalkEnv, whose observation is also in a nested tensordict."""
+
+    def __init__(self, batch_size: tuple[int, ...]):
+        super().__init__(batch_size)
+        place = Unbounded(torch.Size((*batch_size, N_OBS)))
+        self.observation_spec["scene"] = Composite(place=place, shape=batch_size)
+        self.state_spec = self.observation_spec.clone()
+
+    def _reset(self, tensordict=None, **kwargs):
+        return self._show(super()._reset(tensordict, **kwargs))
+
+    def _step(self, tensordict):
+        return self._show(super()._step(tensordict))
+
+    def _show(self, tensordict):
+        place = tensordict["observation"].clone()
+        tensordict["scene"] = TensorDict(place=place, batch_size=self.batch_size)
+        return tensordict
+
+
+class TestNestedTensorDicts:
+    """Its entries tell which steps follow one another; the key alone was taken for a tensor."""
+
+    @pytest.fixture
+    def actor(self) -> Any:
+        return categorical_actor(TensorDictModule(Inside(), ["scene"], ["logits"]))
+
+    def test_trajectories_are_told_as_those_of_an_observation(self, actor):
+        told = []
+        for read in (actor, make_actor()):
+            controller = SpyController()
+            stack = KLConstrainedTransform(read, controller)
+            read.load_state_dict(
+                dict(zip(read.state_dict(), actor.state_dict().values(), strict=True))
+            )
+            stack.update_reference(read)
+            for batch in collect(SceneEnv((2,)), moved(read), frames=10, batches=4):
+                stack(batch)
+            told.append(controller.calls)
+        assert len(told[0]) == 4
+        assert told[0] == told[1]
+
+    @pytest.mark.parametrize("gradient", ["step", "sequence"])
+    def test_padding_in_it_reaches_neither_loss_nor_gradient(self, actor, gradient):
+        policy = moved(actor)
+        batch = play(SceneEnv((2,)), policy, 8).detach()
+        batch["collector", "mask"] = (torch.arange(8) < 5).expand(2, 8).clone()
+        outs = []
+        for padding in (0.0, torch.nan):
+            batch["scene", "place"][:, 5:] = padding
+            loss = KLPenaltyLoss(policy, 1.0, reference=actor, gradient=gradient)
+            value = loss(batch)["loss_kl"]
+            outs.append([value, *torch.autograd.grad(value, list(loss.parameters()))])
+        assert_close(outs[0], outs[1], rtol=0, atol=0)
+        assert value > 0
+
+    def test_a_controller_of_a_loss_is_told_of_its_trajectories(self, actor):
+        controller, policy = SpyController(), moved(actor)
+        batch = collect(SceneEnv((2,)), policy, frames=20, batches=1)[0]
+        KLPenaltyLoss(policy, controller, reference=actor).update_controller(batch)
+        assert [n for _, n in controller.calls] == [int(batch["next", "done"].sum())]
