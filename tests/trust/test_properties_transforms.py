@@ -53,7 +53,7 @@ def near(found: torch.Tensor, expected: list[list[float]], slack: list[list[floa
 def test_a_batch_has_the_numbers_of_plain_python(drawn):
     made, batch = drawn
     agents = made["n_agents"] is not None
-    actor = make_actor(agents=agents)
+    actor = make_actor(agents=agents).double()  # it can read the batch
     controller = SpyController(made["coeff"], per=made["per"])
     stack = make_stack(made, controller, actor)
     before = batch.clone()
