@@ -148,8 +148,9 @@ def check_end(kind: str, where: str, how: str) -> None:
     """The learner ends in that way, and nothing is left of it."""
     found = run(kind, where, how)
     assert found.told == [{"how": how}], found.errors[-3000:]
-    # Ray has a handler of its own for SIGTERM.
-    assert found.code == (15 if (how, kind) == ("sigterm", "ray-async") else ENDS[how])
+    # Ray's own handler of SIGTERM ends the process with 15, or aborts it.
+    ways = {-15, 15, -6} if (how, kind) == ("sigterm", "ray-async") else {ENDS[how]}
+    assert found.code in ways
     found.assert_nothing_left()
 
 
