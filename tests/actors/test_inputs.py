@@ -194,6 +194,58 @@ class TestFloat64:
         assert_close(batch["next", "kl"], torch.zeros(2, 12, 1).double(), rtol=0, atol=tolerance)
 
 
+class TeacherEnv(WalkEnv):
+    """WalkEnv, which shows its observation in float64 too."""
+
+    def __init__(self, batch_size: tuple[int, ...]):
+        super().__init__(batch_size)
+        teacher = Unbounded(torch.Size((*batch_size, N_OBS)), dtype=torch.float64)
+        self.observation_spec["teacher"] = teacher
+        self.state_spec = self.observation_spec.clone()
+
+    def _reset(self, tensordict=None, **kwargs):
+        return self._show(super()._reset(tensordict, **kwargs))
+
+    def _step(self, tensordict):
+        return self._show(super()._step(tensordict))
+
+    def _show(self, tensordict):
+        return tensordict.set("teacher", tensordict["observation"].double())
+
+
+class TestReferenceOfAnotherKind:
+    """What a policy reads in float64 tells nothing of a reference that is built otherwise."""
+
+    @pytest.mark.parametrize("given", [False, True])
+    def test_it_casts_an_entry_that_the_policy_does_not_read(self, given):
+        linear = nn.Linear(N_OBS, N_ACTIONS)
+        policy, reference = (
+            categorical_actor(TensorDictModule(linear, [key], ["logits"]))
+            for key in ("observation", "teacher")
+        )
+        stack = KLConstrainedTransform(
+            policy, 0.1, reference=FrozenActor(reference) if given else reference
+        )
+        batch = stack(play(TeacherEnv((2,)), policy))
+        assert_close(batch["next", "ref_log_prob"], batch["action_log_prob"].detach())
+
+    def test_it_casts_what_the_policy_casts_in_a_module_of_its_own(self):
+        policy = categorical_actor(
+            TensorDictModule(lambda x: x.float(), ["observation"], ["narrow"]),
+            TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), ["narrow"], ["logits"]),
+        )
+        batch = KLConstrainedTransform(policy, 0.1, reference=make_actor())(
+            play(WalkEnv((2,), dtype=torch.float64), policy)
+        )
+        assert batch["next", "kl"].isfinite().all()
+
+    def test_one_for_two_policies_casts_for_both(self):
+        reference, wide, narrow = FrozenActor(make_actor()), make_actor().double(), make_actor()
+        stacks = [KLConstrainedTransform(p, 0.1, reference=reference) for p in (wide, narrow)]
+        batch = stacks[0](play(WalkEnv((2,), dtype=torch.float64), wide))
+        assert batch["next", "kl"].abs().max() < 1e-5
+
+
 class Inside(nn.Module):
     """Reads a whole nested tensordict."""
 

@@ -63,6 +63,15 @@ def check_kept_inputs(policy: Any, reader: Any) -> None:
         )
 
 
+def read_alike(one: Any, other: Any) -> bool:
+    """Whether two actors have the same inputs and modules of the same classes."""
+    about = (
+        ([unravel_key(key) for key in actor.in_keys], [type(part) for part in actor.modules()])
+        for actor in (one, other)
+    )
+    return next(about) == next(about)
+
+
 def read_keys(actor: Any) -> list[NestedKey]:
     """What an actor reads: its `in_keys` without parameters that its own modules write."""
     # A module may write ("params", "loc") where the distribution reads "params": TensorDict's
