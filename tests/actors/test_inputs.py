@@ -1,5 +1,6 @@
 """What an actor reads: entries that it overwrites, wide numbers, and nested tensordicts."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,11 +8,11 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torch.distributions import Categorical
+from torch.distributions import Categorical, kl_divergence
 from torch.testing import assert_close
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import gSDENoise
-from torchrl.modules import ConsistentDropoutModule, IndependentNormal
+from torchrl.modules import ConsistentDropoutModule, IndependentNormal, OnlineDTActor
 from torchrl.modules.models.exploration import gSDEModule
 
 from tests.helpers import (
@@ -133,6 +134,28 @@ class TestOverwritten:
         )
         batch = play(env, actor)
         assert_close(batch["next", "ref_log_prob"], batch["action_log_prob"].detach())
+
+    def test_actions_that_a_decision_transformer_reads_are_none_of_it(self):
+        small = replace(OnlineDTActor.default_config(), n_embd=8, n_layer=1, n_head=1, n_inner=8)
+
+        def actor():
+            net = OnlineDTActor(N_OBS, 2, small)
+            keys = ["observation", "action", "return_to_go"]
+            return probabilistic_actor(
+                TensorDictModule(net, keys, ["loc", "scale"]),
+                in_keys=["loc", "scale"],
+                out_keys=["action"],
+                distribution_class=IndependentNormal,
+                return_log_prob=True,
+            )
+
+        policy, reference = actor().eval(), actor().eval()
+        shapes = {"observation": N_OBS, "action": 2, "return_to_go": 1}
+        steps = {key: torch.randn(2, 5, n) for key, n in shapes.items()}
+        batch = TensorDict({**steps, "next": TensorDict(batch_size=(2, 5))}, batch_size=(2, 5))
+        loss = KLPenaltyLoss(policy, 1.0, reference=reference)(batch)["loss_kl"]
+        one, other = (each.get_dist(batch).base_dist for each in (policy, reference))
+        assert_close(loss, kl_divergence(one, other).sum(-1).mean())
 
     def test_a_memory_of_the_next_step_is_not_overwritten(self):
         actor = with_memory(("next", "memory"))
