@@ -255,6 +255,16 @@ class TestPretrained:
             GPT.from_pretrained(tmp_path)
         assert type(Bigger.from_pretrained(tmp_path)) is Bigger
 
+    def test_subclass_with_arguments_of_its_own_is_saved(self, tmp_path):
+        class Wide(GPT):
+            def __init__(self, factor: int):
+                super().__init__(11, 8, n_embd=3 * factor)
+                self.scale = nn.Parameter(torch.ones(factor))
+
+        gpt = Wide(2)
+        gpt.save_pretrained(tmp_path)
+        assert_close(load_file(tmp_path / "model.safetensors"), dict(gpt.state_dict()))
+
     def test_weights_file_that_is_not_in_the_format(self, tmp_path):
         GPT(11, 8).save_pretrained(tmp_path)
         (tmp_path / "model.safetensors").write_bytes(b"no tensors")
