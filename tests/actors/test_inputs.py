@@ -140,7 +140,7 @@ class TestOverwritten:
 
         def actor():
             net = OnlineDTActor(N_OBS, 2, small)
-            keys = ["observation", "action", "return_to_go"]
+            keys: list[Any] = ["observation", "action", "return_to_go"]
             return probabilistic_actor(
                 TensorDictModule(net, keys, ["loc", "scale"]),
                 in_keys=["loc", "scale"],
