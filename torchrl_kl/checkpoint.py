@@ -231,7 +231,9 @@ def _layout(value: Any) -> str:
     """What a tensor must have in common with one that it is copied to; else the type."""
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
-    return f"a {'dict' if isinstance(value, Mapping) else type(value).__name__}"
+    kinds = {Mapping: "dict", list: "list"}  # also of their subclasses, which are saved as such
+    name = next((name for kind, name in kinds.items() if isinstance(value, kind)), None)
+    return f"a {name or type(value).__name__}"
 
 
 def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:

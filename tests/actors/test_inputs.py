@@ -1,5 +1,6 @@
 """What an actor reads: entries that it overwrites, wide numbers, and nested tensordicts."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,11 +8,11 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torch.distributions import Categorical
+from torch.distributions import Categorical, kl_divergence
 from torch.testing import assert_close
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import gSDENoise
-from torchrl.modules import ConsistentDropoutModule, IndependentNormal
+from torchrl.modules import ConsistentDropoutModule, IndependentNormal, OnlineDTActor
 from torchrl.modules.models.exploration import gSDEModule
 
 from tests.helpers import (
@@ -134,6 +135,28 @@ class TestOverwritten:
         batch = play(env, actor)
         assert_close(batch["next", "ref_log_prob"], batch["action_log_prob"].detach())
 
+    def test_actions_that_a_decision_transformer_reads_are_none_of_it(self):
+        small = replace(OnlineDTActor.default_config(), n_embd=8, n_layer=1, n_head=1, n_inner=8)
+
+        def actor():
+            net = OnlineDTActor(N_OBS, 2, small)
+            keys: list[Any] = ["observation", "action", "return_to_go"]
+            return probabilistic_actor(
+                TensorDictModule(net, keys, ["loc", "scale"]),
+                in_keys=["loc", "scale"],
+                out_keys=["action"],
+                distribution_class=IndependentNormal,
+                return_log_prob=True,
+            )
+
+        policy, reference = actor().eval(), actor().eval()
+        shapes = {"observation": N_OBS, "action": 2, "return_to_go": 1}
+        steps = {key: torch.randn(2, 5, n) for key, n in shapes.items()}
+        batch = TensorDict({**steps, "next": TensorDict(batch_size=(2, 5))}, batch_size=(2, 5))
+        loss = KLPenaltyLoss(policy, 1.0, reference=reference)(batch)["loss_kl"]
+        one, other = (each.get_dist(batch).base_dist for each in (policy, reference))
+        assert_close(loss, kl_divergence(one, other).sum(-1).mean())
+
     def test_a_memory_of_the_next_step_is_not_overwritten(self):
         actor = with_memory(("next", "memory"))
         assert FrozenActor(actor).state_keys == ["memory"]
@@ -192,6 +215,58 @@ class TestFloat64:
         batch = stack(play(WalkEnv((2,), dtype=torch.float64), policy))
         tolerance = 100 * torch.finfo(dtype).eps
         assert_close(batch["next", "kl"], torch.zeros(2, 12, 1).double(), rtol=0, atol=tolerance)
+
+
+class TeacherEnv(WalkEnv):
+    """WalkEnv, which shows its observation in float64 too."""
+
+    def __init__(self, batch_size: tuple[int, ...]):
+        super().__init__(batch_size)
+        teacher = Unbounded(torch.Size((*batch_size, N_OBS)), dtype=torch.float64)
+        self.observation_spec["teacher"] = teacher
+        self.state_spec = self.observation_spec.clone()
+
+    def _reset(self, tensordict=None, **kwargs):
+        return self._show(super()._reset(tensordict, **kwargs))
+
+    def _step(self, tensordict):
+        return self._show(super()._step(tensordict))
+
+    def _show(self, tensordict):
+        return tensordict.set("teacher", tensordict["observation"].double())
+
+
+class TestReferenceOfAnotherKind:
+    """What a policy reads in float64 tells nothing of a reference that is built otherwise."""
+
+    @pytest.mark.parametrize("given", [False, True])
+    def test_it_casts_an_entry_that_the_policy_does_not_read(self, given):
+        linear = nn.Linear(N_OBS, N_ACTIONS)
+        policy, reference = (
+            categorical_actor(TensorDictModule(linear, [key], ["logits"]))
+            for key in ("observation", "teacher")
+        )
+        stack = KLConstrainedTransform(
+            policy, 0.1, reference=FrozenActor(reference) if given else reference
+        )
+        batch = stack(play(TeacherEnv((2,)), policy))
+        assert_close(batch["next", "ref_log_prob"], batch["action_log_prob"].detach())
+
+    def test_it_casts_what_the_policy_casts_in_a_module_of_its_own(self):
+        policy = categorical_actor(
+            TensorDictModule(lambda x: x.float(), ["observation"], ["narrow"]),
+            TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), ["narrow"], ["logits"]),
+        )
+        batch = KLConstrainedTransform(policy, 0.1, reference=make_actor())(
+            play(WalkEnv((2,), dtype=torch.float64), policy)
+        )
+        assert batch["next", "kl"].isfinite().all()
+
+    def test_one_for_two_policies_casts_for_both(self):
+        reference, wide, narrow = FrozenActor(make_actor()), make_actor().double(), make_actor()
+        stacks = [KLConstrainedTransform(p, 0.1, reference=reference) for p in (wide, narrow)]
+        batch = stacks[0](play(WalkEnv((2,), dtype=torch.float64), wide))
+        assert batch["next", "kl"].abs().max() < 1e-5
 
 
 class Inside(nn.Module):

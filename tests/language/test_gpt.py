@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from tests.gpt_helpers import blocks_of, make_texts, sharp
 from torchrl_kl.language import GPT
-from torchrl_kl.language.blocks import Block
+from torchrl_kl.language.blocks import SMALL_PRODUCT, Block
 
 
 class TestGPT:
@@ -46,15 +46,22 @@ class TestGPT:
         assert ((after - before)[:, 5:].abs().amax(-1) > 0.01).all()
 
     @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (2, 0, 3)])
-    def test_leading_dimensions(self, shape):
+    @pytest.mark.parametrize("length", [1, 6])
+    def test_leading_dimensions(self, shape, length):
         gpt = sharp(GPT(11, 8, n_out=2))
         n = torch.Size(shape).numel()
-        tokens = make_texts(n)[:, :6]
-        output = gpt(tokens.view(*shape, 6))
-        assert output.shape == (*shape, 6, 2)
-        rows = [gpt(row) for row in tokens]
-        assert_close(output.reshape(-1, 6, 2), torch.stack(rows) if n else torch.empty(0, 6, 2))
-        assert gpt.attention_maps(tokens.view(*shape, 6)).shape == (*shape, 3, 3, 6, 6)
+        tokens = make_texts(n)[:, :length]
+        output = gpt(tokens.view(*shape, length))
+        assert output.shape == (*shape, length, 2)
+        rows = torch.stack([gpt(row) for row in tokens]) if n else torch.empty(0, length, 2)
+        assert_close(output.reshape(-1, length, 2), rows)
+        maps = gpt.attention_maps(tokens.view(*shape, length))
+        assert maps.shape == (*shape, 3, 3, length, length)
+
+    @pytest.mark.parametrize("n_embd", [6, SMALL_PRODUCT])  # attention of one position has two ways
+    def test_no_text_of_one_token(self, n_embd):
+        gpt = GPT(11, 8, n_layer=1, n_head=1, n_embd=n_embd)
+        assert gpt(torch.zeros(0, 1, dtype=torch.long)).shape == (0, 1, 11)
 
     def test_gpt2_initialisation(self):
         torch.manual_seed(0)
@@ -247,6 +254,16 @@ class TestPretrained:
         with pytest.raises(ValueError, match="`class` must be 'GPT', got 'Bigger'"):
             GPT.from_pretrained(tmp_path)
         assert type(Bigger.from_pretrained(tmp_path)) is Bigger
+
+    def test_subclass_with_arguments_of_its_own_is_saved(self, tmp_path):
+        class Wide(GPT):
+            def __init__(self, factor: int):
+                super().__init__(11, 8, n_embd=3 * factor)
+                self.scale = nn.Parameter(torch.ones(factor))
+
+        gpt = Wide(2)
+        gpt.save_pretrained(tmp_path)
+        assert_close(load_file(tmp_path / "model.safetensors"), dict(gpt.state_dict()))
 
     def test_weights_file_that_is_not_in_the_format(self, tmp_path):
         GPT(11, 8).save_pretrained(tmp_path)

@@ -124,6 +124,15 @@ class TestSteps:
         with pytest.raises(ValueError, match=r"must be ids of the model's vocabulary, 0 to 10, go"):
             transform(batch)
 
+    def test_a_pad_token_outside_the_vocabulary_is_named(self):
+        texts = [torch.tensor([5, 6, 7]), torch.tensor([5, 6])]
+        rows = [TensorDict(full=text, prompt=text[:1]) for text in texts]
+        batch = TensorDict(tokens=lazy_stack(rows), batch_size=2)
+        batch["next"] = TensorDict(reward=torch.ones(2, 1), batch_size=2)
+        transform = ResponseKLTransform(GPT(vocab_size=11, block_size=8), 0.1, pad_token=11)
+        with pytest.raises(ValueError, match="got 5 to 11: .* `pad_token` = 11, which must be one"):
+            transform(batch)
+
     @pytest.mark.parametrize("padded", [False, True])
     def test_scored_log_probs_are_those_of_the_steps(self, padded):
         tokenizer = make_tokenizer()

@@ -32,6 +32,10 @@ N_MUTATIONS = 500
 MEMORY = 64 * 2**20  # bytes; the files have less than 50,000
 
 
+class Curve(list):
+    """A list of another class."""
+
+
 def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -308,6 +312,13 @@ class TestStates:
         assert values[0].equal(curve[0])
         assert values[1:] == [0.5, True]
         assert result.values == {"step": 3}
+
+    @pytest.mark.parametrize(("kind", "value"), [(Curve, [0.5, 0.25]), (Counter, {"a": 2})])
+    def test_components_of_subclasses_are_updated(self, tmp_path, kind, value):
+        component = kind()
+        RunCheckpoint(one=kind(value)).save(tmp_path / "run")
+        RunCheckpoint(one=component).load(tmp_path / "run")
+        assert component == kind(value)
 
     @pytest.mark.parametrize(
         ("component", "got"),

@@ -85,6 +85,8 @@ class FrozenActor(Identified):
     """
 
     _own_dtype: torch.dtype | None = None  # of the weights, found once; None for another's weights
+    # Of the policies that it reads for; None for one that may read its inputs in another way.
+    _policy_dtypes: frozenset[torch.dtype | None] = frozenset()
     _plain: Sequence[bool] = ()  # see `plain_parts`; not of another's actor, which may change
 
     def __init__(
@@ -132,8 +134,9 @@ class FrozenActor(Identified):
                 f"{actions}: build it with the same `out_keys`."
             )
         reading.check_kept_inputs(policy, self.actor)
-        # One of the same dtype reads its data without a cast that would round them.
-        self._policy_dtype = weight_dtype(policy)
+        # A copy of the policy casts where the policy does; a cast before that would round.
+        alike = reading.read_alike(policy, self.actor)
+        self._policy_dtypes = self._policy_dtypes | {weight_dtype(policy) if alike else None}
 
     def _hold(self, actor: nn.Module) -> None:
         """Takes a copy of `actor` as its weights."""
@@ -315,7 +318,7 @@ class FrozenActor(Identified):
             if not (isinstance(value, Tensor) and value.is_floating_point()):
                 continue
             rounds = torch.promote_types(value.dtype, own_dtype) != own_dtype
-            if value.dtype != own_dtype and not (rounds and own_dtype == self._policy_dtype):
+            if value.dtype != own_dtype and not (rounds and self._policy_dtypes == {own_dtype}):
                 inputs.set(key, value.to(own_dtype))
 
     def scoring(self, recurrent: bool) -> AbstractContextManager[None]:

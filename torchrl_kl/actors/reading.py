@@ -16,7 +16,7 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torchrl.envs.utils import ExplorationType, exploration_type
-from torchrl.modules import ConsistentDropoutModule
+from torchrl.modules import ConsistentDropoutModule, DTActor, OnlineDTActor
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling, sum_action_dims
 from torchrl_kl._torchrl import indices_of
@@ -54,6 +54,9 @@ def check_kept_inputs(policy: Any, reader: Any) -> None:
     # begins with "_", and dropout its mask.
     dropouts = [part for part in policy.modules() if isinstance(part, ConsistentDropoutModule)]
     spoiled -= {unravel_key(key) for part in dropouts for key in part.out_keys[1:]}
+    # A decision transformer hides the action of a step from what it gives for that step.
+    if any(isinstance(part, (DTActor, OnlineDTActor)) for part in policy.modules()):
+        spoiled -= {unravel_key(key) for key in policy.dist_sample_keys}
     names = sorted(str(key) for key in spoiled if not as_tuple(key)[-1].startswith("_"))
     if names:
         raise ValueError(
@@ -61,6 +64,15 @@ def check_kept_inputs(policy: Any, reader: Any) -> None:
             "else could tell from the data what it has read. Write to another key, and a memory "
             'to ("next", name), as TorchRL\'s recurrent modules do.'
         )
+
+
+def read_alike(one: Any, other: Any) -> bool:
+    """Whether two actors have the same inputs and modules of the same classes."""
+    about = (
+        ([unravel_key(key) for key in actor.in_keys], [type(part) for part in actor.modules()])
+        for actor in (one, other)
+    )
+    return next(about) == next(about)
 
 
 def read_keys(actor: Any) -> list[NestedKey]:

@@ -32,9 +32,10 @@ class Attention(nn.Module):
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, each (N, H, T, D)."""
         joint, (n_texts, n_tokens, width) = self.query_key_value(x), x.shape
+        head_width = width // self.n_head
         if n_tokens == 1:
-            return joint.view(n_texts, 3, self.n_head, 1, -1).unbind(1)
-        joint = joint.view(n_texts, n_tokens, 3, self.n_head, width // self.n_head)
+            return joint.view(n_texts, 3, self.n_head, 1, head_width).unbind(1)
+        joint = joint.view(n_texts, n_tokens, 3, self.n_head, head_width)
         return joint.permute(2, 0, 3, 1, 4).unbind(0)
 
     def maps(self, x: Tensor) -> Tensor:
@@ -66,19 +67,20 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
 
     It is faster on a CPU than the fused kernel, which is made for many positions.
     """
-    scale, (n_texts, n_head) = query.shape[-1] ** -0.5, query.shape[:2]
+    n_texts, n_head, _, width = query.shape
+    scale, shape = width**-0.5, (n_texts, 1, n_head * width)
     if key.shape[2] * key.shape[3] < SMALL_PRODUCT:  # products and sums of whole tensors
         key, value = key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)  # (S, N, H, D)
         scores = (key * query.squeeze(2)).sum(-1).mul_(scale)
         scores = scores if mask is None else scores + mask[:, :, 0].permute(2, 0, 1)
-        return (scores.softmax(0).unsqueeze(-1) * value).sum(0).view(n_texts, 1, -1)
+        return (scores.softmax(0).unsqueeze(-1) * value).sum(0).view(shape)
     query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
     if mask is None:
         scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scale)
     else:
         mask = mask.expand(-1, n_head, -1, -1).flatten(0, 1)
         scores = torch.baddbmm(mask, query, key.mT, alpha=scale)
-    return torch.bmm(scores.softmax(-1), value).view(n_texts, 1, -1)
+    return torch.bmm(scores.softmax(-1), value).view(shape)
 
 
 @of_parts

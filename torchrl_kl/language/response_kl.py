@@ -169,7 +169,7 @@ class ResponseKLTransform(PenaltyTransform):
         check_rewards(reward, batch.batch_size)
         tokens = {"pad_token": self.pad_token, "eos_token": self.eos_token}
         responses = read_responses(batch, **tokens).to(self._device)
-        _check_ids(responses.tokens, self._policy.held.reader.lm.vocab_size)
+        self._check_ids(responses.tokens)
         rewards = reward.reshape(-1).to(self._device)
         steps = make_steps(responses, rewards, self.eos_token)
         step, reward = self._kept(self._score(steps), reward)
@@ -189,6 +189,18 @@ class ResponseKLTransform(PenaltyTransform):
         if self.training and not self.frozen:
             self._feed(step)
         return batch.set("next", following)
+
+    def _check_ids(self, tokens: Tensor) -> None:
+        """ValueError unless (N, L) are in the vocabulary; the model does not read the last one."""
+        vocab_size = self._policy.held.reader.lm.vocab_size
+        low, high = (int(value) for value in tokens.aminmax()) if len(tokens) else (0, 0)
+        most = high if vocab_size is None else vocab_size - 1
+        if low < 0 or high > most:
+            raise ValueError(
+                f"('tokens', 'full') must be ids of the model's vocabulary, 0 to {most}, got {low} "
+                f"to {high}: sample with the tokenizer of this model. Shorter texts are filled "
+                f"with `pad_token` = {self.pad_token}, which must be one of the ids, too."
+            )
 
     def _score(self, steps: TensorDict) -> KLStep:
         """The log-probs (N, T) and the KL (N, T, 1) of the steps, a few responses at a time."""
@@ -316,17 +328,6 @@ def _set_rows(
             parts = [lazy_stack(parts[i : i + size]) for i in range(0, len(parts), size)]
         holder = lazy_stack(parts)
     batch.set(name, holder)
-
-
-def _check_ids(tokens: Tensor, vocab_size: int | None) -> None:
-    """ValueError unless tokens (N, L) are in the vocabulary; a model does not read the last one."""
-    low, high = (int(value) for value in tokens.aminmax()) if len(tokens) else (0, 0)
-    most = high if vocab_size is None else vocab_size - 1
-    if low < 0 or high > most:
-        raise ValueError(
-            f"('tokens', 'full') must be ids of the model's vocabulary, 0 to {most}, got {low} to "
-            f"{high}: sample with the tokenizer of this model."
-        )
 
 
 def _check_count(name: str, count: int) -> None:
