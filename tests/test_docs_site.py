@@ -103,6 +103,7 @@ class TestRecipes:
     def test_it_is_short(self, recipe):
         assert len(parts_of(recipe)[0].splitlines()) < 60
 
+    @pytest.mark.slow
     @pytest.mark.timeout(900)
     @pytest.mark.parametrize("recipe", RECIPES)
     def test_it_runs_as_printed(self, recipe, tmp_path, monkeypatch, capsys):
@@ -168,6 +169,7 @@ def load(path: Path, monkeypatch: Any) -> Any:
     return module
 
 
+@pytest.mark.slow
 class TestFigures:
     def test_all_are_drawn_here(self):
         scripts = {path.stem for path in (DOCS / "figures").glob("*.py")} - {"style"}

@@ -84,7 +84,10 @@ class Seen:
 
 
 CASES = [("single", name) for name in CONTROLLERS]
-CASES += [("multi-sync", "planned-steps"), ("multi-async", "planned")]
+CASES += [
+    pytest.param(kind, name, marks=pytest.mark.slow)
+    for kind, name in (("multi-sync", "planned-steps"), ("multi-async", "planned"))
+]
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)

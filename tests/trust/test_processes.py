@@ -3,7 +3,7 @@
 Each test starts learner.py as a process with its own folder for temporary files, and looks from
 outside at what remains. One learner goes through several troubles, one after another, and uses a
 new collector at the end: it must be as usable as before. The default lane has a few cells of the
-matrix, and the slow lane has all of them.
+matrix, the slow lane more, and the long one has all of them.
 """
 
 import contextlib
@@ -125,9 +125,15 @@ def troubles_of(kind: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "where", "troubles"),
     [
-        ("multi-sync", "learner", ["birth-stopped", "start-raising", "shutdown-raising"]),
-        ("multi-sync", "workers", ["rollout-stopped", "weights-raising"]),
         ("gloo-async", "learner", ["birth-killed"]),
+        pytest.param(
+            *("multi-sync", "learner", ["birth-stopped", "start-raising", "shutdown-raising"]),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("multi-sync", "workers", ["rollout-stopped", "weights-raising"]),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_some_harms(kind, where, troubles):

@@ -64,6 +64,7 @@ def test_it_goes_on_bit_for_bit_after_any_step(kind, tmp_path):
         check_equal(whole_state(resumed), whole_state(run))
 
 
+@pytest.mark.slow
 def test_it_goes_on_bit_for_bit_with_coefficients_of_a_worker(tmp_path):
     run = runs.Workers(seed=0)
     try:
