@@ -78,8 +78,10 @@ def test_a_policy_that_ran_unrecorded_is_noticed_by_its_own_traces(give, make):
 
 def test_whether_it_samples_is_asked_of_the_policy():
     drawn = make_actor(default_interaction_type=InteractionType.RANDOM)
-    assert FrozenActor(make_actor(), policy=drawn).samples()
-    assert not FrozenActor(drawn, policy=make_actor()).samples()
+    for policy, other, samples in ((drawn, make_actor(), True), (make_actor(), drawn, False)):
+        for reference in (FrozenActor(other), FrozenActor(other, policy=policy), other):
+            stack = KLConstrainedTransform(policy, 0.1, reference=reference)
+            assert stack.acting.samples() is samples
 
 
 @given

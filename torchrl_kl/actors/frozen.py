@@ -111,7 +111,6 @@ class FrozenActor(Identified):
         self.read_for(acting)
         self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(acting))
         self.log_prob_key = self.recorded.key
-        self._acting = reading.Acting.of(acting, self.recorded)
         self._policy = ActingPolicy(acting, self.recorded) if recompute_log_prob else None
         self._find_keys()
         if chunk_size is not None and type(chunk_size) is not int:
@@ -195,10 +194,6 @@ class FrozenActor(Identified):
     def train(self, mode: bool = True) -> FrozenActor:
         """Stays in eval mode: dropout noise in a reference would be measured as divergence."""
         return super().train(False)
-
-    def samples(self) -> bool:
-        """Whether its policy draws its actions now; a transform asks that of its own policy."""
-        return self._acting.samples()
 
     def asks(self, actor: nn.Module) -> bool:
         """Whether the policy that it may ask for log-probs, if any, has the weights of `actor`."""
