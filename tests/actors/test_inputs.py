@@ -217,20 +217,27 @@ class TestFloat64:
         assert_close(batch["next", "kl"], torch.zeros(2, 12, 1).double(), rtol=0, atol=tolerance)
 
 
-class TeacherEnv(WalkEnv):
-    """WalkEnv, which shows its observation in float64 too."""
-
-    def __init__(self, batch_size: tuple[int, ...]):
-        super().__init__(batch_size)
-        teacher = Unbounded(torch.Size((*batch_size, N_OBS)), dtype=torch.float64)
-        self.observation_spec["teacher"] = teacher
-        self.state_spec = self.observation_spec.clone()
+class ShowingEnv(WalkEnv):
+    """WalkEnv, which shows its observation under another key, too."""
 
     def _reset(self, tensordict=None, **kwargs):
         return self._show(super()._reset(tensordict, **kwargs))
 
     def _step(self, tensordict):
         return self._show(super()._step(tensordict))
+
+    def _show(self, tensordict):
+        raise AssertionError("a subclass says how")
+
+
+class TeacherEnv(ShowingEnv):
+    """It is in float64 there."""
+
+    def __init__(self, batch_size: tuple[int, ...]):
+        super().__init__(batch_size)
+        teacher = Unbounded(torch.Size((*batch_size, N_OBS)), dtype=torch.float64)
+        self.observation_spec["teacher"] = teacher
+        self.state_spec = self.observation_spec.clone()
 
     def _show(self, tensordict):
         return tensordict.set("teacher", tensordict["observation"].double())
@@ -280,20 +287,14 @@ class Inside(nn.Module):
         return self.linear(scene["place"])
 
 
-class SceneEnv(WalkEnv):
-    """WalkEnv, whose observation is also in a nested tensordict."""
+class SceneEnv(ShowingEnv):
+    """It is in a nested tensordict there."""
 
     def __init__(self, batch_size: tuple[int, ...]):
         super().__init__(batch_size)
         place = Unbounded(torch.Size((*batch_size, N_OBS)))
         self.observation_spec["scene"] = Composite(place=place, shape=batch_size)
         self.state_spec = self.observation_spec.clone()
-
-    def _reset(self, tensordict=None, **kwargs):
-        return self._show(super()._reset(tensordict, **kwargs))
-
-    def _step(self, tensordict):
-        return self._show(super()._step(tensordict))
 
     def _show(self, tensordict):
         place = tensordict["observation"].clone()
