@@ -165,8 +165,10 @@ def make_actor(kind: str = "categorical", *, agents: bool = False, seed: int = 0
     kwargs = {"return_log_prob": True} | kwargs
     place: Callable[[str], Any] = (lambda name: ("agents", name)) if agents else (lambda name: name)
     if kind in ("normal", "tanh_normal"):
+        # Bounded, as a TanhNormal far from 0 rounds its actions to the bound.
+        layers = [nn.Linear(N_OBS, 4), *([nn.Tanh()] if kind == "tanh_normal" else [])]
         net: Any = TensorDictModule(
-            nn.Sequential(nn.Linear(N_OBS, 4), NormalParamExtractor()),
+            nn.Sequential(*layers, NormalParamExtractor()),
             in_keys=[place("observation")],
             out_keys=[place("loc"), place("scale")],
         )

@@ -38,7 +38,7 @@ def test_another_actor_is_copied_and_frozen():
     actor, other = make_actor(), make_actor(seed=7)
     batch = play(WalkEnv((2,)), actor)
     stack = KLConstrainedTransform(actor, 0.1, reference=other)
-    expected = FrozenActor(other).step(batch).log_prob
+    expected = FrozenActor(other).step(batch.copy()).log_prob
     assert_same(stack(batch)["next", "ref_log_prob"], expected)
     with torch.no_grad():
         for parameter in other.parameters():

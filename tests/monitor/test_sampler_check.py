@@ -35,6 +35,8 @@ from tests.monitor.samplers import (
 from torchrl_kl import ConstantKLController, KLConstrainedTransform, KLMonitor
 
 
+# The transforms doubt such batches, too.
+@pytest.mark.filterwarnings("ignore:.*the log-probs that the policy recorded differ")
 class TestCauses:
     """Of recorded log-probs that are not the actor's."""
 

@@ -7,12 +7,23 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
+from torch.distributions import Normal
 from torch.testing import assert_close
 from torchrl.collectors import Collector
-from torchrl.data import LazyTensorStorage, MultiStep, ReplayBuffer
+from torchrl.data import (
+    Bounded,
+    Categorical,
+    LazyTensorStorage,
+    MultiStep,
+    ReplayBuffer,
+    Unbounded,
+)
 from torchrl.envs import MultiStepTransform, TransformedEnv
+from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 
 from tests.helpers import (
+    N_ACTIONS,
     SpyController,
     WalkEnv,
     collect,
@@ -22,6 +33,7 @@ from tests.helpers import (
     moved,
     play,
     policy,
+    sequence,
     with_transforms,
 )
 from torchrl_kl import (
@@ -34,6 +46,7 @@ from torchrl_kl import (
     RewardAdjustmentTransform,
     kl_collector,
 )
+from torchrl_kl._tensordict import MASK_KEY
 
 
 def parts(actor: Any, controller: Any) -> Any:
@@ -226,6 +239,94 @@ class TestOldWeights:
         pickle.loads(pickle.dumps(transform))(batch)  # in another process nobody knows the policy
         with pytest.warns(UserWarning, match="the policy's weights have changed"):
             copy.deepcopy(transform)(batch)
+
+
+class TestChangedActions:
+    """Actions that were changed after the policy had drawn them and recorded their log-prob."""
+
+    SAID = r"in the first \d+ steps the log-probs that the policy recorded differ by .* nats"
+
+    def acting(self, kind: str) -> tuple[Any, Any]:
+        """The actor, and the policy that acts with its weights."""
+        if kind == "greedy":
+            actor = make_actor()
+            random = EGreedyModule(Categorical(N_ACTIONS), eps_init=0.5, eps_end=0.5)
+            return actor, sequence(actor, random)
+        bound = Bounded(-0.1, 0.1, torch.Size((2,))) if kind == "projected" else None
+        actor = make_actor("normal", safe=bound is not None, spec=bound)
+        if kind == "projected":
+            return actor, actor
+        noise = AdditiveGaussianModule(Unbounded(2), sigma_init=0.5, sigma_end=0.5)
+        return actor, sequence(actor, noise)
+
+    @every
+    @pytest.mark.parametrize("place", ["env", "batch"])
+    @pytest.mark.parametrize("kind", ["noise", "greedy", "projected"])
+    def test_they_are_said_once(self, make, place, kind):
+        actor, acting = self.acting(kind)
+        env: Any = WalkEnv((8,), discrete=kind == "greedy")
+        transform = make(actor, 0.1)
+        if place == "env":
+            with pytest.warns(UserWarning, match=self.SAID) as caught:
+                play(TransformedEnv(env, transform), acting, 40)
+        else:
+            batch = play(env, acting, 40)
+            with pytest.warns(UserWarning, match=self.SAID) as caught:
+                transform(batch)
+            transform(batch)  # warnings are errors
+        assert len(caught) == 1
+
+    def test_by_how_much(self):
+        actor, acting = self.acting("noise")
+        batch = play(WalkEnv((2,), discrete=False), acting, 8)
+        log_prob = Normal(batch["loc"], batch["scale"]).log_prob(batch["action"])
+        gap = (log_prob - batch["action_log_prob"]).sum(-1).abs().mean().item()
+        with pytest.warns(UserWarning, match=f"in the first 16 steps .* by {gap:.2g} nats"):
+            KLConstrainedTransform(actor, 0.1)(batch)
+
+    def test_padding_and_random_frames_are_left_out(self):
+        actor, acting = self.acting("noise")
+        batch = play(WalkEnv((2,), discrete=False), acting, 8)
+        drawn = play(WalkEnv((2,), discrete=False), actor, 8)
+        padded: Any = torch.cat([drawn, batch], 1)
+        padded.set(MASK_KEY, (torch.arange(16) < 8).expand(2, 16))
+        padded.names = [None, "time"]
+        KLConstrainedTransform(actor, 0.1)(padded)
+
+    def test_a_run_that_goes_on_and_a_reference_of_its_own(self):
+        actor, acting = self.acting("noise")
+        batch = play(WalkEnv((2,), discrete=False), acting, 8)
+        going_on = KLConstrainedTransform(actor, 0.1)
+        going_on.load_state_dict(going_on.state_dict())
+        given = KLConstrainedTransform(actor, 0.1, reference=make_actor("normal", seed=3))
+        copied = pickle.loads(pickle.dumps(given))
+        for transform in (going_on, given, copied):
+            with pytest.warns(UserWarning, match=self.SAID):
+                transform(batch)
+
+    def test_a_policy_that_drew_them_with_other_weights_is_not_warned_of(self):
+        for kind in ("normal", "tanh_normal"):
+            actor = make_actor(kind)
+            batch = play(WalkEnv((8,), discrete=False), moved(actor), 40)
+            KLConstrainedTransform(actor, 0.1)(batch)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("kind", ["categorical", "normal"])
+    def test_half_precision_is_not_warned_of(self, kind, dtype):
+        actor = make_actor(kind).to(dtype)
+        env = WalkEnv((8,), discrete=kind == "categorical", dtype=dtype)
+        KLConstrainedTransform(actor, 0.1)(play(env, actor, 40))
+
+    def test_a_saturated_tanh_normal(self):
+        actor = make_actor("tanh_normal")
+        linear, _, params = actor.module[0].module
+        actor.module[0].module = nn.Sequential(linear, params)
+        with torch.no_grad():
+            linear.weight.zero_()
+            linear.bias[:2] = 9
+        batch = play(WalkEnv((8,), discrete=False), actor, 40)
+        with pytest.warns(UserWarning, match=self.SAID):
+            KLConstrainedTransform(actor, 0.1)(batch)
 
 
 class TestNames:

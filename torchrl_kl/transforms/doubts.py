@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_kl._tensordict import as_tuple, expand_right
+from torchrl_kl._tensordict import LogProbKeys, as_tuple, expand_right, sum_action_dims
+from torchrl_kl.actors.reading import dist_module_of
 
 _ADVANTAGES = {"advantage", "value_target"}
 _SUMMED = "steps_to_next_obs"  # over how many steps MultiStep has added up a reward
 _FIRST_STEPS = 32  # of an env, over which the first KL is averaged; or those of the first batch
+_GAP = 0.02  # nats per step, where 0 is expected: the same parameters give the same log-prob
+_INFINITE = 1e3  # nats, of an action that the policy cannot have drawn
 _HUGE = 0.1  # nats per step, where 0 is expected: a trained policy is usually held below that
 
 
@@ -66,31 +72,76 @@ def random_steps(
     return zero if seen and zero.any() else None
 
 
-class FirstKL:
-    """The KL of the first steps under a reference that is a copy of the policy, so that it is 0."""
+class FirstSteps:
+    """What the first steps show: weights loaded too late, actions changed after they were drawn."""
 
-    def __init__(self, policy: nn.Module | None):
+    def __init__(self, policy: nn.Module, recorded: LogProbKeys, *, copied: bool):
         # Not the policy itself: it must not be saved, moved or copied with a transform.
-        self._policy = (lambda: None) if policy is None else weakref.ref(policy)
-        self._total, self._count = 0.0, 0
+        self._policy: Any = weakref.ref(policy)
+        self.copied = copied  # whether the reference is a copy of it, so that the KL begins at 0
+        self._recorded = recorded
+        self._dist_module: Any = None  # builds the distribution from what the policy recorded
+        with contextlib.suppress(ValueError):  # several distributions
+            self._dist_module = copy.deepcopy(dist_module_of(policy))
+        self._k1, self._count = 0.0, 0
+        self._gap, self._draws = 0.0, 0
 
-    def __deepcopy__(self, memo: dict) -> FirstKL:
-        return FirstKL(self._policy())
+    def __deepcopy__(self, memo: dict) -> FirstSteps:
+        other = copy.copy(self)
+        other._policy = self._policy
+        return other
 
-    def __reduce__(self) -> tuple:
-        return FirstKL, (None,)
+    def __getstate__(self) -> dict[str, Any]:
+        # In another process nobody knows the policy.
+        return vars(self) | {"_policy": None}
+
+    def add_draws(self, tensordict: TensorDictBase, mask: Tensor | None = None) -> None:
+        """Compares recorded log-probs with those of the recorded actions, in some steps (*B).
+
+        `mask`: True where a step counts, (*B). Nothing is compared where the policy did not record
+        the parameters of its distribution.
+        """
+        module, shape = self._dist_module, tensordict.batch_size
+        if module is None:
+            return
+        keys = [*module.in_keys, *module.dist_sample_keys, *self._recorded.keys]
+        if any(not isinstance(tensordict.get(key, None), Tensor) for key in keys):
+            return
+        steps = tensordict.select(*keys).detach()
+        if shape:
+            counted = torch.ones(shape, dtype=torch.bool, device=tensordict.device)
+            counted = counted if mask is None else expand_right(mask, shape)
+            steps = steps[counted.nonzero()[: 8 * _FIRST_STEPS].unbind(-1)]
+        recorded: Any = self._recorded.read(steps)  # (N, *A)
+        if not recorded.numel():
+            return
+        # Parameters that are not valid are another's matter.
+        with contextlib.suppress(ValueError):
+            log_prob = module.get_dist(steps).log_prob(steps.get(module.dist_sample_keys[0]))
+            log_prob = sum_action_dims(log_prob, recorded.shape)
+            gap = (recorded - log_prob).abs().clamp_max(_INFINITE)
+            self._gap += float(gap.nan_to_num().sum())
+            self._draws += gap.numel()
 
     def add(self, k1: Tensor, reference: nn.Module, *, whole_batch: bool) -> str | None:
-        """Adds some steps, (N,); "" if there is no doubt, None if more steps are needed."""
-        policy = self._policy()
-        if policy is None:
-            return ""
-        self._total += float(k1.detach().sum())
+        """Adds the k1 of some steps, (N,); "" if there is no doubt, None if more are needed."""
+        self._k1 += float(k1.detach().sum())
         self._count += k1.numel()
         if not self._count or (self._count < _FIRST_STEPS and not whole_batch):
             return None
-        mean = self._total / self._count
-        if not mean > _HUGE or _same_weights(policy, reference):
+        gap, mean = self._gap / max(self._draws, 1), self._k1 / self._count
+        if gap > _GAP:
+            return (
+                f"in the first {self._draws} steps the log-probs that the policy recorded differ "
+                f"by {gap:.2g} nats per step from those of the recorded actions. Were the actions "
+                "changed after they were drawn (exploration noise, epsilon-greedy, `safe=True`, "
+                "rounding at a bound of a TanhNormal), or is `actor` not the policy that drew "
+                "them (another temperature or mask)? The KL is off by as much."
+            )
+        policy: nn.Module | None = self._policy and self._policy()
+        if policy is None or not self.copied or not mean > _HUGE:
+            return ""
+        if _same_weights(policy, reference):
             return ""
         return (
             f"the first {self._count} steps have a KL of {mean:.2g} nats per step, although the "

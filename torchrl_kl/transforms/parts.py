@@ -82,8 +82,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         self.acting = Acting.of(actor, frozen.recorded)
         self.action_keys = frozen.action_keys
         self.estimate = make_estimate(estimator, frozen.actor, self.keys)
-        if reference is None:
-            self.expect_zero_at_first(actor)
+        self.watch_first(actor, copied=reference is None)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         step = self._write(tensordict, next_tensordict, self._take_score(next_tensordict))
@@ -107,7 +106,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         )
         self.warn_of_random_steps(step)
         step = self._write(tensordict, tensordict.get("next"), step)
-        self.look_at_first(step, whole_batch=True)
+        self.look_at_first(step, tensordict)
         return tensordict
 
     def _write(self, tensordict: TensorDictBase, out: TensorDictBase, step: KLStep) -> KLStep:

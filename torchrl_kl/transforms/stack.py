@@ -95,8 +95,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         options: dict[str, Any] = {"update_every": update_every, "time_dim": time_dim}
         options["on_invalid"] = on_invalid
         self._init(actor, frozen, controller, resolved, sum_agents, estimator, **options)
-        if reference is None:
-            self.expect_zero_at_first(actor)
+        self.watch_first(actor, copied=reference is None)
 
     def _init(
         self,
@@ -161,11 +160,11 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         )
         self.warn_of_random_steps(step)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
-        # After the measurement, which reads them: logits (*B, V) would fill a replay buffer.
-        self.drop_record(tensordict)
         step = self.adjust_batch(tensordict, step, stream, trace=not fake)
         self._write(tensordict.get("next"), step)
-        self.look_at_first(step, whole_batch=True)
+        self.look_at_first(step, tensordict)
+        # After the measurement, which reads them: logits (*B, V) would fill a replay buffer.
+        self.drop_record(tensordict)
         return tensordict
 
     def drop_record(self, tensordict: TensorDictBase) -> None:
@@ -260,8 +259,7 @@ class KLRewardTransform(KLConstrainedTransform):
         controller = ConstantKLController(_one_number(coef))
         options: dict[str, Any] = {"out_key": out_key, "record": False, "on_invalid": on_invalid}
         self._init(actor, frozen, controller, resolved, sum_agents, **options)
-        if reference is None:
-            self.expect_zero_at_first(actor)
+        self.watch_first(actor, copied=reference is None)
 
     @property
     def coef(self) -> Tensor:

@@ -17,7 +17,7 @@ from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.reading import Acting
 from torchrl_kl.functional import kl_k1
 from torchrl_kl.transforms.base import KLTransform
-from torchrl_kl.transforms.doubts import FirstKL, random_steps
+from torchrl_kl.transforms.doubts import FirstSteps, random_steps
 from torchrl_kl.transforms.estimates import Estimate, KLStep
 
 
@@ -172,26 +172,28 @@ class ScoringTransform(KLTransform):
     reference: FrozenActor
     acting: Acting
     estimate: Estimate | None
-    _first: FirstKL | None = None  # until it was looked at
+    _first: FirstSteps | None = None  # until it was looked at
     _warned_of_random = False
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
         self.reference.update_reference(source, tau)
-        self._first = None
+        _expect_any(self)
 
-    def expect_zero_at_first(self, policy: nn.Module) -> None:
-        """Warns once if the reference, a copy of `policy`, is no longer one at the first steps."""
-        self._first = FirstKL(policy)
+    def watch_first(self, policy: nn.Module, *, copied: bool) -> None:
+        """Warns once if the first steps are not what `policy`, perhaps `copied` before, drew."""
+        self._first = FirstSteps(policy, self.reference.recorded, copied=copied)
         self.register_load_state_dict_post_hook(_expect_any)  # a run that goes on
 
-    def look_at_first(self, step: KLStep, *, whole_batch: bool = False) -> None:
-        """Looks at the KL of the first steps; later there is nothing to do."""
+    def look_at_first(self, step: KLStep, batch: TensorDictBase | None = None) -> None:
+        """Looks at the first steps, or at a whole `batch`; later there is nothing to do."""
         if self._first is None or step.log_prob is None or torch.compiler.is_compiling():
             return
         counts, k1 = step.counting, step.log_prob - step.ref_log_prob
+        if batch is not None:
+            self._first.add_draws(batch, counts)
         k1 = k1 if counts is None else k1[td.expand_right(counts, k1.shape)]
-        doubt = self._first.add(k1, self.reference.actor, whole_batch=whole_batch)
+        doubt = self._first.add(k1, self.reference.actor, whole_batch=batch is not None)
         if doubt is not None:
             self._first = None
         if doubt:
@@ -216,6 +218,8 @@ class ScoringTransform(KLTransform):
         env = self.env
         if env is not None:
             score = score_env_step(self.reference, self.acting, tensordict, self.estimate, env)
+            if self._first is not None and not torch.compiler.is_compiling():
+                self._first.add_draws(tensordict, score.mask)
             vars(self)["_scored"] = score  # until `_step`; `nn.Module.__setattr__` takes longer
         return tensordict
 
@@ -233,5 +237,6 @@ class ScoringTransform(KLTransform):
         return input_spec
 
 
-def _expect_any(transform: ScoringTransform, _: object) -> None:
-    transform._first = None
+def _expect_any(transform: ScoringTransform, _: object = None) -> None:
+    if transform._first is not None:
+        transform._first.copied = False
