@@ -67,6 +67,22 @@ class TestContinuous:
     def test_a_normal_gives_one_value_per_dimension(self, normals):
         assert_near(kl_exact(*(D.Normal(*x) for x in normals)), normal_kl(*normals))
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_half_precision_is_computed_in_float32(self, masked, dtype):
+        """Of nearly equal Normals: the eps of bfloat16 is 0.008, many times their KL."""
+        loc, scale = (x.to(dtype) for x in loc_and_scale(50, 3))
+        policy, reference = (loc, scale), (loc * 1.02, scale * 1.02)
+        mask = torch.ones(50, dtype=torch.bool) if masked else None
+        pair = (D.Independent(D.Normal(*x), 1) for x in (policy, reference))
+        kl = kl_exact(*pair, mask=mask)
+        expected = normal_kl(*([x.double() for x in one] for one in (policy, reference))).sum(-1)
+        assert kl.dtype == torch.float32
+        # 3 sums of terms below 4, each rounded a few times.
+        assert_close(kl.double(), expected, rtol=0, atol=3 * 4 * 8 * 2**-24)
+        tanh = [TanhNormal(*one, event_dims=1) for one in (policy, reference)]
+        assert_close(kl_exact(*tanh, mask=mask), kl, rtol=0, atol=0)
+
     @pytest.mark.parametrize(
         "make",
         [

@@ -7,7 +7,7 @@ filled with valid numbers, so that their KL is 0 in value and in gradient, never
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,7 +73,8 @@ def kl_of_logits(policy: Tensor, reference: Tensor, mask: Tensor | None) -> Tens
 def kl_of_distributions(
     policy: Distribution, reference: Distribution, mask: Tensor | None
 ) -> Tensor:
-    """KL(policy || reference) of shape `batch_shape`; the shape of the mask has been checked."""
+    """KL(policy || reference) of shape `batch_shape`, at least float32; the mask was checked."""
+    policy, reference = _in_working_dtype(policy), _in_working_dtype(reference)
     if mask is not None:
         policy, reference = _fill(policy, mask), _fill(reference, mask)
     try:
@@ -87,22 +88,48 @@ def kl_of_distributions(
     return kl if mask is None else torch.where(mask, kl, 0.0)
 
 
-def _fill(value: Any, mask: Tensor) -> Any:
+def _in_working_dtype(dist: Distribution) -> Distribution:
+    # In half precision the KL of two Normals, a difference of rounded 1s, is off by about 0.01.
+    def widen(param: Tensor) -> Tensor:
+        return param.to(working_dtype(param.dtype))
+
+    half = any(param.dtype != working_dtype(param.dtype) for param in _params(dist))
+    return _with_params(dist, widen) if half else dist
+
+
+def _fill(dist: Distribution, mask: Tensor) -> Distribution:
     """A copy of a distribution, with `fill_padding` of all its parameters and parts."""
+
+    def fill(param: Tensor) -> Tensor:
+        return fill_padding(param, mask) if param.shape[: mask.ndim] == mask.shape else param
+
+    return _with_params(dist, fill)
+
+
+def _params(value: Any) -> Iterator[Tensor]:
+    """All floating-point tensors of a distribution and of its parts."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    # The parts of a CompositeDistribution are in a dictionary.
+    parts = vars(value) if isinstance(value, Distribution) else value
+    for part in parts.values() if isinstance(parts, dict) else ():
+        yield from _params(part)
+
+
+def _with_params(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a distribution, with all of its `_params` changed."""
     if isinstance(value, Distribution):
-        filled = copy.copy(value)
+        changed = copy.copy(value)
         for name, part in vars(value).items():
             if name.startswith(_UNBROADCASTED):
                 # Without batch dimensions, a (3, 3) matrix would pass for three rows of 3 numbers.
                 part = getattr(value, name.removeprefix(_UNBROADCASTED))
-            vars(filled)[name] = _fill(part, mask)
-        return filled
-    # The parts of a CompositeDistribution are in a dictionary.
+            vars(changed)[name] = _with_params(part, change)
+        return changed
     if isinstance(value, dict):
-        return {name: _fill(part, mask) for name, part in value.items()}
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return fill_padding(value, mask) if value.shape[: mask.ndim] == mask.shape else value
-    return value
+        return {name: _with_params(part, change) for name, part in value.items()}
+    is_param = isinstance(value, Tensor) and value.is_floating_point()
+    return change(value) if is_param else value
 
 
 def _kl(policy: Distribution, reference: Distribution) -> Tensor:

@@ -118,8 +118,9 @@ def kl_exact(
             distribution computed when it was built (Categorical normalizes) keeps its gradient.
 
     Returns:
-        The KL of each step, nats, shape (*B). It is +inf, with gradient 0, where the reference
-        cannot take an action that the policy can, and NaN where a row is not a distribution.
+        The KL of each step, nats, shape (*B), of distributions in at least float32. It is +inf,
+        with gradient 0, where the reference cannot take an action that the policy can, and NaN
+        where a row is not a distribution.
 
     Raises:
         TypeError: if the two are not alike or not floating point, or no KL is registered for them.
