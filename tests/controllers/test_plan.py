@@ -375,7 +375,8 @@ def test_it_follows_a_need_that_falls():
 def test_its_state_goes_on_alike():
     first, second = PlannedKLController(0.5, init_coeff=1.0), PlannedKLController(0.5)
     simulate(first, 3.0, 30, lambda step: 1.0)
-    state = {"plan._extra_state": torch.zeros(0, 4), "plan.made": torch.ones(())}
+    plan = {"_extra_state": torch.zeros(0, 4), "made": torch.ones(()), "n_groups": torch.zeros(())}
+    state = {f"plan.{name}": value for name, value in plan.items()}
     second.load_state_dict(first.state_dict() | state)
     for kl in (0.1, 0.8, 0.5):
         assert first.update(kl, 9) == second.update(kl, 9)

@@ -18,7 +18,7 @@ from torchrl_kl import (
     RewardAdjustmentTransform,
     coeff_for_budget,
 )
-from torchrl_kl._feeding.rewards import RewardFeed
+from torchrl_kl._feeding.rewards import EnvReturns, RewardFeed
 from torchrl_kl.controllers.plan import RewardPlan
 
 TIME: Any = [None, "time"]
@@ -125,6 +125,22 @@ def test_env_steps_before_and_after_a_stop_are_not_compared():
     # Four envs; blocks of 16 steps and of the 4 steps that are left, twice.
     sizes = plan.samples[:, 3].unique(return_counts=True)[1]
     assert sorted(sizes.tolist()) == [4] * 8 + [16] * 8
+
+
+@pytest.mark.parametrize("feeds", [1, 2])
+def test_env_steps_of_several_envs_are_not_compared(feeds):
+    """Of clones, which share a feed, or of two stacks with one controller."""
+    learner, ones = controller(0.2, per="step"), torch.ones(1, 1)
+    envs = [EnvReturns(), EnvReturns()]
+    own = [RewardFeed()] * 2 if feeds == 1 else [RewardFeed(), RewardFeed()]
+    for _ in range(64):
+        for number, (feed, env) in enumerate(zip(own, envs, strict=True)):
+            feed.add_env_step(learner, number * ones, 0 * ones, None, returns=env, needed=1)
+    plan = learner.plan
+    assert plan is not None
+    blocks = [plan.samples[plan.samples[:, 3] == group] for group in plan.samples[:, 3].unique()]
+    assert [len(steps) for steps in blocks] == [16] * 8
+    assert all(len(steps[:, 0].unique()) == 1 for steps in blocks)
 
 
 def test_responses_before_and_after_a_stop_are_not_compared():

@@ -24,10 +24,15 @@ _NATS_SHOWN = 2.0  # so much KL of whole trajectories a few hundred of them can 
 
 
 class EnvReturns:
-    """Rewards and log-ratios of the trajectories in the rows of one env, up to the present step."""
+    """Rewards and log-ratios of the trajectories in the rows of one env, up to the present step.
+
+    For a target per step, the numbers of the blocks of neighbouring steps in its rows.
+    """
 
     def __init__(self):
         self.sums = cast(Tensor | None, None)  # (2, *B, *A, 1)
+        self.block = cast(Tensor | None, None)  # its number in each row, (*B, *A, 1)
+        self.n_in_block = 0  # steps of the present one
 
     def add(self, step: Tensor) -> Tensor:
         """Adds what a step has brought, (2, *B, *A, 1); returns the sums."""
@@ -35,6 +40,15 @@ class EnvReturns:
             step = step + self.sums.to(step)
         self.sums = step
         return step
+
+    def number_block(self, plan: RewardPlan, like: Tensor) -> Tensor:
+        """The numbers of the blocks of the next step in rows `like` (*B, *A, 1), float64."""
+        if self.block is None or self.block.shape != like.shape or self.n_in_block == _BLOCK:
+            n = like.numel()
+            numbers = plan.new_groups(n) + torch.arange(n, dtype=torch.float64, device=like.device)
+            self.block, self.n_in_block = numbers.view(like.shape), 0
+        self.n_in_block += 1
+        return self.block.to(like.device)
 
     def begin(self, reset: Tensor | None) -> None:
         """Sets the sums to 0 where the env is reset; None: everywhere."""
@@ -61,19 +75,12 @@ class RewardFeed:
         self._truncated: list[float] = []
         self._by_blocks: bool | None = None  # for a target per step; None: not known yet
         self._samples: list[Tensor] = []  # of env steps, (3, N) each, not given yet
-        self._env_steps, self._first_block = 0, 0.0
         self.withheld = False  # whether the plan was made since `take_withheld`
 
     def take_withheld(self) -> bool:
         """Whether the KL that comes next belongs to the rewards that have just made the plan."""
         withheld, self.withheld = self.withheld, False
         return withheld
-
-    @staticmethod
-    def first_new_group(controller: KLController) -> float:
-        """The least number that is above those of all groups of the controller's plan."""
-        known = cast(RewardPlan, controller.plan).samples[:, 3].nan_to_num(-1.0)
-        return known.max().item() + 1 if len(known) else 0.0
 
     def give(self, controller: KLController, rewards: Tensor, **about: Tensor | None) -> None:
         """Gives samples (N,); see `TargetKLController.observe_rewards`."""
@@ -125,7 +132,8 @@ class RewardFeed:
             self._by_blocks = controller.target * lengths.mean().item() > _NATS_SHOWN or None
         if per_step and self._by_blocks:
             blocks = _number_blocks(n_counted, counts, tensordict.batch_size)
-            groups = blocks[counts] + self.first_new_group(controller)
+            first = cast(RewardPlan, controller.plan).new_groups(blocks.numel() + 1)
+            groups = blocks[counts] + first
             self.give(controller, rewards[counts], log_ratios=log_ratios[counts], groups=groups)
             return
         values[..., 2:3] = _number_states(tensordict, counts & (n_counted == 1), observed)
@@ -159,16 +167,11 @@ class RewardFeed:
         """
         sums = torch.stack([reward, log_ratio.to(reward)]).detach().double()
         number = torch.full_like(sums[:1], torch.nan)
+        returns = self.returns if returns is None else returns
         if controller.per == "step":
-            if not self._env_steps:
-                self._first_block = self.first_new_group(controller)
-            values = self._first_block + torch.arange(reward.numel(), device=reward.device).view(
-                number.shape
-            )
-            number = (values + self._env_steps // _BLOCK * reward.numel()).double()
-            self._env_steps += 1
+            number = returns.number_block(cast(RewardPlan, controller.plan), reward)[None]
         else:
-            sums = (self.returns if returns is None else returns).add(sums)
+            sums = returns.add(sums)
         if told:
             everywhere = torch.ones_like(reward, dtype=torch.bool)
             counts = everywhere if counts is None else td.expand_right(counts, reward.shape)
@@ -185,24 +188,33 @@ class RewardFeed:
         return {
             "stream": stream.rewards.state_dict(),
             "truncated": self._truncated + truncated,
-            "returns": None if self.returns.sums is None else self.returns.sums.tolist(),
+            "returns": _to_list(self.returns.sums),
+            "block": _to_list(self.returns.block),
+            "n_in_block": self.returns.n_in_block,
             "by_blocks": self._by_blocks,
             "samples": [one.tolist() for one in self._samples],
-            "env_steps": self._env_steps,
-            "first_block": self._first_block,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], stream: OpenTrajectories) -> None:
         """Goes on from what `state_dict` returned."""
-        opened, returns = OpenTrajectories(), state["returns"]
+        opened = OpenTrajectories()
         opened.load_state_dict(state["stream"])
         stream.rewards.restore(opened)
         self._truncated = list(state["truncated"])
         # In place: the transform in the env has this object, too.
-        self.returns.sums = None if returns is None else torch.tensor(returns, dtype=torch.float64)
+        self.returns.sums = _to_tensor(state["returns"])
+        self.returns.block = _to_tensor(state["block"])
+        self.returns.n_in_block = state["n_in_block"]
         self._by_blocks = state["by_blocks"]
         self._samples = [torch.tensor(one, dtype=torch.float64) for one in state["samples"]]
-        self._env_steps, self._first_block = state["env_steps"], state["first_block"]
+
+
+def _to_list(values: Tensor | None) -> Any:
+    return None if values is None else values.tolist()
+
+
+def _to_tensor(values: Any) -> Tensor | None:
+    return None if values is None else torch.tensor(values, dtype=torch.float64)
 
 
 def _number_blocks(n_counted: Tensor, counts: Tensor, batch_size: torch.Size) -> Tensor:

@@ -53,7 +53,8 @@ class RewardPlan(Float64State):
 
     The plan is made once the counted standard error of its logarithm is at most 0.25.
 
-    State: the samples, (N, 4) float64: reward, log-ratio, length, group; `made`, 0 or 1.
+    State: the samples, (N, 4) float64: reward, log-ratio, length, group; `made`, 0 or 1;
+    `n_groups`, the first number that no group has.
 
     Args:
         target: nats per step of a sample, above 0.
@@ -70,6 +71,7 @@ class RewardPlan(Float64State):
     """
 
     made: Tensor
+    n_groups: Tensor
 
     def __init__(self, target: float):
         super().__init__()
@@ -77,7 +79,8 @@ class RewardPlan(Float64State):
         self.samples = torch.zeros(0, 4, dtype=torch.float64)
         self.reason = "no reward has come yet"
         self.warned = False
-        self.register_buffer("made", torch.zeros((), dtype=torch.float64))
+        for name in ("made", "n_groups"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
 
     def add(
         self,
@@ -131,6 +134,13 @@ class RewardPlan(Float64State):
         self.samples = torch.cat([self.samples, new])
         return self
 
+    def new_groups(self, n: int) -> float:
+        """The first of `n` numbers that follow one another, which no other group has."""
+        groups = self.samples[:, 3].nan_to_num(-1.0)
+        first = max(self.n_groups.item(), groups.max().item() + 1 if len(groups) else 0.0)
+        self.n_groups.fill_(first + n)
+        return first
+
     def merge(self, other: RewardPlan) -> RewardPlan:
         """Adds the samples of another object (of a worker); returns this object.
 
@@ -141,6 +151,7 @@ class RewardPlan(Float64State):
         if other is self:
             raise ValueError("`other` must be another RewardPlan, got this object.")
         self.samples = torch.cat([self.samples, other.samples])
+        self.n_groups.clamp_min_(other.n_groups.item())
         return self
 
     def solve(self) -> Plan | None:

@@ -24,6 +24,7 @@ from torchrl_kl.actors.responses import (
 )
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.controllers import KLController
+from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.functional.invalid import OnInvalid, is_valid, seem_valid
 from torchrl_kl.language.heads import CausalLMActor
 from torchrl_kl.transforms.doubts import refuse_sums
@@ -285,7 +286,7 @@ class ResponseKLTransform(PenaltyTransform):
             self.controller,
             rewards[some],
             # Those of earlier batches are other groups.
-            groups=groups + self.feed.rewards.first_new_group(self.controller),
+            groups=groups + cast(RewardPlan, self.controller.plan).new_groups(len(numbers)),
             log_ratios=cast(Tensor, step.kl).sum((1, 2))[some],
             lengths=lengths[some] if self.controller.per == "step" else None,
         )
