@@ -192,12 +192,14 @@ class RewardFeed:
             "first_block": self._first_block,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], stream: OpenTrajectories) -> None:
-        """Goes on from what `state_dict` returned."""
+    def load_state_dict(
+        self, state: Mapping[str, Any], stream: OpenTrajectories, *, alive: bool
+    ) -> None:
+        """Goes on from what `state_dict` returned; `alive`: whether the collector goes on too."""
         opened, returns = OpenTrajectories(), state["returns"]
         opened.load_state_dict(state["stream"])
         stream.rewards.restore(opened)
-        self._truncated = list(state["truncated"])
+        self._truncated = [] if alive else list(state["truncated"])
         # In place: the transform in the env has this object, too.
         self.returns.sums = None if returns is None else torch.tensor(returns, dtype=torch.float64)
         self._by_blocks = state["by_blocks"]
