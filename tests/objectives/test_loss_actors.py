@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 from torch.testing import assert_close
 from torchrl.modules import MaskedCategorical, OneHotCategorical, ValueOperator, set_recurrent_mode
-from torchrl.objectives import ClipPPOLoss, KLPENPPOLoss
+from torchrl.objectives import ClipPPOLoss, DiscreteSACLoss, KLPENPPOLoss
 
 from tests.helpers import (
     N_ACTIONS,
@@ -66,6 +66,25 @@ class TestAroundALoss:
             [value for key, value in out.items() if key.startswith("loss_")]
         ).sum().backward()
         assert all(parameter.grad is not None for parameter in loss.parameters())
+
+    def test_a_loss_for_each_step_is_added_to_a_mean(self):
+        actor, values = (
+            moved(make_actor()),
+            TensorDictModule(
+                nn.Linear(N_OBS, N_ACTIONS), in_keys=["observation"], out_keys=["action_value"]
+            ),
+        )
+        options: Any = {
+            "action_space": "categorical",
+            "num_actions": N_ACTIONS,
+            "scalar_output_mode": "exclude",
+        }
+        sac = DiscreteSACLoss(actor, values, reduction="none", delay_qvalue=False, **options)
+        batch = rollout()
+        out = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=sac)(batch)
+        assert_close(out["loss_actor"], sac(batch)["loss_actor"])
+        assert_close(out["loss_kl"], 0.5 * out["kl"])
+        assert out["loss_actor"].shape == batch.shape
 
     def test_the_policy_is_trained_once(self):
         actor = moved(make_actor())

@@ -219,7 +219,8 @@ class KLPenaltyLoss(Fed, LossModule):
                 f"`loss` writes {taken} too, which KLPenaltyLoss would overwrite: call the two "
                 "losses one after the other."
             )
-        return others.update(out)
+        # With reduction="none", those of some losses have the batch size of the batch.
+        return TensorDict({**dict(others.items()), **dict(out.items())})
 
     @torch.no_grad()
     def update_controller(self, tensordict: TensorDictBase) -> float:
