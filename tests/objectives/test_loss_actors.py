@@ -67,6 +67,21 @@ class TestAroundALoss:
         ).sum().backward()
         assert all(parameter.grad is not None for parameter in loss.parameters())
 
+    def test_a_copy_has_one_policy_too(self):
+        actor, batch = moved(make_actor()), self.batch()
+        loss = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=self.ppo(actor))
+        other = copy.deepcopy(loss)
+        for one in (loss, other):
+            assert len(list(one.parameters())) == 4
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+            for _ in range(3):
+                out = dict(one(batch))
+                optimizer.zero_grad()
+                torch.stack([out[key] for key in out if key.startswith("loss_")]).sum().backward()
+                optimizer.step()
+        assert_same(loss.state_dict(), other.state_dict())
+        assert_close(dict(loss(batch)), dict(other(batch)))
+
     def test_a_loss_for_each_step_is_added_to_a_mean(self):
         actor, values = (
             moved(make_actor()),
