@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from torchrl_kl import AdaptiveKLController, KLController, PlannedKLController
+from tests.helpers import WalkEnv, make_actor, moved, play
+from torchrl_kl import (
+    AdaptiveKLController,
+    ConstantKLController,
+    KLConstrainedTransform,
+    KLController,
+    PlannedKLController,
+)
 
 
 class Remembering(KLController):
@@ -51,3 +58,22 @@ def test_a_target_that_is_changed_must_be_one(kind, bad):
     with pytest.raises(ValueError, match=f"`target` must be finite and above 0, got {bad}"):
         controller.target = bad
     assert controller.target == 0.5
+
+
+class Schedule(ConstantKLController):
+    """Its coefficient falls with each update."""
+
+    def _next_coeff(self, kl: float, n_steps: int) -> float:
+        return self.coeff.item() / 2
+
+
+def test_a_schedule_is_not_constant():
+    """Where no trajectory can be told, its coefficient would never move."""
+    reference = make_actor()
+    batch = play(WalkEnv((4,), longest=3), moved(reference)).detach()
+    stack = KLConstrainedTransform(reference, Schedule(0.8))
+    assert (stack(batch)["next", "kl_coeff"] == 0.8).all()
+    assert stack.controller.coeff == 0.4
+    with pytest.raises(RuntimeError, match="trajectories cannot be told apart"):
+        stack(batch.reshape(-1))
+    assert stack.controller.coeff == 0.4

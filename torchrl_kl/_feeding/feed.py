@@ -15,10 +15,10 @@ from torchrl_kl import _tensordict as td
 from torchrl_kl._feeding.rewards import RewardFeed
 from torchrl_kl._feeding.sums import sum_trajectories
 from torchrl_kl.controllers import (
-    ConstantKLController,
     KLController,
     KLStatistics,
     TargetKLController,
+    is_constant,
 )
 from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.controllers.trajectories import OpenTrajectories
@@ -52,7 +52,7 @@ class ControllerFeed(nn.Module):
     @property
     def adaptive(self) -> bool:
         """Whether the coefficient can change."""
-        return not isinstance(self.controller, ConstantKLController)
+        return not is_constant(self.controller)
 
     def add_batch(
         self,
