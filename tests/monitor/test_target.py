@@ -203,6 +203,21 @@ class TestTrajectories:
         assert_close([total for _, total, _ in pools], expected, rtol=0, atol=1e-5)
         assert sum(map(len, totals)) > 10
 
+    @pytest.mark.parametrize(("value_key", "knows"), [("state_value", False), ("v", True)])
+    def test_values_of_a_critic_that_learns_do_not_part_a_trajectory(self, value_key, knows):
+        reference = make_actor()
+        policy, stack = moved(reference), KLConstrainedTransform(reference, 0.1)
+        batches = collect(WalkEnv((4,), longest=9), policy, frames=12, batches=8, postproc=stack)
+        monitors = [KLMonitor(self.controller, actor=policy if knows else None) for _ in range(2)]
+        for n, batch in enumerate(batches):
+            monitors[0](batch)
+            for step in (batch, batch["next"]):  # the critic has other weights in each batch
+                step[value_key] = (n + 1) * step["observation"].sum(-1, keepdim=True)
+            monitors[1](batch)
+        before, behind = (monitor.state_dict()["pools"] for monitor in monitors)
+        assert before == behind
+        assert sum(count for count, _, _ in before) > 10
+
     def test_padding_after_the_end_is_not_summed(self):
         batch = step_of(kl=[0.5, 0.7, math.nan, 9.0], done=[False, True, False, False])
         batch["collector"] = TensorDict(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 from torch.testing import assert_close
 from torchrl.modules import MaskedCategorical, OneHotCategorical, ValueOperator, set_recurrent_mode
-from torchrl.objectives import ClipPPOLoss, KLPENPPOLoss
+from torchrl.objectives import ClipPPOLoss, DiscreteSACLoss, KLPENPPOLoss
 
 from tests.helpers import (
     N_ACTIONS,
@@ -66,6 +66,40 @@ class TestAroundALoss:
             [value for key, value in out.items() if key.startswith("loss_")]
         ).sum().backward()
         assert all(parameter.grad is not None for parameter in loss.parameters())
+
+    def test_a_copy_has_one_policy_too(self):
+        actor, batch = moved(make_actor()), self.batch()
+        loss = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=self.ppo(actor))
+        other = copy.deepcopy(loss)
+        for one in (loss, other):
+            assert len(list(one.parameters())) == 4
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+            for _ in range(3):
+                out = dict(one(batch))
+                optimizer.zero_grad()
+                torch.stack([out[key] for key in out if key.startswith("loss_")]).sum().backward()
+                optimizer.step()
+        assert_same(loss.state_dict(), other.state_dict())
+        assert_close(dict(loss(batch)), dict(other(batch)))
+
+    def test_a_loss_for_each_step_is_added_to_a_mean(self):
+        actor, values = (
+            moved(make_actor()),
+            TensorDictModule(
+                nn.Linear(N_OBS, N_ACTIONS), in_keys=["observation"], out_keys=["action_value"]
+            ),
+        )
+        options: Any = {
+            "action_space": "categorical",
+            "num_actions": N_ACTIONS,
+            "scalar_output_mode": "exclude",
+        }
+        sac = DiscreteSACLoss(actor, values, reduction="none", delay_qvalue=False, **options)
+        batch = rollout()
+        out = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=sac)(batch)
+        assert_close(out["loss_actor"], sac(batch)["loss_actor"])
+        assert_close(out["loss_kl"], 0.5 * out["kl"])
+        assert out["loss_actor"].shape == batch.shape
 
     def test_the_policy_is_trained_once(self):
         actor = moved(make_actor())

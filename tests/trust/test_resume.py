@@ -227,6 +227,20 @@ def test_what_a_batch_truncates_counts_once_a_collector_begins_anew(of_collector
         check_equal(resumed.statistics.state_dict(), whole.statistics.state_dict())
 
 
+@pytest.mark.parametrize("of_collector", [False, True])
+def test_what_a_batch_truncates_counts_once_where_a_state_is_loaded_in_between(of_collector):
+    runs = []
+    for loads in (False, True):
+        feed, stream = new_feed(), OpenTrajectories() if of_collector else None
+        for n in range(5):
+            add(feed, episodes(n, first_id=4 * n), stream)
+            if loads:
+                feed.load_state_dict(copy.deepcopy(feed.state_dict()))
+        runs.append(told_by(feed))
+    assert runs[0] == runs[1]
+    assert sum(n for _, n in runs[0]) == 4 * 4
+
+
 def test_a_refused_batch_keeps_what_the_last_run_truncated():
     run, resumed = new_feed(), new_feed()
     add(run, episodes(0, first_id=0), OpenTrajectories())

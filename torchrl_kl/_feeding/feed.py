@@ -15,10 +15,10 @@ from torchrl_kl import _tensordict as td
 from torchrl_kl._feeding.rewards import RewardFeed
 from torchrl_kl._feeding.sums import sum_trajectories
 from torchrl_kl.controllers import (
-    ConstantKLController,
     KLController,
     KLStatistics,
     TargetKLController,
+    is_constant,
 )
 from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.controllers.trajectories import OpenTrajectories
@@ -52,7 +52,7 @@ class ControllerFeed(nn.Module):
     @property
     def adaptive(self) -> bool:
         """Whether the coefficient can change."""
-        return not isinstance(self.controller, ConstantKLController)
+        return not is_constant(self.controller)
 
     def add_batch(
         self,
@@ -147,12 +147,14 @@ class ControllerFeed(nn.Module):
         """Goes on from what `get_extra_state` returned."""
         found = json.loads(bytes(state.tolist()))
         self._idle, self._warned = dict(found["idle"]), bool(found["warned"])
-        self._truncated = list(found["truncated"])
+        # A collector that goes on in this process still has its own, and tells them itself.
+        alive = self._latest is not self.stream
+        self._truncated = [] if alive else list(found["truncated"])
         stream = OpenTrajectories()
         stream.load_state_dict(found["stream"])
         self.stream.restore(stream)
         if found["rewards"] is not None:
-            self.rewards.load_state_dict(found["rewards"], self.stream)
+            self.rewards.load_state_dict(found["rewards"], self.stream, alive=alive)
 
     def needed(self, in_env: bool) -> int:
         """How many values an update waits for."""

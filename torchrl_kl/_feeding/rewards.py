@@ -195,12 +195,14 @@ class RewardFeed:
             "samples": [one.tolist() for one in self._samples],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], stream: OpenTrajectories) -> None:
-        """Goes on from what `state_dict` returned."""
+    def load_state_dict(
+        self, state: Mapping[str, Any], stream: OpenTrajectories, *, alive: bool
+    ) -> None:
+        """Goes on from what `state_dict` returned; `alive`: whether the collector goes on too."""
         opened = OpenTrajectories()
         opened.load_state_dict(state["stream"])
         stream.rewards.restore(opened)
-        self._truncated = list(state["truncated"])
+        self._truncated = [] if alive else list(state["truncated"])
         # In place: the transform in the env has this object, too.
         self.returns.sums = _to_tensor(state["returns"])
         self.returns.block = _to_tensor(state["block"])

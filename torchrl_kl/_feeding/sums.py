@@ -16,6 +16,8 @@ from torchrl_kl.controllers.trajectories import OpenTrajectories, Segments, Traj
 
 # They show no state: a collector may set "truncated" in the last step of a batch.
 _FLAGS = {"done", "terminated", "truncated", "is_init"}
+# Nor do estimates of a value: the next batch has those of a network that was trained since.
+_VALUES = {"state_value", "state_action_value", "action_value", "chosen_action_value"}
 
 
 def sum_trajectories(
@@ -109,7 +111,8 @@ def state_keys(tensordict: TensorDictBase, observed: Iterable[NestedKey] | None)
     """Keys of what a step leaves and the next one begins with: of `observed`, or of all entries."""
     step = cast(TensorDictBase, tensordict.get("next"))
     if observed is None:
-        observed = sorted(step.keys(True, True), key=str)
+        found = (key for key in step.keys(True, True) if td.as_tuple(key)[-1] not in _VALUES)
+        observed = sorted(found, key=str)
     return [
         key
         for key in td.leaf_keys(tensordict, observed)

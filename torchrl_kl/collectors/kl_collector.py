@@ -19,7 +19,6 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_kl.collectors import watched
 from torchrl_kl.collectors.links import LearnerLink, WorkerLink, number_trajectories
 from torchrl_kl.collectors.processes import worker_env
-from torchrl_kl.controllers import ConstantKLController
 from torchrl_kl.transforms import KLConstrainedTransform
 
 _WATCHED: dict[type, type[watched.WatchedCollector]] = {
@@ -125,7 +124,7 @@ def _check_arguments(kind: Any, stack: Any, given: dict[str, Any]) -> None:
         return next((one[name] for one in places if one.get(name) is not None), None)
 
     # Only a controller that moves is misled by actions that are not drawn from the policy.
-    moves = not (stack.frozen or isinstance(stack.controller, ConstantKLController))
+    moves = stack.feed.adaptive and not stack.frozen
     drawn = given.get("exploration_type", ExplorationType.RANDOM) == ExplorationType.RANDOM
     # The batches of synchronous workers have the rows of all of them.
     is_sync = kind in (Collector, MultiSyncCollector) or given.get("sync")

@@ -10,6 +10,7 @@ from torchrl_kl.controllers.rules import (
     ExponentialKLController,
     PIDKLController,
     as_controller,
+    is_constant,
 )
 from torchrl_kl.controllers.statistics import KLStatistics
 
@@ -26,4 +27,5 @@ __all__ = [
     "TargetKLController",
     "as_controller",
     "coeff_for_budget",
+    "is_constant",
 ]

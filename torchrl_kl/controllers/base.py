@@ -46,10 +46,10 @@ class KLController(Float64State, ABC):
 
     coeff: Tensor
     # KLMonitor reads these; a subclass sets those that it has.
-    target: float = math.nan
     min_coeff: float = 0.0
     max_coeff: float = math.inf
     plan: RewardPlan | None
+    _target: float = math.nan
 
     def __init__(self, init_coeff: float, *, per: Per = "trajectory"):
         super().__init__()
@@ -59,6 +59,15 @@ class KLController(Float64State, ABC):
         self.plan = None
         coeff = check_number("init_coeff", init_coeff, at_least=0.0)
         self.register_buffer("coeff", torch.tensor(coeff, dtype=torch.float64))
+
+    @property
+    def target(self) -> float:
+        """The KL to hold, nats per `per`, which may be changed; NaN for a rule without a target."""
+        return self._target
+
+    @target.setter
+    def target(self, target: float) -> None:
+        self._target = check_number("target", target, above=0.0)
 
     @property
     def planning(self) -> bool:
@@ -133,9 +142,11 @@ class KLController(Float64State, ABC):
     ) -> None:
         """Refuses numbers that no update gives, which makes `load_state_dict` a RuntimeError."""
         errors = lists[-1]
-        for name in self._buffers:
+        # A buffer that is not one finite number here is a subclass's, which may have any value.
+        numbers = (name for name, own in self._buffers.items() if _is_number(own))
+        for name in numbers:
             loaded = state_dict.get(f"{prefix}{name}", torch.zeros(()))
-            if not (loaded.numel() == 1 and math.isfinite(loaded.item())):
+            if not _is_number(loaded):
                 errors.append(f"`{name}` must be one finite number, got {loaded.tolist()}.")
         coeff = state_dict.get(f"{prefix}coeff", self.coeff)
         lowest, highest = self.min_coeff, self.max_coeff
@@ -196,7 +207,7 @@ class TargetKLController(KLController):
         if not planned:
             check_number("init_coeff", init_coeff, above=0.0)  # type: ignore[arg-type]
         super().__init__(0.0 if planned else init_coeff, per=per)  # type: ignore[arg-type]
-        self.target = check_number("target", target, above=0.0)
+        self.target = target
         if planned:
             self.plan = RewardPlan(self.target)
         self.deadband = check_number("deadband", deadband, at_least=0.0)
@@ -287,6 +298,10 @@ class TargetKLController(KLController):
         """The coefficient, the unit, the target, a deadband and the settings, for `repr`."""
         names = ("target", *(["deadband"] if self.deadband > 0 else []), *self._settings)
         return ", ".join([super().extra_repr(), *(f"{n}={getattr(self, n):g}" for n in names)])
+
+
+def _is_number(buffer: Tensor | None) -> bool:
+    return buffer is not None and buffer.numel() == 1 and math.isfinite(buffer.item())
 
 
 def _as_float(name: str, value: float | Tensor) -> float:

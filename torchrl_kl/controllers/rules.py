@@ -269,6 +269,11 @@ class PIDKLController(_LogKLController):
         return self.ki * error + self.kp * change + self.kd * (change - change_before)
 
 
+def is_constant(controller: KLController) -> bool:
+    """Whether its coefficient never moves; a subclass may have a rule, such as a schedule."""
+    return type(controller)._next_coeff is ConstantKLController._next_coeff
+
+
 def as_controller(controller: KLController | float) -> KLController:
     """A controller unchanged, a number as a constant coefficient; TypeError for anything else."""
     if isinstance(controller, KLController):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchrl_kl._feeding import sum_trajectories
 from torchrl_kl._tensordict import MASK_KEY, KLKeys, as_keys, find_done, find_time_dim, get_required
 from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.actors.reading import read_keys
 from torchrl_kl.actors.responses import SAMPLER_LOG_PROB, has_texts, read_steps
 from torchrl_kl.controllers.rules import KLController
 from torchrl_kl.controllers.statistics import KLStatistics
@@ -80,6 +81,10 @@ class KLMonitor:
     measured; with `per="step"` it is that of a response divided by the mean number of tokens.
 
     An episode ends when the monitor looked for its condition `window` times in a row in vain.
+
+    A trajectory goes on in the next batch where that begins in the state in which it was left. With
+    `actor`, what the actor reads is that state; without, all entries of "next" that are at the root
+    too, but for values under the names of TorchRL. Call the monitor before a learner adds others.
 
     With `actor`, the log-probs are recomputed in every `check_every`-th batch and in each one with
     a negative mean k1. Evidence on the actions is pooled over every `check_every`-th batch; over
@@ -162,6 +167,8 @@ class KLMonitor:
             pad_token, eos_token = self._check.pad_token, self._check.eos_token
             log_prob_key = self._check.recorded.key
         self.keys = keys.resolve(log_prob_key)
+        # A critic may have written its values, which belong to no state, before the monitor looks.
+        self._observed = None if actor is None else read_keys(actor)
         self._tokens = {"pad_token": pad_token, "eos_token": eos_token}
         self._state = _State(math.nan if controller.planning else controller.coeff.item())
         self._open_trajectories = OpenTrajectories()
@@ -310,8 +317,10 @@ class KLMonitor:
             )
         # A trajectory that began in an earlier batch is summed from there on.
         done_key = find_done(step, self.keys.done, named=self.keys.done_named)
-        mask = batch.get(MASK_KEY, None)
-        return sum_trajectories(batch, measured, mask, done_key, self._open_trajectories).finished
+        mask, stream = batch.get(MASK_KEY, None), self._open_trajectories
+        observed = self._observed
+        sums = sum_trajectories(batch, measured, mask, done_key, stream, observed=observed)
+        return sums.finished
 
     def _measured_entry(self, step: TensorDictBase) -> Tensor:
         key = self.keys.kl_estimate

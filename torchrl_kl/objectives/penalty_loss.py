@@ -37,6 +37,7 @@ from torchrl_kl.objectives.terms import (
     Weights,
     check_options,
     find_last_steps,
+    find_shared,
     finite_padding,
     read_done,
     reduce_steps,
@@ -165,6 +166,8 @@ class KLPenaltyLoss(Fed, LossModule):
         self.convert_to_functional(cast(ProbabilisticTensorDictSequential, actor), "actor_network")
         self.feed = ControllerFeed(as_controller(controller))
         self.loss = loss
+        if loss is not None:
+            self.actor_network_params = find_shared(self.actor_network_params, loss)
         self.gradient: Gradient = gradient
         self.weights: Weights = weights or ("trajectory" if gradient == "sequence" else "step")
         self.reduction: Reduction = reduction
@@ -219,7 +222,8 @@ class KLPenaltyLoss(Fed, LossModule):
                 f"`loss` writes {taken} too, which KLPenaltyLoss would overwrite: call the two "
                 "losses one after the other."
             )
-        return others.update(out)
+        # With reduction="none", those of some losses have the batch size of the batch.
+        return TensorDict({**dict(others.items()), **dict(out.items())})
 
     @torch.no_grad()
     def update_controller(self, tensordict: TensorDictBase) -> float:

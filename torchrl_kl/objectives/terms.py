@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
-from torch import Tensor
+from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams, unravel_key
+from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from torchrl_kl._tensordict import (
@@ -127,6 +127,21 @@ def warn_of_k3(gradient: str) -> None:
             'use "k2" for KL(policy || reference) from the action alone.',
             stacklevel=3,
         )
+
+
+def find_shared(params: Any, loss: nn.Module) -> TensorDictParams:
+    """Those of `loss` that hold the very tensors of `params`, or else `params`.
+
+    A deepcopy of two objects with the same tensors would have two policies, since TensorDict copies
+    each object by itself; one object is copied once.
+    """
+    keys = set(params.keys(True, True))
+    parts: list[Any] = [part for part in loss.modules() if isinstance(part, TensorDictParams)]
+    for part in parts:
+        same_keys = set(part.keys(True, True)) == keys
+        if same_keys and all(part.get(key) is params.get(key) for key in keys):
+            return part
+    return params
 
 
 def finite_padding(

@@ -1,0 +1,79 @@
+"""Controllers with a state or a target that a user changes."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import WalkEnv, make_actor, moved, play
+from torchrl_kl import (
+    AdaptiveKLController,
+    ConstantKLController,
+    KLConstrainedTransform,
+    KLController,
+    PlannedKLController,
+)
+
+
+class Remembering(KLController):
+    """It keeps the last KLs, and the lowest, in buffers that are not one finite number."""
+
+    def __init__(self, init_coeff: float):
+        super().__init__(init_coeff)
+        self.register_buffer("last", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("lowest", torch.tensor(math.inf, dtype=torch.float64))
+
+    def _next_coeff(self, kl: float, n_steps: int) -> float:
+        last, lowest = self.get_buffer("last"), self.get_buffer("lowest")
+        last.copy_(torch.tensor([*last[1:].tolist(), kl]))
+        lowest.fill_(min(kl, lowest.item()))
+        return max(last.mean().item() - lowest.item(), 0.0)
+
+
+@pytest.mark.parametrize("n_updates", [0, 2])
+def test_any_state_of_a_subclass_is_loaded(n_updates):
+    first, second = Remembering(0.1), Remembering(0.2)
+    for kl in range(n_updates):
+        first.update(kl + 1.0, 1)
+    second.load_state_dict(first.state_dict())
+    assert second.coeff == first.coeff
+    assert [one.update(3.0, 1) for one in (second, second)] == [
+        one.update(3.0, 1) for one in (first, first)
+    ]
+
+
+def test_a_target_that_is_changed_is_followed():
+    controller = AdaptiveKLController(0.1, target=0.5, horizon=100)
+    controller.target = 2.0
+    assert controller.update(1.0, 10) == 0.1 * (1 - 0.2 * 10 / 100)
+    assert "target=2," in repr(controller)
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.1, math.nan, math.inf])
+@pytest.mark.parametrize("kind", [AdaptiveKLController, PlannedKLController])
+def test_a_target_that_is_changed_must_be_one(kind, bad):
+    options: dict[str, Any] = {"horizon": 100} if kind is AdaptiveKLController else {}
+    controller = kind(init_coeff=0.1, target=0.5, **options)
+    with pytest.raises(ValueError, match=f"`target` must be finite and above 0, got {bad}"):
+        controller.target = bad
+    assert controller.target == 0.5
+
+
+class Schedule(ConstantKLController):
+    """Its coefficient falls with each update."""
+
+    def _next_coeff(self, kl: float, n_steps: int) -> float:
+        return self.coeff.item() / 2
+
+
+def test_a_schedule_is_not_constant():
+    """Where no trajectory can be told, its coefficient would never move."""
+    reference = make_actor()
+    batch = play(WalkEnv((4,), longest=3), moved(reference)).detach()
+    stack = KLConstrainedTransform(reference, Schedule(0.8))
+    assert (stack(batch)["next", "kl_coeff"] == 0.8).all()
+    assert stack.controller.coeff == 0.4
+    with pytest.raises(RuntimeError, match="trajectories cannot be told apart"):
+        stack(batch.reshape(-1))
+    assert stack.controller.coeff == 0.4
