@@ -24,17 +24,28 @@ _NATS_SHOWN = 2.0  # so much KL of whole trajectories a few hundred of them can 
 
 
 class EnvReturns:
-    """Rewards and log-ratios of the trajectories in the rows of one env, up to the present step."""
+    """Rewards and log-ratios of the trajectories in the rows of one env, up to the present step.
+
+    They are NaN in a row that does not go on from what the last step has left: it is in a
+    trajectory of another rollout, whose rewards are not known.
+    """
 
     def __init__(self):
-        self.sums = cast(Tensor | None, None)  # (2, *B, *A, 1)
+        # (3, *B, *A, 1): rewards, log-ratios, and the running sum of the KL that the data have.
+        self.sums = cast(Tensor | None, None)
 
-    def add(self, step: Tensor) -> Tensor:
-        """Adds what a step has brought, (2, *B, *A, 1); returns the sums."""
-        if self.sums is not None and self.sums.shape == step.shape:
-            step = step + self.sums.to(step)
-        self.sums = step
-        return step
+    def add(self, reward: Tensor, kl: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """Adds what a step has brought, (*B, *A, 1) each; returns the sums, (2, *B, *A, 1).
+
+        `before`, `after`: the running sum of the KL in the data, (*B, *A, 1).
+        """
+        step = torch.stack([reward, kl.to(reward)]).detach().double()
+        sums = torch.zeros_like(step[:1]).expand(3, *step.shape[1:])
+        if self.sums is not None and self.sums.shape == sums.shape:
+            sums = self.sums.to(step)
+        totals = step + torch.where(sums[2] == before, sums[:2], torch.nan)
+        self.sums = torch.cat([totals, after.unsqueeze(0).to(totals)])
+        return totals
 
     def begin(self, reset: Tensor | None) -> None:
         """Sets the sums to 0 where the env is reset; None: everywhere."""
@@ -147,32 +158,29 @@ class RewardFeed:
         log_ratio: Tensor,
         counts: Tensor | None,
         *,
-        returns: EnvReturns | None = None,
         told: bool = True,
         needed: int,
     ) -> None:
         """Gives the rewards of env steps, (*B, *A, 1), in portions of `needed` samples.
 
-        `counts`: True where a trajectory has finished; where a step counts, for a target per step;
-        None: everywhere. `returns`: those of the env, if it is one of several; `told`: whether any
-        step counts. In an env all trajectories are pooled, and steps are compared in blocks.
+        For a target per trajectory, reward and log-ratio are the sums of `EnvReturns`. `counts`:
+        True where a trajectory has finished; where a step counts, for a target per step; None:
+        everywhere. NaN is left out. `told`: whether any step counts. In an env all trajectories are
+        pooled, and steps are compared in blocks.
         """
-        sums = torch.stack([reward, log_ratio.to(reward)]).detach().double()
-        number = torch.full_like(sums[:1], torch.nan)
+        values = torch.stack([reward, log_ratio.to(reward)]).detach().double()
+        number = torch.full_like(values[:1], torch.nan)
         if controller.per == "step":
             if not self._env_steps:
                 self._first_block = self.first_new_group(controller)
-            values = self._first_block + torch.arange(reward.numel(), device=reward.device).view(
-                number.shape
-            )
-            number = (values + self._env_steps // _BLOCK * reward.numel()).double()
+            places = torch.arange(reward.numel(), device=reward.device).view(number.shape)
+            blocks = self._first_block + places + self._env_steps // _BLOCK * reward.numel()
+            number = blocks.double()
             self._env_steps += 1
-        else:
-            sums = (self.returns if returns is None else returns).add(sums)
         if told:
-            everywhere = torch.ones_like(reward, dtype=torch.bool)
-            counts = everywhere if counts is None else td.expand_right(counts, reward.shape)
-            self._samples.append(torch.cat([sums, number])[:, counts])  # (3, N)
+            known = ~values[0].isnan()
+            counts = known if counts is None else known & td.expand_right(counts, reward.shape)
+            self._samples.append(torch.cat([values, number])[:, counts])  # (3, N)
         if sum(one.shape[1] for one in self._samples) >= needed:
             samples = [one.to(reward.device) for one in self._samples]
             rewards, log_ratios, groups = torch.cat(samples, 1)

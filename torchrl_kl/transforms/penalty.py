@@ -124,9 +124,10 @@ class PenaltyTransform(Fed, KLTransform):
             return step
         # The sum is an entry of the data, so that TorchRL sets it to zero in partial resets.
         measured = step.measured.detach().to(episode_dtype(step.measured.dtype))
-        episode_kl = td.get_required(tensordict, self.keys.episode_kl, _NO_SUM) + measured
+        before = td.get_required(tensordict, self.keys.episode_kl, _NO_SUM)
+        episode_kl = before + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
-        self._rows.add(episode_kl, step.counted, step.valid)
+        self._rows.add(before, episode_kl, step.counted, step.valid)
         if self.frozen and not self.controller.planning:
             return step
         if self.controller.per == "step":
@@ -137,21 +138,26 @@ class PenaltyTransform(Fed, KLTransform):
             told = counts is not None
         told = told and not self.frozen
         if self.controller.planning:
-            self._plan_env_step(reward, step, counts, told)
+            self._plan_env_step(reward, step, counts, told, (before, episode_kl))
         if not self.frozen:
             self.feed.pool(values if told else None, counts, in_env=True)
         return step
 
     def _plan_env_step(
-        self, reward: Tensor, step: KLStep, counts: Tensor | None, told: bool
+        self,
+        reward: Tensor,
+        step: KLStep,
+        counts: Tensor | None,
+        told: bool,
+        sums: tuple[Tensor, Tensor],
     ) -> None:
         if step.counting is not None:
             reward = torch.where(td.expand_right(step.counting, reward.shape), reward, 0.0)
-        samples = (reward, cast(Tensor, step.kl), counts)
+        values = (reward, cast(Tensor, step.kl))
+        if self.controller.per == "trajectory":
+            values = self._returns.add(*values, *sums)
         needed = self.feed.needed(in_env=True)
-        self.feed.rewards.add_env_step(
-            self.controller, *samples, returns=self._returns, told=told, needed=needed
-        )
+        self.feed.rewards.add_env_step(self.controller, *values, counts, told=told, needed=needed)
 
     def _find_finished(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
