@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributions import Categorical
 from torch.testing import assert_close
 from torchrl.envs import (
+    ConditionalSkip,
     EnvBase,
     GymEnv,
     GymWrapper,
@@ -20,12 +21,14 @@ from torchrl.envs import (
     StepCounter,
     Transform,
 )
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import LSTMModule, OneHotCategorical, TanhNormal
 from torchrl.testing.mocking_classes import (
     AutoResettingCountingEnv,
 )
 
 from tests.helpers import (
+    SpyController,
     WalkEnv,
     assert_within,
     collect,
@@ -47,7 +50,12 @@ from tests.transforms.judging import (
     binary,
     judge,
 )
-from torchrl_kl import KLConstrainedTransform
+from torchrl_kl import (
+    KLConstrainedTransform,
+    KLDivergenceTransform,
+    ReferenceModelLogProbTransform,
+    RewardAdjustmentTransform,
+)
 
 # Gymnasium.
 
@@ -207,3 +215,45 @@ def test_an_env_that_resets_rows_natively():
     task_reward = task["next", "reward"]
     off = COEFF * bound + ulps(task_reward, COEFF * kl)
     assert_within(step["reward"], task_reward - COEFF * kl, off)
+
+
+# Rows that are skipped.
+
+
+def skip(data: Any) -> torch.Tensor:
+    return data["left"].squeeze(-1) % 2 == 0
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["stack", "parts"])
+@pytest.mark.parametrize("first", [False, True], ids=["stack first", "skip first"])
+def test_a_row_that_is_skipped_has_no_kl(first, parts):
+    """Where the transform that skips came first, the action was scored before it had decided."""
+    actor, controller = make_actor(), SpyController()
+    adjustment = RewardAdjustmentTransform(controller, update_every=1)
+    kl: list[Transform] = [KLConstrainedTransform(actor, controller, update_every=1)]
+    if parts:
+        kl = [ReferenceModelLogProbTransform(actor), KLDivergenceTransform(), adjustment]
+    skipping = ConditionalSkip(skip)
+
+    def env(*transforms: Transform) -> EnvBase:
+        made: Any = SerialEnv(3, lambda: WalkEnv(longest=9))
+        return with_transforms(made, *transforms)
+
+    batch = step_by_step(env(skipping, *kl) if first else env(*kl, skipping), moved(actor))
+    bare = step_by_step(env(skipping), moved(actor))
+    skipped = skip(batch)
+    assert skipped.any()
+    assert not skipped.all()
+    step, k1 = batch["next"], (batch["action_log_prob"] - batch["next", "ref_log_prob"])
+    expected = torch.where(skipped, 0.0, k1).unsqueeze(-1)
+    assert_close(step["kl"], expected, rtol=0, atol=0)
+    task = bare["next", "reward"]
+    assert_close(step["reward"][skipped], task[skipped], rtol=0, atol=0)
+    assert_close(step["reward"], task - 0.1 * expected, rtol=0, atol=1e-5)
+
+
+def step_by_step(env: EnvBase, policy: Any) -> Any:
+    """First steps of fresh episodes."""
+    torch.manual_seed(0)
+    with set_exploration_type(ExplorationType.RANDOM):
+        return torch.stack([env.step(policy(env.reset())) for _ in range(8)])
