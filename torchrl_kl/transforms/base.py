@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Composite, TensorSpec
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.transforms import Transform
+from typing_extensions import Self
 
 from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import ResolvedKeys
@@ -65,6 +66,20 @@ class KLTransform(Transform):
                 "they share it."
             )
         _homes[self] = weakref.ref(env)
+        self.training = True  # `append_transform` has called `eval()`; see `train`
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode, which says whether batches move the controller.
+
+        An env calls `eval()` on each transform that it takes; on this one it has no effect.
+        """
+        super().train(mode)
+        outermost, container = self, container_of(self)
+        while isinstance(container, Transform):
+            outermost, container = container, container_of(container)
+        if isinstance(container, TransformedEnv) and container.transform is not outermost:
+            self.training = True
+        return self
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """A whole batch that a replay buffer is extended with (`append_transform(invert=True)`)."""
