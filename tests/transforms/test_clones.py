@@ -1,10 +1,11 @@
 """Clones of a stack, each in an env, share its controller but not what they know of their rows."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torchrl.envs import SerialEnv
+from torchrl.envs import InitTracker, RewardSum, SerialEnv, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.helpers import WalkEnv, make_actor, play, policy, spied, total, with_transforms
@@ -61,3 +62,37 @@ def test_a_plan_knows_the_rewards_of_each_env():
     # In an env a float32 reward is added up in float64, here too.
     for one in heard:
         assert (returns - one).abs().min() <= 1e-9
+
+
+REPLACED: dict[str, Callable[[Any], Any]] = {
+    "wrapped": lambda env: TransformedEnv(env, InitTracker()),
+    "wrapped twice": lambda env: TransformedEnv(TransformedEnv(env, RewardSum()), InitTracker()),
+    "inserted": lambda env: env.insert_transform(0, InitTracker()),
+}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+@pytest.mark.filterwarnings("ignore:Nested TransformedEnvs are automatically unwrapped")
+def test_freezing_a_stack_freezes_the_clone_that_has_replaced_it_in_its_env(how):
+    """TorchRL puts a clone into the outer env, which the user does not have."""
+    stack, controller = spied()
+    env = REPLACED[how](TransformedEnv(WalkEnv((3,)), stack))
+    assert not any(one is stack for one in env.transform.modules())
+    stack.freeze()
+    play(env, policy())
+    assert not controller.calls
+    stack.unfreeze()
+    play(env, policy())
+    assert controller.calls
+
+
+def test_a_clone_for_another_env_is_frozen_by_itself():
+    stack, controller = spied()
+    training = with_transforms(WalkEnv((3,)), stack)
+    for clone in (stack.clone().freeze(), stack.clone()):
+        evaluation = with_transforms(WalkEnv((3,)), clone)
+        clone.freeze()
+        play(evaluation, policy())
+        assert not controller.calls
+    play(training, policy())
+    assert controller.calls

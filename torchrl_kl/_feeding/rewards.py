@@ -34,8 +34,10 @@ class EnvReturns:
         # (3, *B, *A, 1): rewards, log-ratios, and the running sum of the KL that the data have.
         self.sums = cast(Tensor | None, None)
 
-    def add(self, reward: Tensor, kl: Tensor, before: Tensor, after: Tensor) -> Tensor:
-        """Adds what a step has brought, (*B, *A, 1) each; returns the sums, (2, *B, *A, 1).
+    def add(
+        self, reward: Tensor, kl: Tensor, before: Tensor, after: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Adds what a step has brought, (*B, *A, 1) each; returns both sums.
 
         `before`, `after`: the running sum of the KL in the data, (*B, *A, 1).
         """
@@ -45,7 +47,7 @@ class EnvReturns:
             sums = self.sums.to(step)
         totals = step + torch.where(sums[2] == before, sums[:2], torch.nan)
         self.sums = torch.cat([totals, after.unsqueeze(0).to(totals)])
-        return totals
+        return totals[0], totals[1]
 
     def begin(self, reset: Tensor | None) -> None:
         """Sets the sums to 0 where the env is reset; None: everywhere."""

@@ -21,6 +21,8 @@ from torchrl_kl.transforms.placement import refuse_wrong_order
 
 # The env of each transform. An attribute would be copied, or pickled, together with the transform.
 _homes: weakref.WeakKeyDictionary[Transform, Callable[[], Any]] = weakref.WeakKeyDictionary()
+# What each clone was cloned from.
+_originals: weakref.WeakKeyDictionary[Transform, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
 class KLTransform(Transform):
@@ -48,6 +50,24 @@ class KLTransform(Transform):
     def in_env(self) -> bool:
         """Whether the transform is attached to an env."""
         return self.env is not None
+
+    def clone(self) -> Self:
+        """A transform for another env."""
+        other = super().clone()
+        _originals[other] = weakref.ref(self)
+        return other
+
+    @property
+    def taken_over(self) -> Self | None:
+        """The transform whose place in an env this clone has taken, if any.
+
+        TorchRL puts clones into a TransformedEnv around another, and where transforms are inserted
+        before one that was alone.
+        """
+        original = cast(Self | None, _originals.get(self, lambda: None)())
+        home = None if original is None else _homes.get(original, lambda: None)()
+        env = self.env
+        return original if home and env and home.base_env is env.base_env else None
 
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses a second env, even inside a Compose, where TorchRL would allow it."""

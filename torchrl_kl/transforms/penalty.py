@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -25,6 +26,13 @@ from torchrl_kl.transforms.doubts import refuse_sums
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.rows import EnvRows
 from torchrl_kl.transforms.steps import check_reward_shape, penalize
+
+
+@dataclass
+class Freezing:
+    """Whether a transform, and the clone that has taken its place in an env, are frozen."""
+
+    frozen: bool = False
 
 
 class PenaltyTransform(Fed, KLTransform):
@@ -58,7 +66,7 @@ class PenaltyTransform(Fed, KLTransform):
             )
         super().__init__(in_keys=[keys.reward, *in_keys], out_keys=written)
         self.feed = ControllerFeed(as_controller(controller), update_every)
-        self.frozen = False
+        self._freezing = Freezing()
         self.guard, self._rows = Guard(on_invalid), EnvRows()
         self._returns = self.feed.rewards.returns
 
@@ -71,7 +79,17 @@ class PenaltyTransform(Fed, KLTransform):
         """A transform for another env, with the same controller, pool and reference."""
         other = super().clone()
         other._rows, other._returns = EnvRows(), EnvReturns()
+        other._freezing = Freezing(self.frozen)
         return other
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the controller is stopped."""
+        return self._freezing.frozen
+
+    @frozen.setter
+    def frozen(self, value: bool) -> None:
+        self._freezing.frozen = value
 
     def freeze(self) -> Self:
         """Stops the controller; rewards are penalized with its present coefficient."""
@@ -153,11 +171,13 @@ class PenaltyTransform(Fed, KLTransform):
     ) -> None:
         if step.counting is not None:
             reward = torch.where(td.expand_right(step.counting, reward.shape), reward, 0.0)
-        values = (reward, cast(Tensor, step.kl))
+        kl, (before, after) = cast(Tensor, step.kl), sums
         if self.controller.per == "trajectory":
-            values = self._returns.add(*values, *sums)
+            reward, kl = self._returns.add(reward, kl, before, after)
         needed = self.feed.needed(in_env=True)
-        self.feed.rewards.add_env_step(self.controller, *values, counts, told=told, needed=needed)
+        self.feed.rewards.add_env_step(
+            self.controller, reward, kl, counts, told=told, needed=needed
+        )
 
     def _find_finished(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
@@ -294,6 +314,10 @@ class PenaltyTransform(Fed, KLTransform):
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses an env whose reward is penalized already."""
         super().set_container(container)
+        original = self.taken_over
+        if original is not None and original.frozen == self.frozen:
+            # The user has the original, and freezes that.
+            self._freezing = original._freezing
         # There is no parent yet in a Compose that no env has.
         if self.parent is not None:
             self.refuse_penalized(self.parent_env.full_observation_spec, "the env")
