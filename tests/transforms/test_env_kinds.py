@@ -11,11 +11,13 @@ from torch import nn
 from torch.distributions import Categorical
 from torch.testing import assert_close
 from torchrl.envs import (
+    ConditionalPolicySwitch,
     ConditionalSkip,
     EnvBase,
     GymEnv,
     GymWrapper,
     InitTracker,
+    MultiAction,
     ParallelEnv,
     SerialEnv,
     StepCounter,
@@ -53,6 +55,7 @@ from tests.transforms.judging import (
 from torchrl_kl import (
     KLConstrainedTransform,
     KLDivergenceTransform,
+    KLRewardTransform,
     ReferenceModelLogProbTransform,
     RewardAdjustmentTransform,
 )
@@ -257,3 +260,38 @@ def step_by_step(env: EnvBase, policy: Any) -> Any:
     torch.manual_seed(0)
     with set_exploration_type(ExplorationType.RANDOM):
         return torch.stack([env.step(policy(env.reset())) for _ in range(8)])
+
+
+# Chunks of actions, and another policy in the env.
+
+
+def test_an_episode_that_ends_inside_a_chunk_is_warned_of():
+    actor = make_actor()
+    chunked = MultiAction(dim=1, stack_rewards=False)
+    with pytest.warns(UserWarning, match="MultiAction comes before KLConstrainedTransform: where"):
+        with_transforms(WalkEnv(), chunked, KLConstrainedTransform(actor, 0.1)).reset()
+
+
+@pytest.mark.parametrize("make", [KLConstrainedTransform, KLRewardTransform])
+def test_another_policy_that_steps_the_env_is_refused_after_the_stack(make):
+    """Its KL was recorded as that of the policy; before the stack it is a part of the env."""
+
+    def switch() -> Transform:
+        return ConditionalPolicySwitch(
+            policy=moved(make_actor(), seed=9), condition=lambda data: data["left"] % 2 == 0
+        )
+
+    with pytest.raises(RuntimeError, match="ConditionalPolicySwitch comes after .* another policy"):
+        with_transforms(WalkEnv(), make(make_actor(), 0.1), switch()).reset()
+    env = with_transforms(WalkEnv(longest=9), switch(), make(make_actor(), 0.1))
+    torch.manual_seed(0)
+    with set_exploration_type(ExplorationType.RANDOM):
+        steps = [env.step(moved(make_actor())(env.reset())) for _ in range(8)]
+    batch: Any = torch.stack(steps)
+    penalty = batch["next", "observation"].sum(-1, keepdim=True) - batch["next", "reward"]
+    with torch.no_grad():
+        policy, reference = (
+            Categorical(logits=actor[0].module(batch["observation"])).log_prob(batch["action"])
+            for actor in (moved(make_actor()), make_actor())
+        )
+    assert_close(penalty, 0.1 * (policy - reference).unsqueeze(-1), rtol=0, atol=1e-5)

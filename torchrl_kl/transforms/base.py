@@ -17,7 +17,7 @@ from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl._torchrl import container_of
 from torchrl_kl.actors.frozen import FrozenActor
-from torchrl_kl.transforms.placement import refuse_wrong_order
+from torchrl_kl.transforms.placement import refuse_wrong_order, warn_of_chunks
 
 # The env of each transform. An attribute would be copied, or pickled, together with the transform.
 _homes: weakref.WeakKeyDictionary[Transform, Callable[[], Any]] = weakref.WeakKeyDictionary()
@@ -136,6 +136,7 @@ class KLTransform(Transform):
         """Refuses an env in which later transforms undo this one."""
         # Here and not in `__init__` alone: transforms can be appended at any time.
         self.refuse_wrong_order()
+        warn_of_chunks(self)
         return super().transform_output_spec(output_spec)
 
     def refuse_wrong_order(self) -> None:
