@@ -96,3 +96,38 @@ def test_a_clone_for_another_env_is_frozen_by_itself():
         assert not controller.calls
     play(training, policy())
     assert controller.calls
+
+
+def test_a_plan_that_is_resumed_leaves_out_trajectories_that_a_clone_had_begun():
+    """No state holds the rewards of clones; the rest of a trajectory passed for the whole."""
+
+    class Listening(PlannedKLController):
+        def observe_rewards(self, rewards, **about):
+            heard.extend(rewards.tolist())
+            return super().observe_rewards(rewards, **about)
+
+    heard: list[float] = []
+    # Uniform: the KL is exactly 0, and does not tell how far a trajectory has come.
+    actor = make_actor()
+    for parameter in actor.parameters():
+        torch.nn.init.zeros_(parameter)
+
+    def make():
+        stack = KLConstrainedTransform(actor, Listening(0.3), update_every=50)
+        made: Any = SerialEnv(3, [lambda: with_transforms(WalkEnv(), stack.clone())] * 3)
+        return made, stack
+
+    torch.manual_seed(0)
+    (env, stack), (resumed, loaded), steps = make(), make(), []
+    state = env.reset()
+    with set_exploration_type(ExplorationType.RANDOM):
+        for t in range(60):
+            if t == 2:
+                loaded.load_state_dict(stack.state_dict())
+                env = resumed
+            step, state = env.step_and_maybe_reset(actor(state))
+            steps.append(step.clone())
+    returns = torch.tensor(returns_of(torch.stack(steps, 1)), dtype=torch.float64)
+    assert len(heard) >= 50
+    for one in heard:
+        assert (returns - one).abs().min() <= 1e-9

@@ -278,7 +278,8 @@ def test_another_policy_that_steps_the_env_is_refused_after_the_stack(make):
 
     def switch() -> Transform:
         return ConditionalPolicySwitch(
-            policy=moved(make_actor(), seed=9), condition=lambda data: data["left"] % 2 == 0
+            policy=moved(make_actor(), seed=9),
+            condition=lambda data: bool(data["left"] % 2 == 0),
         )
 
     with pytest.raises(RuntimeError, match="ConditionalPolicySwitch comes after .* another policy"):

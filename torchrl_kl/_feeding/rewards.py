@@ -26,12 +26,13 @@ _NATS_SHOWN = 2.0  # so much KL of whole trajectories a few hundred of them can 
 class EnvReturns:
     """Rewards and log-ratios of the trajectories in the rows of one env, up to the present step.
 
-    They are NaN in a row that does not go on from what the last step has left: it is in a
-    trajectory of another rollout, whose rewards are not known.
+    They are NaN in a row whose trajectory was not seen from its beginning, such as one of another
+    rollout: it does not go on from what the last step has left.
     """
 
     def __init__(self):
-        # (3, *B, *A, 1): rewards, log-ratios, and the running sum of the KL that the data have.
+        # Rewards, log-ratios, and the running sum of the KL that the data have: (3, *B, *A, 1), or
+        # (3) where all rows begin; None before the first reset.
         self.sums = cast(Tensor | None, None)
 
     def add(
@@ -42,8 +43,10 @@ class EnvReturns:
         `before`, `after`: the running sum of the KL in the data, (*B, *A, 1).
         """
         step = torch.stack([reward, kl.to(reward)]).detach().double()
-        sums = torch.zeros_like(step[:1]).expand(3, *step.shape[1:])
-        if self.sums is not None and self.sums.shape == sums.shape:
+        sums = torch.full_like(step[:1], torch.nan).expand(3, *step.shape[1:])
+        if self.sums is not None and self.sums.ndim == 1:
+            sums = torch.zeros_like(sums)
+        elif self.sums is not None and self.sums.shape == sums.shape:
             sums = self.sums.to(step)
         totals = step + torch.where(sums[2] == before, sums[:2], torch.nan)
         self.sums = torch.cat([totals, after.unsqueeze(0).to(totals)])
@@ -51,8 +54,9 @@ class EnvReturns:
 
     def begin(self, reset: Tensor | None) -> None:
         """Sets the sums to 0 where the env is reset; None: everywhere."""
-        if reset is None or self.sums is None:
-            self.sums = None
+        if reset is None:
+            self.sums = torch.zeros(3, dtype=torch.float64)
+        if reset is None or self.sums is None or self.sums.ndim == 1:
             return
         over = td.expand_right(reset, self.sums.shape[1:])
         self.sums = self.sums.to(over.device).masked_fill(over, 0.0)
