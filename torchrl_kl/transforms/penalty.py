@@ -76,7 +76,10 @@ class PenaltyTransform(Fed, KLTransform):
         return self.controller.per == "trajectory" and self.feed.adaptive
 
     def clone(self) -> Self:
-        """A transform for another env, with the same controller, pool and reference."""
+        """A transform for another env, with the same controller, pool and reference.
+
+        It is frozen by itself, unless TorchRL puts it into the env of this one in its place.
+        """
         other = super().clone()
         other._rows, other._returns = EnvRows(), EnvReturns()
         other._freezing = Freezing(self.frozen)
