@@ -47,7 +47,7 @@ class RewardAdjustmentTransform(PenaltyTransform):
 
     State: the controller's; the pool since its last update; the sums of trajectories that batches
     left open, but not those in an env, which are entries of its data. While a controller plans, the
-    task rewards of both, which in an env a reset sets to 0; those of clones are not saved, and a plan
+    task rewards of both, which in an env a reset sets to 0. Those of clones are not saved: a plan
     leaves out the trajectories that they had begun. `freeze` is not saved.
 
     Args:
