@@ -116,12 +116,13 @@ def test_short_trajectories_in_pieces_are_planned_whole(actor):
 
 def test_env_steps_before_and_after_a_stop_are_not_compared():
     learner, ones = controller(0.2, per="step"), torch.ones(4, 1)
+    plan = learner.plan
+    assert plan is not None
     for _ in range(2):
         feed = RewardFeed()  # of another env, or of a run that did not load its state
         for _ in range(20):
-            feed.add_env_step(learner, ones, 0 * ones, None, needed=80)
-    plan = learner.plan
-    assert plan is not None
+            blocks = feed.returns.number_block(plan, ones)
+            feed.add_env_step(learner, ones, 0 * ones, None, blocks=blocks, needed=80)
     # Four envs; blocks of 16 steps and of the 4 steps that are left, twice.
     sizes = plan.samples[:, 3].unique(return_counts=True)[1]
     assert sorted(sizes.tolist()) == [4] * 8 + [16] * 8
@@ -131,13 +132,14 @@ def test_env_steps_before_and_after_a_stop_are_not_compared():
 def test_env_steps_of_several_envs_are_not_compared(feeds):
     """Of clones, which share a feed, or of two stacks with one controller."""
     learner, ones = controller(0.2, per="step"), torch.ones(1, 1)
+    plan = learner.plan
+    assert plan is not None
     envs = [EnvReturns(), EnvReturns()]
     own = [RewardFeed()] * 2 if feeds == 1 else [RewardFeed(), RewardFeed()]
     for _ in range(64):
         for number, (feed, env) in enumerate(zip(own, envs, strict=True)):
-            feed.add_env_step(learner, number * ones, 0 * ones, None, returns=env, needed=1)
-    plan = learner.plan
-    assert plan is not None
+            blocks = env.number_block(plan, ones)
+            feed.add_env_step(learner, number * ones, 0 * ones, None, blocks=blocks, needed=1)
     blocks = [plan.samples[plan.samples[:, 3] == group] for group in plan.samples[:, 3].unique()]
     assert [len(steps) for steps in blocks] == [16] * 8
     assert all(len(steps[:, 0].unique()) == 1 for steps in blocks)

@@ -1,10 +1,11 @@
 """Clones of a stack, each in an env, share its controller but not what they know of their rows."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torchrl.envs import SerialEnv
+from torchrl.envs import InitTracker, RewardSum, SerialEnv, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.helpers import WalkEnv, make_actor, play, policy, spied, total, with_transforms
@@ -59,5 +60,74 @@ def test_a_plan_knows_the_rewards_of_each_env():
     returns = torch.tensor(returns_of(batch), dtype=torch.float64)
     assert len(heard) >= 4
     # In an env a float32 reward is added up in float64, here too.
+    for one in heard:
+        assert (returns - one).abs().min() <= 1e-9
+
+
+REPLACED: dict[str, Callable[[Any], Any]] = {
+    "wrapped": lambda env: TransformedEnv(env, InitTracker()),
+    "wrapped twice": lambda env: TransformedEnv(TransformedEnv(env, RewardSum()), InitTracker()),
+    "inserted": lambda env: env.insert_transform(0, InitTracker()),
+}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+@pytest.mark.filterwarnings("ignore:Nested TransformedEnvs are automatically unwrapped")
+def test_freezing_a_stack_freezes_the_clone_that_has_replaced_it_in_its_env(how):
+    """TorchRL puts a clone into the outer env, which the user does not have."""
+    stack, controller = spied()
+    env = REPLACED[how](TransformedEnv(WalkEnv((3,)), stack))
+    assert not any(one is stack for one in env.transform.modules())
+    stack.freeze()
+    play(env, policy())
+    assert not controller.calls
+    stack.unfreeze()
+    play(env, policy())
+    assert controller.calls
+
+
+def test_a_clone_for_another_env_is_frozen_by_itself():
+    stack, controller = spied()
+    training = with_transforms(WalkEnv((3,)), stack)
+    for clone in (stack.clone().freeze(), stack.clone()):
+        evaluation = with_transforms(WalkEnv((3,)), clone)
+        clone.freeze()
+        play(evaluation, policy())
+        assert not controller.calls
+    play(training, policy())
+    assert controller.calls
+
+
+def test_a_plan_that_is_resumed_leaves_out_trajectories_that_a_clone_had_begun():
+    """No state holds the rewards of clones; the rest of a trajectory passed for the whole."""
+
+    class Listening(PlannedKLController):
+        def observe_rewards(self, rewards, **about):
+            heard.extend(rewards.tolist())
+            return super().observe_rewards(rewards, **about)
+
+    heard: list[float] = []
+    # Uniform: the KL is exactly 0, and does not tell how far a trajectory has come.
+    actor = make_actor()
+    for parameter in actor.parameters():
+        torch.nn.init.zeros_(parameter)
+
+    def make():
+        stack = KLConstrainedTransform(actor, Listening(0.3), update_every=50)
+        made: Any = SerialEnv(3, [lambda: with_transforms(WalkEnv(), stack.clone())] * 3)
+        return made, stack
+
+    torch.manual_seed(0)
+    (env, stack), (resumed, loaded), steps = make(), make(), []
+    state = env.reset()
+    with set_exploration_type(ExplorationType.RANDOM):
+        for t in range(60):
+            if t == 2:
+                loaded.load_state_dict(stack.state_dict())
+                env = resumed
+            step, state = env.step_and_maybe_reset(actor(state))
+            steps.append(step.clone())
+    returns = torch.tensor(returns_of(torch.stack(steps, 1)), dtype=torch.float64)
+    assert len(heard) >= 50
     for one in heard:
         assert (returns - one).abs().min() <= 1e-9

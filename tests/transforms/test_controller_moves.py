@@ -10,7 +10,7 @@ from torchrl.data import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from torchrl.envs import check_env_specs
+from torchrl.envs import TransformedEnv, check_env_specs
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.helpers import (
@@ -91,6 +91,44 @@ def test_batches_do_not_move_it_after_eval_and_do_again_after_train(per):
     assert int(stack.statistics.count) == 0
     stack.train()(batch)
     assert len(controller.calls) == 1
+
+
+@pytest.mark.parametrize("how", ["built", "alone", "appended", "inserted", "cloned"])
+@pytest.mark.parametrize("per", ["step", "trajectory"])
+def test_batches_move_it_after_it_was_in_an_env(per, how):
+    """TorchRL puts the transforms of an env into eval mode, which stopped the controller for good.
+
+    So did an env that was only built to look at its specs.
+    """
+    stack, controller = spied(per)
+    if how in ("built", "cloned"):
+        env = with_transforms(WalkEnv((2,)), stack)
+    elif how == "alone":
+        env = TransformedEnv(WalkEnv((2,)), stack)
+    else:
+        env = TransformedEnv(WalkEnv((2,)))
+        env.append_transform(stack) if how == "appended" else env.insert_transform(0, stack)
+    check_env_specs(env)
+    controller.calls.clear()
+    used = stack.clone() if how == "cloned" else stack
+    batch = play(WalkEnv((2,)), policy())
+    used(batch)
+    assert total(controller)[0] == (batch.numel() if per == "step" else batch["next", "done"].sum())
+    controller.calls.clear()
+    used.eval()(batch)
+    assert not controller.calls
+
+
+def test_a_stack_that_was_in_an_env_is_told_of_no_replay_samples():
+    stack, controller = spied("step")
+    check_env_specs(with_transforms(WalkEnv((2,)), stack))
+    data = play(WalkEnv((2,)), policy()).reshape(-1)
+    replay = ReplayBuffer(
+        storage=LazyTensorStorage(len(data)), batch_size=8, transform=stack.clone()
+    )
+    replay.extend(data)
+    replay.sample()
+    assert not controller.calls
 
 
 @pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])

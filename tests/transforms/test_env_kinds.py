@@ -11,21 +11,26 @@ from torch import nn
 from torch.distributions import Categorical
 from torch.testing import assert_close
 from torchrl.envs import (
+    ConditionalPolicySwitch,
+    ConditionalSkip,
     EnvBase,
     GymEnv,
     GymWrapper,
     InitTracker,
+    MultiAction,
     ParallelEnv,
     SerialEnv,
     StepCounter,
     Transform,
 )
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import LSTMModule, OneHotCategorical, TanhNormal
 from torchrl.testing.mocking_classes import (
     AutoResettingCountingEnv,
 )
 
 from tests.helpers import (
+    SpyController,
     WalkEnv,
     assert_within,
     collect,
@@ -47,7 +52,13 @@ from tests.transforms.judging import (
     binary,
     judge,
 )
-from torchrl_kl import KLConstrainedTransform
+from torchrl_kl import (
+    KLConstrainedTransform,
+    KLDivergenceTransform,
+    KLRewardTransform,
+    ReferenceModelLogProbTransform,
+    RewardAdjustmentTransform,
+)
 
 # Gymnasium.
 
@@ -207,3 +218,81 @@ def test_an_env_that_resets_rows_natively():
     task_reward = task["next", "reward"]
     off = COEFF * bound + ulps(task_reward, COEFF * kl)
     assert_within(step["reward"], task_reward - COEFF * kl, off)
+
+
+# Rows that are skipped.
+
+
+def skip(data: Any) -> torch.Tensor:
+    return data["left"].squeeze(-1) % 2 == 0
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["stack", "parts"])
+@pytest.mark.parametrize("first", [False, True], ids=["stack first", "skip first"])
+def test_a_row_that_is_skipped_has_no_kl(first, parts):
+    """Where the transform that skips came first, the action was scored before it had decided."""
+    actor, controller = make_actor(), SpyController()
+    adjustment = RewardAdjustmentTransform(controller, update_every=1)
+    kl: list[Transform] = [KLConstrainedTransform(actor, controller, update_every=1)]
+    if parts:
+        kl = [ReferenceModelLogProbTransform(actor), KLDivergenceTransform(), adjustment]
+    skipping = ConditionalSkip(skip)
+
+    def env(*transforms: Transform) -> EnvBase:
+        made: Any = SerialEnv(3, lambda: WalkEnv(longest=9))
+        return with_transforms(made, *transforms)
+
+    batch = step_by_step(env(skipping, *kl) if first else env(*kl, skipping), moved(actor))
+    bare = step_by_step(env(skipping), moved(actor))
+    skipped = skip(batch)
+    assert skipped.any()
+    assert not skipped.all()
+    step, k1 = batch["next"], (batch["action_log_prob"] - batch["next", "ref_log_prob"])
+    expected = torch.where(skipped, 0.0, k1).unsqueeze(-1)
+    assert_close(step["kl"], expected, rtol=0, atol=0)
+    task = bare["next", "reward"]
+    assert_close(step["reward"][skipped], task[skipped], rtol=0, atol=0)
+    assert_close(step["reward"], task - 0.1 * expected, rtol=0, atol=1e-5)
+
+
+def step_by_step(env: EnvBase, policy: Any) -> Any:
+    """First steps of fresh episodes."""
+    torch.manual_seed(0)
+    with set_exploration_type(ExplorationType.RANDOM):
+        return torch.stack([env.step(policy(env.reset())) for _ in range(8)])
+
+
+# Chunks of actions, and another policy in the env.
+
+
+def test_an_episode_that_ends_inside_a_chunk_is_warned_of():
+    actor = make_actor()
+    chunked = MultiAction(dim=1, stack_rewards=False)
+    with pytest.warns(UserWarning, match="MultiAction comes before KLConstrainedTransform: where"):
+        with_transforms(WalkEnv(), chunked, KLConstrainedTransform(actor, 0.1)).reset()
+
+
+@pytest.mark.parametrize("make", [KLConstrainedTransform, KLRewardTransform])
+def test_another_policy_that_steps_the_env_is_refused_after_the_stack(make):
+    """Its KL was recorded as that of the policy; before the stack it is a part of the env."""
+
+    def switch() -> Transform:
+        return ConditionalPolicySwitch(
+            policy=moved(make_actor(), seed=9),
+            condition=lambda data: bool(data["left"] % 2 == 0),
+        )
+
+    with pytest.raises(RuntimeError, match="ConditionalPolicySwitch comes after .* another policy"):
+        with_transforms(WalkEnv(), make(make_actor(), 0.1), switch()).reset()
+    env = with_transforms(WalkEnv(longest=9), switch(), make(make_actor(), 0.1))
+    torch.manual_seed(0)
+    with set_exploration_type(ExplorationType.RANDOM):
+        steps = [env.step(moved(make_actor())(env.reset())) for _ in range(8)]
+    batch: Any = torch.stack(steps)
+    penalty = batch["next", "observation"].sum(-1, keepdim=True) - batch["next", "reward"]
+    with torch.no_grad():
+        policy, reference = (
+            Categorical(logits=actor[0].module(batch["observation"])).log_prob(batch["action"])
+            for actor in (moved(make_actor()), make_actor())
+        )
+    assert_close(penalty, 0.1 * (policy - reference).unsqueeze(-1), rtol=0, atol=1e-5)

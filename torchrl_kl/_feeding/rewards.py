@@ -26,20 +26,34 @@ _NATS_SHOWN = 2.0  # so much KL of whole trajectories a few hundred of them can 
 class EnvReturns:
     """Rewards and log-ratios of the trajectories in the rows of one env, up to the present step.
 
-    For a target per step, the numbers of the blocks of neighbouring steps in its rows.
+    They are NaN in a row whose trajectory was not seen from its beginning, such as one of another
+    rollout: it does not go on from what the last step has left. For a target per step, the numbers
+    of the blocks of neighbouring steps in its rows.
     """
 
     def __init__(self):
-        self.sums = cast(Tensor | None, None)  # (2, *B, *A, 1)
+        # Rewards, log-ratios, and the running sum of the KL that the data have: (3, *B, *A, 1), or
+        # (3) where all rows begin; None before the first reset.
+        self.sums = cast(Tensor | None, None)
         self.block = cast(Tensor | None, None)  # its number in each row, (*B, *A, 1)
         self.n_in_block = 0  # steps of the present one
 
-    def add(self, step: Tensor) -> Tensor:
-        """Adds what a step has brought, (2, *B, *A, 1); returns the sums."""
-        if self.sums is not None and self.sums.shape == step.shape:
-            step = step + self.sums.to(step)
-        self.sums = step
-        return step
+    def add(
+        self, reward: Tensor, kl: Tensor, before: Tensor, after: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Adds what a step has brought, (*B, *A, 1) each; returns both sums.
+
+        `before`, `after`: the running sum of the KL in the data, (*B, *A, 1).
+        """
+        step = torch.stack([reward, kl.to(reward)]).detach().double()
+        sums = torch.full_like(step[:1], torch.nan).expand(3, *step.shape[1:])
+        if self.sums is not None and self.sums.ndim == 1:
+            sums = torch.zeros_like(sums)
+        elif self.sums is not None and self.sums.shape == sums.shape:
+            sums = self.sums.to(step)
+        totals = step + torch.where(sums[2] == before, sums[:2], torch.nan)
+        self.sums = torch.cat([totals, after.unsqueeze(0).to(totals)])
+        return totals[0], totals[1]
 
     def number_block(self, plan: RewardPlan, like: Tensor) -> Tensor:
         """The numbers of the blocks of the next step in rows `like` (*B, *A, 1), float64."""
@@ -52,8 +66,9 @@ class EnvReturns:
 
     def begin(self, reset: Tensor | None) -> None:
         """Sets the sums to 0 where the env is reset; None: everywhere."""
-        if reset is None or self.sums is None:
-            self.sums = None
+        if reset is None:
+            self.sums = torch.zeros(3, dtype=torch.float64)
+        if reset is None or self.sums is None or self.sums.ndim == 1:
             return
         over = td.expand_right(reset, self.sums.shape[1:])
         self.sums = self.sums.to(over.device).masked_fill(over, 0.0)
@@ -155,27 +170,23 @@ class RewardFeed:
         log_ratio: Tensor,
         counts: Tensor | None,
         *,
-        returns: EnvReturns | None = None,
+        blocks: Tensor | None = None,
         told: bool = True,
         needed: int,
     ) -> None:
         """Gives the rewards of env steps, (*B, *A, 1), in portions of `needed` samples.
 
-        `counts`: True where a trajectory has finished; where a step counts, for a target per step;
-        None: everywhere. `returns`: those of the env, if it is one of several; `told`: whether any
-        step counts. In an env all trajectories are pooled, and steps are compared in blocks.
+        For a target per trajectory, reward and log-ratio are the sums of `EnvReturns`, and all
+        trajectories are pooled; for one per step, `blocks` are its numbers. `counts`: True where a
+        trajectory has finished, or a step counts; None: everywhere. NaN is left out. `told`:
+        whether any step counts.
         """
-        sums = torch.stack([reward, log_ratio.to(reward)]).detach().double()
-        number = torch.full_like(sums[:1], torch.nan)
-        returns = self.returns if returns is None else returns
-        if controller.per == "step":
-            number = returns.number_block(cast(RewardPlan, controller.plan), reward)[None]
-        else:
-            sums = returns.add(sums)
+        values = torch.stack([reward, log_ratio.to(reward)]).detach().double()
+        groups = torch.full_like(values[0], torch.nan) if blocks is None else blocks
         if told:
-            everywhere = torch.ones_like(reward, dtype=torch.bool)
-            counts = everywhere if counts is None else td.expand_right(counts, reward.shape)
-            self._samples.append(torch.cat([sums, number])[:, counts])  # (3, N)
+            known = ~values[0].isnan()
+            counts = known if counts is None else known & td.expand_right(counts, reward.shape)
+            self._samples.append(torch.cat([values, groups[None]])[:, counts])  # (3, N)
         if sum(one.shape[1] for one in self._samples) >= needed:
             samples = [one.to(reward.device) for one in self._samples]
             rewards, log_ratios, groups = torch.cat(samples, 1)

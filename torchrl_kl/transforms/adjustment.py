@@ -47,7 +47,8 @@ class RewardAdjustmentTransform(PenaltyTransform):
 
     State: the controller's; the pool since its last update; the sums of trajectories that batches
     left open, but not those in an env, which are entries of its data. While a controller plans, the
-    task rewards of both, which in an env a reset sets to 0. `freeze` is not saved.
+    task rewards of both, which in an env a reset sets to 0. Those of clones are not saved: a plan
+    leaves out the trajectories that they had begun. `freeze` is not saved.
 
     Args:
         controller, update_every, keys, time_dim, on_invalid: as for KLConstrainedTransform.

@@ -9,17 +9,20 @@ from typing import Any, cast
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Composite, TensorSpec
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.transforms import Transform
+from typing_extensions import Self
 
 from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl._torchrl import container_of
 from torchrl_kl.actors.frozen import FrozenActor
-from torchrl_kl.transforms.placement import refuse_wrong_order
+from torchrl_kl.transforms.placement import refuse_wrong_order, warn_of_chunks
 
 # The env of each transform. An attribute would be copied, or pickled, together with the transform.
 _homes: weakref.WeakKeyDictionary[Transform, Callable[[], Any]] = weakref.WeakKeyDictionary()
+# What each clone was cloned from.
+_originals: weakref.WeakKeyDictionary[Transform, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
 class KLTransform(Transform):
@@ -48,6 +51,24 @@ class KLTransform(Transform):
         """Whether the transform is attached to an env."""
         return self.env is not None
 
+    def clone(self) -> Self:
+        """A transform for another env."""
+        other = super().clone()
+        _originals[other] = weakref.ref(self)
+        return other
+
+    @property
+    def taken_over(self) -> Self | None:
+        """The transform whose place in an env this clone has taken, if any.
+
+        TorchRL puts clones into a TransformedEnv around another, and where transforms are inserted
+        before one that was alone.
+        """
+        original = cast(Self | None, _originals.get(self, lambda: None)())
+        home = None if original is None else _homes.get(original, lambda: None)()
+        env = self.env
+        return original if home and env and home.base_env is env.base_env else None
+
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses a second env, even inside a Compose, where TorchRL would allow it."""
         super().set_container(container)
@@ -65,6 +86,20 @@ class KLTransform(Transform):
                 "they share it."
             )
         _homes[self] = weakref.ref(env)
+        self.training = True  # `append_transform` has called `eval()`; see `train`
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode, which says whether batches move the controller.
+
+        An env calls `eval()` on each transform that it takes; on this one it has no effect.
+        """
+        super().train(mode)
+        outermost, container = self, container_of(self)
+        while isinstance(container, Transform):
+            outermost, container = container, container_of(container)
+        if isinstance(container, TransformedEnv) and container.transform is not outermost:
+            self.training = True
+        return self
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """A whole batch that a replay buffer is extended with (`append_transform(invert=True)`)."""
@@ -101,6 +136,7 @@ class KLTransform(Transform):
         """Refuses an env in which later transforms undo this one."""
         # Here and not in `__init__` alone: transforms can be appended at any time.
         self.refuse_wrong_order()
+        warn_of_chunks(self)
         return super().transform_output_spec(output_spec)
 
     def refuse_wrong_order(self) -> None:

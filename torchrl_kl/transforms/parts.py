@@ -85,7 +85,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         self.watch_first(actor, copied=reference is None)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        step = self._write(tensordict, next_tensordict, self._take_score(next_tensordict))
+        step = self._take_score(tensordict, next_tensordict)
+        step = self._write(tensordict, next_tensordict, step)
         self.look_at_first(step)
         # (*B, *A): whether the policy drew the action, in an entry that no rollout keeps.
         counted = torch.full_like(step.ref_log_prob, bool(step.counted), dtype=torch.bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -17,6 +18,7 @@ from torchrl_kl import _tensordict as td
 from torchrl_kl._feeding import ControllerFeed, EnvReturns, Fed
 from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl.controllers import KLController, as_controller
+from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.functional.invalid import Guard, OnInvalid
 from torchrl_kl.transforms.base import KLTransform, episode_dtype, require_spec
@@ -25,6 +27,13 @@ from torchrl_kl.transforms.doubts import refuse_sums
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.rows import EnvRows
 from torchrl_kl.transforms.steps import check_reward_shape, penalize
+
+
+@dataclass
+class Freezing:
+    """Whether a transform, and the clone that has taken its place in an env, are frozen."""
+
+    frozen: bool = False
 
 
 class PenaltyTransform(Fed, KLTransform):
@@ -58,7 +67,7 @@ class PenaltyTransform(Fed, KLTransform):
             )
         super().__init__(in_keys=[keys.reward, *in_keys], out_keys=written)
         self.feed = ControllerFeed(as_controller(controller), update_every)
-        self.frozen = False
+        self._freezing = Freezing()
         self.guard, self._rows = Guard(on_invalid), EnvRows()
         self._returns = self.feed.rewards.returns
 
@@ -68,10 +77,23 @@ class PenaltyTransform(Fed, KLTransform):
         return self.controller.per == "trajectory" and self.feed.adaptive
 
     def clone(self) -> Self:
-        """A transform for another env, with the same controller, pool and reference."""
+        """A transform for another env, with the same controller, pool and reference.
+
+        It is frozen by itself, unless TorchRL puts it into the env of this one in its place.
+        """
         other = super().clone()
         other._rows, other._returns = EnvRows(), EnvReturns()
+        other._freezing = Freezing(self.frozen)
         return other
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the controller is stopped."""
+        return self._freezing.frozen
+
+    @frozen.setter
+    def frozen(self, value: bool) -> None:
+        self._freezing.frozen = value
 
     def freeze(self) -> Self:
         """Stops the controller; rewards are penalized with its present coefficient."""
@@ -124,9 +146,10 @@ class PenaltyTransform(Fed, KLTransform):
             return step
         # The sum is an entry of the data, so that TorchRL sets it to zero in partial resets.
         measured = step.measured.detach().to(episode_dtype(step.measured.dtype))
-        episode_kl = td.get_required(tensordict, self.keys.episode_kl, _NO_SUM) + measured
+        before = td.get_required(tensordict, self.keys.episode_kl, _NO_SUM)
+        episode_kl = before + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
-        self._rows.add(episode_kl, step.counted, step.valid)
+        self._rows.add(before, episode_kl, step.counted, step.valid)
         if self.frozen and not self.controller.planning:
             return step
         if self.controller.per == "step":
@@ -137,20 +160,29 @@ class PenaltyTransform(Fed, KLTransform):
             told = counts is not None
         told = told and not self.frozen
         if self.controller.planning:
-            self._plan_env_step(reward, step, counts, told)
+            self._plan_env_step(reward, step, counts, told, (before, episode_kl))
         if not self.frozen:
             self.feed.pool(values if told else None, counts, in_env=True)
         return step
 
     def _plan_env_step(
-        self, reward: Tensor, step: KLStep, counts: Tensor | None, told: bool
+        self,
+        reward: Tensor,
+        step: KLStep,
+        counts: Tensor | None,
+        told: bool,
+        sums: tuple[Tensor, Tensor],
     ) -> None:
         if step.counting is not None:
             reward = torch.where(td.expand_right(step.counting, reward.shape), reward, 0.0)
-        samples = (reward, cast(Tensor, step.kl), counts)
+        kl, (before, after), blocks = cast(Tensor, step.kl), sums, None
+        if self.controller.per == "trajectory":
+            reward, kl = self._returns.add(reward, kl, before, after)
+        else:
+            blocks = self._returns.number_block(cast(RewardPlan, self.controller.plan), reward)
         needed = self.feed.needed(in_env=True)
         self.feed.rewards.add_env_step(
-            self.controller, *samples, returns=self._returns, told=told, needed=needed
+            self.controller, reward, kl, counts, blocks=blocks, told=told, needed=needed
         )
 
     def _find_finished(
@@ -288,6 +320,10 @@ class PenaltyTransform(Fed, KLTransform):
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses an env whose reward is penalized already."""
         super().set_container(container)
+        original = self.taken_over
+        if original is not None and original.frozen == self.frozen:
+            # The user has the original, and freezes that.
+            self._freezing = original._freezing
         # There is no parent yet in a Compose that no env has.
         if self.parent is not None:
             self.refuse_penalized(self.parent_env.full_observation_spec, "the env")

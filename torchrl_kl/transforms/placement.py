@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torchrl_kl._torchrl import container_of, declared_keys
 
 def refuse_wrong_order(transform: Any, own_class: type[Transform]) -> None:
     """RuntimeError if a transform after it, in its Compose or those around it, undoes its work."""
-    for later in _later_transforms(transform):
+    for later in _siblings(transform):
         reason = None
         # This package's own transforms keep the entries of the others, a cast keeps their values.
         if not isinstance(later, (own_class, tr.DTypeCastTransform)):
@@ -26,14 +27,26 @@ def refuse_wrong_order(transform: Any, own_class: type[Transform]) -> None:
             raise RuntimeError(f"{names} and {reason}. Put it before the KL transforms.")
 
 
-def _later_transforms(transform: Transform) -> Iterator[Transform]:
-    """The transforms after this one in its Compose and in those around it, Composes opened."""
+def warn_of_chunks(transform: Transform) -> None:
+    """Warns of a transform before it, in an env, that steps through a chunk of actions."""
+    if any(isinstance(one, tr.MultiAction) for one in _siblings(transform, later=False)):
+        warnings.warn(
+            f"MultiAction comes before {type(transform).__name__}: where an episode ends inside a "
+            "chunk of actions, TorchRL runs no later transform. Such a step is not penalized, its "
+            "KL is that of the step before, and the controller is not told of the trajectory. If "
+            "episodes may end there, use the KL transforms as a `postproc`.",
+            stacklevel=2,
+        )
+
+
+def _siblings(transform: Transform, *, later: bool = True) -> Iterator[Transform]:
+    """The transforms after this one, or before, in its Compose and those around it, all opened."""
     # "after" is nearer to the policy: they change the env's outputs later, and actions earlier.
     container = container_of(transform)
     while isinstance(container, Compose):
         siblings = list(container.transforms)
         here = next((i for i, one in enumerate(siblings) if one is transform), len(siblings))
-        yield from _flat(siblings[here + 1 :])
+        yield from _flat(siblings[here + 1 :] if later else siblings[:here])
         transform, container = container, container_of(container)
 
 
@@ -64,6 +77,8 @@ def _interference(later: Transform, written: set[NestedKey], actions: set[Nested
         return f"would make {_listed(written)} part of the observation (or name its `in_keys`)"
     if isinstance(later, (tr.FrameSkipTransform, tr.MultiAction)):
         return "steps the env several times for one action: the penalty would be repeated"
+    if isinstance(later, tr.ConditionalPolicySwitch):
+        return "lets another policy step the env, whose actions would be scored and penalized, too"
     return None
 
 

@@ -131,7 +131,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         # `_inv_call` has scored the action before the env stepped.
-        step = self._take_score(next_tensordict)
+        step = self._take_score(tensordict, next_tensordict)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         step = self.adjust_env_step(tensordict, next_tensordict, step)
         self._write(next_tensordict, step)

@@ -29,7 +29,6 @@ def score_env_step(
     env: EnvBase,
 ) -> KLStep:
     """Scores the action of an env step (*B), on the policy's side of all action transforms."""
-    mask = tensordict.get("_step", None)  # (*B), False in rows that a batched env skips
     log_prob = reference.recorded.read(tensordict)  # (*B, *A)
     if log_prob is None:
         log_prob = reference.present_log_prob(tensordict, env_actions=env.action_keys)
@@ -41,11 +40,12 @@ def score_env_step(
         shape = reference.recorded.batch_size(tensordict)
         zeros = torch.zeros(shape, dtype=reference.dtype, device=tensordict.device)
         states = [inputs.get(key) for key in reference.own_state_keys]
-        return KLStep(None, zeros, mask, counted=False, states=states)
+        return KLStep(None, zeros, counted=False, states=states)
     score = reference.step(inputs)
     # The outputs, such as logits (*B, V), are dropped but for what the estimate needs.
     kept = estimate and estimate.of_reference(tensordict, score.outputs, reference.actor)
-    return KLStep(log_prob, score.log_prob, mask, acting.samples(), kept, score.states)
+    counted = acting.samples()
+    return KLStep(log_prob, score.log_prob, None, counted, kept, score.states)
 
 
 def score_batch(
@@ -223,9 +223,11 @@ class ScoringTransform(KLTransform):
             vars(self)["_scored"] = score  # until `_step`; `nn.Module.__setattr__` takes longer
         return tensordict
 
-    def _take_score(self, next_tensordict: TensorDictBase) -> KLStep:
+    def _take_score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> KLStep:
         """The score of this env step; writes its next recurrent states."""
-        step: KLStep = vars(self).pop("_scored")
+        # (*B), False in rows that are skipped, as also a transform before this one may decide.
+        mask = tensordict.get("_step", None)
+        step: KLStep = vars(self).pop("_scored")._replace(mask=mask)
         for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
             next_tensordict.set(key, state)
         return step
