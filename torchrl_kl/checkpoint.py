@@ -39,10 +39,11 @@ class RunCheckpoint(Checkpoint):
     """TorchRL's `Checkpoint` in one file with checksums, from which no code can be run.
 
     Use it, with TorchRL's `CheckpointRotation`, for all that changes in a run: modules, optimizers,
-    schedulers, TorchRL's `GlobalRNGState()`, the stack, `torch.Generator`s, envs with a state, and
-    tensors, dictionaries and lists, which are updated in place: their keys and values, which may be
-    tensors, tuples and plain values too, come back as they were. TorchRL's own formats check no
-    checksums and may read pickles, or turn keys into strings and tensors into lists.
+    schedulers, TorchRL's `GlobalRNGState()`, the stack, `torch.Generator`s, envs with a state,
+    replay buffers, and tensors, dictionaries and lists, which are updated in place: their keys and
+    values, which may be tensors, tuples and plain values too, come back as they were. TorchRL's own
+    formats check no checksums and may read pickles, or turn keys into strings and tensors into
+    lists.
 
     You may rely on: whenever the process is killed, even while it saves, and wherever the disk is
     full, the file has the older checkpoint or the new one, as a whole. A file that was changed or
@@ -253,6 +254,8 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
         return {"tuple": [_encode(item, tensors) for item in value]}
     if isinstance(value, list):
         return [_encode(item, tensors) for item in value]
+    if isinstance(value, (torch.device, torch.dtype)):  # as replay buffers have
+        return {type(value).__name__: str(value).removeprefix("torch.")}
     if getattr(value, "ndim", None) == 0:  # a number of NumPy's
         value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -282,6 +285,13 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[value["tensor"]]
     if "tuple" in value:
         return tuple(_decode(item, tensors) for item in value["tuple"])
+    if "device" in value:
+        return torch.device(value["device"])
+    if "dtype" in value:
+        dtype = getattr(torch, value["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{value['dtype']!r} is not a dtype of torch")
+        return dtype
     state = {_decode(key, tensors): _decode(item, tensors) for key, item in value["dict"]}
     if value["metadata"] is not None:
         state = OrderedDict(state)

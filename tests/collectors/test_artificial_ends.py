@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torchrl.collectors import MultiSyncCollector
+from torchrl.collectors.distributed import DistributedCollector
 
 from tests.helpers import WalkEnv, policy, spied, total
 from torchrl_kl import kl_collector
@@ -18,15 +19,25 @@ def make_env() -> WalkEnv:
     return WalkEnv((3,), longest=7)
 
 
+KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "multi-sync": (MultiSyncCollector, {"set_truncated": True}),
+    "gloo": (
+        DistributedCollector,
+        {"sync": True, "collector_class": "sync", "collector_kwargs": {"set_truncated": True}},
+    ),
+}
+
+
 @pytest.mark.parametrize("where", ["learner", "workers"])
-def test_done_flags_are_those_of_the_batch(where):
+@pytest.mark.parametrize("kind", KINDS)
+def test_done_flags_are_those_of_the_batch(kind, where):
     """From the second batch on, 40 % of the flags in the buffers were those of the batch before."""
     stack, controller = spied()
-    arguments: Any = {"where": where, "num_workers": 1, "set_truncated": True}
-    arguments |= {"frames_per_batch": 12, "total_frames": 72}
+    collector_class, arguments = KINDS[kind]
+    arguments = arguments | {"where": where, "frames_per_batch": 12, "total_frames": 72}
     sums: dict[int, float] = defaultdict(float)
     ended = []
-    collector = kl_collector(MultiSyncCollector, make_env, policy(), stack, **arguments)
+    collector = kl_collector(collector_class, make_env, policy(), stack, **arguments)
     for batch in collector:
         is_over = batch["next", "left"] == 0
         expected = is_over.clone()
@@ -38,4 +49,5 @@ def test_done_flags_are_those_of_the_batch(where):
             sums[number] += kl
             if over:
                 ended.append(sums[number])
+    collector.shutdown()
     assert total(controller) == (len(ended), pytest.approx(sum(ended), abs=1e-5))

@@ -324,7 +324,29 @@ class TestRefusals:
                 {"set_truncated": True, "use_buffers": True},
                 "`use_buffers` must not be True with `set_truncated=True`",
             ),
+            (
+                DistributedCollector,
+                {"collector_class": "async", "sync": True}
+                | {"collector_kwargs": {"set_truncated": True}},
+                "`set_truncated` must be left out",
+            ),
+            (
+                DistributedCollector,
+                {"collector_class": "sync", "sync": True}
+                | {"collector_kwargs": {"set_truncated": True, "use_buffers": True}},
+                "`use_buffers` must not be True with `set_truncated=True`",
+            ),
+            (
+                DistributedCollector,
+                {"collector_class": MultiSyncCollector, "num_workers_per_collector": 2},
+                "`num_workers_per_collector` must be 1 .* got 2",
+            ),
             (MultiSyncCollector, {"cat_results": -1}, "`cat_results` must not be -1"),
+            (
+                RayCollector,
+                {"collector_class": "sync", "collector_kwargs": [{"cat_results": -1}]},
+                "`cat_results` must not be -1",
+            ),
             (
                 DistributedCollector,
                 {"where": "workers", "launcher": "submitit"},

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tensordict import TensorDict
 from torch import nn
 from torch.testing import assert_close
 from torchrl.checkpoint import (
@@ -22,6 +23,7 @@ from torchrl.checkpoint import (
     GlobalRNGState,
     StateDictCheckpointAdapter,
 )
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from tests.trust import mutations
 from tests.trust.runs import new_gpt, same_model
@@ -312,6 +314,33 @@ class TestStates:
         assert values[0].equal(curve[0])
         assert values[1:] == [0.5, True]
         assert result.values == {"step": 3}
+
+    @pytest.mark.parametrize("value", [torch.device("cuda", 1), torch.bfloat16], ids=str)
+    def test_devices_and_dtypes_come_back(self, tmp_path, value):
+        found: dict[str, Any] = {}
+        RunCheckpoint(settings={"of": value}).save(tmp_path / "run")
+        RunCheckpoint(settings=found).load(tmp_path / "run")
+        assert found == {"of": value}
+
+    def test_replay_buffers_come_back(self, tmp_path):
+        buffers = [TensorDictReplayBuffer(storage=LazyTensorStorage(5)) for _ in range(2)]
+        buffers[0].extend(TensorDict(reward=torch.randn(7, 1), batch_size=7, device="cpu"))
+        RunCheckpoint(buffer=buffers[0]).save(tmp_path / "run")
+        RunCheckpoint(buffer=buffers[1]).load(tmp_path / "run")
+        assert len(buffers[1]) == 5
+        assert_close(buffers[1][:].to_dict(), buffers[0][:].to_dict(), rtol=0, atol=0)
+        for buffer in buffers:  # which go on at the same place
+            buffer.extend(TensorDict(reward=torch.ones(2, 1), batch_size=2, device="cpu"))
+        assert buffers[1]["reward"].equal(buffers[0]["reward"])
+
+    def test_a_dtype_that_torch_does_not_have(self, tmp_path):
+        RunCheckpoint(settings={"of": torch.float32}).save(tmp_path / "run")
+        members = mutations.read_zip((tmp_path / "run").read_bytes())
+        for name, content in members.items():
+            members[name] = content.replace(b"float32", b"argsort")
+        (tmp_path / "run").write_bytes(mutations.write_zip(members))
+        with pytest.raises(CheckpointError, match="'argsort' is not a dtype of torch"):
+            RunCheckpoint(settings={}).load(tmp_path / "run")
 
     @pytest.mark.parametrize(("kind", "value"), [(Curve, [0.5, 0.25]), (Counter, {"a": 2})])
     def test_components_of_subclasses_are_updated(self, tmp_path, kind, value):

@@ -108,6 +108,13 @@ def _worker_arguments(num_workers: int, kwargs: dict[str, Any]) -> Sequence[dict
     return inner if isinstance(inner, Sequence) else [inner] * num_workers
 
 
+def _worker_class(kwargs: dict[str, Any]) -> Any:
+    """That of the collectors in the workers of Ray or torch.distributed, which may have a name."""
+    known = {"single": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
+    kind = kwargs.get("collector_class", Collector)
+    return known[kind] if isinstance(kind, str) and kind in known else kind
+
+
 def _check_arguments(kind: Any, stack: Any, given: dict[str, Any]) -> None:
     """Refuses arguments that would fail late, or make the KL wrong without an error."""
     if kind not in _WATCHED:
@@ -126,10 +133,13 @@ def _check_arguments(kind: Any, stack: Any, given: dict[str, Any]) -> None:
     # Only a controller that moves is misled by actions that are not drawn from the policy.
     moves = stack.feed.adaptive and not stack.frozen
     drawn = given.get("exploration_type", ExplorationType.RANDOM) == ExplorationType.RANDOM
+    inner, per_worker = _worker_class(given), given.get("num_workers_per_collector", 1)
     # The batches of synchronous workers have the rows of all of them.
     is_sync = kind in (Collector, MultiSyncCollector) or given.get("sync")
-    remote = kind is DistributedCollector and given.get("launcher", "mp") != "mp"
-    nested = kind is RayCollector and given.get("collector_class", Collector) != Collector
+    is_sync = is_sync and inner is not MultiAsyncCollector
+    distributed = kind is DistributedCollector
+    remote = distributed and given.get("launcher", "mp") != "mp"
+    nested = kind is RayCollector and inner is not Collector
     refused = {
         "stack": stack.in_env,
         "where": given["where"] not in ("learner", "workers"),
@@ -139,14 +149,15 @@ def _check_arguments(kind: Any, stack: Any, given: dict[str, Any]) -> None:
         "init_random_frames": (given.get("init_random_frames") or 0) > 0,
         "track_traj_ids": anywhere("track_traj_ids") is False,
         "exploration_type": moves and not drawn,
-        "cat_results": given.get("cat_results") == -1,
+        "cat_results": anywhere("cat_results") == -1,
         "set_truncated": anywhere("set_truncated") and not is_sync,
-        "use_buffers": kind is MultiSyncCollector
-        and given.get("set_truncated")
-        and given.get("use_buffers"),
+        "use_buffers": MultiSyncCollector in (kind, inner)
+        and anywhere("set_truncated")
+        and anywhere("use_buffers"),
         "compact_obs": in_workers and anywhere("compact_obs"),
         "launcher": in_workers and remote,
         "collector_class": in_workers and nested,
+        "num_workers_per_collector": distributed and inner is MultiSyncCollector and per_worker > 1,
     }
     for name, wrong in refused.items():
         if wrong:
@@ -180,7 +191,17 @@ _MUST = {
     'from a file of this machine. Across machines use where="learner" or a RayCollector.',
     "collector_class": 'be left out with where="workers": messages with the coefficient reach an '
     "actor, but not the processes that it starts. Give each env its own actor.",
+    "num_workers_per_collector": "be 1 for a DistributedCollector of MultiSyncCollectors, got "
+    "{num_workers_per_collector}: torchrl 0.14.1 receives the rows of several envs as if they were "
+    "one row. Use `num_workers`, or a RayCollector.",
 }
+
+
+def _truncating(kind: type, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a collector whose truncations reach the batch."""
+    if kind is MultiSyncCollector and kwargs.get("set_truncated"):  # they miss its buffers
+        return kwargs | {"use_buffers": False}
+    return kwargs
 
 
 def _arguments(kind: type, num_workers: int, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -189,14 +210,15 @@ def _arguments(kind: type, num_workers: int, kwargs: dict[str, Any]) -> dict[str
     if kind in (MultiSyncCollector, MultiAsyncCollector):
         # TorchRL would take threads away from the learner, one for each worker.
         defaults["num_threads"] = torch.get_num_threads()
-        if kwargs.get("set_truncated"):  # whose done flags do not reach its buffers
-            kwargs = kwargs | {"use_buffers": False}
     if kind not in (RayCollector, DistributedCollector):
-        return defaults | kwargs
+        return defaults | _truncating(kind, kwargs)
+    inner = _worker_class(kwargs)
     # Each worker has a collector with the same defaults, whose trajectory ids are made unique.
     number = partial(number_trajectories, num_workers=num_workers)
     collector_kwargs = [
-        defaults | one | {"postproc": partial(number, worker=n, postproc=one.get("postproc"))}
+        defaults
+        | _truncating(inner, one)
+        | {"postproc": partial(number, worker=n, postproc=one.get("postproc"))}
         for n, one in enumerate(_worker_arguments(num_workers, kwargs))
     ]
     if kind is RayCollector:
