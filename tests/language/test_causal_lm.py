@@ -49,6 +49,11 @@ NEO = {
     **{"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 4},
     **{"attention_types": [[["global", "local"], 1]], "max_position_embeddings": LENGTH},
 }
+# Windows that the trial, of 5 tokens, cannot notice.
+TEXT = {**SIZES, "vocab_size": VOCAB, "head_dim": 8, "sliding_window": 6}
+IMAGES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 8}
+IMAGES |= {"num_attention_heads": 2, "patch_size": 4}
+GEMMA3 = {**TEXT, "layer_types": ["sliding_attention", "full_attention"]}
 # Of each family: the class, the changes to its sizes, and whether it can be cached.
 FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "gpt-neox": ("GPTNeoX", SIZES, True),
@@ -61,6 +66,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "sliding window": ("Mistral", {**SIZES, "sliding_window": 4}, False),
     "some layers slide": ("Gemma2", {**SIZES, "head_dim": 8, "sliding_window": 4}, False),
     "some layers are local": ("GPTNeo", NEO, False),
+    "texts and images": (
+        "Gemma3",
+        {"text_config": GEMMA3, "vision_config": IMAGES, "mm_tokens_per_image": 4},
+        False,
+    ),
     "state space": ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, False),
     # Found by the trial:
     "positions by distance": ("Falcon", {**SIZES, "alibi": True}, False),

@@ -37,7 +37,7 @@ class CausalLM(nn.Module):
         self.tried = False
         # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
         inner = _innermost(model)
-        config = getattr(inner, "config", None)
+        config = _text_config(inner)
         self.n_out: int | None = getattr(inner, "n_out", None)
         vocab_size = getattr(config, "vocab_size", None)
         self.vocab_size: int | None = getattr(inner, "vocab_size", vocab_size)
@@ -90,6 +90,13 @@ def _innermost(model: nn.Module) -> nn.Module:
     return model
 
 
+def _text_config(model: nn.Module) -> Any:
+    """A Hugging Face model's configuration; of one that reads images too, that of its texts."""
+    config = getattr(model, "config", None)
+    find = getattr(config, "get_text_config", None)
+    return config if find is None else find(decoder=True)
+
+
 def _check_adapters(model: nn.Module) -> None:
     """Refuses PEFT's prompts, of which the outputs of tokens would be taken at wrong positions."""
     model = getattr(model, "_orig_mod", model)
@@ -118,7 +125,7 @@ def _most_positions(config: Any) -> int | None:
 
 def _attends_to_all(model: nn.Module) -> bool:
     """Whether all layers attend to the whole text, as a model without a `config` is taken to do."""
-    config = getattr(_innermost(model), "config", None)
+    config = _text_config(_innermost(model))
     layers = getattr(config, "layer_types", None) or ["full_attention"]
     layers = [*layers, *getattr(config, "attention_layers", ())]  # GPT-Neo's name
     slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
