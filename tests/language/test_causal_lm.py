@@ -1,6 +1,7 @@
 """Calling any causal language model: families, wrappers, precisions, and what is refused."""
 
 import shutil
+from functools import partial
 from typing import Any
 
 import pytest
@@ -325,6 +326,24 @@ class TestErrors:
     def test_not_a_module(self, make):
         with pytest.raises(TypeError, match=r"`model` must be a torch.nn.Module, got function"):
             make(returns_nothing)
+
+    @pytest.mark.parametrize("make", [CausalLMCritic, partial(CausalLMRewardModel, end_token=2)])
+    def test_one_output_per_text(self, make):
+        config = transformers.LlamaConfig(**{**SIZES, **TOKENS, "num_labels": 1})
+        module = make(transformers.LlamaForSequenceClassification(config).eval())
+        with pytest.raises(ValueError, match=r"got Tensor of \(3, 1\) for ids .*TokenClassif"):
+            module(tokens=random_texts(3)[:, :9], position=torch.tensor([5, 8, 6]))
+
+    def test_outputs_without_logits(self):
+        actor = CausalLMActor(make_model("llama").model)
+        with pytest.raises(ValueError, match=r"as `.logits`, got BaseModelOutput"):
+            step(actor, random_texts(3), [5, 8, 6])
+
+    def test_encoders(self):
+        config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_ff=48, num_layers=2)
+        model = transformers.T5ForConditionalGeneration(config)
+        with pytest.raises(ValueError, match=r"T5ForConditionalGeneration has an encoder"):
+            CausalLMActor(model)
 
     def test_numbers_of_outputs(self):
         llama = make_model("llama")
