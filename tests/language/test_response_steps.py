@@ -93,6 +93,25 @@ class TestSteps:
             counted = masks[1].nonzero()[:, 0]
             assert steps["position"].flatten().equal(counted[counted >= ends[i]])
 
+    @pytest.mark.parametrize("before_texts", ["<|im_start|>", "<|im_end|>"])
+    def test_padding_with_another_token_is_refused(self, before_texts):
+        """In a chat, the first of them is in the template as well, and the second is not."""
+        tokenizer = make_tokenizer(before_texts=before_texts)
+        model = make_model("llama", tokenizer)
+        measure = ResponseKLTransform(model, COEFF, reference=make_model("llama", tokenizer, 1))
+        torch.manual_seed(0)
+        expected = measure(sample_chats(model, tokenizer, "history", pad_output=False))
+        torch.manual_seed(0)
+        padded = sample_chats(model, tokenizer, "history", pad_output=True)
+        token = tokenizer.convert_tokens_to_ids(before_texts)
+        with pytest.raises(ValueError, match=rf"begin with [01] to 1[01] tokens {token}, none of"):
+            measure(padded)
+        wrapper = make_wrapper(model, tokenizer, "history", pad_output=True)
+        wrapper.padding_value = tokenizer.pad_token_id
+        torch.manual_seed(0)
+        padded = sample_chats(model, tokenizer, "history", wrapper=wrapper)
+        assert_close(measure(padded)["next", "kl"], expected["next", "kl"], atol=1e-4, rtol=0)
+
     def test_padding_without_a_mask_is_told_by_the_pad_token(self):
         tokens = TensorDict(
             full=torch.tensor([[0, 5, 7, 8, 0, 9, 0], [6, 5, 7, 8, 7, 9, 3]]),
