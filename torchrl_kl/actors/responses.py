@@ -33,7 +33,9 @@ def as_steps(
     dialog, of which the tokens of the assistant count.
 
     TransformersWrapper cuts the end token out of unpadded responses if it is the pad token as well.
-    Use another pad token, or `pad_output=True`, with which it is read if `eos_token` is given.
+    Use another pad token, or `pad_output=True`, with which it is read if `eos_token` is given. In
+    its tokens mode, such a wrapper also hides the end tokens in a prompt from the model, so that
+    the responses are not drawn from the policy that is scored: there, use another pad token.
 
     Keys:
         reads ("tokens", "full"), and ("tokens", "prompt") or ("masks", "all_assistant_mask");

@@ -72,7 +72,8 @@ class ResponseKLTransform(PenaltyTransform):
             reference, such as PEFT's `model.disable_adapter`.
         estimator: what is measured, as for KLConstrainedTransform. "exact" and "top_k" need nothing
             that the policy records.
-        temperature: that of the sampler. Logits of policy and reference are divided by it.
+        temperature: that of the sampler, by which logits of policy and reference are divided. Where
+            its arguments name none, `generate` takes the one in `model.generation_config`.
         update_every: how many responses (tokens) an update of the controller waits for. None: each
             batch updates once.
         chunk_size: how many responses are scored at a time, so that the logits of a large
