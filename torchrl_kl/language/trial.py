@@ -45,7 +45,8 @@ def _find_problem(lm: CausalLM) -> str | None:
         if not _close(lm(other, each), lm(tokens, each), weight.dtype):
             raise ValueError(
                 "`model` must be causal, but its outputs depend on later tokens: use a decoder, in "
-                "Hugging Face's configurations of encoders `is_decoder=True`."
+                "Hugging Face's configurations of encoders `is_decoder=True`, and no quantization "
+                "with one scale for all tokens, as by `quantize_dynamic`."
             )
         if not lm.caches:
             return None
