@@ -374,11 +374,14 @@ class TestErrors:
         with set_exploration_type(kind):
             assert actor(state)["logits"].equal(torch.ones(2, 3))
 
-    @pytest.mark.parametrize("kind", ["bert", "gru"])
+    @pytest.mark.parametrize("kind", ["bert", "gru", "length"])
     def test_models_that_see_later_tokens(self, kind):
         if kind == "bert":
             sizes = {**SIZES, "is_decoder": False}
             model: Any = transformers.BertLMHeadModel(transformers.BertConfig(**sizes))
+        elif kind == "length":  # not what later tokens are, but how many
+            model = Plain()
+            model.register_forward_hook(lambda _, inputs, output: output * inputs[0].shape[1])
         else:
             model = Plain()
             model.gru = nn.GRU(8, 8, batch_first=True, bidirectional=True)
