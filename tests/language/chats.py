@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from torchrl.data.llm import History
 from torchrl.envs.llm import ChatEnv
@@ -50,13 +51,16 @@ DEPRECATED = [
 ]
 
 
-def make_tokenizer(*, pad_is_eos: bool = False) -> Any:
+def make_tokenizer(*, pad_is_eos: bool = False, before_texts: str = "") -> Any:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     special = [PAD, END, "<|im_start|>"]
     trainer = BpeTrainer(vocab_size=48, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(TEXTS, trainer)
+    if before_texts:
+        ids = [(before_texts, special.index(before_texts))]
+        tokenizer.post_processor = TemplateProcessing(f"{before_texts} $A", special_tokens=ids)  # type: ignore[assignment]
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -109,6 +113,7 @@ def sample_chats(
     questions: list[str] | None = None,
     *,
     reward: float = 1.0,
+    wrapper: Any = None,
     **options: Any,
 ) -> Any:
     """A step of ChatEnv for each question, with a reward for each response."""
@@ -116,7 +121,7 @@ def sample_chats(
         questions = QUESTIONS[:1] * 3 if mode == "tokens" else QUESTIONS
     env = make_env(tokenizer, mode, len(questions))
     start = env.reset(TensorDict(query=questions, batch_size=(len(questions),)))
-    batch = make_wrapper(model, tokenizer, mode, **options)(start)
+    batch = (wrapper or make_wrapper(model, tokenizer, mode, **options))(start)
     if mode == "tokens":  # in which TorchRL's env cannot step with ragged texts
         batch["next"] = TensorDict(batch_size=batch.batch_size)
     else:

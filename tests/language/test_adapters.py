@@ -253,7 +253,45 @@ class TestNeverStale:
                     check_step(actor, texts, [n + 1] * 4)
 
 
+class TestWeightsThatLearn:
+    """With the adapters switched off, none may be left on."""
+
+    @pytest.mark.parametrize(
+        ("kind", "options", "name"),
+        [
+            ("gpt2", {"bias": "all"}, r"h\.0\.ln_1\.bias"),
+            ("gpt", {"bias": "lora_only"}, r"query_key_value\.base_layer\.bias"),
+        ],
+    )
+    def test_biases_are_refused(self, kind, options, name):
+        model: Any = peft.get_peft_model(make_model(kind), config_of(kind, **options))
+        with pytest.raises(ValueError, match=rf"must not learn.*such as '.*{name}': freeze them"):
+            KLConstrainedTransform(CausalLMActor(model), 0.1, reference=model.disable_adapter)
+        KLConstrainedTransform(CausalLMActor(model), 0.1)  # of a copy
+
+    @pytest.mark.parametrize(
+        "options", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [3, 4]}]
+    )
+    def test_what_adapters_hold_is_allowed(self, options):
+        model: Any = peft.get_peft_model(make_model("llama"), config_of("llama", **options))
+        actor = CausalLMActor(model)
+        KLConstrainedTransform(actor, 0.1, reference=model.disable_adapter)
+
+    def test_two_adapters_of_single_tokens(self):
+        config = peft.TrainableTokensConfig(task_type="CAUSAL_LM", token_indices=[3, 4])
+        model: Any = peft.get_peft_model(make_model("llama"), config)
+        model.add_adapter("other", config)
+        model.set_adapter("other")
+        KLConstrainedTransform(CausalLMActor(model), 0.1, reference=model.disable_adapter)
+
+
 class TestPrompts:
+    def test_adapters_that_begin_at_later_tokens_are_refused(self):
+        config = config_of("llama", task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6])
+        model: Any = peft.get_peft_model(make_model("llama"), config)
+        with pytest.raises(ValueError, match=r"adapter 'default' begins at the last tokens \[5, 6"):
+            CausalLMActor(model)
+
     @pytest.mark.parametrize(
         "config",
         [

@@ -1,6 +1,7 @@
 """Calling any causal language model: families, wrappers, precisions, and what is refused."""
 
 import shutil
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,6 +50,11 @@ NEO = {
     **{"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 4},
     **{"attention_types": [[["global", "local"], 1]], "max_position_embeddings": LENGTH},
 }
+# Windows that the trial, of 5 tokens, cannot notice.
+TEXT = {**SIZES, "vocab_size": VOCAB, "head_dim": 8, "sliding_window": 6}
+IMAGES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 8}
+IMAGES |= {"num_attention_heads": 2, "patch_size": 4}
+GEMMA3 = {**TEXT, "layer_types": ["sliding_attention", "full_attention"]}
 # Of each family: the class, the changes to its sizes, and whether it can be cached.
 FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "gpt-neox": ("GPTNeoX", SIZES, True),
@@ -61,6 +67,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "sliding window": ("Mistral", {**SIZES, "sliding_window": 4}, False),
     "some layers slide": ("Gemma2", {**SIZES, "head_dim": 8, "sliding_window": 4}, False),
     "some layers are local": ("GPTNeo", NEO, False),
+    "texts and images": (
+        "Gemma3",
+        {"text_config": GEMMA3, "vision_config": IMAGES, "mm_tokens_per_image": 4},
+        False,
+    ),
     "state space": ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, False),
     # Found by the trial:
     "positions by distance": ("Falcon", {**SIZES, "alibi": True}, False),
@@ -316,6 +327,24 @@ class TestErrors:
         with pytest.raises(TypeError, match=r"`model` must be a torch.nn.Module, got function"):
             make(returns_nothing)
 
+    @pytest.mark.parametrize("make", [CausalLMCritic, partial(CausalLMRewardModel, end_token=2)])
+    def test_one_output_per_text(self, make):
+        config = transformers.LlamaConfig(**{**SIZES, **TOKENS, "num_labels": 1})
+        module = make(transformers.LlamaForSequenceClassification(config).eval())
+        with pytest.raises(ValueError, match=r"got Tensor of \(3, 1\) for ids .*TokenClassif"):
+            module(tokens=random_texts(3)[:, :9], position=torch.tensor([5, 8, 6]))
+
+    def test_outputs_without_logits(self):
+        actor = CausalLMActor(make_model("llama").model)
+        with pytest.raises(ValueError, match=r"as `.logits`, got BaseModelOutput"):
+            step(actor, random_texts(3), [5, 8, 6])
+
+    def test_encoders(self):
+        config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_ff=48, num_layers=2)
+        model = transformers.T5ForConditionalGeneration(config)
+        with pytest.raises(ValueError, match=r"T5ForConditionalGeneration has an encoder"):
+            CausalLMActor(model)
+
     def test_numbers_of_outputs(self):
         llama = make_model("llama")
         critic, texts = CausalLMCritic(llama), random_texts(2)
@@ -345,11 +374,14 @@ class TestErrors:
         with set_exploration_type(kind):
             assert actor(state)["logits"].equal(torch.ones(2, 3))
 
-    @pytest.mark.parametrize("kind", ["bert", "gru"])
+    @pytest.mark.parametrize("kind", ["bert", "gru", "length"])
     def test_models_that_see_later_tokens(self, kind):
         if kind == "bert":
             sizes = {**SIZES, "is_decoder": False}
             model: Any = transformers.BertLMHeadModel(transformers.BertConfig(**sizes))
+        elif kind == "length":  # not what later tokens are, but how many
+            model = Plain()
+            model.register_forward_hook(lambda _, inputs, output: output * inputs[0].shape[1])
         else:
             model = Plain()
             model.gru = nn.GRU(8, 8, batch_first=True, bidirectional=True)

@@ -1,5 +1,7 @@
 """`as_steps` on batches of TorchRL's LLM API, and where ResponseKLTransform takes them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -92,6 +94,44 @@ class TestSteps:
             steps = as_steps(TensorDict(tokens=tokens, masks=entry, batch_size=1), pad_token=0)
             counted = masks[1].nonzero()[:, 0]
             assert steps["position"].flatten().equal(counted[counted >= ends[i]])
+
+    @pytest.mark.parametrize("source", ["argument", "generation_config"])
+    def test_several_tokens_end_a_response(self, source):
+        """Also where one of them pads: after another one, it is padding."""
+        full = torch.tensor([[5, 6, 7, 4, 3, 3], [5, 6, 7, 8, 3, 3], [5, 6, 7, 8, 9, 9]])
+        batch = TensorDict(tokens={"full": full, "prompt": full[:, :2]}, batch_size=3)
+        steps = as_steps(batch, pad_token=3, eos_token=[3, 4])
+        assert steps["collector", "mask"].sum(1).tolist() == [2, 3, 4]
+        assert steps["next", "terminated"].sum((1, 2)).tolist() == [1, 1, 0]
+        assert steps["next", "truncated"].sum((1, 2)).tolist() == [0, 0, 1]
+        gpt, ends = GPT(11, 8), [3, 4]
+        if source == "generation_config":
+            gpt.generation_config = SimpleNamespace(pad_token_id=3, eos_token_id=ends)  # type: ignore[assignment]
+            options = {}
+        else:
+            options = {"pad_token": 3, "eos_token": ends}
+        batch["next"] = TensorDict(reward=torch.ones(3, 1), batch_size=3)
+        log_probs = ResponseKLTransform(gpt, COEFF, **options)(batch)["log_probs", "full"]
+        assert log_probs.isfinite().sum(1).tolist() == [2, 3, 4]
+
+    @pytest.mark.parametrize("before_texts", ["<|im_start|>", "<|im_end|>"])
+    def test_padding_with_another_token_is_refused(self, before_texts):
+        """In a chat, the first of them is in the template as well, and the second is not."""
+        tokenizer = make_tokenizer(before_texts=before_texts)
+        model = make_model("llama", tokenizer)
+        measure = ResponseKLTransform(model, COEFF, reference=make_model("llama", tokenizer, 1))
+        torch.manual_seed(0)
+        expected = measure(sample_chats(model, tokenizer, "history", pad_output=False))
+        torch.manual_seed(0)
+        padded = sample_chats(model, tokenizer, "history", pad_output=True)
+        token = tokenizer.convert_tokens_to_ids(before_texts)
+        with pytest.raises(ValueError, match=rf"begin with [01] to 1[01] tokens {token}, none of"):
+            measure(padded)
+        wrapper = make_wrapper(model, tokenizer, "history", pad_output=True)
+        wrapper.padding_value = tokenizer.pad_token_id
+        torch.manual_seed(0)
+        padded = sample_chats(model, tokenizer, "history", wrapper=wrapper)
+        assert_close(measure(padded)["next", "kl"], expected["next", "kl"], atol=1e-4, rtol=0)
 
     def test_padding_without_a_mask_is_told_by_the_pad_token(self):
         tokens = TensorDict(

@@ -88,8 +88,10 @@ def has_adapters(module: nn.Module) -> bool:
 def weights_without_adapters(model: nn.Module) -> dict[str, Tensor]:
     """The weights of the model that PEFT's adapters were added to; none if it has no adapters."""
     layers = [module for module in model.modules() if has_adapters(module)]
-    added = {id(weight) for layer in layers for weight in layer.parameters()}
-    for layer in layers:  # what a layer was before; a copy is trained of an `original_module`
+    added: set[int] = set()
+    for layer in layers:  # those around others come first
+        added |= {id(weight) for weight in layer.parameters()}
+        # What a layer was before; a copy is trained of an `original_module`.
         before = getattr(layer, "base_layer", getattr(layer, "original_module", None))
         added -= {id(weight) for weight in before.parameters()} if before is not None else set()
     weights = model.named_parameters() if layers else ()

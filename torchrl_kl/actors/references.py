@@ -32,6 +32,7 @@ class SwitchedActor(FrozenActor):
         # PEFT's `disable_adapter` leaves on, those of the base model, do not change.
         policy = cast(ProbabilisticTensorDictSequential, actor)
         self._borrowed = Borrowed((policy, switch))
+        _check_frozen(policy)
         super().__init__(actor, **options)
 
     def _hold(self, actor: nn.Module) -> None:
@@ -70,6 +71,19 @@ class SwitchedActor(FrozenActor):
             stack.enter_context(evaluating(self.actor))
             stack.enter_context(scoring_mode(False, recurrent))
             yield
+
+
+def _check_frozen(policy: nn.Module) -> None:
+    """ValueError if weights learn that PEFT's adapters leave on when they are switched off."""
+    weights = weights_without_adapters(policy).items()
+    learning = [name for name, weight in weights if weight.requires_grad]
+    if learning:
+        raise ValueError(
+            "`reference` must not learn, but with the adapters switched off, the policy still has "
+            f"{len(learning)} weights that require gradients, such as {learning[0]!r}: freeze them "
+            "(in PEFT, `bias='none'`, and `modules_to_save` for whole layers that learn), or leave "
+            "`reference` out, which takes a copy."
+        )
 
 
 def as_reference(

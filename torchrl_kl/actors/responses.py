@@ -5,6 +5,7 @@ Axes: N responses, T tokens of a response at most, L tokens of a whole text at m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torchrl_kl._tensordict import MASK_KEY, check_batch, existing_keys
 from torchrl_kl.functional.numbers import check_integers
 
+EndTokens = int | Sequence[int] | None  # ids, each of which ends a response
+
 FULL, PROMPT, RESPONSE = ("tokens", "full"), ("tokens", "prompt"), ("tokens", "response")
 LOG_PROB, SAMPLED_LOG_PROB = ("log_probs", "full"), ("log_probs", "response")
 SAMPLER_LOG_PROB = "sampler_log_prob"  # of steps, as the sampler recorded it
@@ -22,7 +25,7 @@ ATTENDED, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_
 
 
 def as_steps(
-    batch: TensorDictBase, *, pad_token: int | None, eos_token: int | None = None
+    batch: TensorDictBase, *, pad_token: int | None, eos_token: EndTokens = None
 ) -> TensorDict:
     """A batch of TorchRL's LLM API, in the layout of `sample_responses`: one step per token.
 
@@ -33,7 +36,9 @@ def as_steps(
     dialog, of which the tokens of the assistant count.
 
     TransformersWrapper cuts the end token out of unpadded responses if it is the pad token as well.
-    Use another pad token, or `pad_output=True`, with which it is read if `eos_token` is given.
+    Use another pad token, or `pad_output=True`, with which it is read if `eos_token` is given. In
+    its tokens mode, such a wrapper also hides the end tokens in a prompt from the model, so that
+    the responses are not drawn from the policy that is scored: there, use another pad token.
 
     Keys:
         reads ("tokens", "full"), and ("tokens", "prompt") or ("masks", "all_assistant_mask");
@@ -50,7 +55,8 @@ def as_steps(
         batch: any batch size, of N elements in all.
         pad_token: id that fills texts after the response; it may be `eos_token`. Padded batches
             that have no attention mask are padded with it, too. None: 0, for batches with a mask.
-        eos_token: id that ends a response. None: all responses count as ended.
+        eos_token: id that ends a response, or several of them, of which chat models often have two
+            or more. None: all responses count as ended.
 
     Raises:
         KeyError: the text is missing, or what tells where the response is.
@@ -78,9 +84,7 @@ def as_steps(
     return steps
 
 
-def read_steps(
-    batch: TensorDictBase, *, pad_token: int | None, eos_token: int | None
-) -> TensorDict:
+def read_steps(batch: TensorDictBase, *, pad_token: int | None, eos_token: EndTokens) -> TensorDict:
     """What `as_steps` reads, without rewards, and with NaN for log-probs of other tokens."""
     responses = read_responses(batch, pad_token=pad_token, eos_token=eos_token)
     steps = make_steps(responses, torch.zeros(len(responses.tokens)), eos_token)
@@ -108,6 +112,20 @@ def token_of(model: nn.Module, name: str) -> int | None:
     return None
 
 
+def end_tokens_of(model: nn.Module) -> EndTokens:
+    """The ids of a model's configuration that end a response; None without one."""
+    for source in ("generation_config", "config"):
+        tokens = getattr(getattr(model, source, None), "eos_token_id", None)
+        if tokens is not None:
+            return tokens
+    return None
+
+
+def _several(eos_token: EndTokens) -> tuple[int, ...]:
+    tokens = () if eos_token is None else eos_token
+    return (tokens,) if isinstance(tokens, int) else tuple(tokens)
+
+
 class Responses(NamedTuple):
     """Texts and their tokens that count."""
 
@@ -124,7 +142,7 @@ class Responses(NamedTuple):
 
 
 def read_responses(
-    batch: TensorDictBase, *, pad_token: int | None, eos_token: int | None
+    batch: TensorDictBase, *, pad_token: int | None, eos_token: EndTokens
 ) -> Responses:
     """The texts of a batch (*B), in the order of its elements; N is their number."""
     rows = flat(batch)
@@ -136,6 +154,7 @@ def read_responses(
             f"{existing_keys(batch)}: collect it with a wrapper of TorchRL's LLM API, which writes "
             "them, in a mode that returns tokens."
         )
+    ends = _several(eos_token)
     texts, counted, shifts, starts = [], [], [], []
     for i, row in enumerate(full):
         check_integers(str(FULL), row)
@@ -148,7 +167,7 @@ def read_responses(
                 )
         if attended is None and dense and pad_token is not None:
             attended = row != pad_token
-        text, start, shift = _read_text(i, row, prompt, response, attended, eos_token)
+        text, start, shift = _read_text(i, row, prompt, response, attended, ends)
         counts = torch.arange(len(text), device=text.device) >= max(start, 1)
         if assistant is not None:
             places = torch.arange(len(text), device=text.device) + shift
@@ -157,6 +176,8 @@ def read_responses(
         counted.append(counts)
         shifts.append(shift)
         starts.append(start)
+    if rows.get("history", None) is not None:
+        _check_padding(texts)
     # With one more text, which is dropped, there is one, and a width of at least 1.
     one = torch.zeros(1, dtype=torch.long, device=batch.device)
     padding = {"batch_first": True, "padding_value": pad_token or 0}
@@ -175,13 +196,36 @@ def _rows(batch: TensorDictBase, key: NestedKey) -> tuple[list[Tensor] | None, b
     return (list(value.unbind(0)), True) if isinstance(value, Tensor) else (list(value), False)
 
 
+def _check_padding(texts: list[Tensor]) -> None:
+    """ValueError if chats, which begin alike, begin with different numbers of one token.
+
+    For `pad_output=True`, TransformersWrapper pads chats with the first id of the tokenized pad
+    token. That is not the pad token if the tokenizer puts another one before each text, and then
+    its masks take the padding for text.
+    """
+    texts = [text for text in texts if len(text)]
+    runs = [int((text == text[0]).int().cumprod(0).sum()) for text in texts]
+    if max(runs, default=0) < 2:
+        return
+    first = texts[runs.index(max(runs))][0]
+    runs = [run if text[0] == first else 0 for text, run in zip(texts, runs, strict=True)]
+    after = {tuple(text[run : run + 1].tolist()) for text, run in zip(texts, runs, strict=True)}
+    if len(set(runs)) > 1 and (min(runs) or len(after) == 1):
+        raise ValueError(
+            f"{PROMPT} must be padded with the pad token, but the chats begin with {min(runs)} to "
+            f"{max(runs)} tokens {int(first)}, none of which {ATTENDED} leaves out: "
+            "TransformersWrapper pads with what its tokenizer puts before a text. Set "
+            "`wrapper.padding_value = tokenizer.pad_token_id`, or use `pad_output=False`."
+        )
+
+
 def _read_text(
     i: int,
     full: Tensor,
     prompt: Tensor | None,
     response: Tensor | None,
     attended: Tensor | None,
-    eos_token: int | None,
+    ends: tuple[int, ...],
 ) -> tuple[Tensor, int, int]:
     """The text without padding, where in it the response begins, and the shift to `full`.
 
@@ -203,13 +247,12 @@ def _read_text(
         first = real[0] if prompt is None else min(real[0], start)
         end = max(real[-1] + 1, start)
         # Padding may begin with the end token: there is nothing else after what a model has said.
-        ends_here = eos_token is not None and end < len(full) and full[end] == eos_token
-        if ends_here and (end == start or full[end - 1] != eos_token):
+        if end < len(full) and full[end] in ends and (end == start or full[end - 1] not in ends):
             end += 1
     return full[first:end], start - first, first
 
 
-def make_steps(responses: Responses, rewards: Tensor, eos_token: int | None) -> TensorDict:
+def make_steps(responses: Responses, rewards: Tensor, eos_token: EndTokens) -> TensorDict:
     """The layout (N, T) of responses and their rewards (N,)."""
     texts, counted = responses.tokens, responses.counted
     lengths = counted.sum(1, keepdim=True)  # (N, 1)
@@ -225,7 +268,10 @@ def make_steps(responses: Responses, rewards: Tensor, eos_token: int | None) -> 
     following = torch.where(last, position + 1, following)
     action = texts.gather(1, position)
     done = last.unsqueeze(-1)
-    cut = done & (action != (action if eos_token is None else eos_token)).unsqueeze(-1)
+    ended = (
+        done if eos_token is None else torch.isin(action, action.new_tensor(_several(eos_token)))
+    )
+    cut = done & ~ended.view(done.shape)
     tokens = texts[:, None].expand(-1, n_steps, -1)
     steps = TensorDict(
         tokens=tokens,

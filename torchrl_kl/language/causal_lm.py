@@ -32,12 +32,17 @@ class CausalLM(nn.Module):
         self.model = model
         _check_adapters(model)
         self._keywords = frozenset(inspect.signature(_innermost(model).forward).parameters)
+        if "decoder_input_ids" in self._keywords:
+            raise ValueError(
+                f"`model` must be causal, but {type(_innermost(model)).__name__} has an encoder, "
+                "which sees whole texts: use a decoder alone, a Hugging Face `...ForCausalLM`."
+            )
         # Whether its keys and values may be cached: no longer once a trial of it has failed.
         self.caches = self._keywords >= CACHE_KEYWORDS and _attends_to_all(model)
         self.tried = False
         # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
         inner = _innermost(model)
-        config = getattr(inner, "config", None)
+        config = _text_config(inner)
         self.n_out: int | None = getattr(inner, "n_out", None)
         vocab_size = getattr(config, "vocab_size", None)
         self.vocab_size: int | None = getattr(inner, "vocab_size", vocab_size)
@@ -59,7 +64,15 @@ class CausalLM(nn.Module):
         if "past_key_values" in options:  # torch.compile would compile each length anew
             model = getattr(model, "_orig_mod", model)
         output = model(tokens, **options)
-        output = output if isinstance(output, Tensor) else output.logits
+        output = output if isinstance(output, Tensor) else getattr(output, "logits", output)
+        if not isinstance(output, Tensor) or output.ndim != 3:
+            shape = f" of {tuple(output.shape)}" if isinstance(output, Tensor) else ""
+            raise ValueError(
+                "`model` must return outputs (N, T, n_out), or an object that has them as "
+                f"`.logits`, got {type(output).__name__}{shape} for ids {tuple(tokens.shape)}: use "
+                "a Hugging Face `...ForCausalLM`, or `...ForTokenClassification` with num_labels=1 "
+                "in place of `...ForSequenceClassification`."
+            )
         if keep is not None and "logits_to_keep" not in options:
             output = output[:, keep]
         # A log-softmax in bfloat16 would be off by a hundredth of a nat.
@@ -90,8 +103,15 @@ def _innermost(model: nn.Module) -> nn.Module:
     return model
 
 
+def _text_config(model: nn.Module) -> Any:
+    """A Hugging Face model's configuration; of one that reads images too, that of its texts."""
+    config = getattr(model, "config", None)
+    find = getattr(config, "get_text_config", None)
+    return config if find is None else find(decoder=True)
+
+
 def _check_adapters(model: nn.Module) -> None:
-    """Refuses PEFT's prompts, of which the outputs of tokens would be taken at wrong positions."""
+    """Refuses PEFT's prompts, which move the positions of outputs, and adapters of later tokens."""
     model = getattr(model, "_orig_mod", model)
     for name, config in getattr(model, "peft_config", {}).items():
         if getattr(config, "num_virtual_tokens", None) and config.peft_type != "PREFIX_TUNING":
@@ -99,6 +119,12 @@ def _check_adapters(model: nn.Module) -> None:
                 f"`model` must have one output per token, but its adapter {name!r} of type "
                 f"{config.peft_type.value} adds {config.num_virtual_tokens} virtual tokens: use an "
                 "adapter of the weights, such as LoRA."
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"`model` must be causal, but its adapter {name!r} begins at the last tokens "
+                f"{config.alora_invocation_tokens} of a text, so that outputs depend on later "
+                "tokens: use LoRA without `alora_invocation_tokens`."
             )
 
 
@@ -118,7 +144,7 @@ def _most_positions(config: Any) -> int | None:
 
 def _attends_to_all(model: nn.Module) -> bool:
     """Whether all layers attend to the whole text, as a model without a `config` is taken to do."""
-    config = getattr(_innermost(model), "config", None)
+    config = _text_config(_innermost(model))
     layers = getattr(config, "layer_types", None) or ["full_attention"]
     layers = [*layers, *getattr(config, "attention_layers", ())]  # GPT-Neo's name
     slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)

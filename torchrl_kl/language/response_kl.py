@@ -16,8 +16,10 @@ from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.actors.policy import Borrowed, evaluating
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.actors.responses import (
+    EndTokens,
     Responses,
     check_rewards,
+    end_tokens_of,
     make_steps,
     read_responses,
     token_of,
@@ -73,7 +75,8 @@ class ResponseKLTransform(PenaltyTransform):
             reference, such as PEFT's `model.disable_adapter`.
         estimator: what is measured, as for KLConstrainedTransform. "exact" and "top_k" need nothing
             that the policy records.
-        temperature: that of the sampler. Logits of policy and reference are divided by it.
+        temperature: that of the sampler, by which logits of policy and reference are divided. Where
+            its arguments name none, `generate` takes the one in `model.generation_config`.
         update_every: how many responses (tokens) an update of the controller waits for. None: each
             batch updates once.
         chunk_size: how many responses are scored at a time, so that the logits of a large
@@ -110,7 +113,7 @@ class ResponseKLTransform(PenaltyTransform):
         chunk_size: int | None = None,
         top_k: int = 64,
         pad_token: int | None = None,
-        eos_token: int | None = None,
+        eos_token: EndTokens = None,
         on_invalid: OnInvalid = "raise",
     ):
         _check_count("top_k", top_k)
@@ -130,7 +133,7 @@ class ResponseKLTransform(PenaltyTransform):
         self._step_keys = KLKeys().resolve(self.reference.log_prob_key)
         self.estimate = make_estimate(estimator, actor, self._step_keys)
         self.pad_token = token_of(model, "pad_token_id") if pad_token is None else pad_token
-        self.eos_token = token_of(model, "eos_token_id") if eos_token is None else eos_token
+        self.eos_token = end_tokens_of(model) if eos_token is None else eos_token
 
     def _actor_over(self, model: nn.Module) -> CausalLMActor:
         if hasattr(model, "get_dist"):
@@ -168,8 +171,8 @@ class ResponseKLTransform(PenaltyTransform):
             refuse_sums(batch)
         reward = td.get_required(following, self.keys.reward, _NO_REWARD)
         check_rewards(reward, batch.batch_size)
-        tokens = {"pad_token": self.pad_token, "eos_token": self.eos_token}
-        responses = read_responses(batch, **tokens).to(self._device)
+        responses = read_responses(batch, pad_token=self.pad_token, eos_token=self.eos_token)
+        responses = responses.to(self._device)
         self._check_ids(responses.tokens)
         rewards = reward.reshape(-1).to(self._device)
         steps = make_steps(responses, rewards, self.eos_token)

@@ -52,7 +52,7 @@ def sample_responses(
 
     Args:
         actor: the policy; its temperature applies.
-        prompts: ids (N, P), or N tensors of any lengths, at least 1.
+        prompts: ids (N, P), or N tensors of any lengths, at least 1; without padding.
         max_new_tokens: T, at least 1.
         pad_token: id that fills texts after the response; it may be `eos_token`.
         eos_token: id that ends a response and belongs to it. None: all have T tokens.
