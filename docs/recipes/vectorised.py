@@ -1,9 +1,11 @@
 """The stack around several envs at once: SerialEnv, ParallelEnv and Gymnasium's vector envs."""
 
+import gymnasium
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
-from torchrl.envs import GymEnv, ParallelEnv, SerialEnv, TransformedEnv
+from torchrl.envs import GymEnv, GymWrapper, ParallelEnv, SerialEnv, TransformedEnv
 from torchrl.modules import MLP, ProbabilisticActor
 
 from torchrl_kl import AdaptiveKLController, KLConstrainedTransform
@@ -49,5 +51,7 @@ if __name__ == "__main__":  # ParallelEnv starts processes
     print("ParallelEnv, the stack around it and not inside its workers")
     collect(TransformedEnv(ParallelEnv(2, make_env), make_stack()), actor)
     print("Gymnasium's vector env, the stack as postproc")
-    env = GymEnv("CartPole-v1", num_envs=2, categorical_action_encoding=True)
+    makers = [lambda: gymnasium.make("CartPole-v1")] * 2
+    vector = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+    env = GymWrapper(vector, categorical_action_encoding=True)
     collect(env, actor, postproc=make_stack())

@@ -116,8 +116,8 @@ class TestNegative:
         # the error 0.1614.
         assert message.condition == "negative_noise"
         assert str(message).startswith(
-            "The mean k1 of this batch is -0.125 +- 0.16 nats over 4 steps. This is sampling noise "
-            "and not a bug: k1 takes either sign"
+            "The mean k1 of this batch is -0.125 +- 0.16 nats per step over 4 steps. This is "
+            "sampling noise and not a bug: k1 takes either sign"
         )
         assert message.figures == {"kl": -0.125, "count": 4}
 
@@ -127,7 +127,7 @@ class TestNegative:
     def test_one_step_has_no_standard_error(self):
         (message,) = KLMonitor(ConstantKLController(0.1))(steps(-0.5))
         assert str(message).startswith(
-            "The mean k1 of this batch is -0.5 nats over 1 steps. This is sampling noise"
+            "The mean k1 of this batch is -0.5 nats per step over 1 steps. This is sampling noise"
         )
 
     @pytest.mark.parametrize(

@@ -323,6 +323,18 @@ class TestTarget:
         expected = totals.mean() if per == "trajectory" else totals.sum() / n_tokens
         assert_close(message.figures["kl"], expected.item(), rtol=1e-5, atol=1e-6)
         assert message.figures["count"] == 200
+        assert "over the last 1 batches (200 responses)" in message.text
+
+    def test_a_negative_mean_is_per_response(self):
+        model = make_gpt()
+        batch = texts_of(*sample_texts(model))
+        batch["next", "kl"] = torch.tensor([-0.5, 0.25, 0.0, -0.25]).repeat(4)[:, None]
+        (message,) = texts_monitor(model, window=1)(batch)
+        # 16 values of mean -0.125; their squared deviations add up to 4 * 0.3125.
+        error = math.sqrt(4 * 0.3125 / 15 / 16)
+        expected = f"is -0.125 +- {error:.2g} nats per response over 16 responses"
+        assert message.condition == "negative_noise"
+        assert expected in message.text
 
     def test_scored_batches_are_compared_with_both(self):
         """What ResponseKLTransform writes is right, what the sampler recorded is not."""

@@ -280,6 +280,25 @@ class TestRecurrent:
         with pytest.raises(RuntimeError, match="begins inside a trajectory and the state"):
             loss(batches[1])
 
+    @pytest.mark.parametrize("kind", ["lstm", "gru"])
+    def test_a_row_inside_a_trajectory_may_begin_from_a_zero_state(self, kind):
+        reference = make_actor(kind)
+        policy = moved(reference)
+        env = with_transforms(WalkEnv((2,), longest=40), *memory_of(policy))
+        inside = collect(env, policy, frames=12, batches=2, seed=3)[1]
+        assert not inside["is_init"].any()
+        with pytest.raises(
+            RuntimeError, match=r"`reference=FrozenActor\(actor, zero_states=True\)`"
+        ):
+            KLPenaltyLoss(policy, 1.0, reference=reference)(inside)
+        loss = KLPenaltyLoss(policy, 1.0, reference=FrozenActor(reference, zero_states=True))
+        first = inside.clone()
+        first["is_init"][:, 0] = True  # from which a reference begins with a zero state
+        frozen = FrozenActor(reference).get_dist(first, timed=True)
+        with torch.no_grad(), set_recurrent_mode(True):
+            own = policy.get_dist(inside.clone())
+        assert_close(loss(inside)["kl"], kl_divergence(own, frozen).mean())
+
     def test_the_frozen_actor_takes_no_mode_from_around_it(self):
         _, reference, batch = self.recorded("lstm")
         frozen: Any = FrozenActor(reference)

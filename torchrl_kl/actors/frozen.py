@@ -248,7 +248,7 @@ class FrozenActor(Identified):
         inputs = self.inputs(tensordict)
         timed = timed and not (self.state_keys and self._carries_states(inputs))
         if self.state_keys and timed:
-            self._set_first_states(tensordict, inputs, zero_states=False, carry=False)
+            self._set_first_states(tensordict, inputs, self.zero_states, carry=False)
         elif self.state_keys:
             self._use_states(inputs)
         self._prepare(inputs)

@@ -53,8 +53,8 @@ class RecurrentMemory:
                 raise RuntimeError(
                     "a row of the batch begins inside a trajectory and the state of the recurrent "
                     "reference is unknown there: put KLConstrainedTransform or "
-                    "ReferenceModelLogProbTransform into the env, "
-                    "or accept the error of a zero state with `zero_states=True`."
+                    "ReferenceModelLogProbTransform into the env, or accept the error of a zero "
+                    "state: `reference=FrozenActor(actor, zero_states=True)`."
                 )
             for state, first in zip(states, known or (), strict=False):
                 state[row, 0] = first

@@ -80,6 +80,7 @@ class KLMonitor:
     temperature of the sampler. Of the responses of such batches, the KL is looked at where it is
     measured; with `per="step"` it is that of a response divided by the mean number of tokens.
 
+    A number after "+-" is a standard error, as if the steps (trajectories) were independent.
     An episode ends when the monitor looked for its condition `window` times in a row in vain.
 
     A trajectory goes on in the next batch where that begins in the state in which it was left. With
@@ -256,25 +257,26 @@ class KLMonitor:
             return self._look_samples(steps, torch.zeros(0), 0, steps)
         counted = n_tokens > 0
         kl, n_tokens = kl.detach().reshape(-1), n_tokens[counted]
-        looks = self._look_finite(kl, counted)
+        looks = self._look_finite(kl, counted, "responses")
         if not math.isnan(self.controller.target):
             measured = self._measured_entry(cast(TensorDictBase, following)).reshape(-1)[counted]
             if self.controller.per == "step":
                 measured = measured / n_tokens.double().mean()
-            looks |= self._look_target(measured)
-        return looks | self._look_samples(batch, kl[counted].double(), int(n_tokens.sum()), steps)
+            looks |= self._look_target(measured, "responses")
+        k1 = kl[counted].double()
+        return looks | self._look_samples(batch, k1, int(n_tokens.sum()), steps, "response")
 
-    def _look_finite(self, kl: Tensor, counted: Tensor) -> Looks:
+    def _look_finite(self, kl: Tensor, counted: Tensor, of: str = "steps") -> Looks:
         n_bad, n_steps = int((counted & ~kl.isfinite()).sum()), int(counted.sum())
         text = (
-            f"The KL of {n_bad} of {n_steps} steps is infinite or NaN. They are left out of the "
+            f"The KL of {n_bad} of {n_steps} {of} is infinite or NaN. They are left out of the "
             "means here, and a controller refuses them. Look for actions that the reference gives "
             "probability 0 (a mask of only one of the two) and for NaN in the logits."
         )
         return {"kl_not_finite": (text, {"steps": n_bad, "count": n_steps}) if n_bad else None}
 
-    def _look_target(self, measured: Tensor) -> Looks:
-        """Looks at the KL in the controller's unit, (N,)."""
+    def _look_target(self, measured: Tensor, of: str | None = None) -> Looks:
+        """Looks at the KL in the controller's unit, (N,): of steps, trajectories, or `of`."""
         target, unit, pools = self.controller.target, self.controller.per, self._state.pools
         pool = KLStatistics().add(measured[measured.isfinite()])
         pools.append([buffer.item() for buffer in pool.buffers()])
@@ -284,13 +286,14 @@ class KLMonitor:
             buffer.fill_(sum(values))
         if len(pools) < self.window or pool.count == 0:
             return {}
+        of = of or ("trajectories" if unit == "trajectory" else "steps")
         mean, count, coeff = pool.mean, int(pool.count), self.controller.coeff.item()
         error = pool.standard_error if count > 1 else 0.0
         figures = {"kl": mean, "standard_error": error, "count": count, "target": target}
         text = (
             f"KL is {mean:.3g} +- {error:.2g} nats per {unit} over the last {self.window} batches "
-            f"({count} {'trajectories' if unit == 'trajectory' else 'steps'}), {mean / target:.2g} "
-            f"times the target of {target:g}; the coefficient is {coeff:.3g}. "
+            f"({count} {of}), {mean / target:.2g} times "
+            f"the target of {target:g}; the coefficient is {coeff:.3g}. "
         )
         # The standard errors keep out windows that pass the factor of 2 by chance.
         above = mean > 2 * target and mean - _ERRORS * error > target
@@ -351,11 +354,16 @@ class KLMonitor:
         }
 
     def _look_samples(
-        self, batch: TensorDictBase, k1: Tensor, n_steps: int, texts: TensorDictBase | None
+        self,
+        batch: TensorDictBase,
+        k1: Tensor,
+        n_steps: int,
+        texts: TensorDictBase | None,
+        of: str = "step",
     ) -> Looks:
         """Whether the samples can be the policy's; k1: of what counts in `n_steps` steps, (N,).
 
-        `texts`: the steps of a batch of responses.
+        `texts`: the steps of a batch of responses; `of`: what each k1 is of.
         """
         total, state = k1.nan_to_num(math.inf, math.inf).sum().item(), self._state
         state.k1_sums.append(total)
@@ -378,7 +386,7 @@ class KLMonitor:
         mean, count = k1.mean().item(), k1.numel()
         figures = {"kl": mean, "count": count}
         error = f" +- {k1.std().item() / math.sqrt(count):.2g}" if count > 1 else ""
-        text = f"The mean k1 of this batch is {mean:.3g}{error} nats over {count} steps"
+        text = f"The mean k1 of this batch is {mean:.3g}{error} nats per {of} over {count} {of}s"
         if exact_kl is not None:
             figures["exact_kl"] = exact_kl
             text += f" (the exact KL on the same states is {exact_kl:.3g})"

@@ -77,7 +77,8 @@ class KLPenaltyLoss(Fed, LossModule):
     `state_dict`; `forward` never moves the controller; padded steps, NaN too, change neither value
     nor gradient; half precision is summed and returned in float32. You may not rely on `loss_kl`
     being the KL for "k2" and "k3": `kl` is. With agents, everything is the mean over the agents.
-    Rows that begin or end inside a trajectory are taken for whole ones.
+    Rows that begin or end inside a trajectory are taken for whole ones. `loss` has its own keys,
+    value estimator and target networks: pass it to SoftUpdate, and call its `make_value_estimator`.
 
     Keys:
         reads the actor's in_keys; "action" and "action_log_prob" unless both `gradient` and

@@ -40,7 +40,8 @@ class RewardAdjustmentTransform(PenaltyTransform):
 
     Keys:
         reads ("next", "reward"), ("next", "kl") and, if present, ("next", "kl_estimate"), which is
-        then what the controller is fed; all of one shape.
+        then what the controller is fed; all of one shape; done flags and, on batches, ("collector",
+        "traj_ids"), without which trajectories do not go on from one batch to the next.
         writes ("next", "reward"), ("next", "task_reward"), ("next", "kl_coeff") and, unless a batch
         has no time dimension, ("next", "episode_kl"): the sum over the trajectory so far of what
         the controller is fed, at least float32.
