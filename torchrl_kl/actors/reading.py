@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +23,7 @@ from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling,
 from torchrl_kl._torchrl import indices_of
 
 _PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
+_LOG_PROBS = [kind.log_prob for kind in _PROBABILISTIC]
 
 
 def check_actor(actor: nn.Module) -> None:
@@ -44,6 +46,34 @@ def check_actor(actor: nn.Module) -> None:
             f"`actor` has uninitialised weights ({lazy[0]}, ...): run it once on data first, or a "
             "copy would be initialised apart from it."
         )
+
+
+def copy_actor(actor: nn.Module) -> Any:
+    """A deep copy of an actor, without gradients."""
+    # A tensor that a module keeps of its last pass, with its graph, cannot be copied by torch.
+    kept = (value for part in actor.modules() for value in vars(part).values())
+    graphs = [value for value in kept if isinstance(value, Tensor) and not value.is_leaf]
+    copied = copy.deepcopy(actor, {id(value): value.detach().clone() for value in graphs})
+    copied.zero_grad()  # it has those of the actor, too
+    return copied
+
+
+def has_compiled_parts(actor: nn.Module) -> bool:
+    """Whether torch.compile was called on a part of an actor, or compiles now."""
+    return torch.compiler.is_compiling() or any(
+        "_orig_mod" in part._modules or getattr(part, "_compiled_call_impl", None) is not None
+        for part in actor.modules()
+    )
+
+
+def requires_grad(value: Any) -> bool:
+    """Whether a tensor requires a gradient, or one in a tuple, dictionary or distribution."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, Distribution):
+        value = vars(value)
+    parts = value.values() if isinstance(value, dict) else value
+    return isinstance(value, dict | tuple) and any(map(requires_grad, parts))
 
 
 def check_kept_inputs(policy: Any, reader: Any) -> None:
@@ -200,11 +230,28 @@ def _call_network(part: TensorDictModule, inputs: TensorDictBase) -> TensorDictB
     return inputs
 
 
+def has_own_log_prob(actor: Any) -> bool:
+    """Whether the class of an actor has a `log_prob`, which may not be that of its `get_dist`."""
+    return getattr(actor.log_prob, "__func__", None) not in _LOG_PROBS
+
+
+def refuse_own_log_prob(actor: Any) -> None:
+    """ValueError if log-probs of the distributions of an actor may not be those of its actions."""
+    if has_own_log_prob(actor):
+        raise ValueError(
+            "`actor` must have the log-prob of its distribution, got a "
+            f"{type(actor).__name__} with a `log_prob` of its own, which losses do not call: use "
+            'gradient="step" with weights="step", or write the map into the distribution.'
+        )
+
+
 def _log_prob(
     actor: Any, inputs: TensorDictBase, action_key: NestedKey, plain: Sequence[bool] = ()
 ) -> Tensor | TensorDictBase:
     """One log-prob, or one for each part of the action, under the actor's keys."""
     if not getattr(actor, "return_composite", False):
+        if has_own_log_prob(actor):
+            return actor.log_prob(inputs)
         dist = _get_dist(actor, inputs, plain)
         if isinstance(dist, CompositeDistribution):
             return actor.log_prob(inputs, dist=dist)
