@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict.nn import NormalParamExtractor, TensorDictModule
+from tensordict import TensorDict
+from tensordict.nn import CompositeDistribution, NormalParamExtractor, TensorDictModule
 from torch import nn
-from torch.distributions import Categorical, Laplace, Normal, kl_divergence
+from torch.distributions import Categorical, Independent, Laplace, Normal, kl_divergence
 from torch.testing import assert_close
 from torchrl.modules import IndependentNormal, TanhNormal
 
@@ -21,7 +22,7 @@ from tests.helpers import (
     with_transforms,
 )
 from tests.transforms.estimated import stack
-from torchrl_kl import KLDivergenceTransform, ReferenceModelLogProbTransform
+from torchrl_kl import KLDivergenceTransform, ReferenceModelLogProbTransform, kl_exact
 
 
 class Tempered(Categorical):
@@ -105,3 +106,23 @@ def test_separate_parts_take_a_reference_of_the_same_kind():
     recorded = play(WalkEnv((3,), discrete=False), policy)
     expected = stack(policy, "exact", reference=reference)(recorded)["next", "kl_estimate"]
     assert_close(parts(recorded)["next", "kl_estimate"], expected)
+
+
+def test_a_part_of_a_composite_may_be_independent_or_not():
+    torch.manual_seed(0)
+    loc, scale, logits = torch.randn(2, 4, 3), 0.5 + torch.rand(2, 4, 3), torch.randn(2, 4, 5)
+
+    def composite(i: int, steer: Any) -> CompositeDistribution:
+        params = TensorDict(
+            steer=TensorDict(loc=loc[i], scale=scale[i]), gear=TensorDict(logits=logits[i])
+        ).auto_batch_size_(1)
+        return CompositeDistribution(params, {"steer": steer, "gear": Categorical})
+
+    def joint_normal(loc: torch.Tensor, scale: torch.Tensor) -> Independent:
+        return Independent(Normal(loc, scale), 1)
+
+    steer = kl_divergence(Normal(loc[0], scale[0]), Normal(loc[1], scale[1])).sum(-1)
+    gear = kl_divergence(Categorical(logits=logits[0]), Categorical(logits=logits[1]))
+    for kinds in ((Normal, joint_normal), (joint_normal, Normal), (Normal, Normal)):
+        kl = kl_exact(composite(0, kinds[0]), composite(1, kinds[1]))
+        assert_close(kl, steer + gear)

@@ -40,7 +40,8 @@ def check_actor(actor: nn.Module) -> None:
             "`actor` must be a probabilistic actor (with `get_dist` and `log_prob`), got "
             f"{type(actor).__name__}: wrap the network in torchrl.modules.ProbabilisticActor."
         )
-    lazy = [name for name, p in actor.named_parameters() if nn.parameter.is_lazy(p)]
+    entries = (*actor.named_parameters(), *actor.named_buffers())
+    lazy = [name for name, entry in entries if nn.parameter.is_lazy(entry)]
     if lazy:
         raise ValueError(
             f"`actor` has uninitialised weights ({lazy[0]}, ...): run it once on data first, or a "

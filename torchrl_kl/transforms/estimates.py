@@ -11,12 +11,12 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule
 from torch import Tensor, nn
-from torch.distributions import Distribution, Independent
 
 from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl.actors.reading import categorical_log_probs, dist_module_of, written_params
 from torchrl_kl.functional import ESTIMATORS, kl_exact, kl_top_k
+from torchrl_kl.functional.distributions import joint
 
 Estimator = Literal["k1", "k2", "k3", "exact", "top_k"]
 
@@ -106,7 +106,7 @@ class ExactEstimate(Estimate):
         reference = self.ref_dist_module.get_dist(step.of_reference)
         # One of them may be a Normal, (*B, n), and the other an Independent one, (*B).
         n_batch = min(len(policy.batch_shape), len(reference.batch_shape))
-        policy, reference = _joint(policy, n_batch), _joint(reference, n_batch)
+        policy, reference = joint(policy, n_batch), joint(reference, n_batch)
         # The batch shape of a Normal includes the action dimensions, (*B, n), summed afterwards.
         if mask is not None:
             mask = td.expand_right(mask, policy.batch_shape)
@@ -168,11 +168,6 @@ def make_estimate(
     if estimator == "top_k":
         return TopKEstimate(keys.top_k)
     return None if estimator == "k1" else SampledEstimate(estimator)
-
-
-def _joint(dist: Distribution, n_batch: int) -> Distribution:
-    n_more = len(dist.batch_shape) - n_batch
-    return Independent(dist, n_more) if n_more else dist
 
 
 def require_one_kind(policy: nn.Module, reference: nn.Module) -> None:
