@@ -5,7 +5,12 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import CompositeDistribution, NormalParamExtractor, TensorDictModule
+from tensordict.nn import (
+    CompositeDistribution,
+    NormalParamExtractor,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
 from torch import nn
 from torch.distributions import Categorical, Independent, Laplace, Normal, kl_divergence
 from torch.testing import assert_close
@@ -16,6 +21,7 @@ from tests.helpers import (
     N_OBS,
     WalkEnv,
     compose,
+    make_actor,
     play,
     probabilistic_actor,
     sharp,
@@ -106,6 +112,24 @@ def test_separate_parts_take_a_reference_of_the_same_kind():
     recorded = play(WalkEnv((3,), discrete=False), policy)
     expected = stack(policy, "exact", reference=reference)(recorded)["next", "kl_estimate"]
     assert_close(parts(recorded)["next", "kl_estimate"], expected)
+
+
+class Sharper(ProbabilisticTensorDictSequential):
+    """Chooses from sharper distributions than its parts do."""
+
+    def build_dist_from_params(self, tensordict):
+        return Categorical(logits=2 * tensordict["logits"])
+
+
+@pytest.mark.parametrize("estimator", ["exact", "top_k"])
+@pytest.mark.parametrize("which", ["policy", "reference"])
+def test_an_actor_that_builds_its_distribution_itself_is_refused(estimator, which):
+    plain = make_actor()
+    sharper = Sharper(*make_actor().module)
+    actors = (sharper, plain) if which == "policy" else (plain, sharper)
+    with pytest.raises(TypeError, match="got Sharper with its own build_dist_from_params, which"):
+        stack(actors[0], estimator, reference=actors[1])
+    stack(actors[0], "k3", reference=actors[1])
 
 
 def test_a_part_of_a_composite_may_be_independent_or_not():

@@ -23,6 +23,7 @@ from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling,
 from torchrl_kl._torchrl import indices_of
 
 _PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
+DIST_METHODS = ("get_dist", "get_dist_params", "build_dist_from_params")
 _LOG_PROBS = [kind.log_prob for kind in _PROBABILISTIC]
 
 
@@ -52,7 +53,8 @@ def check_actor(actor: nn.Module) -> None:
 def copy_actor(actor: nn.Module) -> Any:
     """A deep copy of an actor, without gradients."""
     # A tensor that a module keeps of its last pass, with its graph, cannot be copied by torch.
-    kept = (value for part in actor.modules() for value in vars(part).values())
+    parts = actor.modules()
+    kept = [value for p in parts for value in (*vars(p).values(), *p._buffers.values())]
     graphs = [value for value in kept if isinstance(value, Tensor) and not value.is_leaf]
     copied = copy.deepcopy(actor, {id(value): value.detach().clone() for value in graphs})
     copied.zero_grad()  # it has those of the actor, too
@@ -275,6 +277,24 @@ def _log_prob(
 
 def _probabilistic_modules(actor: nn.Module) -> list[Any]:
     return [part for part in actor.modules() if isinstance(part, ProbabilisticTensorDictModule)]
+
+
+def refuse_own_methods(actor: nn.Module, methods: Sequence[str] = DIST_METHODS) -> None:
+    """TypeError if the class of an actor replaces methods that will not be called."""
+    kind = type(getattr(actor, "_orig_mod", actor))  # within torch.compile
+    if not issubclass(kind, ProbabilisticTensorDictSequential):
+        return
+    own = []
+    for method in methods:
+        home = next(each for each in kind.__mro__ if method in vars(each)).__module__
+        if home.partition(".")[0] not in ("tensordict", "torchrl", "torchrl_kl"):
+            own.append(method)
+    if own:
+        raise TypeError(
+            f"`actor` must choose as its parts do, got {kind.__name__} with its own "
+            f"{', '.join(own)}, which would not be called: write it into a part, such as the "
+            "distribution class."
+        )
 
 
 def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:

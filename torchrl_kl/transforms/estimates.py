@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import ResolvedKeys
-from torchrl_kl.actors.reading import categorical_log_probs, dist_module_of, written_params
+from torchrl_kl.actors.reading import (
+    categorical_log_probs,
+    dist_module_of,
+    refuse_own_methods,
+    written_params,
+)
 from torchrl_kl.functional import ESTIMATORS, kl_exact, kl_top_k
 from torchrl_kl.functional.distributions import joint
 
@@ -161,6 +166,9 @@ def make_estimate(
     names = get_args(Estimator)
     if estimator not in names:
         raise ValueError(f"`estimator` must be one of {list(names)}, got {estimator!r}.")
+    for each in (actor, reference) if estimator in ("exact", "top_k") else ():
+        if each is not None:
+            refuse_own_methods(each)
     if estimator == "exact":
         if actor is None:
             raise ValueError('`estimator="exact"` needs `actor`, got None: pass the policy.')
