@@ -140,3 +140,16 @@ def test_an_actor_that_was_trained_before_is_copied(make):
         for parameter in actor.parameters():
             parameter.add_(1.0)
     assert_same(reference.step(reference.inputs(step)).log_prob, step["action_log_prob"].detach())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_an_actor_in_torchscript_is_copied():
+    traced = torch.jit.trace(nn.Linear(N_OBS, N_ACTIONS), torch.zeros(2, N_OBS))
+    actor = actor_of(traced)
+    step = actor(WalkEnv((2,)).reset())
+    for requires_grad in (False, True):
+        reference = FrozenActor(actor, requires_grad=requires_grad)
+        assert all(weight.requires_grad is requires_grad for weight in reference.parameters())
+        score = reference.step(reference.inputs(step)).log_prob
+        assert_same(score.detach(), step["action_log_prob"].detach())
+    assert all(weight.requires_grad for weight in actor.parameters())

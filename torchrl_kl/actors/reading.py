@@ -50,6 +50,7 @@ def check_actor(actor: nn.Module) -> None:
         )
 
 
+@torch.no_grad()  # a copy of TorchScript's weights would be a part of their graph
 def copy_actor(actor: nn.Module) -> Any:
     """A deep copy of an actor, without gradients."""
     # A tensor that a module keeps of its last pass, with its graph, cannot be copied by torch.
