@@ -1,6 +1,7 @@
 """The short way through the plain parts of an actor gives bit for bit what `get_dist` gives."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import MLP, NormalParamExtractor
 
 from tests.helpers import assert_same, probabilistic_actor
-from torchrl_kl import FrozenActor
+from torchrl_kl import FrozenActor, KLPenaltyLoss
 from torchrl_kl.actors.reading import plain_parts
 
 NORMAL = ["loc", "scale"]
@@ -37,9 +38,16 @@ def part(net: Any, out_keys: Any = ("logits",), in_keys: Any = ("observation",))
     )
 
 
+class WithInput(nn.Sequential):
+    """Returns its input, too."""
+
+    def forward(self, seen):
+        return *super().forward(seen), seen
+
+
 def of_normal(*more: str) -> Any:
-    net = nn.Sequential(nn.Linear(4, 4), NormalParamExtractor())
-    return part(net if not more else lambda x: (*net(x), x), [*NORMAL, *more])
+    kind = WithInput if more else nn.Sequential
+    return part(kind(nn.Linear(4, 4), NormalParamExtractor()), [*NORMAL, *more])
 
 
 def hooked() -> Any:
@@ -122,6 +130,36 @@ def test_an_actor_with_its_own_way_to_a_distribution_is_asked_for_it():
         score = reference.step(reference.inputs(data))
     expected = Categorical(logits=2 * data["logits"]).log_prob(data["action"])
     assert torch.equal(score.log_prob, expected)
+
+
+class Doubled(ProbabilisticTensorDictSequential):
+    """An actor that plays twice what it draws, and knows the density of that."""
+
+    def forward(self, tensordict, *args, **kwargs):  # type: ignore[override]
+        out = super().forward(tensordict, *args, **kwargs)
+        out["action"] = 2 * out["action"]
+        out["action_log_prob"] = out["action_log_prob"] - math.log(2)
+        return out
+
+    def log_prob(self, tensordict):
+        return self.get_dist(tensordict).log_prob(tensordict["action"] / 2) - math.log(2)
+
+
+def test_an_actor_with_its_own_log_prob_is_asked_for_it():
+    actor = Doubled(*actor_of(of_normal()).module)
+    data, reference = steps(actor), FrozenActor(actor)
+    with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+        score = reference.step(reference.inputs(data))
+    assert torch.equal(score.log_prob, data["action_log_prob"].sum(-1))
+    assert_same(score.outputs["loc"], data["loc"])
+
+
+def test_a_loss_from_actions_needs_the_log_prob_of_the_distribution():
+    actor = Doubled(*actor_of(of_normal()).module)
+    data = steps(actor)
+    assert KLPenaltyLoss(actor, 0.1)(data)["kl"] == 0
+    with pytest.raises(ValueError, match="got a Doubled with a `log_prob` of its own, which loss"):
+        KLPenaltyLoss(actor, 0.1, gradient="k2")(data)
 
 
 def test_what_a_plain_network_reads_must_be_there():

@@ -175,8 +175,9 @@ def test_what_has_no_distribution_is_refused(make, policy: Any):
         make(policy)
 
 
-def test_a_lazy_actor_is_refused():
-    net = TensorDictModule(nn.LazyLinear(N_ACTIONS), ["observation"], ["logits"])
+@pytest.mark.parametrize("layer", [nn.LazyLinear(N_ACTIONS), nn.LazyBatchNorm1d(affine=False)])
+def test_a_lazy_actor_is_refused(layer):
+    net = TensorDictModule(layer, ["observation"], ["logits"])
     actor = probabilistic_actor(
         net, in_keys=["logits"], distribution_class=Categorical, return_log_prob=True
     )

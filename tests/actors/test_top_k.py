@@ -275,6 +275,26 @@ def test_what_has_no_distribution(actor):
         TopKActor(actor, 2)
 
 
+class Sharper(ProbabilisticTensorDictSequential):
+    """Chooses from sharper distributions than its parts do."""
+
+    def build_dist_from_params(self, tensordict):
+        return Categorical(logits=2 * tensordict["logits"])
+
+
+def test_what_chooses_in_its_own_way():
+    with pytest.raises(
+        TypeError, match="got Sharper with its own build_dist_from_params, which would not be call"
+    ):
+        TopKActor(Sharper(*make_actor().module), 2)
+
+    class Named(Sharper):
+        """Inherits it."""
+
+    with pytest.raises(TypeError, match="got Named with its own build_dist_from_params, which"):
+        TopKActor(Named(*make_actor().module), 2)
+
+
 @pytest.mark.parametrize("k", [0, -1, 2.0, True])
 def test_k_is_a_positive_int(k):
     with pytest.raises(ValueError, match=rf"`k` must be an int of at least 1, got {k}"):

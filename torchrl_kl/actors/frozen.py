@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -29,6 +29,8 @@ from torchrl_kl.actors.identity import Identified
 from torchrl_kl.actors.moving import MasterWeights
 from torchrl_kl.actors.policy import ActingPolicy
 from torchrl_kl.actors.recurrent import RecurrentMemory
+
+Read = TypeVar("Read")
 
 
 class Score(NamedTuple):
@@ -88,6 +90,7 @@ class FrozenActor(Identified):
     # Of the policies that it reads for; None for one that may read its inputs in another way.
     _policy_dtypes: frozenset[torch.dtype | None] = frozenset()
     _plain: Sequence[bool] = ()  # see `plain_parts`; not of another's actor, which may change
+    _looked = False  # whether it was looked for weights that it uses but does not own
 
     def __init__(
         self,
@@ -139,7 +142,7 @@ class FrozenActor(Identified):
 
     def _hold(self, actor: nn.Module) -> None:
         """Takes a copy of `actor` as its weights."""
-        self.actor: ProbabilisticTensorDictSequential = copy.deepcopy(actor)  # type: ignore[assignment]
+        self.actor: ProbabilisticTensorDictSequential = reading.copy_actor(actor)  # type: ignore[assignment]
         self.actor.requires_grad_(self.requires_grad)
         self.actor.eval()
         self._plain = reading.plain_parts(self.actor)
@@ -253,7 +256,7 @@ class FrozenActor(Identified):
             self._use_states(inputs)
         self._prepare(inputs)
         with self.scoring(timed):
-            return self.actor.get_dist(inputs)
+            return self._look(self.actor.get_dist, inputs)
 
     def state_specs(self) -> dict[NestedKey, TensorSpec]:
         """The specs of its own state by key, from the actor's `make_tensordict_primer`."""
@@ -330,13 +333,42 @@ class FrozenActor(Identified):
     def _score(self, inputs: TensorDictBase, *, recurrent: bool) -> Score:
         self._prepare(inputs)
         with self.scoring(recurrent):
-            keys, recorded = self.action_keys, self.recorded
-            log_prob = reading.log_prob_of_actions(self.actor, inputs, keys, recorded, self._plain)
+            return self._read(inputs) if self._looked else self._look(self._read, inputs)
+
+    def _read(self, inputs: TensorDictBase) -> Score:
+        keys, recorded = self.action_keys, self.recorded
+        log_prob = reading.log_prob_of_actions(self.actor, inputs, keys, recorded, self._plain)
         # The difference of two log-probs would be mostly rounding in half precision.
         if log_prob.dtype in (torch.bfloat16, torch.float16):
             log_prob = log_prob.float()
         states = [cast(Tensor, inputs.get(("next", *as_tuple(key)))) for key in self.state_keys]
         return Score(log_prob, states, inputs)
+
+    def _look(self, read: Callable[[TensorDictBase], Read], inputs: TensorDictBase) -> Read:
+        """What a pass reads; the first time, a warning if it depends on weights of others."""
+        if self._looked or torch.is_inference_mode_enabled():
+            return read(inputs)
+        self._looked = True
+        # Where none of its own weights requires a gradient, what does has it from others. Compiled
+        # parts would be compiled once more.
+        own = any(parameter.requires_grad for parameter in self.actor.parameters())
+        if own or reading.has_compiled_parts(self.actor):
+            return read(inputs)
+        with torch.enable_grad():
+            result = read(inputs.detach())
+        if not reading.requires_grad(result):
+            return result
+        warnings.warn(_OTHER_WEIGHTS, stacklevel=2)
+        return read(inputs)
+
+
+_OTHER_WEIGHTS = (
+    "the reference uses weights that are not among its parameters, such as those of a function, a "
+    "hook or a distribution class that refers to a network: they are not frozen, saved, cast or "
+    "put into eval mode, and if the policy trains them, the reference may move with it. Make them "
+    "parameters of a module in `actor`, as TensorDictModule(network, ...) does; with "
+    '`method="name"` it calls one of its methods.'
+)
 
 
 def weight_dtype(actor: nn.Module) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +23,8 @@ from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling,
 from torchrl_kl._torchrl import indices_of
 
 _PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
+DIST_METHODS = ("get_dist", "get_dist_params", "build_dist_from_params")
+_LOG_PROBS = [kind.log_prob for kind in _PROBABILISTIC]
 
 
 def check_actor(actor: nn.Module) -> None:
@@ -38,12 +41,43 @@ def check_actor(actor: nn.Module) -> None:
             "`actor` must be a probabilistic actor (with `get_dist` and `log_prob`), got "
             f"{type(actor).__name__}: wrap the network in torchrl.modules.ProbabilisticActor."
         )
-    lazy = [name for name, p in actor.named_parameters() if nn.parameter.is_lazy(p)]
+    entries = (*actor.named_parameters(), *actor.named_buffers())
+    lazy = [name for name, entry in entries if nn.parameter.is_lazy(entry)]
     if lazy:
         raise ValueError(
             f"`actor` has uninitialised weights ({lazy[0]}, ...): run it once on data first, or a "
             "copy would be initialised apart from it."
         )
+
+
+@torch.no_grad()  # a copy of TorchScript's weights would be a part of their graph
+def copy_actor(actor: nn.Module) -> Any:
+    """A deep copy of an actor, without gradients."""
+    # A tensor that a module keeps of its last pass, with its graph, cannot be copied by torch.
+    parts = actor.modules()
+    kept = [value for p in parts for value in (*vars(p).values(), *p._buffers.values())]
+    graphs = [value for value in kept if isinstance(value, Tensor) and not value.is_leaf]
+    copied = copy.deepcopy(actor, {id(value): value.detach().clone() for value in graphs})
+    copied.zero_grad()  # it has those of the actor, too
+    return copied
+
+
+def has_compiled_parts(actor: nn.Module) -> bool:
+    """Whether torch.compile was called on a part of an actor, or compiles now."""
+    return torch.compiler.is_compiling() or any(
+        "_orig_mod" in part._modules or getattr(part, "_compiled_call_impl", None) is not None
+        for part in actor.modules()
+    )
+
+
+def requires_grad(value: Any) -> bool:
+    """Whether a tensor requires a gradient, or one in a tuple, dictionary or distribution."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, Distribution):
+        value = vars(value)
+    parts = value.values() if isinstance(value, dict) else value
+    return isinstance(value, dict | tuple) and any(map(requires_grad, parts))
 
 
 def check_kept_inputs(policy: Any, reader: Any) -> None:
@@ -200,11 +234,28 @@ def _call_network(part: TensorDictModule, inputs: TensorDictBase) -> TensorDictB
     return inputs
 
 
+def has_own_log_prob(actor: Any) -> bool:
+    """Whether the class of an actor has a `log_prob`, which may not be that of its `get_dist`."""
+    return getattr(actor.log_prob, "__func__", None) not in _LOG_PROBS
+
+
+def refuse_own_log_prob(actor: Any) -> None:
+    """ValueError if log-probs of the distributions of an actor may not be those of its actions."""
+    if has_own_log_prob(actor):
+        raise ValueError(
+            "`actor` must have the log-prob of its distribution, got a "
+            f"{type(actor).__name__} with a `log_prob` of its own, which losses do not call: use "
+            'gradient="step" with weights="step", or write the map into the distribution.'
+        )
+
+
 def _log_prob(
     actor: Any, inputs: TensorDictBase, action_key: NestedKey, plain: Sequence[bool] = ()
 ) -> Tensor | TensorDictBase:
     """One log-prob, or one for each part of the action, under the actor's keys."""
     if not getattr(actor, "return_composite", False):
+        if has_own_log_prob(actor):
+            return actor.log_prob(inputs)
         dist = _get_dist(actor, inputs, plain)
         if isinstance(dist, CompositeDistribution):
             return actor.log_prob(inputs, dist=dist)
@@ -227,6 +278,24 @@ def _log_prob(
 
 def _probabilistic_modules(actor: nn.Module) -> list[Any]:
     return [part for part in actor.modules() if isinstance(part, ProbabilisticTensorDictModule)]
+
+
+def refuse_own_methods(actor: nn.Module, methods: Sequence[str] = DIST_METHODS) -> None:
+    """TypeError if the class of an actor replaces methods that will not be called."""
+    kind = type(getattr(actor, "_orig_mod", actor))  # within torch.compile
+    if not issubclass(kind, ProbabilisticTensorDictSequential):
+        return
+    own = []
+    for method in methods:
+        home = next(each for each in kind.__mro__ if method in vars(each)).__module__
+        if home.partition(".")[0] not in ("tensordict", "torchrl", "torchrl_kl"):
+            own.append(method)
+    if own:
+        raise TypeError(
+            f"`actor` must choose as its parts do, got {kind.__name__} with its own "
+            f"{', '.join(own)}, which would not be called: write it into a part, such as the "
+            "distribution class."
+        )
 
 
 def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:

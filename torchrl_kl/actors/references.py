@@ -27,6 +27,8 @@ class SwitchedActor(FrozenActor):
     a resumed run scores for the first time.
     """
 
+    _looked = True  # its weights are those of the policy
+
     def __init__(self, actor: nn.Module, switch: Switch, **options: Any):
         # In another process it is a copy of the policy, which serves as well: the weights that
         # PEFT's `disable_adapter` leaves on, those of the base model, do not change.

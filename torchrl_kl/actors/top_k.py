@@ -34,7 +34,8 @@ class TopKActor(ProbabilisticTensorDictSequential):
         top_k_key: the nested tensordict to write; by default "top_k" next to the log-prob.
 
     Raises:
-        TypeError: if `actor` is not a probabilistic actor, or (in a call) not categorical.
+        TypeError: if `actor` is not a probabilistic actor, is of a class that draws or scores in
+            its own way, or (in a call) is not categorical.
         ValueError: if `k` is less than 1 or (in a call) more than the number of actions, the
             log-prob is not recorded, or there are several distributions.
 
@@ -57,6 +58,7 @@ class TopKActor(ProbabilisticTensorDictSequential):
         if not isinstance(actor, ProbabilisticTensorDictSequential):
             name = type(actor).__name__
             raise TypeError(f"`actor` must be a ProbabilisticTensorDictSequential, got {name}.")
+        reading.refuse_own_methods(actor, ("forward", "log_prob", *reading.DIST_METHODS))
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"`k` must be an int of at least 1, got {k!r}.")
         log_prob_key = cast(list[NestedKey], reading.dist_module_of(actor).log_prob_keys)[0]

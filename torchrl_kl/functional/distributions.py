@@ -182,10 +182,14 @@ def _kl_of_composites(policy: Any, reference: Any) -> Tensor:
     # tensordict's CompositeDistribution is a mapping of independent parts: their KLs add up.
     _check_equal("parts", policy, reference, lambda dist: sorted(map(str, dist)))
     n = len(policy.batch_shape)
-    kls = (_kl(policy[name], reference[name]) for name in policy)
-    # A part such as a Normal has a KL for each of its dimensions: (*B, ...) -> (*B).
-    first, *others = (kl.flatten(n).sum(-1) if kl.ndim > n else kl for kl in kls)
+    first, *others = (_kl(joint(policy[name], n), joint(reference[name], n)) for name in policy)
     return sum(others, first)
+
+
+def joint(dist: Distribution, n_batch: int) -> Distribution:
+    """The same with `n_batch` batch dimensions: those behind them, as of a Normal, are events."""
+    n_more = len(dist.batch_shape) - n_batch
+    return Independent(dist, n_more) if n_more > 0 else dist
 
 
 def _kl_of_independent(policy: Any, reference: Any) -> Tensor:

@@ -131,7 +131,7 @@ class ResponseKLTransform(PenaltyTransform):
         self._policy = Borrowed(actor, refusal=_NOT_PICKLED)
         self.reference = as_reference(actor, reference)
         self._step_keys = KLKeys().resolve(self.reference.log_prob_key)
-        self.estimate = make_estimate(estimator, actor, self._step_keys)
+        self.estimate = make_estimate(estimator, actor, self._step_keys, self.reference.actor)
         self.pad_token = token_of(model, "pad_token_id") if pad_token is None else pad_token
         self.eos_token = end_tokens_of(model) if eos_token is None else eos_token
 

@@ -27,6 +27,7 @@ from torchrl_kl._tensordict import (
     holder_batch_size,
     sum_action_dims,
 )
+from torchrl_kl.actors.reading import refuse_own_log_prob
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController, as_controller
 from torchrl_kl.functional.invalid import Guard, OnInvalid, seem_valid
@@ -330,6 +331,7 @@ class KLPenaltyLoss(Fed, LossModule):
         steps = Steps(*self._distributions(tensordict), tensordict.batch_size, mask)
         if not self._reads_actions:
             return steps
+        refuse_own_log_prob(self.actor_network)
         action = get_required(tensordict, action_key, "name it with `set_keys(action=...)`.")
         recorded = get_required(tensordict, self.tensor_keys.sample_log_prob, RECORD_LOG_PROB)
         ends = None

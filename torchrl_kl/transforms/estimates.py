@@ -9,12 +9,19 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictModule
 from torch import Tensor, nn
 
 from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import ResolvedKeys
-from torchrl_kl.actors.reading import categorical_log_probs, dist_module_of, written_params
+from torchrl_kl.actors.reading import (
+    categorical_log_probs,
+    dist_module_of,
+    refuse_own_methods,
+    written_params,
+)
 from torchrl_kl.functional import ESTIMATORS, kl_exact, kl_top_k
+from torchrl_kl.functional.distributions import joint
 
 Estimator = Literal["k1", "k2", "k3", "exact", "top_k"]
 
@@ -77,10 +84,12 @@ class SampledEstimate(Estimate):
 class ExactEstimate(Estimate):
     """The KL of the two distributions, from their parameters."""
 
-    def __init__(self, actor: nn.Module, keys: ResolvedKeys):
+    def __init__(self, actor: nn.Module, keys: ResolvedKeys, reference: nn.Module):
         super().__init__(written_params(actor))
-        # Only the module that builds the distribution: the network is not needed.
+        # Only the modules that build the distributions: the networks are not needed. Those of the
+        # reference may be of another class, or have other options, such as a temperature.
         self.dist_module = copy.deepcopy(dist_module_of(actor))
+        self.ref_dist_module = copy.deepcopy(dist_module_of(reference))
         self.recorded = keys.recorded
 
     def of_reference(self, tensordict, outputs, reference):  # noqa: D102
@@ -98,7 +107,11 @@ class ExactEstimate(Estimate):
                 lambda p, ref: torch.where(td.expand_right(mask, p.shape), p, ref),
                 step.of_reference,
             )
-        policy, reference = (self.dist_module.get_dist(one) for one in (params, step.of_reference))
+        policy = self.dist_module.get_dist(params)
+        reference = self.ref_dist_module.get_dist(step.of_reference)
+        # One of them may be a Normal, (*B, n), and the other an Independent one, (*B).
+        n_batch = min(len(policy.batch_shape), len(reference.batch_shape))
+        policy, reference = joint(policy, n_batch), joint(reference, n_batch)
         # The batch shape of a Normal includes the action dimensions, (*B, n), summed afterwards.
         if mask is not None:
             mask = td.expand_right(mask, policy.batch_shape)
@@ -141,19 +154,50 @@ class TopKEstimate(Estimate):
 
 
 def make_estimate(
-    estimator: Estimator, actor: nn.Module | None, keys: ResolvedKeys
+    estimator: Estimator,
+    actor: nn.Module | None,
+    keys: ResolvedKeys,
+    reference: nn.Module | None = None,
 ) -> Estimate | None:
-    """The estimate of that name; None for k1, which is always measured."""
+    """The estimate of that name; None for k1, which is always measured.
+
+    `reference`: the actor whose distributions are those of the reference; None: `actor`.
+    """
     names = get_args(Estimator)
     if estimator not in names:
         raise ValueError(f"`estimator` must be one of {list(names)}, got {estimator!r}.")
+    for each in (actor, reference) if estimator in ("exact", "top_k") else ():
+        if each is not None:
+            refuse_own_methods(each)
     if estimator == "exact":
         if actor is None:
             raise ValueError('`estimator="exact"` needs `actor`, got None: pass the policy.')
-        return ExactEstimate(actor, keys)
+        return ExactEstimate(actor, keys, actor if reference is None else reference)
     if estimator == "top_k":
         return TopKEstimate(keys.top_k)
     return None if estimator == "k1" else SampledEstimate(estimator)
+
+
+def require_one_kind(policy: nn.Module, reference: nn.Module) -> None:
+    """ValueError if two actors are seen to build different distributions of equal parameters."""
+    own, other = (_options_of(dist_module_of(actor)) for actor in (policy, reference))
+    unlike = sorted(name for name in own.keys() & other.keys() if own[name] != other[name])
+    if unlike:
+        raise ValueError(
+            '`reference` must have the distribution of the policy for `estimator="exact"` in '
+            f"separate parts, got another {', '.join(unlike)}: use KLConstrainedTransform, which "
+            "builds each distribution by its own actor."
+        )
+
+
+def _options_of(module: ProbabilisticTensorDictModule) -> dict[str, Any]:
+    options = {"distribution_class": module.distribution_class, **module.distribution_kwargs}
+    # Those that can be compared, which functions and modules cannot.
+    return {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for name, value in options.items()
+        if isinstance(value, type | Tensor | bool | int | float | str)
+    }
 
 
 def _check_shapes(params: TensorDictBase, of_reference: TensorDictBase) -> None:

@@ -16,7 +16,7 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.functional.invalid import Guard, OnInvalid, is_valid
 from torchrl_kl.transforms.base import KLTransform, require_spec
 from torchrl_kl.transforms.checks import pass_on, passed_on, without_invalid
-from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
+from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate, require_one_kind
 from torchrl_kl.transforms.steps import ScoringTransform, measure, score_batch
 
 
@@ -40,8 +40,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
 
     Raises:
         TypeError: if `actor` has no distribution, or `reference` has another type than allowed.
-        ValueError: if `actor` has uninitialised weights, or the estimator is unknown; or for an
-            invalid log-prob.
+        ValueError: if `actor` has uninitialised weights, or the estimator is unknown, or "exact"
+            and `reference` has another kind of distribution; or for an invalid log-prob.
         KeyError: if the policy ran but did not record its log-prob, or its top k.
         RuntimeError: on a batch, if the reference is recurrent and its state is unknown.
 
@@ -82,6 +82,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         self.acting = Acting.of(actor, frozen.recorded)
         self.action_keys = frozen.action_keys
         self.estimate = make_estimate(estimator, frozen.actor, self.keys)
+        if estimator == "exact":  # of KLDivergenceTransform, which knows only one actor
+            require_one_kind(actor, frozen.actor)
         self.watch_first(actor, copied=reference is None)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -160,7 +162,8 @@ class KLDivergenceTransform(KLTransform):
 
     Args:
         estimator, sum_agents, keys: as for KLConstrainedTransform.
-        actor: for "exact": an actor with the policy's distribution class and keys.
+        actor: for "exact": an actor with the distribution class and the keys of policy and
+            reference.
         keep_dist_params: whether a batch keeps the policy's recorded parameters (or top k), for a
             loss that reads them, such as KLPENPPOLoss.
         on_invalid: as for KLConstrainedTransform.

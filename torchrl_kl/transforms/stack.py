@@ -121,7 +121,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         super().__init__(controller, keys, **options)
         self.reference, self.sum_agents = reference, sum_agents
         self.acting = Acting.of(actor, reference.recorded)
-        self.estimate = make_estimate(estimator, actor, keys)
+        self.estimate = make_estimate(estimator, actor, keys, reference.actor)
         self.action_keys, self.observed = reference.action_keys, reference.in_keys
 
     @property
