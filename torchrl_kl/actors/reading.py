@@ -280,17 +280,21 @@ def _probabilistic_modules(actor: nn.Module) -> list[Any]:
     return [part for part in actor.modules() if isinstance(part, ProbabilisticTensorDictModule)]
 
 
-def refuse_own_methods(actor: nn.Module, methods: Sequence[str] = DIST_METHODS) -> None:
-    """TypeError if the class of an actor replaces methods that will not be called."""
+def own_methods(actor: nn.Module, methods: Sequence[str]) -> list[str]:
+    """Which of these methods of a sequence of modules its class replaces."""
     kind = type(getattr(actor, "_orig_mod", actor))  # within torch.compile
     if not issubclass(kind, ProbabilisticTensorDictSequential):
-        return
-    own = []
-    for method in methods:
-        home = next(each for each in kind.__mro__ if method in vars(each)).__module__
-        if home.partition(".")[0] not in ("tensordict", "torchrl", "torchrl_kl"):
-            own.append(method)
+        return []
+    homes = {name: next(each for each in kind.__mro__ if name in vars(each)) for name in methods}
+    known = ("tensordict", "torchrl", "torchrl_kl")
+    return [name for name in methods if homes[name].__module__.partition(".")[0] not in known]
+
+
+def refuse_own_methods(actor: nn.Module, methods: Sequence[str] = DIST_METHODS) -> None:
+    """TypeError if the class of an actor replaces methods that will not be called."""
+    own = own_methods(actor, methods)
     if own:
+        kind = type(getattr(actor, "_orig_mod", actor))
         raise TypeError(
             f"`actor` must choose as its parts do, got {kind.__name__} with its own "
             f"{', '.join(own)}, which would not be called: write it into a part, such as the "

@@ -80,8 +80,8 @@ class KLMonitor:
     temperature of the sampler. Of the responses of such batches, the KL is looked at where it is
     measured; with `per="step"` it is that of a response divided by the mean number of tokens.
 
-    A number after "+-" is a standard error, as if the steps (trajectories) were independent.
-    An episode ends when the monitor looked for its condition `window` times in a row in vain.
+    A number after "+-" is a standard error of independent steps (trajectories). An episode ends
+    when the monitor looked for its condition `window` times in a row in vain.
 
     A trajectory goes on in the next batch where that begins in the state in which it was left. With
     `actor`, what the actor reads is that state; without, all entries of "next" that are at the root
@@ -320,10 +320,8 @@ class KLMonitor:
             )
         # A trajectory that began in an earlier batch is summed from there on.
         done_key = find_done(step, self.keys.done, named=self.keys.done_named)
-        mask, stream = batch.get(MASK_KEY, None), self._open_trajectories
-        observed = self._observed
-        sums = sum_trajectories(batch, measured, mask, done_key, stream, observed=observed)
-        return sums.finished
+        args = (batch.get(MASK_KEY, None), done_key, self._open_trajectories)
+        return sum_trajectories(batch, measured, *args, observed=self._observed).finished
 
     def _measured_entry(self, step: TensorDictBase) -> Tensor:
         key = self.keys.kl_estimate

@@ -13,7 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, expand_right, sum_action_dims
-from torchrl_kl.actors.reading import dist_module_of
+from torchrl_kl.actors.reading import DIST_METHODS, dist_module_of, own_methods
 
 _ADVANTAGES = {"advantage", "value_target"}
 _SUMMED = "steps_to_next_obs"  # over how many steps MultiStep has added up a reward
@@ -81,8 +81,9 @@ class FirstSteps:
         self.copied = copied  # whether the reference is a copy of it, so that the KL begins at 0
         self._recorded = recorded
         self._dist_module: Any = None  # builds the distribution from what the policy recorded
-        with contextlib.suppress(ValueError):  # several distributions
-            self._dist_module = copy.deepcopy(dist_module_of(policy))
+        if not own_methods(policy, ("forward", "log_prob", *DIST_METHODS)):
+            with contextlib.suppress(ValueError):  # several distributions
+                self._dist_module = copy.deepcopy(dist_module_of(policy))
         self._k1, self._count = 0.0, 0
         self._gap, self._draws = 0.0, 0
 
