@@ -355,10 +355,10 @@ class FrozenActor(Identified):
         if own or reading.has_compiled_parts(self.actor):
             return read(inputs)
         with torch.enable_grad():
-            result = read(inputs.detach())
-        if not reading.requires_grad(result):
-            return result
-        warnings.warn(_OTHER_WEIGHTS, stacklevel=2)
+            learns = reading.requires_grad(read(inputs.detach()))
+        if learns:
+            warnings.warn(_OTHER_WEIGHTS, stacklevel=2)
+        # Again, as later passes: with gradients an LSTM of PyTorch rounds otherwise.
         return read(inputs)
 
 

@@ -160,7 +160,9 @@ class PenaltyTransform(Fed, KLTransform):
             told = counts is not None
         told = told and not self.frozen
         if self.controller.planning:
-            self._plan_env_step(reward, step, counts, told, (before, episode_kl))
+            # Entries that show whether a row goes on from the last step.
+            known = ((before, tensordict.get(self.keys.task_reward, None)), (episode_kl, reward))
+            self._plan_env_step(reward, step, counts, told, known)
         if not self.frozen:
             self.feed.pool(values if told else None, counts, in_env=True)
         return step
@@ -171,13 +173,13 @@ class PenaltyTransform(Fed, KLTransform):
         step: KLStep,
         counts: Tensor | None,
         told: bool,
-        sums: tuple[Tensor, Tensor],
+        known: tuple[Sequence[Tensor | None], Sequence[Tensor]],
     ) -> None:
         if step.counting is not None:
             reward = torch.where(td.expand_right(step.counting, reward.shape), reward, 0.0)
-        kl, (before, after), blocks = cast(Tensor, step.kl), sums, None
+        kl, blocks = cast(Tensor, step.kl), None
         if self.controller.per == "trajectory":
-            reward, kl = self._returns.add(reward, kl, before, after)
+            reward, kl = self._returns.add(reward, kl, *known)
         else:
             blocks = self._returns.number_block(cast(RewardPlan, self.controller.plan), reward)
         needed = self.feed.needed(in_env=True)
