@@ -133,6 +133,20 @@ class TestSteps:
         padded = sample_chats(model, tokenizer, "history", wrapper=wrapper)
         assert_close(measure(padded)["next", "kl"], expected["next", "kl"], atol=1e-4, rtol=0)
 
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_chats_without_a_header_may_begin_with_several_of_one_token(self, padded):
+        prompts, response = [[5, 5, 5, 6], [5, 6], [5, 5, 6]], [7, 8]
+        rows = []
+        for prompt in prompts:
+            pads = [0] * (4 - len(prompt)) if padded else []
+            full = torch.tensor([*pads, *prompt, *response])
+            tokens = TensorDict(full=full, prompt=full[:-2])
+            masks = TensorDict(all_attention_mask=full != 0)
+            history = TensorDict(prompt=TensorDict(content="a question"))
+            rows.append(TensorDict(tokens=tokens, masks=masks, history=history))
+        steps = as_steps(lazy_stack(rows), pad_token=0)
+        assert steps["position"].tolist() == [[4, 5], [2, 3], [3, 4]]
+
     def test_padding_without_a_mask_is_told_by_the_pad_token(self):
         tokens = TensorDict(
             full=torch.tensor([[0, 5, 7, 8, 0, 9, 0], [6, 5, 7, 8, 7, 9, 3]]),
