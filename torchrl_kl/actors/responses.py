@@ -121,7 +121,8 @@ def end_tokens_of(model: nn.Module) -> EndTokens:
     return None
 
 
-def _several(eos_token: EndTokens) -> tuple[int, ...]:
+def several(eos_token: EndTokens) -> tuple[int, ...]:
+    """The ids that end a response."""
     tokens = () if eos_token is None else eos_token
     return (tokens,) if isinstance(tokens, int) else tuple(tokens)
 
@@ -154,7 +155,7 @@ def read_responses(
             f"{existing_keys(batch)}: collect it with a wrapper of TorchRL's LLM API, which writes "
             "them, in a mode that returns tokens."
         )
-    ends = _several(eos_token)
+    ends = several(eos_token)
     texts, counted, shifts, starts = [], [], [], []
     for i, row in enumerate(full):
         check_integers(str(FULL), row)
@@ -272,9 +273,7 @@ def make_steps(responses: Responses, rewards: Tensor, eos_token: EndTokens) -> T
     following = torch.where(last, position + 1, following)
     action = texts.gather(1, position)
     done = last.unsqueeze(-1)
-    ended = (
-        done if eos_token is None else torch.isin(action, action.new_tensor(_several(eos_token)))
-    )
+    ended = done if eos_token is None else torch.isin(action, action.new_tensor(several(eos_token)))
     cut = done & ~ended.view(done.shape)
     tokens = texts[:, None].expand(-1, n_steps, -1)
     steps = TensorDict(
