@@ -54,7 +54,8 @@ def as_steps(
     Args:
         batch: any batch size, of N elements in all.
         pad_token: id that fills texts after the response; it may be `eos_token`. Padded batches
-            that have no attention mask are padded with it, too. None: 0, for batches with a mask.
+            that have no attention mask are padded with it, too: prompts of several tokens that
+            begin with it need a mask. None: 0, for batches with a mask.
         eos_token: id that ends a response, or several of them, of which chat models often have two
             or more. None: all responses count as ended.
 
@@ -168,6 +169,8 @@ def read_responses(
                 )
         if attended is None and dense and pad_token is not None:
             attended = row != pad_token
+            if prompt is not None and len(prompt):  # which is not of padding only
+                attended[len(prompt) - 1] = True
         text, start, shift = _read_text(i, row, prompt, response, attended, ends)
         counts = torch.arange(len(text), device=text.device) >= max(start, 1)
         if assistant is not None:
