@@ -11,6 +11,7 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import Compose, InitTracker, StepCounter
 from torchrl.envs.llm import ChatEnv
+from transformers import BertConfig, BertLMHeadModel
 
 from tests.language.chats import (
     COEFF,
@@ -132,6 +133,42 @@ class TestSteps:
         torch.manual_seed(0)
         padded = sample_chats(model, tokenizer, "history", wrapper=wrapper)
         assert_close(measure(padded)["next", "kl"], expected["next", "kl"], atol=1e-4, rtol=0)
+
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_chats_without_a_header_may_begin_with_several_of_one_token(self, padded):
+        prompts, response = [[5, 5, 5, 6], [5, 6], [5, 5, 6]], [7, 8]
+        rows = []
+        for prompt in prompts:
+            pads = [0] * (4 - len(prompt)) if padded else []
+            full = torch.tensor([*pads, *prompt, *response])
+            tokens = TensorDict(full=full, prompt=full[:-2])
+            masks = TensorDict(all_attention_mask=full != 0)
+            history = TensorDict(prompt=TensorDict(content="a question"))
+            rows.append(TensorDict(tokens=tokens, masks=masks, history=history))
+        steps = as_steps(lazy_stack(rows), pad_token=0)
+        assert steps["position"].tolist() == [[4, 5], [2, 3], [3, 4]]
+
+    def test_models_that_see_later_tokens_are_warned_of_once(self):
+        config = BertConfig(
+            vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=1
+        )
+        model = BertLMHeadModel(config).eval()
+        full = torch.tensor([[5, 6, 7, 8]])
+        batch = TensorDict(tokens={"full": full, "prompt": full[:, :2]}, batch_size=1)
+        batch["next"] = TensorDict(reward=torch.ones(1, 1), batch_size=1)
+        measure = ResponseKLTransform(model, COEFF, pad_token=0)
+        with pytest.warns(UserWarning, match="depend on later tokens.* not that of texts that it"):
+            measure(batch)
+        measure(batch)
+
+    def test_a_prompt_is_not_of_padding_only(self):
+        """As where the pad token is also the token before each text, and nothing else is asked."""
+        full = torch.tensor([[0, 0, 7, 8], [0, 5, 7, 0]])
+        batch = TensorDict(tokens={"full": full, "prompt": full[:, :2]}, batch_size=2)
+        steps = as_steps(batch, pad_token=0)
+        assert steps["position"][:, 0].tolist() == [1, 1]
+        assert steps["tokens"][:, 0].tolist() == [[0, 7, 8], [5, 7, 0]]
+        assert steps["collector", "mask"].tolist() == [[True, True], [True, False]]
 
     def test_padding_without_a_mask_is_told_by_the_pad_token(self):
         tokens = TensorDict(

@@ -82,7 +82,7 @@ class TestHealthyBatches:
             counts = torch.stack([((drawn == a) & ~ended).sum((1, 2)) for a in range(5)], -1)
             table = torch.stack(
                 [
-                    log_ratios(probs.double().log()[None], torch.tensor([a]), (0, 1))
+                    log_ratios(probs.double().log()[None], torch.tensor([a]), ((0,), (1,)))
                     for a in range(5)
                 ]
             )
@@ -97,7 +97,7 @@ class TestHealthyBatches:
         """The mean of exp(log-ratio) is 1; a token that the model has not makes no difference."""
         probs = torch.tensor([0.25, 0.5, 0.25]).double()
         ratios = torch.stack(
-            [log_ratios(probs.log()[None], torch.tensor([a]), (1, 7)) for a in range(3)]
+            [log_ratios(probs.log()[None], torch.tensor([a]), ((1,), (7,))) for a in range(3)]
         )
         assert_close(probs @ ratios.exp(), torch.ones_like(ratios[0]), rtol=1e-12, atol=0.0)
         assert ratios[:, -1].eq(0).all()
@@ -168,6 +168,29 @@ class TestCutTokens:
         assert message.condition == "tokens_cut"
         assert f"No response has the end token {END}, though by the actor's" in message.text
         assert "name `eos_token` here and for `as_steps`" in message.text
+
+    def test_several_end_tokens_are_missed(self):
+        model = make_gpt()
+        actor, ends = CausalLMActor(model), [END, 2]
+        monitor, texts = texts_monitor(model, eos_token=ends), {}
+        for cut in (False, True):
+            for _ in range(30):
+                prompts = torch.randint(3, N_TOKENS, (4, 5))
+                steps = sample_responses(actor, prompts, 30, pad_token=PAD, eos_token=ends)
+                keep = steps["collector", "mask"]
+                assert (
+                    steps["next", "terminated"]
+                    .squeeze(-1)
+                    .equal(torch.isin(steps["action"], torch.tensor(ends)) & keep)
+                )
+                keep = keep & ~torch.isin(steps["action"], torch.tensor(ends)) if cut else keep
+                parts = [
+                    [row[mask] for row, mask in zip(steps[key], keep, strict=True)]
+                    for key in ("action", "action_log_prob")
+                ]
+                texts |= of_samples(monitor(texts_of(list(prompts), parts[0], parts[1])))
+            assert set(texts) == ({"tokens_cut"} if cut else set())
+        assert "No response has the end tokens 1 and 2, though" in texts["tokens_cut"]
 
     def test_end_tokens_that_are_suppressed_are_not_cut_out(self):
         model = make_gpt()

@@ -54,7 +54,8 @@ def as_steps(
     Args:
         batch: any batch size, of N elements in all.
         pad_token: id that fills texts after the response; it may be `eos_token`. Padded batches
-            that have no attention mask are padded with it, too. None: 0, for batches with a mask.
+            that have no attention mask are padded with it, too: prompts of several tokens that
+            begin with it need a mask. None: 0, for batches with a mask.
         eos_token: id that ends a response, or several of them, of which chat models often have two
             or more. None: all responses count as ended.
 
@@ -121,7 +122,8 @@ def end_tokens_of(model: nn.Module) -> EndTokens:
     return None
 
 
-def _several(eos_token: EndTokens) -> tuple[int, ...]:
+def several(eos_token: EndTokens) -> tuple[int, ...]:
+    """The ids that end a response."""
     tokens = () if eos_token is None else eos_token
     return (tokens,) if isinstance(tokens, int) else tuple(tokens)
 
@@ -154,7 +156,7 @@ def read_responses(
             f"{existing_keys(batch)}: collect it with a wrapper of TorchRL's LLM API, which writes "
             "them, in a mode that returns tokens."
         )
-    ends = _several(eos_token)
+    ends = several(eos_token)
     texts, counted, shifts, starts = [], [], [], []
     for i, row in enumerate(full):
         check_integers(str(FULL), row)
@@ -167,6 +169,8 @@ def read_responses(
                 )
         if attended is None and dense and pad_token is not None:
             attended = row != pad_token
+            if prompt is not None and len(prompt):  # which is not of padding only
+                attended[len(prompt) - 1] = True
         text, start, shift = _read_text(i, row, prompt, response, attended, ends)
         counts = torch.arange(len(text), device=text.device) >= max(start, 1)
         if assistant is not None:
@@ -177,7 +181,8 @@ def read_responses(
         shifts.append(shift)
         starts.append(start)
     if rows.get("history", None) is not None:
-        _check_padding(texts)
+        shapes = zip(map(len, full), shifts, starts, strict=True)
+        _check_padding(texts, [*shapes])
     # With one more text, which is dropped, there is one, and a width of at least 1.
     one = torch.zeros(1, dtype=torch.long, device=batch.device)
     padding = {"batch_first": True, "padding_value": pad_token or 0}
@@ -196,27 +201,30 @@ def _rows(batch: TensorDictBase, key: NestedKey) -> tuple[list[Tensor] | None, b
     return (list(value.unbind(0)), True) if isinstance(value, Tensor) else (list(value), False)
 
 
-def _check_padding(texts: list[Tensor]) -> None:
-    """ValueError if chats, which begin alike, begin with different numbers of one token.
+def _check_padding(texts: list[Tensor], shapes: list[tuple[int, int, int]]) -> None:
+    """ValueError if chats, which begin alike, were padded with one token that counts as text.
 
     For `pad_output=True`, TransformersWrapper pads chats with the first id of the tokenized pad
     token. That is not the pad token if the tokenizer puts another one before each text, and then
-    its masks take the padding for text.
+    its masks take the padding for text: all chats of a call have the same `shapes`, but begin
+    with different numbers of that token.
     """
-    texts = [text for text in texts if len(text)]
-    runs = [int((text == text[0]).int().cumprod(0).sum()) for text in texts]
-    if max(runs, default=0) < 2:
-        return
-    first = texts[runs.index(max(runs))][0]
-    runs = [run if text[0] == first else 0 for text, run in zip(texts, runs, strict=True)]
-    after = {tuple(text[run : run + 1].tolist()) for text, run in zip(texts, runs, strict=True)}
-    if len(set(runs)) > 1 and (min(runs) or len(after) == 1):
-        raise ValueError(
-            f"{PROMPT} must be padded with the pad token, but the chats begin with {min(runs)} to "
-            f"{max(runs)} tokens {int(first)}, none of which {ATTENDED} leaves out: "
-            "TransformersWrapper pads with what its tokenizer puts before a text. Set "
-            "`wrapper.padding_value = tokenizer.pad_token_id`, or use `pad_output=False`."
-        )
+    groups: dict[tuple[int, int, int], list[Tensor]] = {}
+    for text, shape in zip(texts, shapes, strict=True):
+        if len(text) and not shape[1]:  # nothing was left out on the left
+            groups.setdefault(shape, []).append(text)
+    for group in groups.values():
+        runs = [int((text == text[0]).int().cumprod(0).sum()) for text in group]
+        first = group[runs.index(max(runs))][0]
+        runs = [run if text[0] == first else 0 for text, run in zip(group, runs, strict=True)]
+        after = {tuple(text[run : run + 1].tolist()) for text, run in zip(group, runs, strict=True)}
+        if max(runs) > 1 and len(set(runs)) > 1 and (min(runs) or len(after) == 1):
+            raise ValueError(
+                f"{PROMPT} must be padded with the pad token, but chats of one width begin with "
+                f"{min(runs)} to {max(runs)} tokens {int(first)}, none of which {ATTENDED} leaves "
+                "out: TransformersWrapper pads with what its tokenizer puts before a text. Set "
+                "`wrapper.padding_value = tokenizer.pad_token_id`, or use `pad_output=False`."
+            )
 
 
 def _read_text(
@@ -268,9 +276,7 @@ def make_steps(responses: Responses, rewards: Tensor, eos_token: EndTokens) -> T
     following = torch.where(last, position + 1, following)
     action = texts.gather(1, position)
     done = last.unsqueeze(-1)
-    ended = (
-        done if eos_token is None else torch.isin(action, action.new_tensor(_several(eos_token)))
-    )
+    ended = done if eos_token is None else torch.isin(action, action.new_tensor(several(eos_token)))
     cut = done & ~ended.view(done.shape)
     tokens = texts[:, None].expand(-1, n_steps, -1)
     steps = TensorDict(

@@ -29,6 +29,7 @@ from torchrl_kl.controllers import KLController
 from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.functional.invalid import OnInvalid, is_valid, seem_valid
 from torchrl_kl.language.heads import CausalLMActor
+from torchrl_kl.language.trial import warn_if_not_causal
 from torchrl_kl.transforms.doubts import refuse_sums
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
@@ -260,6 +261,7 @@ class ResponseKLTransform(PenaltyTransform):
     def _ask_policy(self, rows: TensorDictBase) -> None:
         """Writes the log-prob of each token, and what the estimator reads of the policy."""
         actor = self._policy.held
+        warn_if_not_causal(actor.reader.lm)
         with evaluating(actor), set_recurrent_mode(True):
             dist = actor.get_dist(rows.select(*actor.in_keys))
         rows.set(actor.log_prob_keys[0], dist.log_prob(rows.get("action")))
