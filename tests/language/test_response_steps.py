@@ -115,6 +115,19 @@ class TestSteps:
         log_probs = ResponseKLTransform(gpt, COEFF, **options)(batch)["log_probs", "full"]
         assert log_probs.isfinite().sum(1).tolist() == [2, 3, 4]
 
+    @pytest.mark.parametrize("token", [-1, None])
+    def test_a_configuration_without_an_end_token(self, token):
+        gpt = GPT(11, 8)
+        gpt.config = SimpleNamespace(pad_token_id=0, eos_token_id=token)  # type: ignore[assignment]
+        assert ResponseKLTransform(gpt, COEFF).eos_token is None
+
+    @pytest.mark.parametrize("token", ["</s>", ["</s>"], 3.0])
+    def test_an_end_token_is_an_id(self, token):
+        full = torch.tensor([[5, 6, 7, 4, 3, 3]])
+        batch = TensorDict(tokens={"full": full, "prompt": full[:, :2]}, batch_size=1)
+        with pytest.raises(TypeError, match=r"`eos_token` must be the id .* got .*: pass `tokeni"):
+            as_steps(batch, pad_token=3, eos_token=token)
+
     @pytest.mark.parametrize("before_texts", ["<|im_start|>", "<|im_end|>"])
     def test_padding_with_another_token_is_refused(self, before_texts):
         """In a chat, the first of them is in the template as well, and the second is not."""

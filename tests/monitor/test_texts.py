@@ -2,10 +2,12 @@
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.testing import assert_close
 
 from tests.monitor.test_diagnosis import ratio_table
@@ -22,6 +24,7 @@ from tests.monitor.texts import (
 from torchrl_kl import (
     AdaptiveKLController,
     CausalLMActor,
+    KLMonitor,
     ResponseKLTransform,
     as_steps,
     sample_responses,
@@ -347,6 +350,22 @@ class TestTarget:
         assert_close(message.figures["kl"], expected.item(), rtol=1e-5, atol=1e-6)
         assert message.figures["count"] == 200
         assert "over the last 1 batches (200 responses)" in message.text
+
+    @pytest.mark.parametrize("source", ["argument", "generation_config"])
+    def test_several_end_tokens(self, source):
+        """Of which one pads, as in many chat models: it is a token of the response, too."""
+        model, ends = make_gpt(), [END, PAD]
+        tokens: dict[str, Any] = {"pad_token": PAD, "eos_token": ends}
+        model.generation_config = SimpleNamespace(pad_token_id=PAD, eos_token_id=ends)  # type: ignore[assignment]
+        full = torch.tensor([[5, 6, 7, PAD, PAD], [5, 6, END, PAD, PAD], [5, 6, 7, 7, PAD]])
+        batch = TensorDict(tokens={"full": full, "prompt": full[:, :1]}, batch_size=3)
+        batch["next"] = TensorDict(kl=torch.full((3, 1), 0.9), batch_size=3)
+        options = tokens if source == "argument" else {}
+        controller = AdaptiveKLController(0.1, target=1e-3, horizon=1000, per="step")
+        monitor = KLMonitor(controller, actor=CausalLMActor(model), window=1, **options)
+        (message,) = (m for m in monitor(batch) if m.condition == "kl_above")
+        # 3 + 2 + 4 tokens of three responses.
+        assert_close(message.figures["kl"], 3 * 0.9 / 9, rtol=1e-6, atol=0)
 
     def test_a_negative_mean_is_per_response(self):
         model = make_gpt()

@@ -5,6 +5,7 @@ Axes: N responses, T tokens of a response at most, L tokens of a whole text at m
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -104,28 +105,41 @@ def flat(batch: TensorDictBase) -> TensorDictBase:
     return batch.reshape(batch.batch_size.numel())
 
 
-def token_of(model: nn.Module, name: str) -> int | None:
-    """A token id of a model's configuration; of several, and without one, None."""
+def tokens_of(model: nn.Module, name: str) -> tuple[int, ...]:
+    """The token ids that a model's configuration has under a name, such as "eos_token_id"."""
     for source in ("generation_config", "config"):
-        token = getattr(getattr(model, source, None), name, None)
-        if isinstance(token, int) and token >= 0:
-            return token
-    return None
+        found = getattr(getattr(model, source, None), name, None)
+        each = found if isinstance(found, list | tuple) else [found]
+        ids = tuple(token for token in each if isinstance(token, int) and token >= 0)
+        if ids:
+            return ids
+    return ()
 
 
-def end_tokens_of(model: nn.Module) -> EndTokens:
-    """The ids of a model's configuration that end a response; None without one."""
-    for source in ("generation_config", "config"):
-        tokens = getattr(getattr(model, source, None), "eos_token_id", None)
-        if tokens is not None:
-            return tokens
-    return None
+def choose_tokens(
+    model: nn.Module, pad_token: int | None, eos_token: EndTokens
+) -> tuple[int | None, EndTokens]:
+    """The pad token and the end tokens: those given, or else those of a model's configuration."""
+    if pad_token is None:
+        pad_token = next(iter(tokens_of(model, "pad_token_id")), None)
+    if eos_token is None:
+        ends = tokens_of(model, "eos_token_id")
+        eos_token = ends[0] if len(ends) == 1 else ends or None
+    return pad_token, eos_token
 
 
 def several(eos_token: EndTokens) -> tuple[int, ...]:
-    """The ids that end a response."""
-    tokens = () if eos_token is None else eos_token
-    return (tokens,) if isinstance(tokens, int) else tuple(tokens)
+    """The ids that end a response; TypeError for anything else, such as the text of a token."""
+    if eos_token is None:
+        return ()
+    one = isinstance(eos_token, str) or not isinstance(eos_token, Sequence)
+    try:
+        return tuple(map(operator.index, (eos_token,) if one else eos_token))  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"`eos_token` must be the id of a token, several ids or None, got {eos_token!r}: pass "
+            "`tokenizer.eos_token_id`."
+        ) from None
 
 
 class Responses(NamedTuple):

@@ -19,10 +19,9 @@ from torchrl_kl.actors.responses import (
     EndTokens,
     Responses,
     check_rewards,
-    end_tokens_of,
+    choose_tokens,
     make_steps,
     read_responses,
-    token_of,
 )
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.controllers import KLController
@@ -133,8 +132,7 @@ class ResponseKLTransform(PenaltyTransform):
         self.reference = as_reference(actor, reference)
         self._step_keys = KLKeys().resolve(self.reference.log_prob_key)
         self.estimate = make_estimate(estimator, actor, self._step_keys, self.reference.actor)
-        self.pad_token = token_of(model, "pad_token_id") if pad_token is None else pad_token
-        self.eos_token = end_tokens_of(model) if eos_token is None else eos_token
+        self.pad_token, self.eos_token = choose_tokens(model, pad_token, eos_token)
 
     def _actor_over(self, model: nn.Module) -> CausalLMActor:
         if hasattr(model, "get_dist"):

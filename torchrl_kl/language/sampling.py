@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchrl_kl.actors.responses import EndTokens, several
-from torchrl_kl.functional.numbers import check_integers
+from torchrl_kl.functional.numbers import check_integers, working_dtype
 from torchrl_kl.language.bare import bare
 from torchrl_kl.language.cache import KeyValueCache
 from torchrl_kl.language.distribution import draw
@@ -142,7 +142,7 @@ def _reader_of(
 def _zero_log_probs(reader: LogitsReader, like: Tensor) -> Tensor:
     """Zeros of the actor's dtype, in the shape of `like`."""
     floating = (p.dtype for p in reader.parameters() if p.is_floating_point())
-    dtype = torch.promote_types(next(floating, torch.float32), torch.float32)
+    dtype = working_dtype(next(floating, torch.float32))
     return torch.zeros_like(like, dtype=dtype)
 
 
@@ -206,7 +206,7 @@ def _rewards(reward_fn: Callable[[Tensor], Tensor] | None, texts: Tensor) -> Ten
     if not isinstance(rewards, Tensor) or rewards.shape != texts.shape[:1]:
         got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
         raise ValueError(f"`reward_fn` must return a tensor ({len(texts)},), got {got}.")
-    return rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    return rewards.to(working_dtype(rewards.dtype))
 
 
 def _batch(

@@ -15,9 +15,8 @@ from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.actors.responses import (
     SAMPLER_LOG_PROB,
     EndTokens,
-    end_tokens_of,
+    choose_tokens,
     several,
-    token_of,
 )
 from torchrl_kl.monitor.diagnosis import NEVER_EOS, NEVER_PAD, Finding, PooledEvidence
 from torchrl_kl.monitor.sampler_check import SamplerCheck, choose_steps, counted_steps
@@ -36,13 +35,10 @@ class TextCheck(SamplerCheck):
     def __post_init__(self):
         super().__post_init__()
         # By default as the model is configured.
-        parts = [*self.actor.modules()]
-        pads = (self.pad_token, *(token_of(part, "pad_token_id") for part in parts))
-        ends = (self.eos_token, *map(end_tokens_of, parts))
-        self.pad_token = next((token for token in pads if token is not None), None)
-        self.eos_token = next((tokens for tokens in ends if tokens is not None), None)
-        self._ends, pads = several(self.eos_token), several(self.pad_token)
-        self._pads = () if pads == self._ends else pads
+        for part in self.actor.modules():
+            self.pad_token, self.eos_token = choose_tokens(part, self.pad_token, self.eos_token)
+        self._ends, pad_token = several(self.eos_token), self.pad_token
+        self._pads = () if pad_token is None or pad_token in self._ends else (pad_token,)
 
     @torch.no_grad()
     def look(

@@ -21,7 +21,8 @@ from torchrl_kl.controllers import KLController, as_controller
 from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.functional.invalid import Guard, OnInvalid
-from torchrl_kl.transforms.base import KLTransform, episode_dtype, require_spec
+from torchrl_kl.functional.numbers import working_dtype
+from torchrl_kl.transforms.base import KLTransform, require_spec
 from torchrl_kl.transforms.checks import without_invalid
 from torchrl_kl.transforms.doubts import refuse_sums
 from torchrl_kl.transforms.estimates import KLStep
@@ -145,7 +146,7 @@ class PenaltyTransform(Fed, KLTransform):
         if not self.record:
             return step
         # The sum is an entry of the data, so that TorchRL sets it to zero in partial resets.
-        measured = step.measured.detach().to(episode_dtype(step.measured.dtype))
+        measured = step.measured.detach().to(working_dtype(step.measured.dtype))
         before = td.get_required(tensordict, self.keys.episode_kl, _NO_SUM)
         episode_kl = before + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
@@ -356,7 +357,7 @@ class PenaltyTransform(Fed, KLTransform):
         for key in sorted(new, key=str):
             td.add_spec(spec, key, reward.shape, reward.dtype, reward.shape[:-1])
         if self.record:
-            td.add_spec(spec, self.keys.episode_kl, kl_shape, episode_dtype(dtype), kl_shape[:-1])
+            td.add_spec(spec, self.keys.episode_kl, kl_shape, working_dtype(dtype), kl_shape[:-1])
 
     def declare_episode_kl(self, input_spec: Composite, dtype: torch.dtype) -> None:
         """Adds the running sum to the state spec, so that batched envs carry it."""
@@ -364,7 +365,7 @@ class PenaltyTransform(Fed, KLTransform):
             rewards = self.parent_env.full_reward_spec
             shape = require_spec(rewards, self.keys.reward, _NO_REWARD, "reward").shape
             spec = td.state_spec(input_spec)
-            td.add_spec(spec, self.keys.episode_kl, shape, episode_dtype(dtype), shape[:-1])
+            td.add_spec(spec, self.keys.episode_kl, shape, working_dtype(dtype), shape[:-1])
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """The penalized reward has no bounds."""
