@@ -154,7 +154,7 @@ def test_an_actor_that_was_trained_before_is_copied(make):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_an_actor_in_torchscript_is_copied():
-    traced = torch.jit.trace(nn.Linear(N_OBS, N_ACTIONS), torch.zeros(2, N_OBS))
+    traced: Any = torch.jit.trace(nn.Linear(N_OBS, N_ACTIONS), torch.zeros(2, N_OBS))
     actor = actor_of(traced)
     step = actor(WalkEnv((2,)).reset())
     for requires_grad in (False, True):
