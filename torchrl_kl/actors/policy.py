@@ -85,5 +85,5 @@ class ActingPolicy(Borrowed[Any]):
         # Without its other outputs: parameters left in the batch would be taken for inputs.
         actions = self.held.dist_sample_keys
         inputs = tensordict.select(*read_keys(self.held), *actions, strict=False)
-        with set_recurrent_mode(timed):
+        with evaluating(self.held), set_recurrent_mode(timed):
             return log_prob_of_actions(self.held, inputs, actions, self.recorded)

@@ -25,8 +25,8 @@ from torchrl_kl._tensordict import (
     find_time_dim,
     get_required,
     holder_batch_size,
-    sum_action_dims,
 )
+from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.actors.reading import refuse_own_log_prob
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController, as_controller
@@ -37,6 +37,7 @@ from torchrl_kl.objectives.terms import (
     Steps,
     Weights,
     check_options,
+    drawn_log_ratio,
     find_last_steps,
     find_shared,
     finite_padding,
@@ -232,8 +233,8 @@ class KLPenaltyLoss(Fed, LossModule):
         """Updates the controller, once, with the KL measured on a batch; returns the coefficient.
 
         Call it once per batch, before the updates on it: the KL is then that of the policy that
-        acted. It is the `kl` of `forward`: of each valid step for a controller that counts steps;
-        else summed over the trajectories of (*R, T) that are now complete, which may come in
+        acted. It is the `kl` of `forward` in eval mode: of each valid step for a controller of
+        steps; else summed over the trajectories of (*R, T) that are now complete. They may come in
         pieces: a row continues the one that has its id and was left in the state where it begins.
         Without a complete trajectory, or with only one and a deadband, the coefficient waits.
         A controller that plans its coefficient is given ("next", "reward") first, the task reward.
@@ -242,18 +243,17 @@ class KLPenaltyLoss(Fed, LossModule):
             ValueError: if the KL is NaN or infinite (the coefficient is then unchanged), or a
                 controller of trajectories gets no time dimension or steps in another order.
         """
-        _, kl, mask = self._terms(tensordict)
-        if self.controller.planning:
-            self._plan(tensordict, mask)
+        with evaluating(self.actor_network):
+            _, kl, mask = self._terms(tensordict)
+            if self.controller.planning:
+                self._plan(tensordict, mask)
         if self.controller.per == "step":
             self.feed.pool(kl[mask])
         else:
             self._require_time(tensordict, "a controller that counts nats per trajectory")
             read_done(tensordict, self._done_key)
-            done, observed = self.tensor_keys.done, self.actor_network.in_keys
-            self.feed.add_batch(
-                tensordict, kl, mask, done_key=done, time_dim=self.time_dim, observed=observed
-            )
+            keys = {"done_key": self.tensor_keys.done, "observed": self.actor_network.in_keys}
+            self.feed.add_batch(tensordict, kl, mask, time_dim=self.time_dim, **keys)
         return self.controller.coeff.item()
 
     def _plan(self, tensordict: TensorDictBase, mask: Tensor) -> None:
@@ -261,12 +261,12 @@ class KLPenaltyLoss(Fed, LossModule):
         step = cast(TensorDictBase, tensordict.get("next"))
         fix = "the coefficient is planned from it; name it with `set_keys(reward=...)`."
         reward = get_required(step, self.tensor_keys.reward, fix)
-        policy, reference = self._distributions(tensordict)
         action_key = self.tensor_keys.action
         action = get_required(tensordict, action_key, "name it with `set_keys`.")
+        recorded = tensordict.get(self.tensor_keys.sample_log_prob, None)
         # (*B) or, with agents, (*B, *A); a reward has one more dimension.
-        log_ratio = policy.log_prob(action).detach() - reference.log_prob(action)
-        log_ratio = sum_action_dims(log_ratio, holder_batch_size(tensordict, action_key))[..., None]
+        shape, dists = holder_batch_size(tensordict, action_key), self._distributions(tensordict)
+        log_ratio = drawn_log_ratio(*dists, action, recorded, shape)[..., None]
         if log_ratio.shape != reward.shape:
             raise ValueError(
                 f"the reward must have the shape {tuple(log_ratio.shape)} of the log-prob of the "

@@ -103,6 +103,20 @@ class Steps(NamedTuple):
         return sum_action_dims(values.to(working_dtype(values.dtype)), self.batch_size)
 
 
+def drawn_log_ratio(
+    policy: Distribution,
+    reference: Distribution,
+    action: Tensor,
+    recorded: Tensor | None,
+    shape: torch.Size,
+) -> Tensor:
+    """Log of the ratio of the policy that drew the actions to the reference, nats, of `shape`."""
+    # That policy may be an earlier one, whose log-prob is what was recorded.
+    log_prob = policy.log_prob(action).detach() if recorded is None else recorded.detach()
+    ref_log_prob = reference.log_prob(action)
+    return sum_action_dims(log_prob, shape) - sum_action_dims(ref_log_prob, shape)
+
+
 def check_options(gradient: str, weights: str | None, reduction: str) -> None:
     """ValueError for an unknown option or "k1"."""
     if gradient == "k1":
