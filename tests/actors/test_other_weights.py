@@ -143,9 +143,19 @@ class Remembers(nn.Module):
         return self.head(self.features)
 
 
+class RemembersMore(Remembers):
+    """Keeps them in a tuple, a list and a distribution."""
+
+    def forward(self, observation: Tensor) -> Tensor:
+        logits = super().forward(observation)
+        self.kept = (self.features, [logits], Categorical(logits=logits))
+        return logits
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize(
-    "make", [Remembers, lambda: nn.utils.weight_norm(nn.Linear(N_OBS, N_ACTIONS))]
+    "make",
+    [Remembers, RemembersMore, lambda: nn.utils.weight_norm(nn.Linear(N_OBS, N_ACTIONS))],
 )
 def test_an_actor_that_was_trained_before_is_copied(make):
     actor = actor_of(make())

@@ -140,6 +140,19 @@ def test_the_policy_is_left_as_it_is():
     assert not stack(play(WalkEnv((2,)), quiet))["next", "kl"].requires_grad
 
 
+@pytest.mark.parametrize("layer", [nn.Dropout(), nn.BatchNorm1d(N_OBS)])
+def test_the_policy_is_asked_in_eval_mode(layer):
+    # Noise of dropout would be measured as divergence; a measurement must not move statistics.
+    actor = make_actor(return_log_prob=False)
+    actor[0].module = nn.Sequential(layer, actor[0].module)
+    stack: Any = asking(actor.eval(), actor)
+    batch = play(WalkEnv((2,)), actor).reshape(-1)
+    before = copy.deepcopy(actor.train().state_dict())
+    assert stack(batch)["next", "kl"].abs().max() <= 1e-6
+    assert all(part.training for part in actor.modules())
+    assert_close(actor.state_dict(), before, rtol=0, atol=0)
+
+
 def test_random_actions_are_told_from_the_policys():
     reference, _, quiet = pair()
     controller = SpyController()

@@ -145,6 +145,18 @@ def test_the_loss_plans_from_the_rewards_of_a_batch(actor):
         KLPenaltyLoss(actor, controller()).update_controller(batch)
 
 
+def test_the_loss_plans_with_the_log_probs_of_the_policy_that_drew_the_actions(actor):
+    batch, later = collect(moved(actor, scale=0.05), 200), moved(actor, seed=2, scale=0.2)
+    stack = KLConstrainedTransform(later, controller(), reference=actor)
+    stack(batch)
+    loss = KLPenaltyLoss(later, controller(), reference=actor)
+    expected = pytest.approx(stack.controller.coeff.item(), **SAME)
+    assert loss.update_controller(batch) == expected
+    # Where it is not recorded, that of the present policy is the only one that is known.
+    unrecorded = KLPenaltyLoss(later, controller(), reference=actor)
+    assert unrecorded.update_controller(batch.exclude("action_log_prob")) != expected
+
+
 def test_short_trajectories_are_planned_whole_for_a_target_per_step(actor):
     batch, stack = collect(actor, 200), KLConstrainedTransform(actor, controller(0.1, per="step"))
     stack(batch)

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import (
+    N_OBS,
     SpyController,
     WalkEnv,
     collect,
@@ -63,6 +64,20 @@ class TestController:
                     total = 0.0
         assert len(sums) > 4
         assert controller.calls == [(pytest.approx(sum(sums) / len(sums), rel=1e-5), len(sums))]
+
+    @pytest.mark.parametrize("layer", [nn.Dropout(), nn.BatchNorm1d(N_OBS)])
+    @pytest.mark.parametrize("gradient", ["step", "sequence", "k2"])
+    def test_it_is_measured_in_eval_mode(self, layer, gradient):
+        # Noise of dropout would be measured as divergence; a measurement must not move statistics.
+        actor, controller = make_actor(), SpyController(per="step")
+        actor[0].module = nn.Sequential(layer, actor[0].module)
+        batch = play(WalkEnv((1,)), actor.eval(), 24)[0]
+        loss = KLPenaltyLoss(actor.train(), controller, gradient=gradient)
+        before = copy.deepcopy(actor.state_dict())
+        loss.update_controller(batch)
+        assert controller.calls == [(pytest.approx(0, abs=1e-6), 24)]
+        assert all(part.training for part in loss.actor_network.modules())
+        assert_close(actor.state_dict(), before, rtol=0, atol=0)
 
     def test_trajectories_may_come_in_pieces(self):
         batches = collect(with_transforms(WalkEnv((2,))), moved(make_actor()), frames=14, batches=4)

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
 from torch import nn
+from torch.distributions import Categorical as Distribution
 from torch.distributions import Normal
 from torch.testing import assert_close
 from torchrl.collectors import Collector
@@ -316,6 +318,40 @@ class TestChangedActions:
         actor = make_actor(kind).to(dtype)
         env = WalkEnv((8,), discrete=kind == "categorical", dtype=dtype)
         KLConstrainedTransform(actor, 0.1)(play(env, actor, 40))
+
+    @every
+    @pytest.mark.parametrize("n_envs", [3, 300])
+    def test_bounds_of_all_envs_are_not_warned_of(self, make, n_envs):
+        # (n_envs, 2), as `env.action_spec` has them, not (2,), as `action_spec_unbatched` has.
+        low = -torch.arange(1.0, n_envs + 1)[:, None].expand(n_envs, 2)
+        actor = make_actor("tanh_normal", distribution_kwargs={"low": low, "high": -low})
+        transform = make(actor, 0.1)
+        rollout = play(TransformedEnv(WalkEnv((n_envs,), discrete=False), transform), actor, 40)
+        assert rollout["next", "reward"].isfinite().all()
+
+    def test_an_actor_of_another_class_may_draw_as_it_likes(self):
+        class Tempered(TensorDictModuleBase):
+            """Draws at a temperature of 2, and records the logits of its part."""
+
+            def __init__(self, part: Any):
+                super().__init__()
+                self.part, self.in_keys, self.out_keys = part, part.in_keys, part.out_keys
+                self.dist_sample_keys, self.log_prob_keys = ["action"], ["action_log_prob"]
+
+            def get_dist(self, tensordict):
+                return Distribution(logits=self.part[0](tensordict)["logits"] / 2)
+
+            def log_prob(self, tensordict):
+                return self.get_dist(tensordict).log_prob(tensordict["action"])
+
+            def forward(self, tensordict):
+                tensordict["action"] = self.get_dist(tensordict).sample()
+                return tensordict.set("action_log_prob", self.log_prob(tensordict))
+
+        actor = Tempered(make_actor())
+        batch = play(WalkEnv((2,)), actor, 6)
+        assert "logits" in batch.keys()
+        assert (KLConstrainedTransform(actor, 0.1)(batch)["next", "kl"].abs() < 1e-5).all()
 
     def test_a_saturated_tanh_normal(self):
         actor = make_actor("tanh_normal")

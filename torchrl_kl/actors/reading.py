@@ -16,6 +16,7 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.overrides import TorchFunctionMode
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ConsistentDropoutModule, DTActor, OnlineDTActor
 
@@ -50,14 +51,21 @@ def check_actor(actor: nn.Module) -> None:
         )
 
 
+class _CopyGraphs(TorchFunctionMode):
+    """Lets `copy.deepcopy` copy tensors with a graph, such as those of a module's last pass."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            value, memo = args
+            return memo.setdefault(id(value), value.detach().clone())
+        return func(*args, **(kwargs or {}))
+
+
 @torch.no_grad()  # a copy of TorchScript's weights would be a part of their graph
 def copy_actor(actor: nn.Module) -> Any:
     """A deep copy of an actor, without gradients."""
-    # A tensor that a module keeps of its last pass, with its graph, cannot be copied by torch.
-    parts = actor.modules()
-    kept = [value for p in parts for value in (*vars(p).values(), *p._buffers.values())]
-    graphs = [value for value in kept if isinstance(value, Tensor) and not value.is_leaf]
-    copied = copy.deepcopy(actor, {id(value): value.detach().clone() for value in graphs})
+    with _CopyGraphs():
+        copied = copy.deepcopy(actor)
     copied.zero_grad()  # it has those of the actor, too
     return copied
 

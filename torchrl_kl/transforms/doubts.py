@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, expand_right, sum_action_dims
@@ -81,7 +82,10 @@ class FirstSteps:
         self.copied = copied  # whether the reference is a copy of it, so that the KL begins at 0
         self._recorded = recorded
         self._dist_module: Any = None  # builds the distribution from what the policy recorded
-        if not own_methods(policy, ("forward", "log_prob", *DIST_METHODS)):
+        kind = type(getattr(policy, "_orig_mod", policy))  # within torch.compile
+        # An actor of another class may draw and score as it likes.
+        in_sequence = issubclass(kind, ProbabilisticTensorDictSequential)
+        if in_sequence and not own_methods(policy, ("forward", "log_prob", *DIST_METHODS)):
             with contextlib.suppress(ValueError):  # several distributions
                 self._dist_module = copy.deepcopy(dist_module_of(policy))
         self._k1, self._count = 0.0, 0
@@ -96,7 +100,9 @@ class FirstSteps:
         # In another process nobody knows the policy.
         return vars(self) | {"_policy": None}
 
-    def add_draws(self, tensordict: TensorDictBase, mask: Tensor | None = None) -> None:
+    def add_draws(
+        self, tensordict: TensorDictBase, mask: Tensor | None = None, *, whole_batch: bool = False
+    ) -> None:
         """Compares recorded log-probs with those of the recorded actions, in some steps (*B).
 
         `mask`: True where a step counts, (*B). Nothing is compared where the policy did not record
@@ -109,19 +115,21 @@ class FirstSteps:
         if any(not isinstance(tensordict.get(key, None), Tensor) for key in keys):
             return
         steps = tensordict.select(*keys).detach()
-        if shape:
+        if whole_batch and shape:  # of which a few will do
             counted = torch.ones(shape, dtype=torch.bool, device=tensordict.device)
             counted = counted if mask is None else expand_right(mask, shape)
-            steps = steps[counted.nonzero()[: 8 * _FIRST_STEPS].unbind(-1)]
+            steps, mask = steps[counted.nonzero()[: 8 * _FIRST_STEPS].unbind(-1)], None
         recorded: Any = self._recorded.read(steps)  # (N, *A)
-        if not recorded.numel():
-            return
-        # Parameters that are not valid are another's matter.
-        with contextlib.suppress(ValueError):
+        # What cannot be compared is another's matter: parameters that are not valid, or options of
+        # the distribution, such as bounds, that fit only all envs of a step.
+        with contextlib.suppress(Exception), torch.no_grad():
             log_prob = module.get_dist(steps).log_prob(steps.get(module.dist_sample_keys[0]))
-            log_prob = sum_action_dims(log_prob, recorded.shape)
-            gap = (recorded - log_prob).abs().clamp_max(_INFINITE)
-            self._gap += float(gap.nan_to_num().sum())
+            gap = (recorded - sum_action_dims(log_prob, recorded.shape)).abs().nan_to_num()
+            if gap.shape != recorded.shape:
+                return
+            if mask is not None:
+                gap = gap[expand_right(mask, gap.shape)]
+            self._gap += float(gap.clamp_max(_INFINITE).sum())
             self._draws += gap.numel()
 
     def add(self, k1: Tensor, reference: nn.Module, *, whole_batch: bool) -> str | None:

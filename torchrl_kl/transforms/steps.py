@@ -191,7 +191,7 @@ class ScoringTransform(KLTransform):
             return
         counts, k1 = step.counting, step.log_prob - step.ref_log_prob
         if batch is not None:
-            self._first.add_draws(batch, counts)
+            self._first.add_draws(batch, counts, whole_batch=True)
         k1 = k1 if counts is None else k1[td.expand_right(counts, k1.shape)]
         doubt = self._first.add(k1, self.reference.actor, whole_batch=batch is not None)
         if doubt is not None:
@@ -219,7 +219,7 @@ class ScoringTransform(KLTransform):
         if env is not None:
             score = score_env_step(self.reference, self.acting, tensordict, self.estimate, env)
             if self._first is not None and not torch.compiler.is_compiling():
-                self._first.add_draws(tensordict, score.mask)
+                self._first.add_draws(tensordict, tensordict.get("_step", None))
             vars(self)["_scored"] = score  # until `_step`; `nn.Module.__setattr__` takes longer
         return tensordict
 
