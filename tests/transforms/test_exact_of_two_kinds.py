@@ -41,8 +41,10 @@ class Tempered(Categorical):
 def actor_of(distribution: Any, seed: int = 0, **options: Any) -> Any:
     discrete = distribution is Tempered
     head = nn.Identity() if discrete else NormalParamExtractor()
+    bound = nn.Tanh() if distribution is TanhNormal else nn.Identity()  # it would saturate
     names: Any = ["logits"] if discrete else ["loc", "scale"]
-    net = TensorDictModule(nn.Sequential(nn.Linear(N_OBS, N_ACTIONS), head), ["observation"], names)
+    layers = nn.Sequential(nn.Linear(N_OBS, N_ACTIONS), bound, head)
+    net = TensorDictModule(layers, ["observation"], names)
     actor = probabilistic_actor(
         net,
         in_keys=names,
