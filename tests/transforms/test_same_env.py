@@ -34,13 +34,14 @@ def finished(batch: Any, name: str) -> list[float]:
     return found
 
 
-def train(stack: Any, evaluate: Any) -> Any:
+def train(stack: Any, evaluate: Any, actor: Any = None) -> Any:
     """Batches of a collector, joined along time, with an evaluation after each of them."""
     torch.manual_seed(0)
+    actor = actor or policy()
     env, batches = with_transforms(WalkEnv((4,), longest=9), stack), []
     collector = Collector(
         env,
-        policy(),
+        actor,
         frames_per_batch=20,
         total_frames=200,
         auto_register_policy_transforms=False,
@@ -69,20 +70,28 @@ def test_an_evaluation_leaves_out_no_trajectory_of_the_training(exploration, to_
     assert told == pytest.approx(sum(expected), abs=1e-4)
 
 
+@pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("how", ["rollout", "reset"])
-def test_a_plan_gets_no_rewards_of_an_evaluation(how):
-    """They were added to those of the trajectories that went on afterwards."""
+def test_a_plan_gets_no_rewards_of_an_evaluation(how, learned):
+    """They were added to those of the trajectories that went on afterwards.
+
+    A policy that has not learned anything is the reference: all sums of its KL are 0.
+    """
     controller = Listening(0.3)
-    stack = KLConstrainedTransform(spied()[0].reference.actor, controller, update_every=8)
+    reference = spied()[0].reference.actor
+    actor = policy() if learned else reference
+    stack = KLConstrainedTransform(actor, controller, reference=reference, update_every=8)
 
     def evaluate(env):
         stack.freeze()
         with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
-            _ = env.reset() if how == "reset" else env.rollout(7, policy())
+            _ = env.reset() if how == "reset" else env.rollout(7, actor)
         stack.unfreeze()
 
     # In an env a float32 reward is added up in float64, here too.
-    returns = torch.tensor(finished(train(stack, evaluate), "task_reward"), dtype=torch.float64)
+    returns = torch.tensor(
+        finished(train(stack, evaluate, actor), "task_reward"), dtype=torch.float64
+    )
     assert len(controller.heard) >= 3
     for one in controller.heard:
         assert (returns - one).abs().min() <= 1e-9

@@ -11,6 +11,8 @@ from torchrl.data import TensorSpec
 
 from torchrl_kl._tensordict import MASK_KEY, TRAJECTORY_KEY, get_required, require_order
 
+_CALLS = 4  # that may wait to be followed: of training batches, and of others in between
+
 
 class _Left(NamedTuple):
     """Where a batch left a trajectory: the reference's states there, and what was observed next."""
@@ -20,11 +22,15 @@ class _Left(NamedTuple):
 
 
 class RecurrentMemory:
-    """The states in which the last batch left its trajectories, by `("collector", "traj_ids")`."""
+    """The states in which batches left their trajectories, by `("collector", "traj_ids")`.
+
+    Those of a batch are kept until another goes on with them, past evaluations in between.
+    """
 
     def __init__(self, in_keys: list[NestedKey], init_key: NestedKey | None):
         self.in_keys, self.init_key = in_keys, init_key
-        self._left: dict[int | None, _Left] = {}
+        self._left: list[dict[int | None, _Left]] = []  # one of each batch, the latest one last
+        self._followed: list[dict[int | None, _Left]] = []  # of these, by the present batch
 
     def first_states(
         self, tensordict: TensorDictBase, specs: list[TensorSpec], zero_states: bool, carry: bool
@@ -37,6 +43,7 @@ class RecurrentMemory:
                 "with an empty time dimension: leave such batches out."
             )
         self._check_order(tensordict)
+        self._followed = []
         begins = torch.zeros(shape[:-1], dtype=torch.bool, device=tensordict.device)
         if self.init_key is not None:
             begins = tensordict.get(self.init_key).reshape(shape)[..., 0]
@@ -61,11 +68,12 @@ class RecurrentMemory:
         return [state.reshape(*shape, *state.shape[2:]) for state in states]
 
     def remember(self, tensordict: TensorDictBase, states: list[Tensor]) -> None:
-        """Keeps the state after the last valid step of each row, for the next call."""
-        self._left = {}
+        """Keeps the state after the last valid step of each row, for a later call."""
         ids = tensordict.get(TRAJECTORY_KEY, None)
         if ids is None:
             return
+        waiting = [left for left in self._left if all(left is not one for one in self._followed)]
+        self._left = [*waiting[1 - _CALLS :], {}]
         n_steps, n_batch = tensordict.batch_size[-1], tensordict.batch_dims
         # (R,): padding is at the end of a row, so that the valid steps count to the last of them.
         mask = tensordict.get(MASK_KEY, torch.ones_like(ids, dtype=torch.bool))
@@ -77,17 +85,20 @@ class RecurrentMemory:
         observed = step.reshape(-1, n_steps)[rows, last].clone()
         for row, trajectory in enumerate(ids.reshape(-1, n_steps)[rows, last].tolist()):
             states_of_row = [end[row].detach().clone() for end in ends]
-            self._left[trajectory] = _Left(states_of_row, observed[row])
+            self._left[-1][trajectory] = _Left(states_of_row, observed[row])
 
     def _state_before(self, trajectory: int | None, first: TensorDictBase) -> list[Tensor] | None:
-        # The state where the last call left the trajectory, if this row begins there. The id alone
-        # would not do: the batch may be a slice of it from elsewhere.
-        left = self._left.get(trajectory)
-        if left is None:
-            return None
-        keys = left.observed.keys(True, True)
-        follows = all(torch.equal(first.get(key), left.observed.get(key)) for key in keys)
-        return left.states if follows else None
+        # The state where a call left the trajectory, if this row begins there. The id alone would
+        # not do: the batch may be a slice of it from elsewhere.
+        for call in reversed(self._left):
+            left = call.get(trajectory)
+            if left is None:
+                continue
+            keys = left.observed.keys(True, True)
+            if all(torch.equal(first.get(key), left.observed.get(key)) for key in keys):
+                self._followed.append(call)
+                return left.states
+        return None
 
     def _check_order(self, tensordict: TensorDictBase) -> None:
         # Memory would run through a shuffled batch in that order.

@@ -17,7 +17,11 @@ from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl._torchrl import container_of
 from torchrl_kl.actors.frozen import FrozenActor
-from torchrl_kl.transforms.placement import refuse_wrong_order, warn_of_chunks
+from torchrl_kl.transforms.placement import (
+    refuse_wrong_order,
+    warn_of_chunks,
+    warn_of_late_resets,
+)
 
 # The env of each transform. An attribute would be copied, or pickled, together with the transform.
 _homes: weakref.WeakKeyDictionary[Transform, Callable[[], Any]] = weakref.WeakKeyDictionary()
@@ -137,6 +141,7 @@ class KLTransform(Transform):
         # Here and not in `__init__` alone: transforms can be appended at any time.
         self.refuse_wrong_order()
         warn_of_chunks(self)
+        warn_of_late_resets(self)
         return super().transform_output_spec(output_spec)
 
     def refuse_wrong_order(self) -> None:

@@ -39,6 +39,24 @@ def warn_of_chunks(transform: Transform) -> None:
         )
 
 
+def warn_of_late_resets(transform: Any) -> None:
+    """Warns of a vector env of Gymnasium that resets an env in the step after its end."""
+    vector = any(
+        isinstance(one, tr.VecGymEnvTransform) for one in _siblings(transform, later=False)
+    )
+    # TorchRL's wrapper passes on the attributes of the vector env.
+    mode = getattr(transform.env.base_env, "autoreset_mode", None) if vector else None
+    if getattr(mode, "value", None) == "NextStep":
+        warnings.warn(
+            f"{type(transform).__name__} is in a vector env of Gymnasium that resets an env in the "
+            "step after its end. TorchRL records that step with a reward of 0 and an action that "
+            "nobody took, whose KL is subtracted and counted in that of the next trajectory. Wrap "
+            "a vector env with `autoreset_mode=AutoresetMode.SAME_STEP` in GymWrapper, or use "
+            "SerialEnv or ParallelEnv.",
+            stacklevel=2,
+        )
+
+
 def _siblings(transform: Transform, *, later: bool = True) -> Iterator[Transform]:
     """The transforms after this one, or before, in its Compose and those around it, all opened."""
     # "after" is nearer to the policy: they change the env's outputs later, and actions earlier.
