@@ -26,7 +26,8 @@ _ENOUGH = 256  # rewards without a plan after which the user is warned
 class KLController(Float64State, ABC):
     """Steers the coefficient of a KL penalty; the base of all controllers.
 
-    State: `coeff`, a 0-dim float64 buffer, changed in place only.
+    State: `coeff`, a 0-dim float64 buffer, changed in place only. Arguments are not part of it, nor
+    a `target` that was changed: a resumed run sets them again.
 
     Args:
         init_coeff: the first coefficient, reward per nat, at least 0 and finite.
