@@ -369,10 +369,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match="one callable or one per worker, got 2 for 3"):
             kl_collector(MultiSyncCollector, [walk] * 2, policy(), stack, **arguments)
 
-    def test_rows_joined_along_time(self):
-        collector: Any = SimpleNamespace(_cat_results=0)
+    @pytest.mark.parametrize("n_stacked", [0, 1])
+    def test_rows_joined_along_time(self, n_stacked):
+        shape = (1, 4)[1 - n_stacked :]
+        collector: Any = SimpleNamespace(_cat_results=0, _n_stacked=n_stacked)
         batch = TensorDict(
-            observation=torch.ones(4, 3), next=TensorDict(batch_size=4), batch_size=4
+            observation=torch.ones(*shape, 3), next=TensorDict(batch_size=shape), batch_size=shape
         )
         with pytest.raises(
             RuntimeError, match="`cat_results` = 0 joined the rows of several workers along time"

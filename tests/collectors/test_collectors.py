@@ -8,6 +8,7 @@ a worker.
 import contextlib
 import copy
 import functools
+import gc
 import os
 import re
 import signal
@@ -327,6 +328,62 @@ def test_a_worker_that_dies_between_two_batches_is_named_at_shutdown():
     assert wait_for_end(before) == []
 
 
+def close_never() -> None:
+    time.sleep(3600)
+
+
+def make_env_that_never_closes() -> DigitLanguageEnv:
+    env = DigitLanguageEnv(batch_size=(N_ROWS,))
+    env.close = close_never  # type: ignore[method-assign]
+    return env
+
+
+@pytest.mark.parametrize(
+    ("make_env", "forgotten"),
+    [
+        (functools.partial(DigitLanguageEnv, batch_size=(N_ROWS,)), True),
+        (make_env_that_never_closes, False),
+    ],
+    ids=["forgotten", "never-closes"],
+)
+def test_workers_end_with_an_endless_collector(make_env, forgotten, monkeypatch):
+    """One that is forgotten, or whose worker does not answer when it is shut down."""
+    monkeypatch.setattr("torchrl_kl.collectors.watched._ANSWER_SECONDS", 10.0)
+    before = workers_alive()
+    policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
+    stack = KLConstrainedTransform(policy, 0.1)
+    arguments: dict[str, Any] = {"frames_per_batch": FRAMES, "total_frames": -1}
+    collector = kl_collector(DistributedCollector, make_env, policy, stack, **arguments)
+    batches = iter(collector)
+    assert [next(batches).numel() for _ in range(3)] == 3 * [FRAMES]
+    if not forgotten:
+        collector.shutdown()
+    del collector, batches
+    gc.collect()
+    assert wait_for_end(before) == []
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+def test_rows_that_the_workers_of_an_actor_join_along_time_are_refused(ray_runtime):
+    policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
+    collector = kl_collector(
+        RayCollector,
+        functools.partial(DigitLanguageEnv, batch_size=()),
+        policy,
+        KLConstrainedTransform(policy, 0.1),
+        frames_per_batch=FRAMES,
+        total_frames=FRAMES,
+        sync=True,
+        collector_class="sync",
+        num_workers_per_collector=2,
+        collector_kwargs={"cat_results": 0},
+    )
+    with pytest.raises(RuntimeError, match="`cat_results` = 0 joined the rows of several workers"):
+        next(iter(collector))
+    collector.shutdown(shutdown_ray=False)
+
+
 def test_a_second_process_group_is_refused():
     policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
     arguments: dict[str, Any] = {"frames_per_batch": FRAMES, "total_frames": FRAMES}
@@ -341,6 +398,7 @@ def test_a_second_process_group_is_refused():
                 KLConstrainedTransform(policy, 0.1),
                 **arguments,
             )
+        gc.collect()
         assert torch.distributed.is_initialized()  # the user's group is left as it was
     finally:
         torch.distributed.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.util import get_temp_dir
@@ -56,7 +57,7 @@ def kl_collector(
         where: where the reference is evaluated.
         num_workers: how many workers; a Collector has one, in this process.
         frames_per_batch: of all workers together if they are synchronous, else of one.
-        total_frames: when to stop.
+        total_frames: when to stop; -1 for never.
         kwargs: other arguments of `collector_class`. A `postproc` runs before the stack.
 
     Raises:
@@ -212,6 +213,8 @@ def _arguments(kind: type, num_workers: int, kwargs: dict[str, Any]) -> dict[str
         defaults["num_threads"] = torch.get_num_threads()
     if kind not in (RayCollector, DistributedCollector):
         return defaults | _truncating(kind, kwargs)
+    if kwargs["total_frames"] < 0:  # endless for the others; these two would return no batch
+        kwargs = kwargs | {"total_frames": sys.maxsize}
     inner = _worker_class(kwargs)
     # Each worker has a collector with the same defaults, whose trajectory ids are made unique.
     number = partial(number_trajectories, num_workers=num_workers)

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from multiprocessing import connection, util
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, cast
 
 from torchrl.envs import EnvBase
 from torchrl.weight_update import WeightStrategy
@@ -25,14 +26,18 @@ STOPPED_LOOKS = 10  # so often in a row a worker must be found stopped before it
 _FAREWELL_SECONDS = 5.0
 
 
-def _state_of(pid: int) -> str:
-    """The state of a process, such as "T" if a signal has stopped it; "" if it is gone. Linux."""
+def _status_of(pid: int) -> tuple[str, int]:
+    """The state of a process, such as "T" if a signal has stopped it, and its parent. Linux.
+
+    "" and 0 if it is gone.
+    """
     try:
-        # "PID (NAME) STATE ...", where the name may contain anything.
+        # "PID (NAME) STATE PARENT ...", where the name may contain anything.
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[0]
+        return "", 0
+    state, parent, *_ = stat.rpartition(")")[2].split()
+    return state, int(parent)
 
 
 def kill_stopped(find_pids: Callable[[], Iterable[int]], looks: Counter[int], over: Event) -> None:
@@ -44,7 +49,7 @@ def kill_stopped(find_pids: Callable[[], Iterable[int]], looks: Counter[int], ov
     """
     while not over.wait(POLL_SECONDS):
         for pid in find_pids():
-            state = _state_of(pid)
+            state, _ = _status_of(pid)
             if state == "T":
                 looks[pid] += 1
                 if looks[pid] >= STOPPED_LOOKS:
@@ -64,7 +69,7 @@ def worker_env(
 
     if os.getpid() == learner:  # TorchRL makes an env there too
         return make()
-    _end_with_learner()
+    _end_with_learner(learner)
     with _ending_on_failure():
         env = make()
     env.close = _ending_on_failure()(env.close)
@@ -82,18 +87,31 @@ def _ending_on_failure() -> Iterator[None]:
 
 
 @cache
-def _end_with_learner() -> None:
-    learner = multiprocessing.parent_process()
-    if learner is not None:  # else Ray ends its actors
-        Thread(target=_follow, args=(learner.sentinel,), daemon=True).start()
+def _end_with_learner(learner: int) -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # else Ray ends its actors
+        Thread(target=_follow, args=(parent, learner), daemon=True).start()
 
 
-def _follow(sentinel: int) -> None:
-    connection.wait([sentinel])
-    # The learner removes its folder when it ends by itself, and not when a signal ends it.
-    shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
+def _follow(parent: BaseProcess, learner: int) -> None:
+    """Ends this worker after its parent: the learner, or a worker of its that has started this."""
+    between = cast(int, parent.pid) if parent.pid != learner else 0
+    # Otherwise the learner may be on another machine.
+    watched = _status_of(between)[1] == learner if between else False
+    while not connection.wait([parent.sentinel], POLL_SECONDS if watched else None):
+        if _is_gone(learner):
+            os.kill(between, signal.SIGKILL)  # TorchRL lets it wait for the learner for ever
+    # The learner removes its folder when it ends by itself, and not when a signal ends it. It goes
+    # on, and needs the folder, if only the worker in between has ended.
+    if not between or (watched and _is_gone(learner)):
+        shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
     time.sleep(_FAREWELL_SECONDS)  # in which TorchRL may close the env and end the process
     os._exit(1)
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a process of this machine has ended."""
+    return _status_of(pid)[0] in ("", "Z", "X")
 
 
 class EndingStrategy(WeightStrategy):

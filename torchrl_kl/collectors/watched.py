@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import signal
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +43,7 @@ from torchrl_kl.collectors.processes import (
 )
 
 _EXIT_SECONDS = 5.0
+_ANSWER_SECONDS = 60.0  # for a worker of a DistributedCollector that is to end
 _PROBE_SECONDS = 10.0
 _STOPPED = "stopped by a signal, then killed"
 _USER_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
@@ -48,6 +51,8 @@ _USER_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
 
 class WatchedCollector(BaseCollector):
     """Mixin for a collector class of TorchRL, to be placed before it; `split_trajs` is as there."""
+
+    _n_stacked = 0  # dimensions that a batch of a collector of collectors has in front
 
     def __init__(
         self, *args: Any, link: LearnerLink | WorkerLink, split_trajs: bool = False, **kwargs: Any
@@ -91,7 +96,8 @@ class WatchedCollector(BaseCollector):
         if isinstance(batch, LazyStackedTensorDict):
             batch = LazyStackedTensorDict.maybe_dense_stack(batch.unbind(0), 0)
         batch = restore_trajectories(batch)
-        if self._cat_results == batch.ndim - 1:
+        # `cat_results` counts the dimensions before rows of several collectors were stacked.
+        if self._cat_results == batch.ndim - 1 - self._n_stacked:
             raise RuntimeError(
                 f"`cat_results` = {self._cat_results} joined the rows of several workers along "
                 "time, so their open trajectories would look finished: leave it out, or make envs "
@@ -249,6 +255,9 @@ class WatchedMultiAsync(_WatchedMulti, MultiAsyncCollector):
 class WatchedDistributed(WatchedCollector, DistributedCollector):
     """A DistributedCollector, whose workers are watched if they are processes of this machine."""
 
+    _open = False  # whether there may be workers, and their process group
+    _answer_by = math.inf
+
     def __init__(self, *args: Any, **kwargs: Any):
         if distributed.is_initialized():
             raise RuntimeError(
@@ -256,7 +265,7 @@ class WatchedDistributed(WatchedCollector, DistributedCollector):
                 "process has one already: shut down its other collector first, or use a "
                 "MultiSyncCollector or a RayCollector, of which there may be several."
             )
-        self._started = False
+        self._started, self._open = False, True
         if kwargs.get("weight_updater") is None:  # as TorchRL does
             how = {"backend": kwargs.get("backend", "gloo"), "sync": kwargs.get("sync", False)}
             kwargs.setdefault("weight_sync_schemes", {"policy": DistributedWeightSyncScheme(**how)})
@@ -272,7 +281,21 @@ class WatchedDistributed(WatchedCollector, DistributedCollector):
                 del os.environ["OMP_NUM_THREADS"]
         self._started = True
 
+    def __del__(self) -> None:
+        # As TorchRL's other collectors do: workers of workers would keep Python from its end.
+        with contextlib.suppress(Exception):
+            if self._open:
+                self.shutdown()
+
+    def _refuse_dead(self) -> None:
+        super()._refuse_dead()
+        if time.monotonic() > self._answer_by:
+            raise RuntimeError(f"a worker has not answered for {_ANSWER_SECONDS:.0f} seconds.")
+
     def _shut_down(self, *args: Any, **kwargs: Any) -> None:
+        if not self._open:
+            return
+        self._answer_by = time.monotonic() + _ANSWER_SECONDS
         try:
             # TorchRL would wait for the last message of a dead worker.
             if self._started and self._find_failed() is None:
@@ -284,6 +307,7 @@ class WatchedDistributed(WatchedCollector, DistributedCollector):
                 for job in self._processes():
                     end(job)
                     job.join(_EXIT_SECONDS)
+            self._open = False
             if distributed.is_initialized():
                 distributed.destroy_process_group()
 
@@ -295,6 +319,10 @@ class WatchedRay(WatchedCollector, RayCollector):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        if kwargs.get("num_workers_per_collector", 1) > 1:
+            given = (one.get("cat_results") for one in kwargs.get("collector_kwargs") or ())
+            self._cat_results = next((one for one in given if one is not None), None)
+            self._n_stacked = int(self._sync)
         self.update_policy_weights_()  # TorchRL connects the actors to the policy at the first call
 
     def add_collectors(self, *args: Any, **kwargs: Any) -> None:
