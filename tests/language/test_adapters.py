@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
 from torch.testing import assert_close
 from torchrl.envs import TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
@@ -253,9 +254,21 @@ class TestNeverStale:
                     check_step(actor, texts, [n + 1] * 4)
 
 
+class WithValueHead(nn.Module):
+    """Logits of a model that has a value head, too."""
+
+    def __init__(self, lm):
+        super().__init__()
+        self.lm, self.head = lm, nn.Linear(32, 1)
+
+    def forward(self, tokens):
+        return self.lm(tokens).logits
+
+
 class TestWeightsThatLearn:
     """With the adapters switched off, none may be left on."""
 
+    @pytest.mark.filterwarnings("ignore:Careful, disabling adapter layers:UserWarning")
     @pytest.mark.parametrize(
         ("kind", "options", "name"),
         [
@@ -265,9 +278,36 @@ class TestWeightsThatLearn:
     )
     def test_biases_are_refused(self, kind, options, name):
         model: Any = peft.get_peft_model(make_model(kind), config_of(kind, **options))
-        with pytest.raises(ValueError, match=rf"must not learn.*such as '.*{name}': freeze them"):
-            KLConstrainedTransform(CausalLMActor(model), 0.1, reference=model.disable_adapter)
-        KLConstrainedTransform(CausalLMActor(model), 0.1)  # of a copy
+        actor = CausalLMActor(model)
+        batch = sample_responses(actor, random_texts(3)[:, :4], 3, pad_token=0)
+        transform = KLConstrainedTransform(actor, 0.1, reference=model.disable_adapter)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"must not learn.*such as '.*{name}': freeze"):
+                transform(batch)
+        KLConstrainedTransform(actor, 0.1)(batch)  # of a copy
+
+    def test_a_value_head_may_learn(self):
+        """Also with `reference.get_dist`, which the exact estimator calls."""
+        base, model = make_model("llama"), WithValueHead(make_model("llama"))
+        model.lm = peft.get_peft_model(model.lm, config_of("llama"))
+        sharp(model.lm).eval()
+        for parameter, weight in zip(
+            (p for name, p in model.lm.named_parameters() if "lora" not in name),
+            base.parameters(),
+            strict=True,
+        ):
+            parameter.data.copy_(weight)
+        actor = CausalLMActor(model)
+        batch = sample_responses(actor, random_texts(3)[:, :4], 3, pad_token=0, return_logits=True)
+        for estimator in ("k1", "exact"):
+            options: dict[str, Any] = {"estimator": estimator}
+            switched = KLConstrainedTransform(
+                actor, 0.1, reference=model.lm.disable_adapter, **options
+            )
+            copied = KLConstrainedTransform(actor, 0.1, reference=CausalLMActor(base), **options)
+            rewards = [transform(batch)["next", "reward"] for transform in (switched, copied)]
+            assert_close(*rewards, atol=1e-5, rtol=0)
+            assert rewards[0].abs().max() > 0.01
 
     @pytest.mark.parametrize(
         "options", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [3, 4]}]

@@ -346,7 +346,8 @@ class FrozenActor(Identified):
 
     def _look(self, read: Callable[[TensorDictBase], Read], inputs: TensorDictBase) -> Read:
         """What a pass reads; the first time, a warning if it depends on weights of others."""
-        if self._looked or torch.is_inference_mode_enabled():
+        compiling = torch.compiler.is_compiling()
+        if self._looked or compiling or torch.is_inference_mode_enabled():
             return read(inputs)
         self._looked = True
         # Where none of its own weights requires a gradient, what does has it from others. Compiled

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
-from tensordict import NestedKey
+import torch
+from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
-from torchrl_kl.actors.frozen import FrozenActor, scoring_mode
+from torchrl_kl.actors.frozen import FrozenActor, Read, scoring_mode
 from torchrl_kl.actors.identity import weights_without_adapters
 from torchrl_kl.actors.policy import Borrowed, evaluating
+from torchrl_kl.actors.reading import has_compiled_parts, requires_grad
 
 Switch = Callable[[], AbstractContextManager[Any]]
 
@@ -27,14 +30,11 @@ class SwitchedActor(FrozenActor):
     a resumed run scores for the first time.
     """
 
-    _looked = True  # its weights are those of the policy
-
     def __init__(self, actor: nn.Module, switch: Switch, **options: Any):
         # In another process it is a copy of the policy, which serves as well: the weights that
         # PEFT's `disable_adapter` leaves on, those of the base model, do not change.
         policy = cast(ProbabilisticTensorDictSequential, actor)
         self._borrowed = Borrowed((policy, switch))
-        _check_frozen(policy)
         super().__init__(actor, **options)
 
     def _hold(self, actor: nn.Module) -> None:
@@ -57,6 +57,29 @@ class SwitchedActor(FrozenActor):
             "itself within a context: leave `reference` out, or merge the adapters into the base."
         )
 
+    def _look(self, read: Callable[[TensorDictBase], Read], inputs: TensorDictBase) -> Read:
+        """What a pass reads; the first time, a ValueError if it depends on weights that learn.
+
+        Others may learn, such as those of a value head in the policy's model.
+        """
+        if self._looked or is_compiling() or torch.is_inference_mode_enabled():
+            return read(inputs)
+        weights = self._weights().items()
+        learning = [name for name, weight in weights if weight.requires_grad]
+        if learning and not has_compiled_parts(self.actor):  # which would be compiled once more
+            with torch.enable_grad():
+                result = read(inputs.detach())
+            learning = learning if requires_grad(result) else []
+        if learning:
+            raise ValueError(
+                "`reference` must not learn, but with the adapters switched off, the policy has "
+                f"{len(learning)} weights that require gradients, such as {learning[0]!r}: freeze "
+                "them (in PEFT, `bias='none'`, and `modules_to_save` for whole layers that learn), "
+                "or leave `reference` out, which takes a copy."
+            )
+        self._looked = True
+        return read(inputs)
+
     @contextmanager
     def scoring(self, recurrent: bool) -> Iterator[None]:
         """The context of every pass, within that of the switch."""
@@ -73,19 +96,6 @@ class SwitchedActor(FrozenActor):
             stack.enter_context(evaluating(self.actor))
             stack.enter_context(scoring_mode(False, recurrent))
             yield
-
-
-def _check_frozen(policy: nn.Module) -> None:
-    """ValueError if weights learn that PEFT's adapters leave on when they are switched off."""
-    weights = weights_without_adapters(policy).items()
-    learning = [name for name, weight in weights if weight.requires_grad]
-    if learning:
-        raise ValueError(
-            "`reference` must not learn, but with the adapters switched off, the policy still has "
-            f"{len(learning)} weights that require gradients, such as {learning[0]!r}: freeze them "
-            "(in PEFT, `bias='none'`, and `modules_to_save` for whole layers that learn), or leave "
-            "`reference` out, which takes a copy."
-        )
 
 
 def as_reference(
