@@ -51,7 +51,9 @@ class EnvReturns:
             sums = torch.zeros_like(sums)
         elif self.sums is not None and self.sums.shape == sums.shape:
             sums = self.sums.to(step)
-        totals = step + torch.where(sums[2] == before, sums[:2], torch.nan)
+        # A later transform may have cast what the last step has left.
+        goes_on = sums[2].to(before.dtype) == before
+        totals = step + torch.where(goes_on, sums[:2], torch.nan)
         self.sums = torch.cat([totals, after.unsqueeze(0).to(totals)])
         return totals[0], totals[1]
 
