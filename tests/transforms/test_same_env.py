@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torchrl.collectors import Collector
+from torchrl.envs import DTypeCastTransform
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from tests.helpers import WalkEnv, policy, spied, total, with_transforms
+from tests.helpers import WalkEnv, make_actor, moved, play, policy, spied, total, with_transforms
 from torchrl_kl import KLConstrainedTransform, PlannedKLController
 
 
@@ -93,5 +94,20 @@ def test_a_plan_gets_no_rewards_of_an_evaluation(how, learned):
         finished(train(stack, evaluate, actor), "task_reward"), dtype=torch.float64
     )
     assert len(controller.heard) >= 3
+    for one in controller.heard:
+        assert (returns - one).abs().min() <= 1e-9
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float16)])
+def test_a_plan_gets_rewards_where_a_later_transform_casts_the_sums(dtypes):
+    """A sum in float64 is not equal to what a cast to float32 has left of it."""
+    actor, controller = make_actor().to(dtypes[0]), Listening(0.3)
+    stack = KLConstrainedTransform(actor, controller, update_every=8)
+    cast = DTypeCastTransform(*dtypes, in_keys=["episode_kl"])
+    env = with_transforms(WalkEnv((4,), longest=9, dtype=dtypes[0]), stack, cast)
+    batch = play(env, moved(actor), 40)
+    assert batch["next", "episode_kl"].dtype == dtypes[1]
+    returns = torch.tensor(finished(batch, "task_reward"), dtype=torch.float64)
+    assert len(controller.heard) >= 8
     for one in controller.heard:
         assert (returns - one).abs().min() <= 1e-9
