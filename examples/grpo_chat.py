@@ -99,8 +99,10 @@ def make_collector(
     praise = torch.tensor(tokenizer.convert_tokens_to_ids(PRAISE))
 
     def reward_and_measure(batch: TensorDictBase) -> TensorDictBase:
-        responses = batch.get(("tokens", "response"))  # (N, T), padded
-        share = torch.isin(responses, praise).float().mean(-1)
+        steps = as_steps(batch, pad_token=tokenizer.pad_token_id)
+        counted = steps["collector", "mask"]  # (N, T)
+        praised = torch.isin(steps["action"], praise) & counted
+        share = praised.sum(1) / counted.sum(1).clamp(min=1)  # of the words of each answer
         return measure(batch.set(("next", "reward"), share[:, None, None]))
 
     return LLMCollector(

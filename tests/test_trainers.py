@@ -1,6 +1,7 @@
 """KLControlHook in real runs of PPOTrainer: what it penalizes, logs, saves and refuses."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from torchrl_kl import (
     AdaptiveKLController,
     KLConstrainedTransform,
     KLControlHook,
+    KLPenaltyLoss,
     KLRewardTransform,
 )
 
@@ -37,9 +39,16 @@ N_BATCHES, FRAMES = 3, 64
 
 
 def make_trainer(
-    env, actor, critic, *, frames: int = FRAMES, batches: int = N_BATCHES, **kwargs
+    env,
+    actor,
+    critic,
+    *,
+    frames: int = FRAMES,
+    batches: int = N_BATCHES,
+    wrap: Callable[[Any], Any] = lambda loss: loss,
+    **kwargs,
 ) -> Any:
-    loss = ClipPPOLoss(actor, critic)
+    loss = wrap(ClipPPOLoss(actor, critic))
     collector = Collector(
         env,
         actor,
@@ -245,6 +254,25 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped(tmp_path, legacy):
     assert len(after) == 2
     for entry, expected in zip(after, history[3:], strict=True):
         assert torch.equal(entry[2], expected[2])
+
+
+def weights_trained_with(wrap: Callable[[Any, Any], Any]) -> list[torch.Tensor]:
+    """Of a policy and its critic, after a trainer whose loss is wrapped, given the policy."""
+    actor, critic = policy(), walk_critic()
+    torch.manual_seed(0)
+    make_trainer(WalkEnv(), actor, critic, wrap=lambda loss: wrap(actor, loss)).train()
+    return [p.detach() for module in (actor, critic) for p in module.parameters()]
+
+
+def test_a_penalty_around_the_loss_is_a_loss_module():
+    """The trainer makes its GAE from the critic of the loss, and sets the keys of its flags."""
+    plain = weights_trained_with(lambda actor, loss: loss)
+    measured = weights_trained_with(lambda actor, loss: KLPenaltyLoss(actor, 0.0, loss=loss))
+    penalized = weights_trained_with(lambda actor, loss: KLPenaltyLoss(actor, 5.0, loss=loss))
+    assert_close(measured, plain, rtol=0, atol=0)
+    assert not torch.equal(penalized[0], plain[0])
+    with pytest.raises(AttributeError, match="'KLPenaltyLoss' object has no attribute"):
+        _ = KLPenaltyLoss(policy(), 0.1).critic_network
 
 
 def padded_batch() -> Any:

@@ -113,6 +113,24 @@ def test_its_own_and_frozen_weights_are_not_warned_of(make):
     assert KLRewardTransform(actor, requires_grad=True)(batch) is not None
 
 
+class RoundsOtherwise(nn.Linear):
+    """With gradients it gives other numbers, as PyTorch's LSTM does in the last digits."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 0.1 * torch.is_grad_enabled() * input[..., :1].expand(
+            *input.shape[:-1], N_ACTIONS
+        ) * torch.arange(N_ACTIONS)
+
+
+def test_the_first_pass_is_like_all_others():
+    """A resumed run begins with it, in the middle of the uninterrupted one."""
+    actor = actor_of(RoundsOtherwise(N_OBS, N_ACTIONS))
+    batch = play(WalkEnv((2,)), actor).detach()
+    stack = KLConstrainedTransform(actor, 0.1)
+    first, second = stack(batch), stack(batch)
+    assert first["next", "ref_log_prob"].equal(second["next", "ref_log_prob"])
+
+
 class Remembers(nn.Module):
     """Keeps the features of its last pass, with their graph."""
 

@@ -158,7 +158,7 @@ def test_a_loss_from_actions_needs_the_log_prob_of_the_distribution():
     actor = Doubled(*actor_of(of_normal()).module)
     data = steps(actor)
     assert KLPenaltyLoss(actor, 0.1)(data)["kl"] == 0
-    with pytest.raises(ValueError, match="got a Doubled with a `log_prob` of its own, which loss"):
+    with pytest.raises(ValueError, match="got Doubled with its own `log_prob`, which losses"):
         KLPenaltyLoss(actor, 0.1, gradient="k2")(data)
 
 

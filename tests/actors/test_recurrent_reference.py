@@ -104,6 +104,23 @@ def test_batches_carried_on_from_the_last_call_equal_the_env(kind):
 
 
 @recurrent
+@pytest.mark.parametrize("evaluated_by", ["rollout", "collector"])
+def test_batches_are_carried_on_past_evaluations_in_between(kind, evaluated_by):
+    actor = make_actor(kind)
+    env = with_transforms(SerialEnv(2, lambda: WalkEnv(longest=9)), *memory_of(actor))
+    batches = collect(env, moved(actor), frames=12, batches=5)
+    evaluation = play(env, moved(actor), 5).detach()
+    if evaluated_by == "collector":  # its ids begin at 0 again
+        evaluation = collect(env, moved(actor), frames=12, batches=1, seed=1)[0]
+    alone, between = KLConstrainedTransform(actor, 0.1), KLConstrainedTransform(actor, 0.1)
+    assert any((~batch["is_init"][:, 0]).any() for batch in batches)
+    for batch in batches:
+        between.eval()(evaluation)
+        between.train()
+        assert ref_log_prob(between, batch).equal(ref_log_prob(alone, batch))
+
+
+@recurrent
 @pytest.mark.parametrize("zero_states", [False, True])
 def test_a_batch_that_begins_inside_a_trajectory(kind, zero_states):
     actor = make_actor(kind)

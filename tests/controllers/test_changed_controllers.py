@@ -67,11 +67,19 @@ class Schedule(ConstantKLController):
         return self.coeff.item() / 2
 
 
-def test_a_schedule_is_not_constant():
+class ScheduleInUpdate(ConstantKLController):
+    """The same, written in another place."""
+
+    def update(self, kl: Any, n_steps: int, **_: Any) -> float:
+        return self.coeff.mul_(0.5).item()
+
+
+@pytest.mark.parametrize("kind", [Schedule, ScheduleInUpdate])
+def test_a_schedule_is_not_constant(kind):
     """Where no trajectory can be told, its coefficient would never move."""
     reference = make_actor()
     batch = play(WalkEnv((4,), longest=3), moved(reference)).detach()
-    stack = KLConstrainedTransform(reference, Schedule(0.8))
+    stack = KLConstrainedTransform(reference, kind(0.8))
     assert (stack(batch)["next", "kl_coeff"] == 0.8).all()
     assert stack.controller.coeff == 0.4
     with pytest.raises(RuntimeError, match="trajectories cannot be told apart"):

@@ -11,6 +11,7 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import Compose, InitTracker, StepCounter
 from torchrl.envs.llm import ChatEnv
+from transformers import BertConfig, BertLMHeadModel
 
 from tests.language.chats import (
     COEFF,
@@ -114,6 +115,19 @@ class TestSteps:
         log_probs = ResponseKLTransform(gpt, COEFF, **options)(batch)["log_probs", "full"]
         assert log_probs.isfinite().sum(1).tolist() == [2, 3, 4]
 
+    @pytest.mark.parametrize("token", [-1, None])
+    def test_a_configuration_without_an_end_token(self, token):
+        gpt = GPT(11, 8)
+        gpt.config = SimpleNamespace(pad_token_id=0, eos_token_id=token)  # type: ignore[assignment]
+        assert ResponseKLTransform(gpt, COEFF).eos_token is None
+
+    @pytest.mark.parametrize("token", ["</s>", ["</s>"], 3.0])
+    def test_an_end_token_is_an_id(self, token):
+        full = torch.tensor([[5, 6, 7, 4, 3, 3]])
+        batch = TensorDict(tokens={"full": full, "prompt": full[:, :2]}, batch_size=1)
+        with pytest.raises(TypeError, match=r"`eos_token` must be the id .* got .*: pass `tokeni"):
+            as_steps(batch, pad_token=3, eos_token=token)
+
     @pytest.mark.parametrize("before_texts", ["<|im_start|>", "<|im_end|>"])
     def test_padding_with_another_token_is_refused(self, before_texts):
         """In a chat, the first of them is in the template as well, and the second is not."""
@@ -132,6 +146,42 @@ class TestSteps:
         torch.manual_seed(0)
         padded = sample_chats(model, tokenizer, "history", wrapper=wrapper)
         assert_close(measure(padded)["next", "kl"], expected["next", "kl"], atol=1e-4, rtol=0)
+
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_chats_without_a_header_may_begin_with_several_of_one_token(self, padded):
+        prompts, response = [[5, 5, 5, 6], [5, 6], [5, 5, 6]], [7, 8]
+        rows = []
+        for prompt in prompts:
+            pads = [0] * (4 - len(prompt)) if padded else []
+            full = torch.tensor([*pads, *prompt, *response])
+            tokens = TensorDict(full=full, prompt=full[:-2])
+            masks = TensorDict(all_attention_mask=full != 0)
+            history = TensorDict(prompt=TensorDict(content="a question"))
+            rows.append(TensorDict(tokens=tokens, masks=masks, history=history))
+        steps = as_steps(lazy_stack(rows), pad_token=0)
+        assert steps["position"].tolist() == [[4, 5], [2, 3], [3, 4]]
+
+    def test_models_that_see_later_tokens_are_warned_of_once(self):
+        config = BertConfig(
+            vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=1
+        )
+        model = BertLMHeadModel(config).eval()
+        full = torch.tensor([[5, 6, 7, 8]])
+        batch = TensorDict(tokens={"full": full, "prompt": full[:, :2]}, batch_size=1)
+        batch["next"] = TensorDict(reward=torch.ones(1, 1), batch_size=1)
+        measure = ResponseKLTransform(model, COEFF, pad_token=0)
+        with pytest.warns(UserWarning, match="depend on later tokens.* not that of texts that it"):
+            measure(batch)
+        measure(batch)
+
+    def test_a_prompt_is_not_of_padding_only(self):
+        """As where the pad token is also the token before each text, and nothing else is asked."""
+        full = torch.tensor([[0, 0, 7, 8], [0, 5, 7, 0]])
+        batch = TensorDict(tokens={"full": full, "prompt": full[:, :2]}, batch_size=2)
+        steps = as_steps(batch, pad_token=0)
+        assert steps["position"][:, 0].tolist() == [1, 1]
+        assert steps["tokens"][:, 0].tolist() == [[0, 7, 8], [5, 7, 0]]
+        assert steps["collector", "mask"].tolist() == [[True, True], [True, False]]
 
     def test_padding_without_a_mask_is_told_by_the_pad_token(self):
         tokens = TensorDict(

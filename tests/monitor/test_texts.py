@@ -2,10 +2,12 @@
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.testing import assert_close
 
 from tests.monitor.test_diagnosis import ratio_table
@@ -22,6 +24,7 @@ from tests.monitor.texts import (
 from torchrl_kl import (
     AdaptiveKLController,
     CausalLMActor,
+    KLMonitor,
     ResponseKLTransform,
     as_steps,
     sample_responses,
@@ -82,7 +85,7 @@ class TestHealthyBatches:
             counts = torch.stack([((drawn == a) & ~ended).sum((1, 2)) for a in range(5)], -1)
             table = torch.stack(
                 [
-                    log_ratios(probs.double().log()[None], torch.tensor([a]), (0, 1))
+                    log_ratios(probs.double().log()[None], torch.tensor([a]), ((0,), (1,)))
                     for a in range(5)
                 ]
             )
@@ -97,7 +100,7 @@ class TestHealthyBatches:
         """The mean of exp(log-ratio) is 1; a token that the model has not makes no difference."""
         probs = torch.tensor([0.25, 0.5, 0.25]).double()
         ratios = torch.stack(
-            [log_ratios(probs.log()[None], torch.tensor([a]), (1, 7)) for a in range(3)]
+            [log_ratios(probs.log()[None], torch.tensor([a]), ((1,), (7,))) for a in range(3)]
         )
         assert_close(probs @ ratios.exp(), torch.ones_like(ratios[0]), rtol=1e-12, atol=0.0)
         assert ratios[:, -1].eq(0).all()
@@ -168,6 +171,29 @@ class TestCutTokens:
         assert message.condition == "tokens_cut"
         assert f"No response has the end token {END}, though by the actor's" in message.text
         assert "name `eos_token` here and for `as_steps`" in message.text
+
+    def test_several_end_tokens_are_missed(self):
+        model = make_gpt()
+        actor, ends = CausalLMActor(model), [END, 2]
+        monitor, texts = texts_monitor(model, eos_token=ends), {}
+        for cut in (False, True):
+            for _ in range(30):
+                prompts = torch.randint(3, N_TOKENS, (4, 5))
+                steps = sample_responses(actor, prompts, 30, pad_token=PAD, eos_token=ends)
+                keep = steps["collector", "mask"]
+                assert (
+                    steps["next", "terminated"]
+                    .squeeze(-1)
+                    .equal(torch.isin(steps["action"], torch.tensor(ends)) & keep)
+                )
+                keep = keep & ~torch.isin(steps["action"], torch.tensor(ends)) if cut else keep
+                parts = [
+                    [row[mask] for row, mask in zip(steps[key], keep, strict=True)]
+                    for key in ("action", "action_log_prob")
+                ]
+                texts |= of_samples(monitor(texts_of(list(prompts), parts[0], parts[1])))
+            assert set(texts) == ({"tokens_cut"} if cut else set())
+        assert "No response has the end tokens 1 and 2, though" in texts["tokens_cut"]
 
     def test_end_tokens_that_are_suppressed_are_not_cut_out(self):
         model = make_gpt()
@@ -324,6 +350,22 @@ class TestTarget:
         assert_close(message.figures["kl"], expected.item(), rtol=1e-5, atol=1e-6)
         assert message.figures["count"] == 200
         assert "over the last 1 batches (200 responses)" in message.text
+
+    @pytest.mark.parametrize("source", ["argument", "generation_config"])
+    def test_several_end_tokens(self, source):
+        """Of which one pads, as in many chat models: it is a token of the response, too."""
+        model, ends = make_gpt(), [END, PAD]
+        tokens: dict[str, Any] = {"pad_token": PAD, "eos_token": ends}
+        model.generation_config = SimpleNamespace(pad_token_id=PAD, eos_token_id=ends)  # type: ignore[assignment]
+        full = torch.tensor([[5, 6, 7, PAD, PAD], [5, 6, END, PAD, PAD], [5, 6, 7, 7, PAD]])
+        batch = TensorDict(tokens={"full": full, "prompt": full[:, :1]}, batch_size=3)
+        batch["next"] = TensorDict(kl=torch.full((3, 1), 0.9), batch_size=3)
+        options = tokens if source == "argument" else {}
+        controller = AdaptiveKLController(0.1, target=1e-3, horizon=1000, per="step")
+        monitor = KLMonitor(controller, actor=CausalLMActor(model), window=1, **options)
+        (message,) = (m for m in monitor(batch) if m.condition == "kl_above")
+        # 3 + 2 + 4 tokens of three responses.
+        assert_close(message.figures["kl"], 3 * 0.9 / 9, rtol=1e-6, atol=0)
 
     def test_a_negative_mean_is_per_response(self):
         model = make_gpt()

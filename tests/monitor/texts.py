@@ -46,8 +46,9 @@ def sample_texts(model: GPT, n: int = 16, n_tokens: int = 30, *, temperature: fl
 
 
 def texts_monitor(model: GPT, **options: Any) -> KLMonitor:
-    options = {"actor": CausalLMActor(model), "check_every": 1, **options}
-    return KLMonitor(ConstantKLController(0.1), pad_token=PAD, eos_token=END, **options)
+    tokens = {"pad_token": PAD, "eos_token": END}
+    options = {"actor": CausalLMActor(model), "check_every": 1, **tokens, **options}
+    return KLMonitor(ConstantKLController(0.1), **options)
 
 
 def of_samples(messages: list[KLMessage]) -> dict[str, str]:

@@ -102,6 +102,7 @@ VECTORS: dict[str, Callable[[str], EnvBase]] = {
 
 @pytest.mark.parametrize("kind", VECTORS)
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.filterwarnings("ignore:.*in the step after its end")
 @forks
 def test_gymnasium_vector_envs(kind, name):
     actor = actor_on(4, 2) if name == "CartPole-v1" else actor_on(3, 1, distribution=TanhNormal)
@@ -109,6 +110,19 @@ def test_gymnasium_vector_envs(kind, name):
     assert batch["next", "kl"].shape == (2, 40, 1)
     if name == "CartPole-v1":
         assert_sums_restart(batch)
+
+
+@pytest.mark.filterwarnings("ignore:Nested TransformedEnvs")
+@forks
+def test_a_vector_env_that_resets_in_the_next_step_is_warned_of():
+    """TorchRL records a step after each end, with a reward of 0 and an action that nobody took."""
+    actor = actor_on(4, 2)
+    env = VECTORS["processes"]("CartPole-v1")
+    with pytest.warns(UserWarning, match="resets an env in the step after its end"):
+        with_transforms(env, KLConstrainedTransform(actor, COEFF)).reset()
+    env.close()
+    for kind in ("resets itself", "is reset"):
+        with_transforms(VECTORS[kind]("CartPole-v1"), KLConstrainedTransform(actor, COEFF)).reset()
 
 
 def test_a_recurrent_reference_in_a_vector_env_begins_each_episode_from_zero():

@@ -363,6 +363,7 @@ def test_a_batch_without_dimensions_has_no_time():
 # Envs that come from elsewhere.
 
 
+@pytest.mark.filterwarnings("ignore:.*in the step after its end")
 def test_an_env_that_resets_itself():
     actor = sharp(
         probabilistic_actor(

@@ -6,7 +6,7 @@ Axes: *B is the batch, *A are agents, R rows of T steps with F values each.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -32,27 +32,36 @@ class EnvReturns:
     """
 
     def __init__(self):
-        # Rewards, log-ratios, and the running sum of the KL that the data have: (3, *B, *A, 1), or
-        # (3) where all rows begin; None before the first reset.
+        # Rewards, log-ratios, the running sum of the KL that the data have, and their last reward:
+        # (4, *B, *A, 1), or (4) where all rows begin; None before the first reset.
         self.sums = cast(Tensor | None, None)
         self.block = cast(Tensor | None, None)  # its number in each row, (*B, *A, 1)
         self.n_in_block = 0  # steps of the present one
 
     def add(
-        self, reward: Tensor, kl: Tensor, before: Tensor, after: Tensor
+        self,
+        reward: Tensor,
+        kl: Tensor,
+        before: Sequence[Tensor | None],
+        after: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Adds what a step has brought, (*B, *A, 1) each; returns both sums.
 
-        `before`, `after`: the running sum of the KL in the data, (*B, *A, 1).
+        `before`, `after`: the running sum of the KL and the last task reward in the data, which
+        show whether a row goes on; the sum alone is 0 for as long as the policy is the reference.
         """
         step = torch.stack([reward, kl.to(reward)]).detach().double()
-        sums = torch.full_like(step[:1], torch.nan).expand(3, *step.shape[1:])
+        sums = torch.full_like(step[:1], torch.nan).expand(4, *step.shape[1:])
         if self.sums is not None and self.sums.ndim == 1:
             sums = torch.zeros_like(sums)
         elif self.sums is not None and self.sums.shape == sums.shape:
             sums = self.sums.to(step)
-        totals = step + torch.where(sums[2] == before, sums[:2], torch.nan)
-        self.sums = torch.cat([totals, after.unsqueeze(0).to(totals)])
+        known = torch.ones_like(reward, dtype=torch.bool)
+        for left, entry in zip(sums[2:], before, strict=True):
+            if entry is not None:  # which a later transform may have cast
+                known = known & (left.to(entry) == entry)
+        totals = step + torch.where(known, sums[:2], torch.nan)
+        self.sums = torch.cat([totals, torch.stack([each.to(totals) for each in after])])
         return totals[0], totals[1]
 
     def number_block(self, plan: RewardPlan, like: Tensor) -> Tensor:
@@ -67,7 +76,7 @@ class EnvReturns:
     def begin(self, reset: Tensor | None) -> None:
         """Sets the sums to 0 where the env is reset; None: everywhere."""
         if reset is None:
-            self.sums = torch.zeros(3, dtype=torch.float64)
+            self.sums = torch.zeros(4, dtype=torch.float64)
         if reset is None or self.sums is None or self.sums.ndim == 1:
             return
         over = td.expand_right(reset, self.sums.shape[1:])

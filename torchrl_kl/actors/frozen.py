@@ -29,6 +29,7 @@ from torchrl_kl.actors.identity import Identified
 from torchrl_kl.actors.moving import MasterWeights
 from torchrl_kl.actors.policy import ActingPolicy
 from torchrl_kl.actors.recurrent import RecurrentMemory
+from torchrl_kl.functional.numbers import working_dtype
 
 Read = TypeVar("Read")
 
@@ -164,7 +165,7 @@ class FrozenActor(Identified):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of its log-probs: that of its weights, and at least float32."""
-        return torch.promote_types(self._own_dtype or self._weight_dtype(), torch.float32)
+        return working_dtype(self._own_dtype or self._weight_dtype())
 
     def _weight_dtype(self) -> torch.dtype:
         return weight_dtype(self.actor)
@@ -339,8 +340,7 @@ class FrozenActor(Identified):
         keys, recorded = self.action_keys, self.recorded
         log_prob = reading.log_prob_of_actions(self.actor, inputs, keys, recorded, self._plain)
         # The difference of two log-probs would be mostly rounding in half precision.
-        if log_prob.dtype in (torch.bfloat16, torch.float16):
-            log_prob = log_prob.float()
+        log_prob = log_prob.to(working_dtype(log_prob.dtype))
         states = [cast(Tensor, inputs.get(("next", *as_tuple(key)))) for key in self.state_keys]
         return Score(log_prob, states, inputs)
 
@@ -355,10 +355,10 @@ class FrozenActor(Identified):
         if own or reading.has_compiled_parts(self.actor):
             return read(inputs)
         with torch.enable_grad():
-            result = read(inputs.detach())
-        if not reading.requires_grad(result):
-            return result
-        warnings.warn(_OTHER_WEIGHTS, stacklevel=2)
+            learns = reading.requires_grad(read(inputs.detach()))
+        if learns:
+            warnings.warn(_OTHER_WEIGHTS, stacklevel=2)
+        # Again, as later passes: with gradients an LSTM of PyTorch rounds otherwise.
         return read(inputs)
 
 

@@ -199,9 +199,8 @@ def log_prob_of_actions(
 def plain_parts(actor: Any) -> list[bool]:
     """Which parts of an actor, but its last, are TensorDictModules that only call a network."""
     # Empty if `get_dist` does more than to run the parts and build the distribution of the last.
-    names = ("get_dist", "get_dist_params", "build_dist_from_params")
     kinds: Any = (type(actor), ProbabilisticTensorDictSequential)
-    own, theirs = ([getattr(kind, name, None) for name in names] for kind in kinds)
+    own, theirs = ([getattr(kind, name, None) for name in DIST_METHODS] for kind in kinds)
     parts = actor.module if own == theirs and not actor.return_composite else None
     listed = isinstance(parts, nn.ModuleList)
     if not listed or not isinstance(parts[-1], ProbabilisticTensorDictModule):
@@ -251,8 +250,8 @@ def refuse_own_log_prob(actor: Any) -> None:
     """ValueError if log-probs of the distributions of an actor may not be those of its actions."""
     if has_own_log_prob(actor):
         raise ValueError(
-            "`actor` must have the log-prob of its distribution, got a "
-            f"{type(actor).__name__} with a `log_prob` of its own, which losses do not call: use "
+            "`actor` must have the log-prob of its distribution, got "
+            f"{type(actor).__name__} with its own `log_prob`, which losses do not call: use "
             'gradient="step" with weights="step", or write the map into the distribution.'
         )
 

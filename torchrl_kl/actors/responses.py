@@ -5,6 +5,7 @@ Axes: N responses, T tokens of a response at most, L tokens of a whole text at m
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -54,7 +55,8 @@ def as_steps(
     Args:
         batch: any batch size, of N elements in all.
         pad_token: id that fills texts after the response; it may be `eos_token`. Padded batches
-            that have no attention mask are padded with it, too. None: 0, for batches with a mask.
+            that have no attention mask are padded with it, too: prompts of several tokens that
+            begin with it need a mask. None: 0, for batches with a mask.
         eos_token: id that ends a response, or several of them, of which chat models often have two
             or more. None: all responses count as ended.
 
@@ -103,27 +105,41 @@ def flat(batch: TensorDictBase) -> TensorDictBase:
     return batch.reshape(batch.batch_size.numel())
 
 
-def token_of(model: nn.Module, name: str) -> int | None:
-    """A token id of a model's configuration; of several, and without one, None."""
+def tokens_of(model: nn.Module, name: str) -> tuple[int, ...]:
+    """The token ids that a model's configuration has under a name, such as "eos_token_id"."""
     for source in ("generation_config", "config"):
-        token = getattr(getattr(model, source, None), name, None)
-        if isinstance(token, int) and token >= 0:
-            return token
-    return None
+        found = getattr(getattr(model, source, None), name, None)
+        each = found if isinstance(found, list | tuple) else [found]
+        ids = tuple(token for token in each if isinstance(token, int) and token >= 0)
+        if ids:
+            return ids
+    return ()
 
 
-def end_tokens_of(model: nn.Module) -> EndTokens:
-    """The ids of a model's configuration that end a response; None without one."""
-    for source in ("generation_config", "config"):
-        tokens = getattr(getattr(model, source, None), "eos_token_id", None)
-        if tokens is not None:
-            return tokens
-    return None
+def choose_tokens(
+    model: nn.Module, pad_token: int | None, eos_token: EndTokens
+) -> tuple[int | None, EndTokens]:
+    """The pad token and the end tokens: those given, or else those of a model's configuration."""
+    if pad_token is None:
+        pad_token = next(iter(tokens_of(model, "pad_token_id")), None)
+    if eos_token is None:
+        ends = tokens_of(model, "eos_token_id")
+        eos_token = ends[0] if len(ends) == 1 else ends or None
+    return pad_token, eos_token
 
 
-def _several(eos_token: EndTokens) -> tuple[int, ...]:
-    tokens = () if eos_token is None else eos_token
-    return (tokens,) if isinstance(tokens, int) else tuple(tokens)
+def several(eos_token: EndTokens) -> tuple[int, ...]:
+    """The ids that end a response; TypeError for anything else, such as the text of a token."""
+    if eos_token is None:
+        return ()
+    one = isinstance(eos_token, str) or not isinstance(eos_token, Sequence)
+    try:
+        return tuple(map(operator.index, (eos_token,) if one else eos_token))  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"`eos_token` must be the id of a token, several ids or None, got {eos_token!r}: pass "
+            "`tokenizer.eos_token_id`."
+        ) from None
 
 
 class Responses(NamedTuple):
@@ -154,7 +170,7 @@ def read_responses(
             f"{existing_keys(batch)}: collect it with a wrapper of TorchRL's LLM API, which writes "
             "them, in a mode that returns tokens."
         )
-    ends = _several(eos_token)
+    ends = several(eos_token)
     texts, counted, shifts, starts = [], [], [], []
     for i, row in enumerate(full):
         check_integers(str(FULL), row)
@@ -167,6 +183,8 @@ def read_responses(
                 )
         if attended is None and dense and pad_token is not None:
             attended = row != pad_token
+            if prompt is not None and len(prompt):  # which is not of padding only
+                attended[len(prompt) - 1] = True
         text, start, shift = _read_text(i, row, prompt, response, attended, ends)
         counts = torch.arange(len(text), device=text.device) >= max(start, 1)
         if assistant is not None:
@@ -177,7 +195,8 @@ def read_responses(
         shifts.append(shift)
         starts.append(start)
     if rows.get("history", None) is not None:
-        _check_padding(texts)
+        shapes = zip(map(len, full), shifts, starts, strict=True)
+        _check_padding(texts, [*shapes])
     # With one more text, which is dropped, there is one, and a width of at least 1.
     one = torch.zeros(1, dtype=torch.long, device=batch.device)
     padding = {"batch_first": True, "padding_value": pad_token or 0}
@@ -196,27 +215,30 @@ def _rows(batch: TensorDictBase, key: NestedKey) -> tuple[list[Tensor] | None, b
     return (list(value.unbind(0)), True) if isinstance(value, Tensor) else (list(value), False)
 
 
-def _check_padding(texts: list[Tensor]) -> None:
-    """ValueError if chats, which begin alike, begin with different numbers of one token.
+def _check_padding(texts: list[Tensor], shapes: list[tuple[int, int, int]]) -> None:
+    """ValueError if chats, which begin alike, were padded with one token that counts as text.
 
     For `pad_output=True`, TransformersWrapper pads chats with the first id of the tokenized pad
     token. That is not the pad token if the tokenizer puts another one before each text, and then
-    its masks take the padding for text.
+    its masks take the padding for text: all chats of a call have the same `shapes`, but begin
+    with different numbers of that token.
     """
-    texts = [text for text in texts if len(text)]
-    runs = [int((text == text[0]).int().cumprod(0).sum()) for text in texts]
-    if max(runs, default=0) < 2:
-        return
-    first = texts[runs.index(max(runs))][0]
-    runs = [run if text[0] == first else 0 for text, run in zip(texts, runs, strict=True)]
-    after = {tuple(text[run : run + 1].tolist()) for text, run in zip(texts, runs, strict=True)}
-    if len(set(runs)) > 1 and (min(runs) or len(after) == 1):
-        raise ValueError(
-            f"{PROMPT} must be padded with the pad token, but the chats begin with {min(runs)} to "
-            f"{max(runs)} tokens {int(first)}, none of which {ATTENDED} leaves out: "
-            "TransformersWrapper pads with what its tokenizer puts before a text. Set "
-            "`wrapper.padding_value = tokenizer.pad_token_id`, or use `pad_output=False`."
-        )
+    groups: dict[tuple[int, int, int], list[Tensor]] = {}
+    for text, shape in zip(texts, shapes, strict=True):
+        if len(text) and not shape[1]:  # nothing was left out on the left
+            groups.setdefault(shape, []).append(text)
+    for group in groups.values():
+        runs = [int((text == text[0]).int().cumprod(0).sum()) for text in group]
+        first = group[runs.index(max(runs))][0]
+        runs = [run if text[0] == first else 0 for text, run in zip(group, runs, strict=True)]
+        after = {tuple(text[run : run + 1].tolist()) for text, run in zip(group, runs, strict=True)}
+        if max(runs) > 1 and len(set(runs)) > 1 and (min(runs) or len(after) == 1):
+            raise ValueError(
+                f"{PROMPT} must be padded with the pad token, but chats of one width begin with "
+                f"{min(runs)} to {max(runs)} tokens {int(first)}, none of which {ATTENDED} leaves "
+                "out: TransformersWrapper pads with what its tokenizer puts before a text. Set "
+                "`wrapper.padding_value = tokenizer.pad_token_id`, or use `pad_output=False`."
+            )
 
 
 def _read_text(
@@ -268,9 +290,7 @@ def make_steps(responses: Responses, rewards: Tensor, eos_token: EndTokens) -> T
     following = torch.where(last, position + 1, following)
     action = texts.gather(1, position)
     done = last.unsqueeze(-1)
-    ended = (
-        done if eos_token is None else torch.isin(action, action.new_tensor(_several(eos_token)))
-    )
+    ended = done if eos_token is None else torch.isin(action, action.new_tensor(several(eos_token)))
     cut = done & ~ended.view(done.shape)
     tokens = texts[:, None].expand(-1, n_steps, -1)
     steps = TensorDict(

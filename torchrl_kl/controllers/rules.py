@@ -271,7 +271,8 @@ class PIDKLController(_LogKLController):
 
 def is_constant(controller: KLController) -> bool:
     """Whether its coefficient never moves; a subclass may have a rule, such as a schedule."""
-    return type(controller)._next_coeff is ConstantKLController._next_coeff
+    rules = [(kind._next_coeff, kind.update) for kind in (type(controller), ConstantKLController)]
+    return rules[0] == rules[1]
 
 
 def as_controller(controller: KLController | float) -> KLController:

@@ -39,7 +39,7 @@ class CausalLM(nn.Module):
             )
         # Whether its keys and values may be cached: no longer once a trial of it has failed.
         self.caches = self._keywords >= CACHE_KEYWORDS and _attends_to_all(model)
-        self.tried = False
+        self.tried = self.causal = False  # whether it was tried if it caches, and found causal
         # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
         inner = _innermost(model)
         config = _text_config(inner)

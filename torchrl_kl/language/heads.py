@@ -47,7 +47,8 @@ class LogitsReader(StateReader):
         if n_out is not None and not 2 <= n_out <= (size or n_out):
             raise ValueError(
                 f"`model` must have one output per token (from 2 to vocab_size = {size}), got "
-                f"{n_out} outputs: a critic's model cannot act."
+                f"{n_out} outputs: a critic's model cannot act, and an actor is built after "
+                "`resize_token_embeddings`."
             )
 
 

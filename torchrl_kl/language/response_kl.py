@@ -19,16 +19,16 @@ from torchrl_kl.actors.responses import (
     EndTokens,
     Responses,
     check_rewards,
-    end_tokens_of,
+    choose_tokens,
     make_steps,
     read_responses,
-    token_of,
 )
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.controllers import KLController
 from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.functional.invalid import OnInvalid, is_valid, seem_valid
 from torchrl_kl.language.heads import CausalLMActor
+from torchrl_kl.language.trial import warn_if_not_causal
 from torchrl_kl.transforms.doubts import refuse_sums
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
@@ -132,8 +132,7 @@ class ResponseKLTransform(PenaltyTransform):
         self.reference = as_reference(actor, reference)
         self._step_keys = KLKeys().resolve(self.reference.log_prob_key)
         self.estimate = make_estimate(estimator, actor, self._step_keys, self.reference.actor)
-        self.pad_token = token_of(model, "pad_token_id") if pad_token is None else pad_token
-        self.eos_token = end_tokens_of(model) if eos_token is None else eos_token
+        self.pad_token, self.eos_token = choose_tokens(model, pad_token, eos_token)
 
     def _actor_over(self, model: nn.Module) -> CausalLMActor:
         if hasattr(model, "get_dist"):
@@ -260,6 +259,7 @@ class ResponseKLTransform(PenaltyTransform):
     def _ask_policy(self, rows: TensorDictBase) -> None:
         """Writes the log-prob of each token, and what the estimator reads of the policy."""
         actor = self._policy.held
+        warn_if_not_causal(actor.reader.lm)
         with evaluating(actor), set_recurrent_mode(True):
             dist = actor.get_dist(rows.select(*actor.in_keys))
         rows.set(actor.log_prob_keys[0], dist.log_prob(rows.get("action")))

@@ -14,7 +14,8 @@ from tensordict import NestedKey, TensorDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchrl_kl.functional.numbers import check_integers
+from torchrl_kl.actors.responses import EndTokens, several
+from torchrl_kl.functional.numbers import check_integers, working_dtype
 from torchrl_kl.language.bare import bare
 from torchrl_kl.language.cache import KeyValueCache
 from torchrl_kl.language.distribution import draw
@@ -29,7 +30,7 @@ def sample_responses(
     max_new_tokens: int,
     *,
     pad_token: int,
-    eos_token: int | None = None,
+    eos_token: EndTokens = None,
     reward_fn: Callable[[Tensor], Tensor] | None = None,
     generator: torch.Generator | None = None,
     return_logits: bool = False,
@@ -47,7 +48,7 @@ def sample_responses(
         ("collector", "mask"): (N, T), False after the end, where log-probs and logits are 0.
         ("next", "reward"): (N, T, 1), that of the text at its last token, and 0 elsewhere.
         ("next", "done"), ("next", "terminated"), ("next", "truncated"): (N, T, 1), at that token;
-        a response that never says `eos_token` is truncated.
+        a response without an end token is truncated.
         ("next", "tokens"), ("next", "position"): what a critic reads.
 
     Args:
@@ -55,7 +56,7 @@ def sample_responses(
         prompts: ids (N, P), or N tensors of any lengths, at least 1; without padding.
         max_new_tokens: T, at least 1.
         pad_token: id that fills texts after the response; it may be `eos_token`.
-        eos_token: id that ends a response and belongs to it. None: all have T tokens.
+        eos_token: id that ends a response and belongs to it; or several. None: all have T tokens.
         reward_fn: maps whole texts (N, L) to rewards (N,). None: rewards are 0.
         generator: of the samples.
         return_logits: whether to record the logits, for `estimator="exact"`.
@@ -74,15 +75,15 @@ def sample_responses(
         torch.Size([2, 4, 1])
     """
     _check_counts(max_new_tokens=max_new_tokens, chunk_size=chunk_size)
-    prompts, start = _pad(prompts, pad_token)
-    reader = _reader_of(actor, prompts.shape[1] + max_new_tokens - 1, pad_token, eos_token)
+    (prompts, start), ends = _pad(prompts, pad_token), several(eos_token)
+    reader = _reader_of(actor, prompts.shape[1] + max_new_tokens - 1, pad_token, ends)
     texts = F.pad(prompts, (0, max_new_tokens), value=pad_token)
     log_probs = _zero_log_probs(reader, texts[:, -max_new_tokens:])
     spans = (start, start + max_new_tokens)
     parts = zip(*(x.split(chunk_size) for x in (texts, *spans, log_probs)), strict=True)
-    write = partial(_write, reader, (eos_token, pad_token), generator, return_logits)
+    write = partial(_write, reader, ends, pad_token, generator, return_logits)
     logits = [write(*part) for part in parts]
-    return _batch(actor, texts, *spans, eos_token, log_probs, logits, _rewards(reward_fn, texts))
+    return _batch(actor, texts, *spans, ends, log_probs, logits, _rewards(reward_fn, texts))
 
 
 def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Tensor]:
@@ -112,17 +113,16 @@ def _check_counts(**counts: int) -> None:
             raise ValueError(f"`{name}` must be an int of at least 1, got {count}.")
 
 
-def _check_ids(vocab_size: int | None, **tokens: int | None) -> None:
-    for name, token in tokens.items():
-        if token is not None and type(token) is not int:
-            raise TypeError(f"`{name}` must be an int, got {type(token).__name__}.")
-        if token is not None and not 0 <= token < (vocab_size or token + 1):
-            size = "" if vocab_size is None else f" of {vocab_size} tokens"
-            raise ValueError(f"`{name}` must lie in the model's vocabulary{size}, got {token}.")
+def _check_id(vocab_size: int | None, name: str, token: int) -> None:
+    if type(token) is not int:
+        raise TypeError(f"`{name}` must be an int, got {type(token).__name__}.")
+    if not 0 <= token < (vocab_size or token + 1):
+        size = "" if vocab_size is None else f" of {vocab_size} tokens"
+        raise ValueError(f"`{name}` must lie in the model's vocabulary{size}, got {token}.")
 
 
 def _reader_of(
-    actor: CausalLMActor, n_read: int, pad_token: int, eos_token: int | None
+    actor: CausalLMActor, n_read: int, pad_token: int, ends: tuple[int, ...]
 ) -> LogitsReader:
     """What maps states to logits; ValueError if it does not take `n_read` such tokens."""
     if not isinstance(actor, CausalLMActor):
@@ -133,21 +133,24 @@ def _reader_of(
             f"prompts and `max_new_tokens` must leave at most {limit} tokens to be read, which is "
             f"what the model takes, got {n_read}: shorten them, or build a larger model."
         )
-    _check_ids(actor.reader.lm.vocab_size, pad_token=pad_token, eos_token=eos_token)
+    for token in ends:
+        _check_id(actor.reader.lm.vocab_size, "eos_token", token)
+    _check_id(actor.reader.lm.vocab_size, "pad_token", pad_token)
     return actor.reader
 
 
 def _zero_log_probs(reader: LogitsReader, like: Tensor) -> Tensor:
     """Zeros of the actor's dtype, in the shape of `like`."""
     floating = (p.dtype for p in reader.parameters() if p.is_floating_point())
-    dtype = torch.promote_types(next(floating, torch.float32), torch.float32)
+    dtype = working_dtype(next(floating, torch.float32))
     return torch.zeros_like(like, dtype=dtype)
 
 
 @torch.inference_mode()
 def _write(
     reader: LogitsReader,
-    end_and_pad: tuple[int | None, int],
+    ends: tuple[int, ...],
+    pad_token: int,
     generator: torch.Generator | None,
     return_logits: bool,
     texts: Tensor,
@@ -159,7 +162,6 @@ def _write(
 
     Returns the logits, (N, T, V), 0 after the end; or None.
     """
-    eos_token, pad_token = end_and_pad
     lm, shortest, longest = bare(reader.lm), int(start.min()), int(start.max())
     caches = reader.cache_bytes != 0 and may_cache(reader.lm)
     cache = KeyValueCache(*texts.shape) if caches else None
@@ -183,13 +185,13 @@ def _write(
         if return_logits:
             logits.append(log_prob.masked_fill(ended[:, None], 0.0))
         last = last + 1
-        if eos_token is not None:
+        if ends:
             token[ended], log_probs[ended, t] = pad_token, 0.0
-            said = (token[:, 0] == eos_token) & ~ended
+            said = torch.isin(token[:, 0], token.new_tensor(ends)) & ~ended
             torch.where(said, last + 1, end, out=end)
             ended |= said
         texts.scatter_(1, last[:, None], token)
-        if eos_token is not None and ended.all():
+        if ends and ended.all():
             break
     if not return_logits:
         return None
@@ -204,7 +206,7 @@ def _rewards(reward_fn: Callable[[Tensor], Tensor] | None, texts: Tensor) -> Ten
     if not isinstance(rewards, Tensor) or rewards.shape != texts.shape[:1]:
         got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
         raise ValueError(f"`reward_fn` must return a tensor ({len(texts)},), got {got}.")
-    return rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    return rewards.to(working_dtype(rewards.dtype))
 
 
 def _batch(
@@ -212,7 +214,7 @@ def _batch(
     texts: Tensor,
     start: Tensor,
     end: Tensor,
-    eos_token: int | None,
+    ends: tuple[int, ...],
     log_probs: Tensor,
     logits: list[Any],
     rewards: Tensor,
@@ -223,7 +225,7 @@ def _batch(
     tokens = texts[:, None].expand(*shape, -1)
     done = (position == end[:, None] - 1).unsqueeze(-1)
     final = texts.gather(1, end[:, None] - 1)  # (N, 1)
-    cut = done & (final != (final if eos_token is None else eos_token))[:, None]
+    cut = done & ~torch.isin(final, final.new_tensor(ends))[:, None] if ends else done & False
     tokens_key, position_key = actor.in_keys
     entries: dict[NestedKey, Tensor] = {
         tokens_key: tokens,

@@ -156,13 +156,13 @@ def _subset(recorded: Tensor, gap: Tensor, limit: float) -> str | None:
 
 
 def log_ratios(
-    log_probs: Tensor, action: Tensor, never: tuple[int | None, int | None] = (None, None)
+    log_probs: Tensor, action: Tensor, never: tuple[tuple[int, ...], ...] = ((), ())
 ) -> Tensor:
     """Log-likelihood, nats, (N_ALTERNATIVES,), under each alternative minus that under the actor.
 
     If the actions were drawn from `log_probs`, the mean of the exponential is 1 for each
     alternative, for any batch and however one step leads to the next: also if a text ends with an
-    action. `never`: the end token and the pad token, where there are any.
+    action. `never`: the end tokens and the pad token, where there are any.
     """
     scored = take(log_probs, action)  # (N,)
     logits = log_probs.clamp_min(_LEAST)
@@ -181,12 +181,11 @@ def log_ratios(
     for p in TOP_PS:
         last = (mass < p).sum(-1, keepdim=True).clamp_max(ranked.shape[-1] - 1)
         ratios.append(keep(ranked.gather(-1, last).squeeze(-1)))
-    for token in never:
-        if token is None or token >= log_probs.shape[-1]:
-            ratios.append(scored.new_zeros(()))
-            continue
-        others = torch.cat([log_probs[:, :token], log_probs[:, token + 1 :]], -1).logsumexp(-1)
-        ratios.append(torch.where(action == token, -torch.inf, -others).sum())
+    for tokens in never:
+        ids = action.new_tensor([token for token in tokens if token < log_probs.shape[-1]])
+        others = log_probs.index_fill(-1, ids, -torch.inf).logsumexp(-1)
+        each = torch.where(torch.isin(action, ids), -torch.inf, -others)
+        ratios.append(each.sum() if len(ids) else scored.new_zeros(()))
     return torch.stack(ratios)
 
 

@@ -16,7 +16,7 @@ from torchrl_kl._feeding import sum_trajectories
 from torchrl_kl._tensordict import MASK_KEY, KLKeys, as_keys, find_done, find_time_dim, get_required
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.reading import read_keys
-from torchrl_kl.actors.responses import SAMPLER_LOG_PROB, has_texts, read_steps
+from torchrl_kl.actors.responses import SAMPLER_LOG_PROB, EndTokens, has_texts, read_steps
 from torchrl_kl.controllers.rules import KLController
 from torchrl_kl.controllers.statistics import KLStatistics
 from torchrl_kl.controllers.trajectories import OpenTrajectories
@@ -144,7 +144,7 @@ class KLMonitor:
         keys: KLKeys = KLKeys(),  # noqa: B008, it is frozen
         time_dim: int | None = None,
         pad_token: int | None = None,
-        eos_token: int | None = None,
+        eos_token: EndTokens = None,
     ):
         if not isinstance(controller, KLController):
             got = f"got {type(controller).__name__}: use stack.controller."

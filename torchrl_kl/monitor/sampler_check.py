@@ -188,7 +188,7 @@ class SamplerCheck:
         self,
         table: _Table | None,
         pooled: PooledEvidence | None,
-        never: tuple[int | None, int | None] = (None, None),
+        never: tuple[tuple[int, ...], ...] = ((), ()),
     ) -> tuple[int, Finding | None]:
         """Actions that the actor did not draw, by this batch alone or by all that were pooled.
 

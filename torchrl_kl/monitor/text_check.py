@@ -12,8 +12,13 @@ from torch import Tensor
 from torchrl_kl._tensordict import get_required
 from torchrl_kl.actors import reading
 from torchrl_kl.actors.policy import evaluating
-from torchrl_kl.actors.responses import SAMPLER_LOG_PROB, token_of
-from torchrl_kl.monitor.diagnosis import NEVER_EOS, NEVER_PAD, Finding, PooledEvidence, take
+from torchrl_kl.actors.responses import (
+    SAMPLER_LOG_PROB,
+    EndTokens,
+    choose_tokens,
+    several,
+)
+from torchrl_kl.monitor.diagnosis import NEVER_EOS, NEVER_PAD, Finding, PooledEvidence
 from torchrl_kl.monitor.sampler_check import SamplerCheck, choose_steps, counted_steps
 from torchrl_kl.monitor.texts import TextFaults, never_drawn
 
@@ -25,15 +30,15 @@ class TextCheck(SamplerCheck):
     """Compares responses with what the actor, a language model, gives and draws."""
 
     pad_token: int | None = None
-    eos_token: int | None = None
+    eos_token: EndTokens = None
 
     def __post_init__(self):
         super().__post_init__()
         # By default as the model is configured.
-        for name in ("pad_token", "eos_token"):
-            found = [token_of(part, f"{name}_id") for part in self.actor.modules()]
-            known = [token for token in (getattr(self, name), *found) if token is not None]
-            setattr(self, name, known[0] if known else None)
+        for part in self.actor.modules():
+            self.pad_token, self.eos_token = choose_tokens(part, self.pad_token, self.eos_token)
+        self._ends, pad_token = several(self.eos_token), self.pad_token
+        self._pads = () if pad_token is None or pad_token in self._ends else (pad_token,)
 
     @torch.no_grad()
     def look(
@@ -55,7 +60,7 @@ class TextCheck(SamplerCheck):
                 left = faults.explain(
                     *(values, scored, counted, steps),
                     score=lambda rows: self._score(rows, True)[0],
-                    tokens=tuple(t for t in (self.eos_token, self.pad_token) if t is not None),
+                    tokens=(*self._ends, *self._pads),
                 )
                 fault = fault or self._unlike_recorded(steps, values, scored, left, table)
         looks = {"sampler_disagrees": fault and _advise(fault, _RECORDED)} | faults.findings
@@ -86,16 +91,15 @@ class TextCheck(SamplerCheck):
         self, table: Any, pooled: PooledEvidence | None, *, same_length: bool
     ) -> tuple[str, Finding | None]:
         """A condition, and what speaks for it: tokens that the model did not draw, or never."""
-        pad_token = None if self.pad_token == self.eos_token else self.pad_token
-        tokens = {NEVER_EOS: self.eos_token, NEVER_PAD: pad_token}
-        best, finding = self._unlike_actor(table, pooled, (self.eos_token, pad_token))
-        token = tokens.get(best)
-        if finding is None or token is None:
+        best, finding = self._unlike_actor(table, pooled, (self._ends, self._pads))
+        tokens = {NEVER_EOS: self._ends, NEVER_PAD: self._pads}.get(best)
+        if finding is None or not tokens:
             return "sampler_disagrees", finding and _advise(finding, _SAMPLED)
         name = "end" if best == NEVER_EOS else "pad"
-        expected = take(table.log_probs, torch.full_like(table.action, token)).exp().sum().item()
+        ids = [token for token in tokens if token < table.log_probs.shape[-1]]
+        expected = table.log_probs[:, ids].exp().sum().item()
         nats = finding[1]["evidence"]
-        return never_drawn(token, name, expected, nats, same_length=same_length)
+        return never_drawn(tokens, name, expected, nats, same_length=same_length)
 
 
 def _advise(finding: Finding, advice: str) -> Finding:

@@ -215,16 +215,17 @@ def _from_a_place_on(differs: Tensor, gap: Tensor) -> Finding:
 
 
 def never_drawn(
-    token: int, name: str, expected: float, nats: float, *, same_length: bool
+    tokens: tuple[int, ...], name: str, expected: float, nats: float, *, same_length: bool
 ) -> tuple[str, Finding]:
-    """Of a token that no response has, though the actor gives it a probability.
+    """Of tokens that no response has, though the actor gives them a probability.
 
     `expected`: the sum of these probabilities; `nats`: the evidence. Returns a condition, too: the
     sampler draws no such token if responses have the `same_length`, else it was cut out.
     """
+    which = f"token {tokens[0]}" if len(tokens) == 1 else f"tokens {' and '.join(map(str, tokens))}"
     chance = f"1e-{nats / math.log(10):.0f}"
     start = (
-        f"No response has the {name} token {token}, though by the actor's probabilities this batch "
+        f"No response has the {name} {which}, though by the actor's probabilities this batch "
         f"should have about {expected:.2g}; by chance this happens with a probability of at most "
         f"{chance}. "
     )

@@ -42,6 +42,7 @@ from torchrl_kl.objectives.terms import (
     find_shared,
     finite_padding,
     read_done,
+    read_mask,
     reduce_steps,
     refuse_penalized,
     warn_of_k3,
@@ -128,11 +129,12 @@ class KLPenaltyLoss(Fed, LossModule):
 
     @dataclass
     class _AcceptedKeys(LossModule._AcceptedKeys):
-        """Names of the entries that are read; the last three are under "next"."""
+        """Names of entries; the last ones are under "next". Only trainers need `terminated`."""
 
         action: NestedKey = "action"
         sample_log_prob: NestedKey = "action_log_prob"
         done: NestedKey = "done"
+        terminated: NestedKey = "terminated"
         kl_coeff: NestedKey = "kl_coeff"
         reward: NestedKey = "reward"
 
@@ -193,6 +195,11 @@ class KLPenaltyLoss(Fed, LossModule):
     def out_keys(self) -> list[NestedKey]:
         """What `forward` writes."""
         return ["loss_kl", "kl", "kl_coeff", *([] if self.loss is None else self.loss.out_keys)]
+
+    @property
+    def critic_network(self) -> nn.Module:
+        """That of `loss`, from which TorchRL's trainers make their GAE."""
+        return cast(nn.Module, getattr(self.loss, "critic_network"))  # noqa: B009
 
     def named_parameters(self, prefix: str = "", recurse: bool = True):
         """The policy's parameters (and those of `loss`), never the reference's."""
@@ -365,14 +372,8 @@ class KLPenaltyLoss(Fed, LossModule):
         return cast(Tensor, mask)
 
     def _mask(self, tensordict: TensorDictBase) -> Tensor | None:
-        # (*B), True where a step counts; None where all do.
         key = MASK_KEY if self.loss_mask_key == "auto" else self.loss_mask_key
-        mask = None if key is None else tensordict.get(key, None)
-        if mask is None:
-            return None
-        if mask.dtype != torch.bool:
-            raise TypeError(f"the mask {key!r} must be boolean, got {mask.dtype}: use `.bool()`.")
-        return expand_right(mask, tensordict.batch_size)
+        return None if key is None else read_mask(tensordict, key)
 
     def _distributions(self, tensordict: TensorDictBase) -> tuple[Distribution, Distribution]:
         timed = find_time_dim(tensordict, self.time_dim) is not None

@@ -211,6 +211,16 @@ def read_done(tensordict: TensorDictBase, done_key: NestedKey) -> Tensor:
     return get_required(tensordict, done_key, fix)
 
 
+def read_mask(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """True where a step counts, (*B); None where all do. TypeError unless it is boolean."""
+    mask = tensordict.get(key, None)
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool:
+        raise TypeError(f"the mask {key!r} must be boolean, got {mask.dtype}: use `.bool()`.")
+    return expand_right(mask, tensordict.batch_size)
+
+
 def refuse_penalized(tensordict: TensorDictBase, kl_coeff: NestedKey) -> None:
     """RuntimeError if a reward of the batch was penalized for its KL."""
     step = cast(TensorDictBase, tensordict.get("next", TensorDict()))

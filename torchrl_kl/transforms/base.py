@@ -182,8 +182,3 @@ def require_spec(
         keys = td.existing_keys(spec)
         raise KeyError(f"{key!r} is not in the {name} spec, got {keys}: {fix}")
     return spec[key]
-
-
-def episode_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of a running sum of values of `dtype`: at least float32."""
-    return torch.promote_types(dtype, torch.float32)

@@ -21,7 +21,8 @@ from torchrl_kl.controllers import KLController, as_controller
 from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.functional.invalid import Guard, OnInvalid
-from torchrl_kl.transforms.base import KLTransform, episode_dtype, require_spec
+from torchrl_kl.functional.numbers import working_dtype
+from torchrl_kl.transforms.base import KLTransform, require_spec
 from torchrl_kl.transforms.checks import without_invalid
 from torchrl_kl.transforms.doubts import refuse_sums
 from torchrl_kl.transforms.estimates import KLStep
@@ -145,7 +146,7 @@ class PenaltyTransform(Fed, KLTransform):
         if not self.record:
             return step
         # The sum is an entry of the data, so that TorchRL sets it to zero in partial resets.
-        measured = step.measured.detach().to(episode_dtype(step.measured.dtype))
+        measured = step.measured.detach().to(working_dtype(step.measured.dtype))
         before = td.get_required(tensordict, self.keys.episode_kl, _NO_SUM)
         episode_kl = before + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
@@ -160,7 +161,9 @@ class PenaltyTransform(Fed, KLTransform):
             told = counts is not None
         told = told and not self.frozen
         if self.controller.planning:
-            self._plan_env_step(reward, step, counts, told, (before, episode_kl))
+            # Entries that show whether a row goes on from the last step.
+            known = ((before, tensordict.get(self.keys.task_reward, None)), (episode_kl, reward))
+            self._plan_env_step(reward, step, counts, told, known)
         if not self.frozen:
             self.feed.pool(values if told else None, counts, in_env=True)
         return step
@@ -171,13 +174,13 @@ class PenaltyTransform(Fed, KLTransform):
         step: KLStep,
         counts: Tensor | None,
         told: bool,
-        sums: tuple[Tensor, Tensor],
+        known: tuple[Sequence[Tensor | None], Sequence[Tensor]],
     ) -> None:
         if step.counting is not None:
             reward = torch.where(td.expand_right(step.counting, reward.shape), reward, 0.0)
-        kl, (before, after), blocks = cast(Tensor, step.kl), sums, None
+        kl, blocks = cast(Tensor, step.kl), None
         if self.controller.per == "trajectory":
-            reward, kl = self._returns.add(reward, kl, before, after)
+            reward, kl = self._returns.add(reward, kl, *known)
         else:
             blocks = self._returns.number_block(cast(RewardPlan, self.controller.plan), reward)
         needed = self.feed.needed(in_env=True)
@@ -354,7 +357,7 @@ class PenaltyTransform(Fed, KLTransform):
         for key in sorted(new, key=str):
             td.add_spec(spec, key, reward.shape, reward.dtype, reward.shape[:-1])
         if self.record:
-            td.add_spec(spec, self.keys.episode_kl, kl_shape, episode_dtype(dtype), kl_shape[:-1])
+            td.add_spec(spec, self.keys.episode_kl, kl_shape, working_dtype(dtype), kl_shape[:-1])
 
     def declare_episode_kl(self, input_spec: Composite, dtype: torch.dtype) -> None:
         """Adds the running sum to the state spec, so that batched envs carry it."""
@@ -362,7 +365,7 @@ class PenaltyTransform(Fed, KLTransform):
             rewards = self.parent_env.full_reward_spec
             shape = require_spec(rewards, self.keys.reward, _NO_REWARD, "reward").shape
             spec = td.state_spec(input_spec)
-            td.add_spec(spec, self.keys.episode_kl, shape, episode_dtype(dtype), shape[:-1])
+            td.add_spec(spec, self.keys.episode_kl, shape, working_dtype(dtype), shape[:-1])
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """The penalized reward has no bounds."""
