@@ -3,6 +3,7 @@
 import math
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -354,14 +355,17 @@ class TestMasks:
             assert (gradient[self.mask] != 0).all()
 
 
-def test_a_mask_leaves_a_covariance_shared_by_all_steps_alone():
+@pytest.mark.parametrize("name", ["scale_tril", "covariance_matrix", "precision_matrix"])
+def test_a_mask_leaves_a_covariance_shared_by_all_steps_alone(name):
     # Three steps of three dimensions: rows of the one matrix must not be taken for steps.
     scale_tril = torch.eye(3).double() + torch.rand(3, 3).double().tril()
-    policy, reference = (D.MultivariateNormal(randn(3, 3), scale_tril=scale_tril) for _ in range(2))
+    known: Any = {name: scale_tril if name == "scale_tril" else scale_tril @ scale_tril.T}
+    policy, reference = (D.MultivariateNormal(randn(3, 3), **known) for _ in range(2))
     mask = torch.tensor([True, False, True])
+    masked = kl_exact(policy, reference, mask=mask)
     expected = torch.where(mask, kl_exact(policy, reference), 0.0)
     # The condition of the matrix, below 100, times the roundings of a triangular solve of three.
-    assert_close(kl_exact(policy, reference, mask=mask), expected, rtol=1e-13, atol=0)
+    assert_close(masked, expected, rtol=1e-13, atol=0)
     assert (expected[mask] > 0).all()
 
 

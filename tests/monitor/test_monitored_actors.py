@@ -1,5 +1,6 @@
 """KLMonitor with actors and references of every kind, and when it evaluates them."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -32,6 +33,18 @@ from tests.monitor.samplers import (
 )
 from torchrl_kl import ConstantKLController, KLConstrainedTransform, KLKeys, KLMonitor
 from torchrl_kl.monitor.diagnosis import find_cause
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(), nn.BatchNorm1d(N_OBS)])
+def test_the_actor_is_evaluated_in_eval_mode(layer):
+    # Noise of dropout would pass for another sampler; watching must not move statistics.
+    actor, stack = make_actor(), KLConstrainedTransform(make_actor(), 0.1)
+    actor[0].module = nn.Sequential(layer, actor[0].module)
+    batch = stack(play(WalkEnv((2,)), actor.eval())).reshape(-1)
+    before = copy.deepcopy(actor.train().state_dict())
+    assert not [m for m in KLMonitor(stack.controller, actor=actor)(batch) if "ampler" in m.text]
+    assert all(part.training for part in actor.modules())
+    assert_close(actor.state_dict(), before, rtol=0, atol=0)
 
 
 class TestNegative:

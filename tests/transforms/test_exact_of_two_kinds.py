@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from tensordict.nn import (
     CompositeDistribution,
     NormalParamExtractor,
+    ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
 )
@@ -106,7 +107,8 @@ def test_separate_parts_know_one_kind_only(policy, reference, unlike):
 
 
 def test_separate_parts_take_a_reference_of_the_same_kind():
-    policy, reference = actor_of(TanhNormal, low=-2.0), actor_of(TanhNormal, 1, low=-2.0)
+    bounds: Any = {"distribution_kwargs": {"low": -2.0}}
+    policy, reference = (make_actor("tanh_normal", seed=seed, **bounds) for seed in (0, 1))
     parts = compose(
         ReferenceModelLogProbTransform(policy, reference=reference, estimator="exact"),
         KLDivergenceTransform(actor=policy, estimator="exact"),
@@ -114,6 +116,47 @@ def test_separate_parts_take_a_reference_of_the_same_kind():
     recorded = play(WalkEnv((3,), discrete=False), policy)
     expected = stack(policy, "exact", reference=reference)(recorded)["next", "kl_estimate"]
     assert_close(parts(recorded)["next", "kl_estimate"], expected)
+
+
+class Learned(ProbabilisticTensorDictModule):
+    """A part with a temperature that is learned."""
+
+    def __init__(self):
+        super().__init__(
+            ["logits"], ["action"], distribution_class=Categorical, return_log_prob=True
+        )
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def get_dist(self, tensordict):
+        return Categorical(logits=tensordict["logits"] / self.temperature)
+
+
+def learning() -> Any:
+    linear = sharp(nn.Linear(N_OBS, N_ACTIONS))
+    network = TensorDictModule(linear, ["observation"], ["logits"])
+    return ProbabilisticTensorDictSequential(network, Learned())
+
+
+@pytest.mark.parametrize("place", ["env", "batch"])
+@pytest.mark.parametrize("moves", ["policy", "reference"])
+def test_a_temperature_that_changes(place, moves):
+    actor = learning()
+    transform = stack(actor, "exact", reference=learning())
+    env = WalkEnv((3,))
+    around = with_transforms(env, transform)
+    temperatures = {"policy": 1.0, "reference": 1.0, moves: 2.0}
+    with torch.no_grad():
+        actor.module[1].temperature.fill_(2.0)
+        if moves == "reference":
+            transform.update_reference(actor)
+            actor.module[1].temperature.fill_(1.0)
+    batch = play(around, actor) if place == "env" else transform(play(env, actor).detach())
+    logits = params_of(actor.module, batch)
+    p, q = ((logits / temperatures[of]).log_softmax(-1) for of in ("policy", "reference"))
+    expected = (p.exp() * (p - q)).sum(-1, keepdim=True)
+    assert_close(batch["next", "kl_estimate"], expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="got another temperature: use KLConstrainedTransform"):
+        ReferenceModelLogProbTransform(actor, estimator="exact")
 
 
 class Sharper(ProbabilisticTensorDictSequential):

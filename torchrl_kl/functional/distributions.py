@@ -120,7 +120,7 @@ def _with_params(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of a distribution, with all of its `_params` changed."""
     if isinstance(value, Distribution):
         changed = copy.copy(value)
-        for name, part in vars(value).items():
+        for name, part in tuple(vars(value).items()):  # reading some computes and keeps others
             if name.startswith(_UNBROADCASTED):
                 # Without batch dimensions, a (3, 3) matrix would pass for three rows of 3 numbers.
                 part = getattr(value, name.removeprefix(_UNBROADCASTED))

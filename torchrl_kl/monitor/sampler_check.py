@@ -16,6 +16,7 @@ from torchrl.modules import set_recurrent_mode
 from torchrl_kl import _tensordict as td
 from torchrl_kl.actors import reading
 from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.functional.estimators import kl_exact
 from torchrl_kl.monitor import diagnosis
 from torchrl_kl.monitor.diagnosis import Finding, PooledEvidence
@@ -107,7 +108,7 @@ class SamplerCheck:
     def _score(self, batch: TensorDictBase, timed: bool) -> tuple[Tensor, Distribution | None]:
         """The actor's log-probs of the actions of a batch (*B), nats, and its distribution."""
         inputs = batch.select(*self._reads, strict=False)
-        with set_recurrent_mode(timed):
+        with evaluating(self.actor), set_recurrent_mode(timed):
             scored = reading.log_prob_of_actions(
                 self.actor, inputs, self.action_keys, self.recorded
             )

@@ -14,6 +14,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, expand_right, sum_action_dims
+from torchrl_kl.actors.policy import Borrowed
 from torchrl_kl.actors.reading import DIST_METHODS, dist_module_of, own_methods
 
 _ADVANTAGES = {"advantage", "value_target"}
@@ -82,12 +83,13 @@ class FirstSteps:
         self.copied = copied  # whether the reference is a copy of it, so that the KL begins at 0
         self._recorded = recorded
         self._dist_module: Any = None  # builds the distribution from what the policy recorded
+        # It may change, such as a temperature that is learned: it is the policy's, not a copy.
         kind = type(getattr(policy, "_orig_mod", policy))  # within torch.compile
         # An actor of another class may draw and score as it likes.
         in_sequence = issubclass(kind, ProbabilisticTensorDictSequential)
         if in_sequence and not own_methods(policy, ("forward", "log_prob", *DIST_METHODS)):
             with contextlib.suppress(ValueError):  # several distributions
-                self._dist_module = copy.deepcopy(dist_module_of(policy))
+                self._dist_module = Borrowed(dist_module_of(policy))
         self._k1, self._count = 0.0, 0
         self._gap, self._draws = 0.0, 0
 
@@ -108,9 +110,9 @@ class FirstSteps:
         `mask`: True where a step counts, (*B). Nothing is compared where the policy did not record
         the parameters of its distribution.
         """
-        module, shape = self._dist_module, tensordict.batch_size
-        if module is None:
+        if self._dist_module is None:
             return
+        module, shape = self._dist_module.held, tensordict.batch_size
         keys = [*module.in_keys, *module.dist_sample_keys, *self._recorded.keys]
         if any(not isinstance(tensordict.get(key, None), Tensor) for key in keys):
             return

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import ResolvedKeys
+from torchrl_kl.actors.policy import Borrowed
 from torchrl_kl.actors.reading import (
     categorical_log_probs,
     dist_module_of,
@@ -86,20 +87,24 @@ class ExactEstimate(Estimate):
 
     def __init__(self, actor: nn.Module, keys: ResolvedKeys, reference: nn.Module):
         super().__init__(written_params(actor))
-        # Only the modules that build the distributions: the networks are not needed. Those of the
-        # reference may be of another class, or have other options, such as a temperature.
-        self.dist_module = copy.deepcopy(dist_module_of(actor))
-        self.ref_dist_module = copy.deepcopy(dist_module_of(reference))
+        # Only the modules that build the distributions: the networks are not needed. That of the
+        # policy may change, such as a temperature that is learned; that of the reference may be of
+        # another class, or have other options. Without another it is the policy's of now.
+        own, other = dist_module_of(actor), dist_module_of(reference)
+        self._of_policy = Borrowed(own)
+        self.ref_dist_module = copy.deepcopy(own) if other is own else other
         self.recorded = keys.recorded
 
     def of_reference(self, tensordict, outputs, reference):  # noqa: D102
         # The parameters, such as logits (*B, V).
         return outputs.select(*dist_module_of(reference).in_keys).detach()
 
+    @torch.no_grad()
     def forward(self, tensordict, step: Any):  # noqa: D102
         for key in self.policy_keys:
             td.get_required(tensordict, key, _RECORD_PARAMS)
-        params, mask = tensordict.select(*self.dist_module.in_keys).detach(), step.mask
+        dist_module, mask = self._of_policy.held, step.mask
+        params = tensordict.select(*dist_module.in_keys).detach()
         _check_shapes(params, step.of_reference)
         if mask is not None:
             # Padding has no valid parameters (a scale of 0, say): take the reference's there.
@@ -107,7 +112,7 @@ class ExactEstimate(Estimate):
                 lambda p, ref: torch.where(td.expand_right(mask, p.shape), p, ref),
                 step.of_reference,
             )
-        policy = self.dist_module.get_dist(params)
+        policy = dist_module.get_dist(params)
         reference = self.ref_dist_module.get_dist(step.of_reference)
         # One of them may be a Normal, (*B, n), and the other an Independent one, (*B).
         n_batch = min(len(policy.batch_shape), len(reference.batch_shape))
@@ -180,8 +185,11 @@ def make_estimate(
 
 def require_one_kind(policy: nn.Module, reference: nn.Module) -> None:
     """ValueError if two actors are seen to build different distributions of equal parameters."""
-    own, other = (_options_of(dist_module_of(actor)) for actor in (policy, reference))
+    modules = [dist_module_of(actor) for actor in (policy, reference)]
+    own, other = map(_options_of, modules)
     unlike = sorted(name for name in own.keys() & other.keys() if own[name] != other[name])
+    # They begin alike, and one of them learns.
+    unlike += [name for name, _ in modules[0].named_parameters()]
     if unlike:
         raise ValueError(
             '`reference` must have the distribution of the policy for `estimator="exact"` in '
