@@ -1,7 +1,7 @@
 """Clones of a stack, each in an env, share its controller but not what they know of their rows."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -83,6 +83,27 @@ def test_freezing_a_stack_freezes_the_clone_that_has_replaced_it_in_its_env(how)
     assert not controller.calls
     stack.unfreeze()
     play(env, policy())
+    assert controller.calls
+
+
+def test_a_stack_that_was_frozen_before_it_was_replaced_is_unfrozen():
+    stack, controller = spied()
+    env = TransformedEnv(WalkEnv((3,)), stack.freeze()).insert_transform(0, InitTracker())
+    play(env, policy())
+    assert not controller.calls
+    stack.unfreeze()
+    play(env, policy())
+    assert controller.calls
+
+
+def test_freezing_a_clone_around_the_same_env_leaves_the_stack_alone():
+    stack, controller = spied()
+    training = TransformedEnv(WalkEnv((3,)), stack)
+    evaluation = TransformedEnv(training.base_env, stack.clone())
+    cast(Any, evaluation.transform).freeze()
+    play(evaluation, policy())
+    assert not controller.calls
+    play(training, policy())
     assert controller.calls
 
 

@@ -134,7 +134,7 @@ class Learned(ProbabilisticTensorDictModule):
 def learning() -> Any:
     linear = sharp(nn.Linear(N_OBS, N_ACTIONS))
     network = TensorDictModule(linear, ["observation"], ["logits"])
-    return ProbabilisticTensorDictSequential(network, Learned())
+    return ProbabilisticTensorDictSequential(*[network, Learned()])
 
 
 @pytest.mark.parametrize("place", ["env", "batch"])

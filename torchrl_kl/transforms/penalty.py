@@ -32,9 +32,15 @@ from torchrl_kl.transforms.steps import check_reward_shape, penalize
 
 @dataclass
 class Freezing:
-    """Whether a transform, and the clone that has taken its place in an env, are frozen."""
+    """Whether a transform is frozen, by itself or by the one whose place it has taken in an env."""
 
-    frozen: bool = False
+    own: bool = False
+    original: Freezing | None = None
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it, or what it has replaced, is frozen."""
+        return self.own or (self.original is not None and self.original.frozen)
 
 
 class PenaltyTransform(Fed, KLTransform):
@@ -94,7 +100,7 @@ class PenaltyTransform(Fed, KLTransform):
 
     @frozen.setter
     def frozen(self, value: bool) -> None:
-        self._freezing.frozen = value
+        self._freezing.own = value
 
     def freeze(self) -> Self:
         """Stops the controller; rewards are penalized with its present coefficient."""
@@ -324,9 +330,10 @@ class PenaltyTransform(Fed, KLTransform):
         """Refuses an env whose reward is penalized already."""
         super().set_container(container)
         original = self.taken_over
-        if original is not None and original.frozen == self.frozen:
+        if original is not None:
             # The user has the original, and freezes that.
-            self._freezing = original._freezing
+            own = self.frozen and not original.frozen
+            self._freezing = Freezing(own, original._freezing)
         # There is no parent yet in a Compose that no env has.
         if self.parent is not None:
             self.refuse_penalized(self.parent_env.full_observation_spec, "the env")
