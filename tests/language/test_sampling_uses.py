@@ -107,6 +107,7 @@ class TestWhoTakesIt:
         stack = KLConstrainedTransform(actor, 0.1)
         references = Passes(stack)
         batch = sample(actor)
+        stack(batch)  # the first time, it looks at the weights in a pass of its own
         for one in (passes, values, references):
             one.take()
         stack(batch)

@@ -36,7 +36,11 @@ class TestChunks:
         stack.reference.actor.reader.lm.model.register_forward_pre_hook(
             lambda _, inputs: sizes.append(len(inputs[0]))
         )
-        stack(DigitLanguageEnv(batch_size=(7,), seed=0).rollout(4, actor))
+        batch = DigitLanguageEnv(batch_size=(7,), seed=0).rollout(4, actor)
+        stack(batch)
+        assert sizes == [3, 3, 3, 1]  # the first time, it looks at the weights, too
+        sizes.clear()
+        stack(batch)
         assert sizes == [3, 3, 1]
 
     def test_it_must_be_positive(self):

@@ -183,7 +183,7 @@ def read_responses(
                 )
         if attended is None and dense and pad_token is not None:
             attended = row != pad_token
-            if prompt is not None and len(prompt):  # which is not of padding only
+            if prompt is not None and 0 < len(prompt) <= len(row):  # not of padding only
                 attended[len(prompt) - 1] = True
         text, start, shift = _read_text(i, row, prompt, response, attended, ends)
         counts = torch.arange(len(text), device=text.device) >= max(start, 1)
