@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("where", ["learner", "workers"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["multi-sync", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_done_flags_are_those_of_the_batch(kind, where):
     """From the second batch on, 40 % of the flags in the buffers were those of the batch before."""
     stack, controller = spied()

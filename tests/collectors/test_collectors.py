@@ -338,6 +338,7 @@ def make_env_that_never_closes() -> DigitLanguageEnv:
     return env
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_env", "forgotten"),
     [
