@@ -147,7 +147,7 @@ class FirstSteps:
                 f"by {gap:.2g} nats per step from those of the recorded actions. Were the actions "
                 "changed after they were drawn (exploration noise, epsilon-greedy, `safe=True`, "
                 "rounding at a bound of a TanhNormal), or is `actor` not the policy that drew "
-                "them (another temperature or mask)? The KL is off by as much."
+                "them (another temperature or mask)? The KL is off by up to as much."
             )
         policy: nn.Module | None = self._policy and self._policy()
         if policy is None or not self.copied or not mean > _HUGE:
