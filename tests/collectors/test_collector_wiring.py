@@ -248,9 +248,8 @@ class TestOneProcess:
 class TestRefusals:
     def refused(self, collector_class: Any = Collector, /, stack=None, **kwargs):
         stack = KLConstrainedTransform(make_actor(), SpyController()) if stack is None else stack
-        kl_collector(
-            collector_class, walk, policy(), stack, frames_per_batch=15, total_frames=15, **kwargs
-        )
+        arguments: Any = {"policy": policy(), "stack": stack} | kwargs
+        kl_collector(collector_class, walk, frames_per_batch=15, total_frames=15, **arguments)
 
     def test_another_class(self):
         with pytest.raises(
@@ -286,6 +285,7 @@ class TestRefusals:
                 "1 for a Collector, got 2: for several workers use MultiSyncCollector",
             ),
             (MultiSyncCollector, {"num_workers": 0}, "at least 1.*got 0"),
+            (Collector, {"policy": None, "where": "workers"}, "`policy` must be the actor"),
             (
                 Collector,
                 {"replay_buffer": ReplayBuffer(storage=LazyTensorStorage(10))},

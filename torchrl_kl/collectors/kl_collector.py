@@ -35,7 +35,7 @@ def kl_collector(
     collector_class: type[BaseCollector],
     /,
     create_env_fn: Callable[..., EnvBase] | EnvBase | Sequence[Callable[..., EnvBase]],
-    policy: nn.Module,
+    policy: nn.Module | None,
     stack: KLConstrainedTransform,
     *,
     where: Literal["learner", "workers"] = "learner",
@@ -52,7 +52,7 @@ def kl_collector(
         collector_class: Collector, MultiSyncCollector, MultiAsyncCollector, DistributedCollector or
             RayCollector.
         create_env_fn: makes an env; or a list, one for each worker; or, for a Collector, the env.
-        policy: the actor, which records its log-prob.
+        policy: the actor, which records its log-prob; None with a `policy_factory`.
         stack: the stack, which is in no env. Freeze it to stop its controller.
         where: where the reference is evaluated.
         num_workers: how many workers; a Collector has one, in this process.
@@ -80,7 +80,7 @@ def kl_collector(
         0.0998
     """
     envs = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn] * num_workers
-    named = {"where": where, "num_workers": num_workers, "n_envs": len(envs)}
+    named = {"where": where, "num_workers": num_workers, "n_envs": len(envs), "policy": policy}
     _check_arguments(collector_class, stack, kwargs | named)
     kwargs |= {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
     kwargs = _arguments(collector_class, num_workers, kwargs)
@@ -144,6 +144,7 @@ def _check_arguments(kind: Any, stack: Any, given: dict[str, Any]) -> None:
     refused = {
         "stack": stack.in_env,
         "where": given["where"] not in ("learner", "workers"),
+        "policy": given["policy"] is None and anywhere("policy_factory") is None,
         "num_workers": num_workers < 1 or (kind is Collector and num_workers != 1),
         "create_env_fn": given["n_envs"] != num_workers,
         "replay_buffer": anywhere("replay_buffer") is not None,
@@ -169,6 +170,8 @@ def _check_arguments(kind: Any, stack: Any, given: dict[str, Any]) -> None:
 _MUST = {
     "stack": "not be in an env: `where` says where its copies go.",
     "where": 'be "learner" or "workers", got {where!r}.',
+    "policy": "be the actor, got None: frames of a random policy have no log-prob, and would be "
+    "penalized and counted as if it were 0.",
     "num_workers": "be at least 1, and 1 for a Collector, got {num_workers}: for several workers "
     "use MultiSyncCollector or MultiAsyncCollector.",
     "create_env_fn": "be one callable or one per worker, got {n_envs} for {num_workers}.",
