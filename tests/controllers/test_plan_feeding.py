@@ -21,7 +21,7 @@ from torchrl_kl import (
     ResponseKLTransform,
     coeff_for_budget,
 )
-from torchrl_kl.controllers.plan import RewardPlan
+from torchrl_kl.controllers.plan import Plan, RewardPlan
 from torchrl_kl.envs import DigitLanguageEnv
 
 
@@ -299,3 +299,28 @@ def test_a_target_that_is_changed_before_the_plan_is_planned_for():
     changed.target = 0.05
     expected = PlannedKLController(0.05).observe_rewards(rewards)
     assert changed.observe_rewards(rewards) == expected
+
+
+class TestGroupsOfAPool:
+    def test_they_stay_apart_when_two_pools_are_merged(self):
+        """Groups of two workers, each numbered by its own pool, with means far apart."""
+        generator = torch.Generator().manual_seed(0)
+        coin = torch.randint(0, 2, (20, 32), generator=generator).double()  # 20 groups
+        values = coin + 100 * torch.arange(20.0).unsqueeze(1)
+        whole, first, second = RewardPlan(0.1), RewardPlan(0.1), RewardPlan(0.1)
+        for part, rows in ((first, values[:10]), (second, values[10:]), (whole, values)):
+            for row in rows:
+                groups = torch.full((32,), part.new_groups(1), dtype=torch.float64)
+                part.add(row, groups=groups)
+        # Where groups are mixed, the differences of 100 between them count as preferences.
+        for plan in (whole, first.merge(second)):
+            assert plan.samples[:, 3].unique().numel() == 20
+            assert torch.equal(plan.samples[:, 0], values.flatten())
+        assert cast(Plan, first.solve()).coeff == pytest.approx(cast(Plan, whole.solve()).coeff)
+        assert first.new_groups(1) not in first.samples[:, 3]
+
+    def test_negative_numbers_are_refused(self):
+        plan = RewardPlan(0.1)
+        with pytest.raises(ValueError, match="`groups` must be whole numbers from 0 on, got -1"):
+            plan.add(torch.ones(2), groups=torch.tensor([0, -1]))
+        assert len(plan.samples) == 0

@@ -54,7 +54,7 @@ class RewardPlan(Float64State):
     The plan is made once the counted standard error of its logarithm is at most 0.25.
 
     State: the samples, (N, 4) float64: reward, log-ratio, length, group; `made`, 0 or 1;
-    `n_groups`, the first number that no group has.
+    `n_groups`, how many groups `new_groups` has numbered.
 
     Args:
         target: nats per step of a sample, above 0.
@@ -94,14 +94,15 @@ class RewardPlan(Float64State):
 
         Args:
             rewards: the task reward of each sample, before any penalty.
-            groups: a number for each sample, whole numbers up to 2 ** 53, equal for those that
-                began alike. None: nothing is known.
+            groups: a number for each sample, whole numbers from 0 to 2 ** 53, equal for those that
+                began alike; or those of `new_groups`. None: nothing is known.
             log_ratios: log pi - log pi_ref of each sample, nats. None: 0.
             lengths: steps of each sample, for a target per step, at least 1. None: 1.
 
         Raises:
             TypeError: if one of them is not a tensor of real numbers.
-            ValueError: if the shapes differ, a number is not finite, or a length is less than 1.
+            ValueError: if the shapes differ, a number is not finite, a length is less than 1, or a
+                group negative.
         """
         columns = [rewards, log_ratios, lengths, groups]
         for name, column in zip(_COLUMNS, columns, strict=True):
@@ -131,27 +132,36 @@ class RewardPlan(Float64State):
             raise ValueError(
                 f"`lengths` must be at least 1, got {shortest:g}: leave out samples without a step."
             )
+        if len(new) and (lowest := new[:, 3].nan_to_num(0.0).min()) < -self.n_groups:
+            raise ValueError(
+                f"`groups` must be whole numbers from 0 on, got {lowest:g}: negative ones are from "
+                "`new_groups` of this object. Leave `groups` out if nothing is known."
+            )
         self.samples = torch.cat([self.samples, new])
         return self
 
     def new_groups(self, n: int) -> float:
-        """The first of `n` numbers that follow one another, which no other group has."""
-        groups = self.samples[:, 3].nan_to_num(-1.0)
-        first = max(self.n_groups.item(), groups.max().item() + 1 if len(groups) else 0.0)
-        self.n_groups.fill_(first + n)
-        return first
+        """The first of `n` numbers that follow one another, all negative, for groups of this pool.
+
+        Where two pools are merged, these are different groups, also if their numbers are equal.
+        """
+        self.n_groups += n
+        return -self.n_groups.item()
 
     def merge(self, other: RewardPlan) -> RewardPlan:
         """Adds the samples of another object (of a worker); returns this object.
 
-        The plan is the same for any split of the samples. TypeError for another type.
+        The plan is the same for any split of the samples in which the groups of `new_groups` are
+        whole. TypeError for another type.
         """
         if not isinstance(other, RewardPlan):
             raise TypeError(f"`other` must be a RewardPlan, got {type(other).__name__}.")
         if other is self:
             raise ValueError("`other` must be another RewardPlan, got this object.")
-        self.samples = torch.cat([self.samples, other.samples])
-        self.n_groups.clamp_min_(other.n_groups.item())
+        samples = other.samples.clone()
+        samples[:, 3] -= self.n_groups * (samples[:, 3] < 0)
+        self.samples = torch.cat([self.samples, samples])
+        self.n_groups += other.n_groups
         return self
 
     def solve(self) -> Plan | None:
