@@ -80,8 +80,10 @@ class KLPenaltyLoss(Fed, LossModule):
     `state_dict`; `forward` never moves the controller; padded steps, NaN too, change neither value
     nor gradient; half precision is summed and returned in float32. You may not rely on `loss_kl`
     being the KL for "k2" and "k3": `kl` is. With agents, everything is the mean over the agents.
-    Rows that begin or end inside a trajectory are taken for whole ones. `loss` has its own value
-    estimator and target networks: pass it to SoftUpdate, and call its `make_value_estimator`.
+    Rows that begin or end inside a trajectory are taken for whole ones. Frames of a random policy
+    (`init_random_frames`), whose log-prob is recorded as 0, have wrong weights: leave them out
+    unless `gradient` and `weights` are "step". `loss` has its own value estimator and target
+    networks: pass it to SoftUpdate, and call its `make_value_estimator`.
 
     Keys:
         reads the actor's in_keys; "action" and "action_log_prob" unless both `gradient` and
