@@ -111,6 +111,24 @@ class TestAroundALoss:
             id(parameter) for parameter in parameters
         }
 
+    def test_keys_are_named_for_both(self):
+        # A trainer names the reward on the loss that it is given.
+        batch = rollout()
+        batch["next", "other"] = -3 * batch["next", "reward"]
+        values = TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), ["observation"], ["action_value"])
+        options: Any = {"action_space": "categorical", "num_actions": N_ACTIONS}
+        actor = moved(make_actor())
+        sac = DiscreteSACLoss(actor, values, delay_qvalue=False, **options)
+        sac.set_keys(log_prob="mine")
+        loss = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=sac)
+        assert sac.tensor_keys.log_prob == "mine"
+        before = loss(batch)["loss_qvalue"]
+        loss.set_keys(reward="other", kl_coeff="weight")
+        after = loss(batch)["loss_qvalue"]
+        sac.set_keys(reward="other")
+        assert_close(after, sac(batch)["loss_qvalue"])
+        assert (after - before).abs() > 1e-3
+
     def test_a_loss_that_writes_a_kl_is_not_overwritten(self):
         actor = moved(make_actor())
         loss = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=self.ppo(actor, KLPENPPOLoss))

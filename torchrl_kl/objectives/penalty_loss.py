@@ -5,7 +5,7 @@ Axes: *B is the batch of steps; where its last dimension is time, *B is (*R, T),
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -80,8 +80,10 @@ class KLPenaltyLoss(Fed, LossModule):
     `state_dict`; `forward` never moves the controller; padded steps, NaN too, change neither value
     nor gradient; half precision is summed and returned in float32. You may not rely on `loss_kl`
     being the KL for "k2" and "k3": `kl` is. With agents, everything is the mean over the agents.
-    Rows that begin or end inside a trajectory are taken for whole ones. `loss` has its own keys,
-    value estimator and target networks: pass it to SoftUpdate, and call its `make_value_estimator`.
+    Rows that begin or end inside a trajectory are taken for whole ones. Frames of a random policy
+    (`init_random_frames`), whose log-prob is recorded as 0, have wrong weights: leave them out
+    unless `gradient` and `weights` are "step". `loss` has its own value estimator and target
+    networks: pass it to SoftUpdate, and call its `make_value_estimator`.
 
     Keys:
         reads the actor's in_keys; "action" and "action_log_prob" unless both `gradient` and
@@ -177,7 +179,15 @@ class KLPenaltyLoss(Fed, LossModule):
         self.weights: Weights = weights or ("trajectory" if gradient == "sequence" else "step")
         self.reduction: Reduction = reduction
         self.time_dim, self.allow_penalized_reward = time_dim, allow_penalized_reward
-        self.set_keys(action=actions[0], sample_log_prob=self.reference.log_prob_key)
+        # Of this loss alone: the keys of `loss` were chosen where it was built.
+        super().set_keys(action=actions[0], sample_log_prob=self.reference.log_prob_key)
+
+    def set_keys(self, **kwargs: Any) -> None:
+        """Names entries of this loss, and of `loss` those that it has, too, as a trainer does."""
+        super().set_keys(**kwargs)
+        if self.loss is not None:
+            names = {field.name for field in fields(cast(Any, self.loss.tensor_keys))}
+            self.loss.set_keys(**{name: key for name, key in kwargs.items() if name in names})
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -259,8 +269,7 @@ class KLPenaltyLoss(Fed, LossModule):
         else:
             self._require_time(tensordict, "a controller that counts nats per trajectory")
             read_done(tensordict, self._done_key)
-            keys = {"done_key": self.tensor_keys.done, "observed": self.actor_network.in_keys}
-            self.feed.add_batch(tensordict, kl, mask, time_dim=self.time_dim, **keys)
+            self.feed.add_batch(tensordict, kl, mask, **self._order)
         return self.controller.coeff.item()
 
     def _plan(self, tensordict: TensorDictBase, mask: Tensor) -> None:
@@ -281,17 +290,8 @@ class KLPenaltyLoss(Fed, LossModule):
             )
         covered = expand_right(mask, reward.shape)
         reward, log_ratio = (torch.where(covered, one, 0.0) for one in (reward, log_ratio))
-        self.feed.rewards.add_batch(
-            self.controller,
-            tensordict,
-            reward,
-            log_ratio,
-            mask,
-            stream=self.feed.stream,
-            done_key=self.tensor_keys.done,
-            time_dim=self.time_dim,
-            observed=self.actor_network.in_keys,
-        )
+        given = (tensordict, reward, log_ratio, mask)
+        self.feed.rewards.add_batch(self.controller, *given, stream=self.feed.stream, **self._order)
 
     # Properties, since `gradient` and `weights` may be set later.
     @property
@@ -301,6 +301,11 @@ class KLPenaltyLoss(Fed, LossModule):
     @property
     def _reads_actions(self) -> bool:
         return self._reads_trajectories or self.gradient != "step"
+
+    @property
+    def _order(self) -> dict[str, Any]:
+        observed = self.actor_network.in_keys
+        return {"done_key": self.tensor_keys.done, "time_dim": self.time_dim, "observed": observed}
 
     @property
     def _options(self) -> str:
@@ -325,10 +330,9 @@ class KLPenaltyLoss(Fed, LossModule):
             mask, steps = valid, self._steps(tensordict, valid)
             value, kl = steps.terms(self.gradient, self.weights)
         # With agents they are sums over them, as for one actor with all their actions.
-        action_key, batch_size = self.tensor_keys.action, tensordict.batch_size
-        n_agents = holder_batch_size(tensordict, action_key)[len(batch_size) :].numel()
+        agents = holder_batch_size(tensordict, self.tensor_keys.action)[tensordict.batch_dims :]
         mask = torch.ones_like(kl, dtype=torch.bool) if mask is None else mask
-        return value / n_agents, kl.detach() / n_agents, mask
+        return value / agents.numel(), kl.detach() / agents.numel(), mask
 
     def _steps(self, tensordict: TensorDictBase, mask: Tensor | None) -> Steps:
         action_key = self.tensor_keys.action
@@ -355,16 +359,12 @@ class KLPenaltyLoss(Fed, LossModule):
         measures = self.controller.coeff.item() == 0 and not self.guard.masks
         infinite = {"kl": torch.inf, "loss_kl": torch.inf, "ref_log_prob": -torch.inf}
         causes = {key: tensordict.get(key, None) for key in self.actor_network.in_keys}
+        options: dict[str, Any] = {"allowed": infinite if measures else None, "causes": causes}
         made_of = steps.numbers(self.tensor_keys.sample_log_prob)
         # Where the numbers of all steps are valid, their weights may still be too large.
         for numbers in (made_of, dict(zip(("loss_kl", "kl"), terms, strict=True))):
             valid = self.guard.valid_steps(
-                numbers,
-                tensordict.batch_size,
-                mask,
-                type(self).__name__,
-                allowed=infinite if measures else None,
-                causes=causes,
+                numbers, tensordict.batch_size, mask, type(self).__name__, **options
             )
             mask = valid if mask is None else mask & valid
             if not valid.all():
