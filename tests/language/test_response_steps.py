@@ -1,5 +1,6 @@
 """`as_steps` on batches of TorchRL's LLM API, and where ResponseKLTransform takes them."""
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -194,6 +195,22 @@ class TestSteps:
         assert steps["action"][0][steps["collector", "mask"][0]].tolist() == [7, 8, 0, 9]
         assert steps["action"][1].tolist() == [7, 8, 7, 9, 3]
         assert steps["position"][0, :4].tolist() == [1, 2, 3, 4]
+
+    @pytest.mark.parametrize(("padding", "pad_token"), [(0, None), (3, None), (0, 4)])
+    def test_padding_that_counts_as_text_is_warned_of(self, padding, pad_token):
+        """As where neither the model's configuration nor the batch tells the padding."""
+        full = torch.tensor([[5, 6, 7, 3, *[padding] * 2], [5, 6, 7, 8, 3, padding], [5] * 5 + [3]])
+        tokens = TensorDict(full=full, prompt=full[:, :2], batch_size=3)
+        batch = TensorDict(tokens=tokens, batch_size=3)
+        with pytest.warns(UserWarning, match=f"looks like padding.*`pad_token={padding}`, or"):
+            as_steps(batch, pad_token=pad_token, eos_token=[3, 9])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            as_steps(batch, pad_token=padding, eos_token=3)
+            as_steps(batch[2:], pad_token=None, eos_token=3)
+            as_steps(batch, pad_token=None)  # without end tokens
+            batch["tokens", "full"][1, 5] = 7  # texts that go on, with different tokens
+            as_steps(batch, pad_token=None, eos_token=3)
 
     @pytest.mark.parametrize("length", [3, 5])
     @pytest.mark.parametrize("name", ["all_attention_mask", "all_assistant_mask"])

@@ -6,6 +6,7 @@ Axes: N responses, T tokens of a response at most, L tokens of a whole text at m
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ def as_steps(
         batch: any batch size, of N elements in all.
         pad_token: id that fills texts after the response; it may be `eos_token`. Padded batches
             that have no attention mask are padded with it, too: prompts of several tokens that
-            begin with it need a mask. None: 0, for batches with a mask.
+            begin with it need a mask. None: 0, for batches with a mask or without padding.
         eos_token: id that ends a response, or several of them, of which chat models often have two
             or more. None: all responses count as ended.
 
@@ -194,6 +195,8 @@ def read_responses(
         counted.append(counts)
         shifts.append(shift)
         starts.append(start)
+    if dense and entries[2] is None and entries[3] is None and ends:
+        _warn_of_padding(texts, starts, ends)
     if rows.get("history", None) is not None:
         shapes = zip(map(len, full), shifts, starts, strict=True)
         _check_padding(texts, [*shapes])
@@ -213,6 +216,22 @@ def _rows(batch: TensorDictBase, key: NestedKey) -> tuple[list[Tensor] | None, b
         return None, False
     value = holder.get(key[1], as_list=True)
     return (list(value.unbind(0)), True) if isinstance(value, Tensor) else (list(value), False)
+
+
+def _warn_of_padding(texts: list[Tensor], starts: list[int], ends: tuple[int, ...]) -> None:
+    """Warns if all responses that go on after their end token do so with one and the same token."""
+    after = []
+    for text, start in zip(texts, starts, strict=True):
+        response = text[start:]
+        places = torch.isin(response, response.new_tensor(ends)).nonzero()[:1, 0]
+        after += [response[place + 1 :] for place in places.tolist()]
+    rest = torch.cat(after) if after else torch.empty(0)
+    if len(rest) and (rest == rest[0]).all():
+        warnings.warn(
+            f"responses go on after their end token, with {int(rest[0])} only. It looks like "
+            f"padding, but is counted as text: pass `pad_token={int(rest[0])}`, or {ATTENDED}.",
+            stacklevel=2,
+        )
 
 
 def _check_padding(texts: list[Tensor], shapes: list[tuple[int, int, int]]) -> None:
