@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
+from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from torchrl.collectors.llm import LLMCollector
@@ -121,6 +122,12 @@ class TestSteps:
         gpt = GPT(11, 8)
         gpt.config = SimpleNamespace(pad_token_id=0, eos_token_id=token)  # type: ignore[assignment]
         assert ResponseKLTransform(gpt, COEFF).eos_token is None
+
+    def test_the_configuration_of_a_parallel_model_is_that_of_what_it_holds(self):
+        gpt = GPT(11, 8)
+        gpt.config = SimpleNamespace(pad_token_id=3, eos_token_id=[3, 4])  # type: ignore[assignment]
+        transform = ResponseKLTransform(nn.DataParallel(gpt), COEFF)
+        assert (transform.pad_token, transform.eos_token) == (3, (3, 4))
 
     @pytest.mark.parametrize("token", ["</s>", ["</s>"], 3.0])
     def test_an_end_token_is_an_id(self, token):

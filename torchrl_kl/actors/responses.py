@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_kl._tensordict import MASK_KEY, check_batch, existing_keys
@@ -108,6 +109,8 @@ def flat(batch: TensorDictBase) -> TensorDictBase:
 
 def tokens_of(model: nn.Module, name: str) -> tuple[int, ...]:
     """The token ids that a model's configuration has under a name, such as "eos_token_id"."""
+    while isinstance(model, nn.DataParallel | DistributedDataParallel):  # which hide what they hold
+        model = model.module
     for source in ("generation_config", "config"):
         found = getattr(getattr(model, source, None), name, None)
         each = found if isinstance(found, list | tuple) else [found]
