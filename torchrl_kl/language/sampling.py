@@ -5,6 +5,7 @@ Axes: N texts, P tokens of a prompt, T tokens of a response at most, L = P + T.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -101,10 +102,27 @@ def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Te
             f"one token, got shapes {shapes}."
         )
     if isinstance(prompts, Tensor):
+        _warn_of_padding(prompts, pad_token)
         return prompts.long(), torch.full_like(prompts[:, 0], prompts.shape[1]).long()
     lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
     padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token)
     return padded.long(), lengths
+
+
+def _warn_of_padding(prompts: Tensor, pad_token: int) -> None:
+    """Warns if pad tokens are only where padding is: on one side of at least half of the rows."""
+    pads = prompts == pad_token
+    for where, row in (("begin", pads), ("end", pads.flip(1))):
+        runs = row.int().cumprod(1).sum(1)
+        low, high = (int(value) for value in runs.aminmax())
+        padded = 2 * (runs > low).sum() >= len(runs) and runs.sum() == pads.sum()
+        if high > max(low, 1) and padded:
+            warnings.warn(
+                f"`prompts` seem to be padded, since rows {where} with {low} to {high} tokens "
+                f"`pad_token` = {pad_token}, which the model reads as text: pass a list of prompts "
+                "without padding.",
+                stacklevel=4,
+            )
 
 
 def _check_counts(**counts: int) -> None:
