@@ -203,6 +203,16 @@ class TestSteps:
         assert steps["action"][1].tolist() == [7, 8, 7, 9, 3]
         assert steps["position"][0, :4].tolist() == [1, 2, 3, 4]
 
+    @pytest.mark.parametrize("with_mask", [True, False])
+    def test_prompts_padded_on_the_right_are_refused(self, with_mask):
+        full = torch.tensor([[5, 6, 0, 0, 7, 8], [5, 6, 7, 8, 9, 0]])
+        batch = TensorDict(tokens={"full": full, "prompt": full[:, :4]}, batch_size=2)
+        if with_mask:
+            batch["masks"] = TensorDict(all_attention_mask=full != 0, batch_size=2)
+        with pytest.raises(ValueError, match="on the left, but that of element 0 ends with paddi"):
+            as_steps(batch, pad_token=0)
+        as_steps(batch[1:], pad_token=0)
+
     @pytest.mark.parametrize(("padding", "pad_token"), [(0, None), (3, None), (0, 4)])
     def test_padding_that_counts_as_text_is_warned_of(self, padding, pad_token):
         """As where neither the model's configuration nor the batch tells the padding."""

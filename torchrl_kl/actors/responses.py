@@ -185,10 +185,18 @@ def read_responses(
                     f"{key} must have one entry per token of {FULL}, got {len(mask)} for the "
                     f"{len(row)} tokens of element {i}: pad both alike, or neither."
                 )
-        if attended is None and dense and pad_token is not None:
+        told, n_prompt = attended is not None, 0 if prompt is None else len(prompt)
+        if not told and dense and pad_token is not None:
             attended = row != pad_token
-            if prompt is not None and 0 < len(prompt) <= len(row):  # not of padding only
-                attended[len(prompt) - 1] = True
+        if attended is not None and 0 < n_prompt <= len(row):
+            seen = attended[:n_prompt].bool()
+            if seen.any() and not seen[-2:].any():
+                raise ValueError(
+                    f"{PROMPT} must be padded on the left, but that of element {i} ends with "
+                    "padding, after which the response begins: pad it there, or leave it unpadded."
+                )
+            if not told:  # not of padding only
+                attended[n_prompt - 1] = True
         text, start, shift = _read_text(i, row, prompt, response, attended, ends)
         counts = torch.arange(len(text), device=text.device) >= max(start, 1)
         if assistant is not None:
