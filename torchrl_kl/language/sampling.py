@@ -20,7 +20,7 @@ from torchrl_kl.functional.numbers import check_integers, working_dtype
 from torchrl_kl.language.bare import bare
 from torchrl_kl.language.cache import KeyValueCache
 from torchrl_kl.language.distribution import draw
-from torchrl_kl.language.heads import CausalLMActor, LogitsReader
+from torchrl_kl.language.heads import CausalLMActor, CausalLMRewardModel, LogitsReader
 from torchrl_kl.language.trial import may_cache
 
 
@@ -58,7 +58,7 @@ def sample_responses(
         max_new_tokens: T, at least 1.
         pad_token: id that fills texts after the response; it may be `eos_token`.
         eos_token: id that ends a response and belongs to it; or several. None: all have T tokens.
-        reward_fn: maps whole texts (N, L) to rewards (N,). None: rewards are 0.
+        reward_fn: maps whole texts (N, L), padded after responses, to rewards (N,). None: 0.
         generator: of the samples.
         return_logits: whether to record the logits, for `estimator="exact"`.
         chunk_size: how many texts are sampled together; keys and values are kept for so many.
@@ -84,7 +84,7 @@ def sample_responses(
     parts = zip(*(x.split(chunk_size) for x in (texts, *spans, log_probs)), strict=True)
     write = partial(_write, reader, ends, pad_token, generator, return_logits)
     logits = [write(*part) for part in parts]
-    return _batch(actor, texts, *spans, ends, log_probs, logits, _rewards(reward_fn, texts))
+    return _batch(actor, texts, *spans, ends, log_probs, logits, reward_fn)
 
 
 def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Tensor]:
@@ -216,10 +216,12 @@ def _write(
     return F.pad(torch.stack(logits, 1), (0, 0, 0, log_probs.shape[1] - len(logits)))
 
 
-def _rewards(reward_fn: Callable[[Tensor], Tensor] | None, texts: Tensor) -> Tensor:
-    """Rewards of whole texts: (N, L) -> (N,)."""
+def _rewards(reward_fn: Callable[[Tensor], Tensor] | None, texts: Tensor, end: Tensor) -> Tensor:
+    """Rewards of whole texts (N, L), which end before `end` (N,): (N,)."""
     if reward_fn is None:
         return torch.zeros(len(texts), device=texts.device)
+    if isinstance(reward_fn, CausalLMRewardModel):  # scores a text at its end, not after padding
+        reward_fn = partial(reward_fn.module, position=end)
     rewards = reward_fn(texts.clone())  # which it may edit
     if not isinstance(rewards, Tensor) or rewards.shape != texts.shape[:1]:
         got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
@@ -235,10 +237,10 @@ def _batch(
     ends: tuple[int, ...],
     log_probs: Tensor,
     logits: list[Any],
-    rewards: Tensor,
+    reward_fn: Callable[[Tensor], Tensor] | None,
 ) -> TensorDict:
     """The layout (N, T) of texts whose responses are the tokens from `start` to `end`."""
-    shape = log_probs.shape
+    shape, rewards = log_probs.shape, _rewards(reward_fn, texts, end)
     position = start[:, None] + torch.arange(shape[1], device=texts.device)
     tokens = texts[:, None].expand(*shape, -1)
     done = (position == end[:, None] - 1).unsqueeze(-1)
