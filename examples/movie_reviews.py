@@ -86,7 +86,8 @@ def prepare_language_model(options: Options) -> dict:
     length = options.prompt_tokens + options.response_tokens
     if options.model:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
-        model: Any = AutoModelForCausalLM.from_pretrained(options.model)
+        # Small updates of weights in half precision, in which it may be saved, are rounded away.
+        model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     else:
         tokenizer = make_tokenizer(options.out / "tokenizer", texts, options.vocab_size)
         model = make_language_model(len(tokenizer), options.layers, options.width, length)

@@ -286,13 +286,18 @@ class TestCriticsAndRewardModels:
         for text, n, score in zip(texts, position.tolist(), got, strict=True):
             ended = torch.cat([text[:n], torch.tensor([10])])[None]
             assert_close(score, model(ended).logits[0, -1, 0], atol=2e-5, rtol=0.0)
-        # As the reward of sampled responses, each at its last token.
-        actor = make_actor("llama")
-        batch = sample_responses(
-            actor, texts[:, :4], 5, pad_token=0, reward_fn=CausalLMRewardModel(model, end_token=10)
-        )
-        scores = CausalLMRewardModel(model, end_token=10)(batch["tokens"][:, 0])
-        assert_close(batch["next", "reward"].sum((1, 2)), scores.detach())
+        # As the reward of sampled responses, each where it ends, and not after its padding.
+        prompts = [text[:n] for text, n in zip(texts, (4, 2, 1), strict=True)]
+        scorer = CausalLMRewardModel(model, end_token=10)
+        for eos_token in (None, range(5)):
+            batch = sample_responses(
+                *(make_actor("llama"), prompts, 5),
+                **{"pad_token": 0, "eos_token": eos_token, "reward_fn": scorer},
+            )
+            for row, reward in zip(batch, batch["next", "reward"].sum((1, 2)), strict=True):
+                n_tokens = row["position"][0] + row["collector", "mask"].sum()
+                text = row["tokens"][0, : int(n_tokens)]
+                assert_close(reward, scorer(text[None])[0].detach(), atol=2e-5, rtol=0.0)
 
     @pytest.mark.parametrize("kind", ["gpt", "llama"])
     def test_reward_models_of_no_texts_and_of_empty_ones(self, kind):

@@ -1,10 +1,13 @@
 """`as_steps` on batches of TorchRL's LLM API, and where ResponseKLTransform takes them."""
 
+import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
+from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from torchrl.collectors.llm import LLMCollector
@@ -121,6 +124,11 @@ class TestSteps:
         gpt.config = SimpleNamespace(pad_token_id=0, eos_token_id=token)  # type: ignore[assignment]
         assert ResponseKLTransform(gpt, COEFF).eos_token is None
 
+    def test_the_configuration_of_a_parallel_model_is_that_of_what_it_holds(self):
+        gpt = GPT(11, 8)
+        gpt.config = SimpleNamespace(pad_token_id=3, eos_token_id=[3, 4])  # type: ignore[assignment]
+        assert ResponseKLTransform(nn.DataParallel(gpt), COEFF).eos_token == (3, 4)
+
     @pytest.mark.parametrize("token", ["</s>", ["</s>"], 3.0])
     def test_an_end_token_is_an_id(self, token):
         full = torch.tensor([[5, 6, 7, 4, 3, 3]])
@@ -194,6 +202,32 @@ class TestSteps:
         assert steps["action"][0][steps["collector", "mask"][0]].tolist() == [7, 8, 0, 9]
         assert steps["action"][1].tolist() == [7, 8, 7, 9, 3]
         assert steps["position"][0, :4].tolist() == [1, 2, 3, 4]
+
+    @pytest.mark.parametrize("with_mask", [True, False])
+    def test_prompts_padded_on_the_right_are_refused(self, with_mask):
+        full = torch.tensor([[5, 6, 0, 0, 7, 8], [5, 6, 7, 8, 9, 0]])
+        batch = TensorDict(tokens={"full": full, "prompt": full[:, :4]}, batch_size=2)
+        if with_mask:
+            batch["masks"] = TensorDict(all_attention_mask=full != 0, batch_size=2)
+        with pytest.raises(ValueError, match="on the left, but that of element 0 ends with paddi"):
+            as_steps(batch, pad_token=0)
+
+    @pytest.mark.parametrize(("padding", "pad_token"), [(0, None), (3, None), (0, 4)])
+    def test_padding_that_counts_as_text_is_warned_of(self, padding, pad_token):
+        """As where neither the model's configuration nor the batch tells the padding."""
+        full = torch.tensor([[5, 6, 7, 3, *[padding] * 2], [5, 6, 7, 8, 3, padding], [5] * 5 + [3]])
+        tokens = TensorDict(full=full, prompt=full[:, :2], batch_size=3)
+        batch = TensorDict(tokens=tokens, batch_size=3)
+        unpadded: Any = batch[2:]
+        with pytest.warns(UserWarning, match=f"looks like padding.*`pad_token={padding}`, or"):
+            as_steps(batch, pad_token=pad_token, eos_token=[3, 9])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            as_steps(batch, pad_token=padding, eos_token=3)
+            as_steps(unpadded, pad_token=None, eos_token=3)
+            as_steps(batch, pad_token=None)  # without end tokens
+            batch["tokens", "full"][1, 5] = 7  # texts that go on, with different tokens
+            as_steps(batch, pad_token=None, eos_token=3)
 
     @pytest.mark.parametrize("length", [3, 5])
     @pytest.mark.parametrize("name", ["all_attention_mask", "all_assistant_mask"])

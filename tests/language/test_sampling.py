@@ -1,6 +1,7 @@
 """sample_responses: the layout, the numbers, and wrong arguments."""
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -285,6 +286,28 @@ class TestErrors:
         kwargs = {"max_new_tokens": 4, "pad_token": PAD, **kwargs}
         with pytest.raises(error, match=text):
             sample_responses(make_actor("gpt"), prompts, **kwargs)
+
+    @pytest.mark.parametrize("side", ["begin", "end"])
+    @pytest.mark.parametrize("first", [0, 1])  # of each row, the token before all texts
+    def test_padded_prompts_are_warned_of(self, side, first):
+        numbers = [first, first + 2, first + 1]
+        rows = [[PAD] * n + [5] * (7 - n) for n in numbers]
+        prompts = torch.tensor(rows if side == "begin" else [row[::-1] for row in rows])
+        with pytest.warns(UserWarning, match=rf"rows {side} with {first} to {first + 2} tokens `"):
+            sample_responses(make_actor("gpt"), prompts, 2, pad_token=PAD)
+
+    @pytest.mark.parametrize(
+        "prompts",
+        [
+            [[PAD, 5, 6, 7], [PAD, 6, 7, 5]],  # a token before each text
+            [[5, 6, 7, PAD], [5, 6, 7, 8]],  # the last token of one
+            [[PAD, PAD, 5, 6], [5, PAD, 6, 7]],  # also within
+        ],
+    )
+    def test_prompts_with_the_pad_token(self, prompts):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sample_responses(make_actor("gpt"), torch.tensor(prompts), 2, pad_token=PAD)
 
     def test_bad_actors(self):
         with pytest.raises(TypeError, match="`actor` must be a CausalLMActor, got GPT"):

@@ -1,5 +1,6 @@
 """Who takes the batches of sample_responses: stacks, losses, buffers, the monitor."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from torchrl.data import (
 from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.gpt_helpers import sharp
 from tests.language.models import (
+    SIZES,
     VOCAB,
     Passes,
     T,
@@ -30,7 +34,14 @@ from tests.language.models import (
     scored,
     true_logits,
 )
-from torchrl_kl import ConstantKLController, KLConstrainedTransform, KLMonitor, KLPenaltyLoss
+from torchrl_kl import (
+    CausalLMActor,
+    ConstantKLController,
+    FrozenActor,
+    KLConstrainedTransform,
+    KLMonitor,
+    KLPenaltyLoss,
+)
 
 
 class TestWhoTakesIt:
@@ -136,8 +147,6 @@ def rows(*passes: Passes) -> int:
 
 def test_a_reference_in_bfloat16():
     """It differs from that in float32 by rounding: 8 bits of logits of at most 8."""
-    from torchrl_kl import FrozenActor
-
     actor = make_actor("llama")
     batch = sample(actor)
     exact, half = FrozenActor(actor), FrozenActor(actor).to(torch.bfloat16)
@@ -150,6 +159,25 @@ def test_a_reference_in_bfloat16():
     size = true_logits(make_model("llama"), batch["tokens"], batch["position"]).abs().max().item()
     # Each of about 20 roundings moves a logit by at most 2**-9 of its size.
     assert 1e-4 < difference.max() < 2 * 20 * size * 2**-9
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_cast_leaves_the_frequencies_of_rotary_positions(dtype):
+    """Rounded ones would rotate by other angles, the more so the longer the text is."""
+    config = LlamaConfig(**{**SIZES, "max_position_embeddings": 512})
+    actor = CausalLMActor(sharp(LlamaForCausalLM(config)).eval())
+    tokens, position = torch.randint(VOCAB, (2, 512)), torch.tensor([400, 512])
+    state = TensorDict(tokens=tokens, position=position, batch_size=2)
+    expected = copy.deepcopy(actor)
+    for weight in expected.parameters():
+        weight.data = weight.data.to(dtype)
+    half = FrozenActor(actor).to(dtype)
+    got: Any = half.get_dist(state, timed=False)
+    assert got.logits.equal(expected.get_dist(state).logits)
+    # Back again, they are what they were.
+    frequencies = {name: b for name, b in half.float().named_buffers() if "inv_freq" in name}
+    for name, buffer in actor.named_buffers():
+        assert frequencies[f"actor.{name}"].equal(buffer)
 
 
 def test_empty_batches_are_scored():

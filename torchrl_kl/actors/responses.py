@@ -6,12 +6,14 @@ Axes: N responses, T tokens of a response at most, L tokens of a whole text at m
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_kl._tensordict import MASK_KEY, check_batch, existing_keys
@@ -56,7 +58,7 @@ def as_steps(
         batch: any batch size, of N elements in all.
         pad_token: id that fills texts after the response; it may be `eos_token`. Padded batches
             that have no attention mask are padded with it, too: prompts of several tokens that
-            begin with it need a mask. None: 0, for batches with a mask.
+            begin with it need a mask. None: 0, for batches with a mask or without padding.
         eos_token: id that ends a response, or several of them, of which chat models often have two
             or more. None: all responses count as ended.
 
@@ -107,6 +109,8 @@ def flat(batch: TensorDictBase) -> TensorDictBase:
 
 def tokens_of(model: nn.Module, name: str) -> tuple[int, ...]:
     """The token ids that a model's configuration has under a name, such as "eos_token_id"."""
+    while isinstance(model, nn.DataParallel | DistributedDataParallel):  # which hide what they hold
+        model = model.module
     for source in ("generation_config", "config"):
         found = getattr(getattr(model, source, None), name, None)
         each = found if isinstance(found, list | tuple) else [found]
@@ -181,10 +185,18 @@ def read_responses(
                     f"{key} must have one entry per token of {FULL}, got {len(mask)} for the "
                     f"{len(row)} tokens of element {i}: pad both alike, or neither."
                 )
-        if attended is None and dense and pad_token is not None:
+        told, n_prompt = attended is not None, 0 if prompt is None else len(prompt)
+        if not told and dense and pad_token is not None:
             attended = row != pad_token
-            if prompt is not None and 0 < len(prompt) <= len(row):  # not of padding only
-                attended[len(prompt) - 1] = True
+        if attended is not None and 0 < n_prompt <= len(row):
+            seen = attended[:n_prompt].bool()
+            if seen.any() and not seen[-2:].any():
+                raise ValueError(
+                    f"{PROMPT} must be padded on the left, but that of element {i} ends with "
+                    "padding, after which the response begins: pad it there, or leave it unpadded."
+                )
+            if not told:  # not of padding only
+                attended[n_prompt - 1] = True
         text, start, shift = _read_text(i, row, prompt, response, attended, ends)
         counts = torch.arange(len(text), device=text.device) >= max(start, 1)
         if assistant is not None:
@@ -194,6 +206,8 @@ def read_responses(
         counted.append(counts)
         shifts.append(shift)
         starts.append(start)
+    if dense and entries[2] is None and entries[3] is None and ends:
+        _warn_of_padding(texts, starts, ends)
     if rows.get("history", None) is not None:
         shapes = zip(map(len, full), shifts, starts, strict=True)
         _check_padding(texts, [*shapes])
@@ -213,6 +227,22 @@ def _rows(batch: TensorDictBase, key: NestedKey) -> tuple[list[Tensor] | None, b
         return None, False
     value = holder.get(key[1], as_list=True)
     return (list(value.unbind(0)), True) if isinstance(value, Tensor) else (list(value), False)
+
+
+def _warn_of_padding(texts: list[Tensor], starts: list[int], ends: tuple[int, ...]) -> None:
+    """Warns if all responses that go on after their end token do so with one and the same token."""
+    after = []
+    for text, start in zip(texts, starts, strict=True):
+        response = text[start:]
+        places = torch.isin(response, response.new_tensor(ends)).nonzero()[:1, 0]
+        after += [response[place + 1 :] for place in places.tolist()]
+    rest = torch.cat(after) if after else torch.empty(0)
+    if len(rest) and (rest == rest[0]).all():
+        warnings.warn(
+            f"responses go on after their end token, with {int(rest[0])} only. It looks like "
+            f"padding, but is counted as text: pass `pad_token={int(rest[0])}`, or {ATTENDED}.",
+            stacklevel=2,
+        )
 
 
 def _check_padding(texts: list[Tensor], shapes: list[tuple[int, int, int]]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,20 @@ class CausalLM(nn.Module):
         self.max_tokens: int | None = limit if limit is None or limit > 0 else None
         # Up to how many slots attention is faster if those of a cache come first in memory.
         self.slots_first: int = getattr(inner, "slots_first", 16)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CausalLM:
+        # In half precision, far positions would be rotated by other angles: Hugging Face's
+        # `from_pretrained(dtype=...)` does not round these frequencies either.
+        exact = [
+            (module._buffers, name, value)
+            for module in self.modules()
+            for name, value in module._buffers.items()
+            if value is not None and name.endswith("inv_freq")
+        ]
+        super()._apply(fn, recurse)
+        for buffers, name, value in exact:
+            buffers[name] = value.to(cast(Tensor, buffers[name]).device)
+        return self
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, **options: Any) -> Tensor:
         """Outputs at the positions `keep` (K,), or at all: (N, K, n_out), at least float32.

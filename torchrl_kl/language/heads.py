@@ -270,7 +270,8 @@ def _check_ends(position: Tensor, tokens: Tensor) -> Tensor:
 class CausalLMRewardModel(TensorDictModule):
     """A causal language model that scores whole texts: its output at an end token after the text.
 
-    Call it with a tensordict, or with tokens as the `reward_fn` of an env.
+    Call it with a tensordict, or with tokens as the `reward_fn` of an env; as that of
+    sample_responses it scores each text where its response ends.
 
     Args:
         model: has one output per position, as for CausalLMCritic, and reads at least L + 1 tokens.

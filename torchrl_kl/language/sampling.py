@@ -5,6 +5,7 @@ Axes: N texts, P tokens of a prompt, T tokens of a response at most, L = P + T.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torchrl_kl.functional.numbers import check_integers, working_dtype
 from torchrl_kl.language.bare import bare
 from torchrl_kl.language.cache import KeyValueCache
 from torchrl_kl.language.distribution import draw
-from torchrl_kl.language.heads import CausalLMActor, LogitsReader
+from torchrl_kl.language.heads import CausalLMActor, CausalLMRewardModel, LogitsReader
 from torchrl_kl.language.trial import may_cache
 
 
@@ -57,7 +58,7 @@ def sample_responses(
         max_new_tokens: T, at least 1.
         pad_token: id that fills texts after the response; it may be `eos_token`.
         eos_token: id that ends a response and belongs to it; or several. None: all have T tokens.
-        reward_fn: maps whole texts (N, L) to rewards (N,). None: rewards are 0.
+        reward_fn: maps whole texts (N, L), padded after responses, to rewards (N,). None: 0.
         generator: of the samples.
         return_logits: whether to record the logits, for `estimator="exact"`.
         chunk_size: how many texts are sampled together; keys and values are kept for so many.
@@ -83,7 +84,7 @@ def sample_responses(
     parts = zip(*(x.split(chunk_size) for x in (texts, *spans, log_probs)), strict=True)
     write = partial(_write, reader, ends, pad_token, generator, return_logits)
     logits = [write(*part) for part in parts]
-    return _batch(actor, texts, *spans, ends, log_probs, logits, _rewards(reward_fn, texts))
+    return _batch(actor, texts, *spans, ends, log_probs, logits, reward_fn)
 
 
 def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Tensor]:
@@ -101,10 +102,27 @@ def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Te
             f"one token, got shapes {shapes}."
         )
     if isinstance(prompts, Tensor):
+        _warn_of_padding(prompts, pad_token)
         return prompts.long(), torch.full_like(prompts[:, 0], prompts.shape[1]).long()
     lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
     padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token)
     return padded.long(), lengths
+
+
+def _warn_of_padding(prompts: Tensor, pad_token: int) -> None:
+    """Warns if pad tokens are only where padding is: on one side of at least half of the rows."""
+    pads = prompts == pad_token
+    for where, row in (("begin", pads), ("end", pads.flip(1))):
+        runs = row.int().cumprod(1).sum(1)
+        low, high = (int(value) for value in runs.aminmax())
+        padded = 2 * (runs > low).sum() >= len(runs) and runs.sum() == pads.sum()
+        if high > max(low, 1) and padded:
+            warnings.warn(
+                f"`prompts` seem to be padded, since rows {where} with {low} to {high} tokens "
+                f"`pad_token` = {pad_token}, which the model reads as text: pass a list of prompts "
+                "without padding.",
+                stacklevel=4,
+            )
 
 
 def _check_counts(**counts: int) -> None:
@@ -198,10 +216,12 @@ def _write(
     return F.pad(torch.stack(logits, 1), (0, 0, 0, log_probs.shape[1] - len(logits)))
 
 
-def _rewards(reward_fn: Callable[[Tensor], Tensor] | None, texts: Tensor) -> Tensor:
-    """Rewards of whole texts: (N, L) -> (N,)."""
+def _rewards(reward_fn: Callable[[Tensor], Tensor] | None, texts: Tensor, end: Tensor) -> Tensor:
+    """Rewards of whole texts (N, L), which end before `end` (N,): (N,)."""
     if reward_fn is None:
         return torch.zeros(len(texts), device=texts.device)
+    if isinstance(reward_fn, CausalLMRewardModel):  # scores a text at its end, not after padding
+        reward_fn = partial(reward_fn.module, position=end)
     rewards = reward_fn(texts.clone())  # which it may edit
     if not isinstance(rewards, Tensor) or rewards.shape != texts.shape[:1]:
         got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
@@ -217,10 +237,10 @@ def _batch(
     ends: tuple[int, ...],
     log_probs: Tensor,
     logits: list[Any],
-    rewards: Tensor,
+    reward_fn: Callable[[Tensor], Tensor] | None,
 ) -> TensorDict:
     """The layout (N, T) of texts whose responses are the tokens from `start` to `end`."""
-    shape = log_probs.shape
+    shape, rewards = log_probs.shape, _rewards(reward_fn, texts, end)
     position = start[:, None] + torch.arange(shape[1], device=texts.device)
     tokens = texts[:, None].expand(*shape, -1)
     done = (position == end[:, None] - 1).unsqueeze(-1)
