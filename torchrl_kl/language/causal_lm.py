@@ -59,7 +59,7 @@ class CausalLM(nn.Module):
             (module._buffers, name, value)
             for module in self.modules()
             for name, value in module._buffers.items()
-            if value is not None and name.endswith("inv_freq")
+            if value is not None and not value.is_meta and name.endswith("inv_freq")
         ]
         super()._apply(fn, recurse)
         for buffers, name, value in exact:
