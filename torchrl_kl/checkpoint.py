@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +49,10 @@ class RunCheckpoint(Checkpoint):
 
     You may rely on: whenever the process is killed, even while it saves, and wherever the disk is
     full, the file has the older checkpoint or the new one, as a whole. A file that was changed or
-    cut off is refused before any component changes, without reading more than its size. Files
-    that a killed process left are removed by the next `save` to the folder, so only one process
-    may save there. You may not rely on the components after another error of `load`: build them
-    anew.
+    cut off is refused before any component changes, without reading more than its size. Several
+    processes may save to one folder, under different names. What a killed one left there is removed
+    by the next `save` under its name, and after an hour by any. You may not rely on the components
+    after another error of `load`: build them anew.
 
     Args:
         components: objects with `state_dict` and `load_state_dict`, generators, tensors,
@@ -97,10 +99,8 @@ class RunCheckpoint(Checkpoint):
         if format not in (None, "archive"):
             raise ValueError(f"`format` must be 'archive', which has checksums, got {format!r}.")
         path = Path(path).expanduser().absolute()
-        for left in path.parent.glob(".*"):
-            if UNFINISHED.fullmatch(left.name):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
         part = path.with_name(f".{path.name}.part")
+        _remove_left(path.parent, own=f".{part.name}.")
         try:
             super().save(part, **options)
             _sync(part)
@@ -123,6 +123,16 @@ class RunCheckpoint(Checkpoint):
                 f"`path` {path} is damaged ({type(error).__name__}: {error}): remove it, to resume "
                 "from the checkpoint before it."
             ) from error
+
+
+def _remove_left(folder: Path, own: str) -> None:
+    """Removes what killed processes left: names that begin with `own`, and others after an hour."""
+    for left in folder.glob(".*"):
+        if not UNFINISHED.fullmatch(left.name):
+            continue
+        with suppress(FileNotFoundError):  # another process has just finished or removed it
+            if left.name.startswith(own) or time.time() - left.stat().st_mtime > 3600:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def _check_archive(path: Path) -> None:

@@ -2,8 +2,10 @@
 
 import copy
 import json
+import os
 import random
 import re
+import time
 import zipfile
 from collections import Counter
 from hashlib import sha256
@@ -378,10 +380,14 @@ class TestStates:
             RunCheckpoint(state={"a": tensor}).save(tmp_path / "run")
 
     def test_left_files_of_killed_processes_are_removed(self, tmp_path):
-        name = ".checkpoint-000000000003.torchrl.{}-" + 32 * "0"
-        (tmp_path / name.format("stage") / "components").mkdir(parents=True)
-        for kind in ("archive", "backup", "delete"):
-            (tmp_path / name.format(kind)).touch()
+        """Of the same name at once, of others when they are old: another process may write them."""
+        now = time.time()
+        for name, at in (("..run.part", now), (".old", now - 4000), (".new", now)):
+            for kind in ("stage", "archive", "backup", "delete"):
+                file = tmp_path / f"{name}.{kind}-{32 * '0'}"
+                (file / "components").mkdir(parents=True) if kind == "stage" else file.touch()
+                os.utime(file, (at, at))
         (tmp_path / ".other").touch()
         RunCheckpoint(model=new_gpt()).save(tmp_path / "run")
-        assert sorted(file.name for file in tmp_path.iterdir()) == [".other", "run"]
+        left = [file.name.split("-")[0] for file in sorted(tmp_path.iterdir())]
+        assert left == [".new.archive", ".new.backup", ".new.delete", ".new.stage", ".other", "run"]

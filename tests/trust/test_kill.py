@@ -1,4 +1,4 @@
-"""Full disks, read-only folders and killed processes: the last good file is kept."""
+"""Full disks, read-only folders, killed processes, several at once: the last good file is kept."""
 
 import multiprocessing
 import os
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 from torchrl.checkpoint import CheckpointRotation
 
 from tests.trust import runs
@@ -118,6 +119,16 @@ class TestKilledSave:
             assert same_model(found, new_gpt(0)) or same_model(found, new_gpt(1))
         assert killed_at > 8
         assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+    def test_two_runs_save_to_one_folder_at_the_same_time(self, tmp_path):
+        class Slow(nn.Module):
+            def state_dict(self, *args, **kwargs):  # meanwhile another process saves
+                RunCheckpoint(model=new_gpt(1)).save(tmp_path / "seed-1")
+                return super().state_dict(*args, **kwargs)
+
+        RunCheckpoint(model=new_gpt(0), slow=Slow()).save(tmp_path / "seed-0")
+        RunCheckpoint(model=(found := new_gpt(2)), slow=nn.Module()).load(tmp_path / "seed-0")
+        assert same_model(found, new_gpt(0))
 
 
 def killed_in(monkeypatch, n_calls: int, function: Any, *args: Any) -> bool:

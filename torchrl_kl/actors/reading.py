@@ -40,7 +40,9 @@ def check_actor(actor: nn.Module) -> None:
     if not (isinstance(actor, nn.Module) and has_dist):
         raise TypeError(
             "`actor` must be a probabilistic actor (with `get_dist` and `log_prob`), got "
-            f"{type(actor).__name__}: wrap the network in torchrl.modules.ProbabilisticActor."
+            f"{type(actor).__name__}: wrap a network in torchrl.modules.ProbabilisticActor, or a "
+            "language model in CausalLMActor; of an operator with a critic, pass "
+            "`get_policy_operator()`."
         )
     entries = (*actor.named_parameters(), *actor.named_buffers())
     lazy = [name for name, entry in entries if nn.parameter.is_lazy(entry)]

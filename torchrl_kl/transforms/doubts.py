@@ -77,11 +77,19 @@ def random_steps(
 class FirstSteps:
     """What the first steps show: weights loaded too late, actions changed after they were drawn."""
 
-    def __init__(self, policy: nn.Module, recorded: LogProbKeys, *, copied: bool):
+    def __init__(
+        self,
+        policy: nn.Module,
+        recorded: LogProbKeys,
+        *,
+        copied: bool,
+        state_keys: Sequence[NestedKey] = (),
+    ):
         # Not the policy itself: it must not be saved, moved or copied with a transform.
         self._policy: Any = weakref.ref(policy)
         self.copied = copied  # whether the reference is a copy of it, so that the KL begins at 0
-        self._recorded = recorded
+        self._recorded, self._state_keys = recorded, state_keys
+        self._forgets = False  # whether the data lacks the state of a recurrent policy
         self._dist_module: Any = None  # builds the distribution from what the policy recorded
         # It may change, such as a temperature that is learned: it is the policy's, not a copy.
         kind = type(getattr(policy, "_orig_mod", policy))  # within torch.compile
@@ -90,7 +98,7 @@ class FirstSteps:
         if in_sequence and not own_methods(policy, ("forward", "log_prob", *DIST_METHODS)):
             with contextlib.suppress(ValueError):  # several distributions
                 self._dist_module = Borrowed(dist_module_of(policy))
-        self._k1, self._count = 0.0, 0
+        self._k1, self._size, self._count = 0.0, 0.0, 0
         self._gap, self._draws = 0.0, 0
 
     def __deepcopy__(self, memo: dict) -> FirstSteps:
@@ -108,8 +116,9 @@ class FirstSteps:
         """Compares recorded log-probs with those of the recorded actions, in some steps (*B).
 
         `mask`: True where a step counts, (*B). Nothing is compared where the policy did not record
-        the parameters of its distribution.
+        the parameters of its distribution. Also notes whether the policy's state is missing.
         """
+        self._forgets |= any(tensordict.get(key, None) is None for key in self._state_keys)
         if self._dist_module is None:
             return
         module, shape = self._dist_module.held, tensordict.batch_size
@@ -137,10 +146,12 @@ class FirstSteps:
     def add(self, k1: Tensor, reference: nn.Module, *, whole_batch: bool) -> str | None:
         """Adds the k1 of some steps, (N,); "" if there is no doubt, None if more are needed."""
         self._k1 += float(k1.detach().sum())
+        self._size += float(k1.detach().abs().sum())
         self._count += k1.numel()
         if not self._count or (self._count < _FIRST_STEPS and not whole_batch):
             return None
-        gap, mean = self._gap / max(self._draws, 1), self._k1 / self._count
+        gap = self._gap / max(self._draws, 1)
+        mean, size = self._k1 / self._count, self._size / self._count
         if gap > _GAP:
             return (
                 f"in the first {self._draws} steps the log-probs that the policy recorded differ "
@@ -150,16 +161,24 @@ class FirstSteps:
                 "them (another temperature or mask)? The KL is off by up to as much."
             )
         policy: nn.Module | None = self._policy and self._policy()
-        if policy is None or not self.copied or not mean > _HUGE:
+        if policy is None or not self.copied or not size > _GAP:
             return ""
+        first = f"the first {self._count} steps have a KL of {mean:.2g} nats per step, although "
         if _same_weights(policy, reference):
-            return ""
-        return (
-            f"the first {self._count} steps have a KL of {mean:.2g} nats per step, although the "
-            "reference is a copy of the policy: the policy's weights have changed since it was "
-            "copied. Load weights into the policy before building the KL transform. If you mean "
-            "the KL to the old weights, say so with `reference=`."
-        )
+            return first + _FORGETS if self._forgets else ""
+        return first + _OLD_WEIGHTS if mean > _HUGE else ""
+
+
+_FORGETS = (
+    "policy and reference have the same weights, and the data lacks the recurrent state of the "
+    "policy. In an env without a place for it, TorchRL's recurrent modules begin anew at each "
+    "step: add `make_tensordict_primer()` of the module to the env's transforms."
+)
+_OLD_WEIGHTS = (
+    "the reference is a copy of the policy: the policy's weights have changed since it was "
+    "copied. Load weights into the policy before building the KL transform. If you mean the KL to "
+    "the old weights, say so with `reference=`."
+)
 
 
 def _same_weights(policy: nn.Module, reference: nn.Module) -> bool:

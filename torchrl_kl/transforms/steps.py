@@ -182,7 +182,8 @@ class ScoringTransform(KLTransform):
 
     def watch_first(self, policy: nn.Module, *, copied: bool) -> None:
         """Warns once if the first steps are not what `policy`, perhaps `copied` before, drew."""
-        self._first = FirstSteps(policy, self.reference.recorded, copied=copied)
+        states = self.reference.state_keys
+        self._first = FirstSteps(policy, self.reference.recorded, copied=copied, state_keys=states)
         self.register_load_state_dict_post_hook(_expect_any)  # a run that goes on
 
     def look_at_first(self, step: KLStep, batch: TensorDictBase | None = None) -> None:
