@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torchrl
-from torchrl.checkpoint import Checkpoint, CheckpointRotation
+from torchrl.checkpoint import CheckpointRotation
 from torchrl.collectors.distributed import DistributedCollector, generic
 from torchrl.envs import Compose, TransformedEnv
 from torchrl.envs.transforms import ObservationNorm, RewardScaling
@@ -56,14 +56,10 @@ def test_the_store_of_a_distributed_collector():
     assert 'b"busy"' in inspect.getsource(generic), CHANGED
 
 
-def test_the_names_of_unfinished_checkpoints():
-    source = inspect.getsource(Checkpoint.save) + inspect.getsource(CheckpointRotation)
-    source += inspect.getsource(Checkpoint)
-    for name in ("stage", "archive", "backup"):
-        assert f'f".{{destination.name}}.{name}-{{uuid.uuid4().hex}}"' in source, CHANGED
-        assert _torchrl.UNFINISHED.fullmatch(f".checkpoint-1.torchrl.{name}-{uuid.uuid4().hex}")
+def test_the_names_of_checkpoints_that_are_removed():
+    source = inspect.getsource(CheckpointRotation)
     assert 'f".{path.name}.delete-{uuid.uuid4().hex}"' in source, CHANGED
-    assert not _torchrl.UNFINISHED.fullmatch(".checkpoint-1.torchrl.part")
+    assert _torchrl.DELETED.fullmatch(f".checkpoint-1.torchrl.delete-{uuid.uuid4().hex}")
 
 
 class Store:

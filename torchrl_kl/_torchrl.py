@@ -15,8 +15,8 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_kl.functional.distributions import COLUMN_READERS
 
-# Names of what a Checkpoint or a CheckpointRotation has not finished, or not yet removed.
-UNFINISHED = re.compile(r"\..+\.(stage|archive|backup|delete)-[0-9a-f]{32}")
+# Names of what a CheckpointRotation has not yet removed.
+DELETED = re.compile(r"\..+\.delete-[0-9a-f]{32}")
 
 
 def container_of(transform: Transform) -> object:

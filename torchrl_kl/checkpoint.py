@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
+import uuid
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torchrl.checkpoint import Checkpoint, CheckpointAdapter, CheckpointError, CheckpointLoadResult
 
-from torchrl_kl._torchrl import UNFINISHED
+from torchrl_kl._torchrl import DELETED
 
 _STATE = "state.safetensors"
+_PART = re.compile(r"\.[0-9a-f]{32}\.part")  # a folder of what is not finished yet
+_NEW = 10.0  # seconds after which such a folder is locked, if its process lives
 _PLAIN = (MutableMapping, list, tuple, Tensor, bool, int, float, str, type(None))
 
 
@@ -50,9 +54,9 @@ class RunCheckpoint(Checkpoint):
     You may rely on: whenever the process is killed, even while it saves, and wherever the disk is
     full, the file has the older checkpoint or the new one, as a whole. A file that was changed or
     cut off is refused before any component changes, without reading more than its size. Several
-    processes may save to one folder, under different names. What a killed one left there is removed
-    by the next `save` under its name, and after an hour by any. You may not rely on the components
-    after another error of `load`: build them anew.
+    processes may save to one folder; under the same name, the last one's file stays. What a killed
+    one left there is removed by the next `save`, where the file system has locks. You may not rely
+    on the components after another error of `load`: build them anew.
 
     Args:
         components: objects with `state_dict` and `load_state_dict`, generators, tensors,
@@ -99,14 +103,13 @@ class RunCheckpoint(Checkpoint):
         if format not in (None, "archive"):
             raise ValueError(f"`format` must be 'archive', which has checksums, got {format!r}.")
         path = Path(path).expanduser().absolute()
-        part = path.with_name(f".{path.name}.part")
-        _remove_left(path.parent, own=f".{part.name}.")
-        try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(path.parent)
+        with _new_folder(path.parent) as folder:
+            part = folder / path.name
             super().save(part, **options)
             _sync(part)
             os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
         _sync(path.parent)
         return path
 
@@ -125,14 +128,46 @@ class RunCheckpoint(Checkpoint):
             ) from error
 
 
-def _remove_left(folder: Path, own: str) -> None:
-    """Removes what killed processes left: names that begin with `own`, and others after an hour."""
+@contextmanager
+def _new_folder(parent: Path) -> Iterator[Path]:
+    """A folder for unfinished files, which is locked until it is removed in the end."""
+    folder = parent / f".{uuid.uuid4().hex}.part"
+    folder.mkdir()
+    with _locked(folder):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
+
+def _remove_left(folder: Path) -> None:
+    """Removes what killed processes left in a folder, and nothing that a living one needs."""
     for left in folder.glob(".*"):
-        if not UNFINISHED.fullmatch(left.name):
-            continue
-        with suppress(FileNotFoundError):  # another process has just finished or removed it
-            if left.name.startswith(own) or time.time() - left.stat().st_mtime > 3600:
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        with suppress(OSError):  # another process removes it, too
+            if DELETED.fullmatch(left.name):
+                left.unlink()
+            elif _PART.fullmatch(left.name) and time.time() - left.stat().st_mtime > _NEW:
+                with _locked(left) as locked:
+                    if locked:
+                        shutil.rmtree(left)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Locks a folder; False if another process has, or where the system has no locks.
+
+    The lock goes with the process, however it ends.
+    """
+    descriptor, locked = os.open(folder, os.O_RDONLY), False
+    try:
+        with suppress(ImportError, OSError):
+            import fcntl  # which Windows lacks
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        yield locked
+    finally:
+        os.close(descriptor)
 
 
 def _check_archive(path: Path) -> None:

@@ -1,11 +1,11 @@
 """Damaged and foreign files are refused in words, and no code in them is run."""
 
 import copy
+import fcntl
 import json
 import os
 import random
 import re
-import time
 import zipfile
 from collections import Counter
 from hashlib import sha256
@@ -380,14 +380,28 @@ class TestStates:
             RunCheckpoint(state={"a": tensor}).save(tmp_path / "run")
 
     def test_left_files_of_killed_processes_are_removed(self, tmp_path):
-        """Of the same name at once, of others when they are old: another process may write them."""
-        now = time.time()
-        for name, at in (("..run.part", now), (".old", now - 4000), (".new", now)):
-            for kind in ("stage", "archive", "backup", "delete"):
-                file = tmp_path / f"{name}.{kind}-{32 * '0'}"
-                (file / "components").mkdir(parents=True) if kind == "stage" else file.touch()
-                os.utime(file, (at, at))
+        """Those of a process that goes on, which holds a lock or is about to, are not."""
+        numbers = [32 * digit for digit in "0123"]
+        for number in numbers[:2]:
+            (tmp_path / f".{number}.part" / "components").mkdir(parents=True)
+            os.utime(tmp_path / f".{number}.part", (0, 0))
+        (tmp_path / f".{numbers[3]}.part").mkdir()
+        (tmp_path / f".checkpoint-1.torchrl.delete-{numbers[2]}").touch()
         (tmp_path / ".other").touch()
+        lock = os.open(tmp_path / f".{numbers[0]}.part", os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         RunCheckpoint(model=new_gpt()).save(tmp_path / "run")
-        left = [file.name.split("-")[0] for file in sorted(tmp_path.iterdir())]
-        assert left == [".new.archive", ".new.backup", ".new.delete", ".new.stage", ".other", "run"]
+        left = sorted(file.name for file in tmp_path.iterdir())
+        assert left == [f".{numbers[0]}.part", f".{numbers[3]}.part", ".other", "run"]
+        os.close(lock)
+        RunCheckpoint(model=new_gpt()).save(tmp_path / "run")
+        left = sorted(file.name for file in tmp_path.iterdir())
+        assert left == [f".{numbers[3]}.part", ".other", "run"]
+
+    def test_without_locks_nothing_that_was_left_is_removed(self, tmp_path, monkeypatch):
+        """As on some network file systems."""
+        (tmp_path / f".{32 * '0'}.part").mkdir()
+        os.utime(tmp_path / f".{32 * '0'}.part", (0, 0))
+        monkeypatch.setattr(fcntl, "flock", lambda *args: os.truncate("", 0))  # an OSError
+        RunCheckpoint(model=new_gpt()).save(tmp_path / "run")
+        assert sorted(file.name for file in tmp_path.iterdir()) == [f".{32 * '0'}.part", "run"]

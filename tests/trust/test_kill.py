@@ -18,7 +18,7 @@ from torchrl.checkpoint import CheckpointRotation
 
 from tests.trust import runs
 from tests.trust.runs import new_gpt, same_model
-from torchrl_kl import GPT, RunCheckpoint
+from torchrl_kl import GPT, RunCheckpoint, checkpoint
 
 
 def save_bytes(folder: Path) -> dict[str, bytes]:
@@ -107,7 +107,8 @@ class TestKilledSave:
         assert killed_at > 4
 
     def test_a_checkpoint(self, tmp_path, monkeypatch):
-        """Over a file of the same name, which TorchRL moves away before it has the new one."""
+        """At each call that changes a file, over a file of the same name."""
+        monkeypatch.setattr(checkpoint, "_NEW", -1.0)  # what is left is removed at once
         path = tmp_path / "run"
         killed_at = 0
         for killed_at in range(40):
@@ -120,15 +121,17 @@ class TestKilledSave:
         assert killed_at > 8
         assert [file.name for file in tmp_path.iterdir()] == ["run"]
 
-    def test_two_runs_save_to_one_folder_at_the_same_time(self, tmp_path):
+    @pytest.mark.parametrize("other", ["seed-0", "seed-1"])
+    def test_two_runs_save_to_one_folder_at_the_same_time(self, tmp_path, other):
         class Slow(nn.Module):
             def state_dict(self, *args, **kwargs):  # meanwhile another process saves
-                RunCheckpoint(model=new_gpt(1)).save(tmp_path / "seed-1")
+                RunCheckpoint(model=new_gpt(1)).save(tmp_path / other)
                 return super().state_dict(*args, **kwargs)
 
         RunCheckpoint(model=new_gpt(0), slow=Slow()).save(tmp_path / "seed-0")
         RunCheckpoint(model=(found := new_gpt(2)), slow=nn.Module()).load(tmp_path / "seed-0")
         assert same_model(found, new_gpt(0))
+        assert {file.name for file in tmp_path.iterdir()} == {"seed-0", other}
 
 
 def killed_in(monkeypatch, n_calls: int, function: Any, *args: Any) -> bool:
