@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictParams
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 
@@ -101,9 +102,29 @@ def frozen_head() -> Any:
     return actor_of(head.act)
 
 
-@pytest.mark.parametrize(
-    "make", [make_actor, frozen_head, lambda: actor_of(torch.compile(Head(), backend="eager"))]
-)
+class Functional(nn.Module):
+    """Its parameters are in a TensorDictParams, and are put into a module in every pass."""
+
+    def __init__(self):
+        super().__init__()
+        linear = nn.Linear(N_OBS, N_ACTIONS)
+        self.params = TensorDictParams(TensorDict.from_module(linear))
+        self.empty = [linear.to("meta")]
+
+    def forward(self, observation: Tensor) -> Tensor:
+        with self.params.to_module(self.empty[0]):
+            return self.empty[0](observation)
+
+
+OWNED: dict[str, Callable[[], Any]] = {
+    "registered": make_actor,
+    "frozen": frozen_head,
+    "compiled": lambda: actor_of(torch.compile(Head(), backend="eager")),
+    "functional": lambda: actor_of(Functional()),
+}
+
+
+@pytest.mark.parametrize("make", OWNED.values(), ids=OWNED)
 def test_its_own_and_frozen_weights_are_not_warned_of(make):
     actor = make()
     batch = play(WalkEnv((2,)), actor)

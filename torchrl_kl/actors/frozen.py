@@ -174,8 +174,9 @@ class FrozenActor(Identified):
         """Moves the weights in place, to (1 - tau) * reference + tau * source.
 
         The average of half-precision weights is kept in fp32. Buffers, such as running statistics,
-        are copied. Recorded entries stay, and a recurrent reference goes on in open trajectories
-        from the state that the old weights left there.
+        are copied. What is neither, such as a temperature in `distribution_kwargs`, stays as it was
+        when the reference was made. Recorded entries stay, and a recurrent reference goes on in
+        open trajectories from the state that the old weights left there.
 
         Args:
             source: an actor of the same structure, such as the policy; any dtype and device.
@@ -350,14 +351,14 @@ class FrozenActor(Identified):
         if self._looked or compiling or torch.is_inference_mode_enabled():
             return read(inputs)
         self._looked = True
-        # Where none of its own weights requires a gradient, what does has it from others. Compiled
-        # parts would be compiled once more.
-        own = any(parameter.requires_grad for parameter in self.actor.parameters())
-        if own or reading.has_compiled_parts(self.actor):
+        # Compiled parts would be compiled once more.
+        if self.requires_grad or reading.has_compiled_parts(self.actor):
             return read(inputs)
         with torch.enable_grad():
             learns = reading.requires_grad(read(inputs.detach()))
-        if learns:
+        # Where none of its own weights requires a gradient, what does has it from others. In a pass
+        # TensorDict's `to_module` may have made parameters of them that require gradients.
+        if learns and not any(parameter.requires_grad for parameter in self.actor.parameters()):
             warnings.warn(_OTHER_WEIGHTS, stacklevel=2)
         # Again, as later passes: with gradients an LSTM of PyTorch rounds otherwise.
         return read(inputs)
