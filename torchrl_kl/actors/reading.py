@@ -263,11 +263,12 @@ def _log_prob(
     if not getattr(actor, "return_composite", False):
         if has_own_log_prob(actor):
             return actor.log_prob(inputs)
+        # Before the pass, in which a part may write an action of its own, as gSDEModule does.
+        action = get_required(inputs, action_key, "the reference scores the policy's action.")
         dist = _get_dist(actor, inputs, plain)
         if isinstance(dist, CompositeDistribution):
             return actor.log_prob(inputs, dist=dist)
-        action = get_required(inputs, action_key, "the reference scores the policy's action.")
-        return dist.log_prob(action)  # what `actor.log_prob` does, with less work
+        return dist.log_prob(action)
     # Parts that are drawn one after another are scored each after those before it. (The actor's
     # `log_prob` draws the earlier parts anew and scores the later ones after those.)
     log_probs = TensorDict(batch_size=inputs.batch_size)
