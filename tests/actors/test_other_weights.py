@@ -202,3 +202,32 @@ def test_an_actor_in_torchscript_is_copied():
         score = reference.step(reference.inputs(step)).log_prob
         assert_same(score.detach(), step["action_log_prob"].detach())
     assert all(weight.requires_grad for weight in actor.parameters())
+
+
+class Normalized(nn.Module):
+    """Subtracts the mean of the last observations: while it trains, or always."""
+
+    def __init__(self, always: bool):
+        super().__init__()
+        self.always, self.linear = always, nn.Linear(N_OBS, N_ACTIONS)
+        self.register_buffer("mean", torch.zeros(N_OBS))
+        self.register_buffer("unknown", torch.full((), torch.nan))
+
+    def forward(self, observation: Tensor) -> Tensor:
+        if self.training or self.always:
+            self.mean = 0.5 * self.mean + 0.5 * observation.reshape(-1, N_OBS).mean(0)
+        return self.linear(observation - self.mean)
+
+
+@pytest.mark.parametrize("place", ["env", "batch"])
+@pytest.mark.parametrize("always", [True, False])
+def test_a_reference_that_changes_whenever_it_scores_is_warned_of_once(always, place, recwarn):
+    actor = actor_of(Normalized(always))
+    env, stack = WalkEnv((2,)), KLConstrainedTransform(actor, 0.0)
+    batch = play(env, actor).detach()
+    around = with_transforms(env, stack) if place == "env" else None
+    for _ in range(2):
+        play(around, actor) if around else stack(batch)
+    seen = [str(one.message) for one in recwarn if "is not frozen" in str(one.message)]
+    assert len(seen) == always
+    assert all("mean' changes" in message for message in seen)
