@@ -107,9 +107,9 @@ class Functional(nn.Module):
 
     def __init__(self):
         super().__init__()
-        linear = nn.Linear(N_OBS, N_ACTIONS)
-        self.params = TensorDictParams(TensorDict.from_module(linear))
-        self.empty = [linear.to("meta")]
+        net = nn.Sequential(nn.Linear(N_OBS, 5), nn.Linear(5, N_ACTIONS))
+        self.params = TensorDictParams(TensorDict.from_module(net))
+        self.empty = [net.to("meta")]
 
     def forward(self, observation: Tensor) -> Tensor:
         with self.params.to_module(self.empty[0]):

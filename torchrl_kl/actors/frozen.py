@@ -352,10 +352,9 @@ class FrozenActor(Identified):
         # Compiled parts would be compiled once more.
         if not (self.requires_grad or reading.has_compiled_parts(self.actor)):
             with torch.enable_grad():
-                learns = reading.requires_grad(read(inputs.detach()))
-            # Where none of its own weights requires a gradient, what does has it from others. In a
-            # pass TensorDict's `to_module` may have made parameters of them that do.
-            if learns and not any(parameter.requires_grad for parameter in self.actor.parameters()):
+                differentiable = reading.requires_grad(read(inputs.detach()))
+            # Where none of its own weights requires a gradient, what does has it from others.
+            if differentiable and not reading.learns(self.actor):
                 warnings.warn(_OTHER_WEIGHTS, stacklevel=2)
         # Again, as later passes: with gradients an LSTM of PyTorch rounds otherwise.
         result = read(inputs)

@@ -13,6 +13,7 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
+    TensorDictParams,
 )
 from torch import Tensor, nn
 from torch.distributions import Distribution
@@ -76,6 +77,14 @@ def has_compiled_parts(actor: nn.Module) -> bool:
         "_orig_mod" in part._modules or getattr(part, "_compiled_call_impl", None) is not None
         for part in actor.modules()
     )
+
+
+def learns(actor: nn.Module) -> bool:
+    """Whether a parameter requires a gradient, or one that TensorDict's `to_module` made of it."""
+    # In a pass it makes others, of the same memory, that require gradients as those of the module.
+    parts = [part for part in actor.modules() if isinstance(part, TensorDictParams)]
+    made = [value for part in parts for value in part.values(True, True)]
+    return any(parameter.requires_grad for parameter in (*actor.parameters(), *made))
 
 
 def requires_grad(value: Any) -> bool:
