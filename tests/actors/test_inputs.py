@@ -1,5 +1,6 @@
 """What an actor reads: entries that it overwrites, wide numbers, and nested tensordicts."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -8,10 +9,11 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torch.distributions import Categorical, kl_divergence
+from torch.distributions import Categorical, Normal, kl_divergence
 from torch.testing import assert_close
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import gSDENoise
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import ConsistentDropoutModule, IndependentNormal, OnlineDTActor
 from torchrl.modules.models.exploration import gSDEModule
 
@@ -105,22 +107,40 @@ class TestOverwritten:
         expected = logits.log_softmax(-1).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
         assert_close(batch["next", "ref_log_prob"], expected.detach())
 
-    def test_noise_that_is_written_back_is_none_of_it(self):
+    @pytest.mark.parametrize("place", ["env", "batch"])
+    def test_noise_and_the_action_that_are_written_are_none_of_it(self, place):
+        """The reference scores the policy's action, not the one that its own noise makes."""
         keys: list[Any] = ["action", "observation", "_eps_gSDE"]
-        noisy = TensorDictModule(gSDEModule(2, N_OBS), keys, ["loc", "scale", *keys[::2]])
+        mean, noisy = nn.Linear(N_OBS, 2), gSDEModule(2, N_OBS)
         actor = probabilistic_actor(
-            sequence(TensorDictModule(nn.Linear(N_OBS, 2), ["observation"], ["action"]), noisy),
+            sequence(
+                TensorDictModule(mean, ["observation"], ["action"]),
+                TensorDictModule(noisy, keys, ["loc", "scale", *keys[::2]]),
+            ),
             in_keys=["loc", "scale"],
             out_keys=["action"],
             distribution_class=IndependentNormal,
             return_log_prob=True,
         )
+        stack = KLConstrainedTransform(actor, 0.1, reference=actor)
+        before = [*map(copy.deepcopy, (mean, noisy))]
+        with torch.no_grad():
+            for parameter in actor.parameters():
+                parameter.add_(0.1)
         noise = gSDENoise(state_dim=N_OBS, action_dim=2, shape=(2,))
-        env = with_transforms(
-            WalkEnv((2,), discrete=False), noise, KLConstrainedTransform(actor, 0.1)
-        )
-        batch = play(env, actor)
-        assert_close(batch["next", "ref_log_prob"], batch["action_log_prob"].detach())
+        inside = [stack] if place == "env" else []
+        batch = play(with_transforms(WalkEnv((2,), discrete=False), noise, *inside), actor)
+        batch = batch.detach() if inside else stack(batch.detach())
+        for modules, log_prob in (
+            ((mean, noisy), batch["action_log_prob"]),
+            (before, batch["next", "ref_log_prob"]),
+        ):
+            observation = batch["observation"]
+            mu = modules[0](observation)
+            with set_exploration_type(ExplorationType.RANDOM):
+                loc, scale, *_ = modules[1](mu, observation, batch["_eps_gSDE"])
+            expected = Normal(loc, scale).log_prob(batch["action"]).sum(-1)
+            assert_close(log_prob, expected.detach())
 
     def test_a_mask_of_dropout_that_is_written_back_is_none_of_it(self):
         dropout = ConsistentDropoutModule(0.5, "hidden", "kept", input_shape=torch.Size((2, 4)))

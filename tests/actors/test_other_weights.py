@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictParams
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 
@@ -101,9 +102,29 @@ def frozen_head() -> Any:
     return actor_of(head.act)
 
 
-@pytest.mark.parametrize(
-    "make", [make_actor, frozen_head, lambda: actor_of(torch.compile(Head(), backend="eager"))]
-)
+class Functional(nn.Module):
+    """Its parameters are in a TensorDictParams, and are put into a module in every pass."""
+
+    def __init__(self):
+        super().__init__()
+        net = nn.Sequential(nn.Linear(N_OBS, 5), nn.Linear(5, N_ACTIONS))
+        self.params = TensorDictParams(TensorDict.from_module(net))
+        self.empty = [net.to("meta")]
+
+    def forward(self, observation: Tensor) -> Tensor:
+        with self.params.to_module(self.empty[0]):
+            return self.empty[0](observation)
+
+
+OWNED: dict[str, Callable[[], Any]] = {
+    "registered": make_actor,
+    "frozen": frozen_head,
+    "compiled": lambda: actor_of(torch.compile(Head(), backend="eager")),
+    "functional": lambda: actor_of(Functional()),
+}
+
+
+@pytest.mark.parametrize("make", OWNED.values(), ids=OWNED)
 def test_its_own_and_frozen_weights_are_not_warned_of(make):
     actor = make()
     batch = play(WalkEnv((2,)), actor)
@@ -181,3 +202,32 @@ def test_an_actor_in_torchscript_is_copied():
         score = reference.step(reference.inputs(step)).log_prob
         assert_same(score.detach(), step["action_log_prob"].detach())
     assert all(weight.requires_grad for weight in actor.parameters())
+
+
+class Normalized(nn.Module):
+    """Subtracts the mean of the last observations: while it trains, or always."""
+
+    def __init__(self, always: bool):
+        super().__init__()
+        self.always, self.linear = always, nn.Linear(N_OBS, N_ACTIONS)
+        self.register_buffer("mean", torch.zeros(N_OBS))
+        self.register_buffer("unknown", torch.full((), torch.nan))
+
+    def forward(self, observation: Tensor) -> Tensor:
+        if self.training or self.always:
+            self.mean = 0.5 * self.mean + 0.5 * observation.reshape(-1, N_OBS).mean(0)
+        return self.linear(observation - self.mean)
+
+
+@pytest.mark.parametrize("place", ["env", "batch"])
+@pytest.mark.parametrize("always", [True, False])
+def test_a_reference_that_changes_whenever_it_scores_is_warned_of_once(always, place, recwarn):
+    actor = actor_of(Normalized(always))
+    env, stack = WalkEnv((2,)), KLConstrainedTransform(actor, 0.0)
+    batch = play(env, actor).detach()
+    around = with_transforms(env, stack) if place == "env" else None
+    for _ in range(2):
+        play(around, actor) if around else stack(batch)
+    seen = [str(one.message) for one in recwarn if "is not frozen" in str(one.message)]
+    assert len(seen) == always
+    assert all("mean' changes" in message for message in seen)

@@ -24,6 +24,7 @@ from tests.helpers import (
     WalkEnv,
     assert_same,
     collect,
+    make_actor,
     moved,
     play,
     with_transforms,
@@ -317,6 +318,26 @@ def test_its_step_compiles_without_a_graph_break():
     for name in RESULTS:
         assert_same(actual[name], expected[name])
     assert actor.training
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_that_tensordict_puts_into_the_policy(training):
+    actor = make_actor()
+    old = copy.deepcopy(actor)
+    own: Any = TensorDict.from_module(actor)
+    weights = own.data.clone()
+    stack = KLConstrainedTransform(actor, 0.1, reference=lambda: weights.to_module(actor))
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    actor.train(training)
+    before = [*actor.parameters()]
+    batch = play(WalkEnv((2,)), actor)
+    for _ in range(2):
+        expected = KLConstrainedTransform(actor, 0.1, reference=old)(batch)["next"]
+        assert_same(stack(batch)["next", "ref_log_prob"], expected["ref_log_prob"])
+    assert all(one is other for one, other in zip(actor.parameters(), before, strict=True))
+    assert all(parameter.requires_grad for parameter in before)
 
 
 def test_it_cannot_be_moved():

@@ -147,7 +147,7 @@ class FrozenActor(Identified):
         self.actor.requires_grad_(self.requires_grad)
         self.actor.eval()
         self._plain = reading.plain_parts(self.actor)
-        self._own_dtype = self._weight_dtype()
+        self._own_dtype = weight_dtype(self.actor)
 
     def _find_keys(self) -> None:
         actor_in, actor_out = self.actor.in_keys, self.actor.out_keys
@@ -165,17 +165,15 @@ class FrozenActor(Identified):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of its log-probs: that of its weights, and at least float32."""
-        return working_dtype(self._own_dtype or self._weight_dtype())
-
-    def _weight_dtype(self) -> torch.dtype:
-        return weight_dtype(self.actor)
+        return working_dtype(self._own_dtype or weight_dtype(self.actor))
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the weights in place, to (1 - tau) * reference + tau * source.
 
         The average of half-precision weights is kept in fp32. Buffers, such as running statistics,
-        are copied. Recorded entries stay, and a recurrent reference goes on in open trajectories
-        from the state that the old weights left there.
+        are copied. What is neither, such as a temperature in `distribution_kwargs`, stays as it was
+        when the reference was made. Recorded entries stay, and a recurrent reference goes on in
+        open trajectories from the state that the old weights left there.
 
         Args:
             source: an actor of the same structure, such as the policy; any dtype and device.
@@ -192,7 +190,7 @@ class FrozenActor(Identified):
     def _apply(self, fn, recurse: bool = True):
         super()._apply(fn, recurse)
         if self._own_dtype is not None:
-            self._own_dtype = self._weight_dtype()
+            self._own_dtype = weight_dtype(self.actor)
         return self
 
     def train(self, mode: bool = True) -> FrozenActor:
@@ -272,7 +270,7 @@ class FrozenActor(Identified):
                 f"`actor` has the recurrent state {self.state_keys} but no "
                 f"`make_tensordict_primer` of it, got one of {list(specs)}: give its module one."
             )
-        dtype = self._own_dtype or self._weight_dtype()
+        dtype = self._own_dtype or weight_dtype(self.actor)
         own = zip(self.own_state_keys, [specs[key] for key in self.state_keys], strict=True)
         return {key: spec.to(dtype) if spec.dtype.is_floating_point else spec for key, spec in own}
 
@@ -345,24 +343,38 @@ class FrozenActor(Identified):
         return Score(log_prob, states, inputs)
 
     def _look(self, read: Callable[[TensorDictBase], Read], inputs: TensorDictBase) -> Read:
-        """What a pass reads; the first time, a warning if it depends on weights of others."""
+        """What a pass reads; the first time, warnings if the reference may move."""
         compiling = torch.compiler.is_compiling()
         if self._looked or compiling or torch.is_inference_mode_enabled():
             return read(inputs)
         self._looked = True
-        # Where none of its own weights requires a gradient, what does has it from others. Compiled
-        # parts would be compiled once more.
-        own = any(parameter.requires_grad for parameter in self.actor.parameters())
-        if own or reading.has_compiled_parts(self.actor):
-            return read(inputs)
-        with torch.enable_grad():
-            learns = reading.requires_grad(read(inputs.detach()))
-        if learns:
-            warnings.warn(_OTHER_WEIGHTS, stacklevel=2)
+        before = {name: value.clone() for name, value in self._statistics().items()}
+        # Compiled parts would be compiled once more.
+        if not (self.requires_grad or reading.has_compiled_parts(self.actor)):
+            with torch.enable_grad():
+                differentiable = reading.requires_grad(read(inputs.detach()))
+            # Where none of its own weights requires a gradient, what does has it from others.
+            if differentiable and not reading.learns(self.actor):
+                warnings.warn(_OTHER_WEIGHTS, stacklevel=2)
         # Again, as later passes: with gradients an LSTM of PyTorch rounds otherwise.
-        return read(inputs)
+        result = read(inputs)
+        for name, value in self._statistics().items():
+            if name in before and not value.nan_to_num().equal(before[name].nan_to_num()):
+                warnings.warn(_CHANGES.format(name), stacklevel=2)
+                break
+        return result
+
+    def _statistics(self) -> dict[str, Tensor]:
+        """What the actor saves besides its parameters, such as the mean of what it has read."""
+        parameters = {name for name, _ in self.actor.named_parameters(remove_duplicate=False)}
+        saved = self._weights().items()
+        return {k: v for k, v in saved if k not in parameters and v.is_floating_point()}
 
 
+_CHANGES = (
+    "the reference is not frozen: {!r} changes when it scores, although it is in eval mode. Let "
+    "the module update such statistics only `if self.training`."
+)
 _OTHER_WEIGHTS = (
     "the reference uses weights that are not among its parameters, such as those of a function, a "
     "hook or a distribution class that refers to a network: they are not frozen, saved, cast or "

@@ -13,6 +13,7 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
+    TensorDictParams,
 )
 from torch import Tensor, nn
 from torch.distributions import Distribution
@@ -78,6 +79,14 @@ def has_compiled_parts(actor: nn.Module) -> bool:
         "_orig_mod" in part._modules or getattr(part, "_compiled_call_impl", None) is not None
         for part in actor.modules()
     )
+
+
+def learns(actor: nn.Module) -> bool:
+    """Whether a parameter requires a gradient, or one that TensorDict's `to_module` made of it."""
+    # In a pass it makes others, of the same memory, that require gradients as those of the module.
+    parts = [part for part in actor.modules() if isinstance(part, TensorDictParams)]
+    made = [value for part in parts for value in part.values(True, True)]
+    return any(parameter.requires_grad for parameter in (*actor.parameters(), *made))
 
 
 def requires_grad(value: Any) -> bool:
@@ -265,11 +274,12 @@ def _log_prob(
     if not getattr(actor, "return_composite", False):
         if has_own_log_prob(actor):
             return actor.log_prob(inputs)
+        # Before the pass, in which a part may write an action of its own, as gSDEModule does.
+        action = get_required(inputs, action_key, "the reference scores the policy's action.")
         dist = _get_dist(actor, inputs, plain)
         if isinstance(dist, CompositeDistribution):
             return actor.log_prob(inputs, dist=dist)
-        action = get_required(inputs, action_key, "the reference scores the policy's action.")
-        return dist.log_prob(action)  # what `actor.log_prob` does, with less work
+        return dist.log_prob(action)
     # Parts that are drawn one after another are scored each after those before it. (The actor's
     # `log_prob` draws the earlier parts anew and scores the later ones after those.)
     log_probs = TensorDict(batch_size=inputs.batch_size)

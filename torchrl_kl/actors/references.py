@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -91,10 +91,8 @@ class SwitchedActor(FrozenActor):
                 "`reference` must return a context manager when called, got "
                 f"{type(context).__name__}: pass a function such as PEFT's `model.disable_adapter`."
             )
-        with ExitStack() as stack:
-            stack.enter_context(context)
-            stack.enter_context(evaluating(self.actor))
-            stack.enter_context(scoring_mode(False, recurrent))
+        # Not an ExitStack: what TensorDict's `to_module` returns must not be asked for its truth.
+        with context, evaluating(self.actor), scoring_mode(False, recurrent):
             yield
 
 
