@@ -64,6 +64,26 @@ def test_how_a_batch_is_split_changes_nothing_in_the_pool(per):
         assert_close(pool.sum_of_squares, pools[0].sum_of_squares, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("n_envs", [(), (3,)], ids=["one_env", "three_envs"])
+@pytest.mark.parametrize("init", [False, True], ids=["", "init_tracker"])
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+def test_batches_that_are_joined_along_their_rows_go_on_with_each_other(join, init, n_envs):
+    """A row that begins inside a trajectory goes on with the row in which it was left."""
+    env = WalkEnv(n_envs, longest=9)
+    batches = collect(
+        with_transforms(env, InitTracker()) if init else env, policy(), frames=12, batches=6
+    )
+    (one_by_one, expected), (together, told) = spied(time_dim=-1), spied(time_dim=-1)
+    running = [one_by_one(batch)["next", "episode_kl"] for batch in batches]
+    joined = [join(batches[:3]), join(batches[3:])]
+    assert_same(
+        torch.cat([together(batch)["next", "episode_kl"].flatten() for batch in joined]),
+        torch.cat(running).flatten(),
+    )
+    assert total(told)[0] == total(expected)[0] > 5
+    assert_same(total(told)[1], total(expected)[1])
+
+
 def test_padding_is_not_penalized_and_not_counted():
     batch = play(WalkEnv((2,)), policy())
     mask = torch.ones(2, 12, dtype=torch.bool)

@@ -5,8 +5,8 @@ Axes: R rows of T steps, F values per step (1, or one for each agent).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import islice
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from itertools import islice, pairwise
 from operator import lt
 from typing import Any, NamedTuple
 
@@ -41,6 +41,13 @@ class Segments(NamedTuple):
     # Digests of the states around steps, numbered row by row; empty where nothing shows a state.
     states_before: _Digests
     states_after: _Digests
+
+    def of(self, rows: slice) -> Segments:
+        """The segments of some rows."""
+        parts: Any = [None if part is None else part[rows] for part in self[:6]]
+        skipped = rows.start * self.done.shape[1]  # steps
+        before, after = self.states_before, self.states_after
+        return Segments(*parts, lambda at: before(at + skipped), lambda at: after(at + skipped))
 
 
 class TrajectorySums(NamedTuple):
@@ -91,6 +98,16 @@ class OpenTrajectories:
         this one, count as finished; if not, those that this call truncates never do. RuntimeError
         if a row of a padded batch goes on with a trajectory under another id.
         """
+        blocks = _blocks(segments)
+        if len(blocks) == 1:
+            return self._add(values, segments, judge)
+        # One after the other; nothing has changed if one of them is refused.
+        sums = self.copy()
+        added = [sums._add(values[rows], segments.of(rows), judge) for rows in blocks]
+        self.restore(sums)
+        return TrajectorySums(*map(torch.cat, zip(*added, strict=True)))
+
+    def _add(self, values: Tensor, segments: Segments, judge: bool) -> TrajectorySums:
         values = values.detach().double()
         counts = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
         if segments.mask is not None:
@@ -270,6 +287,37 @@ def _running(values: Tensor, ends: Tensor, initial: Tensor) -> Tensor:
     # `running_sum` takes time as the last dimension: (R, F, T).
     sums = running_sum(values.transpose(1, 2), ends.transpose(1, 2), initial=initial)
     return sums.transpose(1, 2)
+
+
+def _blocks(segments: Segments) -> list[slice]:
+    """Blocks of rows: cut where a row goes on with an earlier one, as in batches that were joined.
+
+    For example, `torch.cat` and `torch.stack` join the batches of a collector along dimension 0.
+    """
+    ids, mask = segments.ids, segments.mask
+    if ids is None or not ids.numel():
+        return [slice(0, len(segments.done))]
+    n_rows, n_steps = ids.shape
+    at = n_steps * torch.arange(n_rows, device=ids.device)  # the first step of each row
+    last = at + (n_steps - 1 if mask is None else _ends(segments, mask)[1])
+    begins, leaves = ids[:, 0].tolist(), _at(ids, last).tolist()
+    cuts = _cuts(begins, leaves)
+    if len(cuts) > 1:
+        # The same id may also be that of another collector, whose state is another.
+        before, after = segments.states_before(at), segments.states_after(last)
+        cuts = _cuts(zip(begins, before, strict=True), zip(leaves, after, strict=True))
+    return [slice(*cut) for cut in pairwise([*cuts, n_rows])]
+
+
+def _cuts(begins: Iterable[Hashable], leaves: Iterable[Hashable]) -> list[int]:
+    """The rows with which a block begins: those that begin where an earlier row of it is left."""
+    cuts, left = [0], set()
+    for row, (begin, leave) in enumerate(zip(begins, leaves, strict=True)):
+        if begin in left:
+            cuts.append(row)
+            left.clear()
+        left.add(leave)
+    return cuts
 
 
 def _ends(segments: Segments, counts: Tensor) -> tuple[Tensor, Tensor]:
