@@ -44,10 +44,12 @@ class Segments(NamedTuple):
 
     def of(self, rows: slice) -> Segments:
         """The segments of some rows."""
-        parts: Any = [None if part is None else part[rows] for part in self[:6]]
         skipped = rows.start * self.done.shape[1]  # steps
         before, after = self.states_before, self.states_after
-        return Segments(*parts, lambda at: before(at + skipped), lambda at: after(at + skipped))
+        parts: Any = {k: v[rows] for k, v in self._asdict().items() if isinstance(v, Tensor)}
+        parts |= {"states_before": lambda at: before(at + skipped)}
+        parts |= {"states_after": lambda at: after(at + skipped)}
+        return self._replace(**parts)
 
 
 class TrajectorySums(NamedTuple):
