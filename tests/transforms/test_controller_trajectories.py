@@ -242,6 +242,26 @@ def test_an_agent_that_has_left_is_counted_once(place):
     assert total(controller)[0] == int(left.sum())
 
 
+def test_a_shared_trajectory_goes_on_where_one_of_its_agents_has_left():
+    """Collectors give it another id then, as where an agent of another group is done."""
+    actor = make_actor(agents=True)
+    env = LeavingEnv(2, longest=5, shared_reward=True)
+    numbers, told = [], []
+    for place in ("env", "batch"):
+        controller = SpyController()
+        stack = KLConstrainedTransform(actor, controller, update_every=1, sum_agents=True)
+        inside = place == "env"
+        played = with_transforms(env, stack) if inside else env
+        batches = collect(played, moved(actor), frames=14, batches=6)
+        batches = batches if inside else [stack(batch) for batch in batches]
+        numbers.append(torch.cat([batch["next", "episode_kl"].flatten() for batch in batches]))
+        told.append(total(controller))
+        ends = sum(int(batch["next", "done"].sum()) for batch in batches)
+        assert told[-1][0] == ends > 10
+    assert_same(*numbers)
+    assert_same(told[0][1], told[1][1])
+
+
 def test_rows_that_are_skipped_are_not_counted():
     for per in ("trajectory", "step"):
         stack, controller = spied(per)

@@ -35,6 +35,7 @@ class Segments(NamedTuple):
     done: Tensor  # True at the last step of a trajectory, (R, T, F)
     terminated: Tensor  # the part of `done` that no collector writes by itself, (R, T, F)
     left: Tensor | None  # True where an agent was done before the step, (R, T, F)
+    any_done: Tensor  # True where any agent is done, also one of other values, (R, T)
     mask: Tensor | None  # True where a step counts, (R, T); None where all do
     ids: Tensor | None  # numbers of the trajectories, (R, T)
     is_init: Tensor | None  # True where a row begins with its trajectory, (R,)
@@ -225,7 +226,7 @@ class OpenTrajectories:
         over = terminated | left
         rows = (~over.all(-1)).nonzero().squeeze(-1)
         # The id of those that go on changes where another agent is done.
-        parted = (over.any(-1) | done.any(-1) & ~done.all(-1)).tolist()
+        parted = (over.any(-1) | _at(segments.any_done, at) & ~done.all(-1)).tolist()
         ids = _at(segments.ids, at).tolist()  # type: ignore[arg-type]
         kept = [torch.where(over, 0.0, each).tolist() for each in (totals, counted)]
         ended = (done & ~over & judge).tolist()
@@ -328,7 +329,6 @@ def _ends(segments: Segments, counts: Tensor) -> tuple[Tensor, Tensor]:
     last = torch.full((len(counts),), n_steps - 1, device=counts.device)
     if ids is None:
         return segments.done, last
-    done = segments.done.any(-1)
     changed = ids[:, 1:] != ids[:, :-1]
     ends = torch.zeros_like(counts)
     ends[:, :-1] = changed
@@ -339,9 +339,9 @@ def _ends(segments: Segments, counts: Tensor) -> tuple[Tensor, Tensor]:
         # step is real if it goes on with a trajectory that has not ended (the same id) or begins
         # another: padding has the id 0, as has the first trajectory, whose row is full if open.
         real = torch.ones_like(counts)
-        real[:, 1:] = torch.where(changed, ids[:, 1:] > 0, ~done[:, :-1])
+        real[:, 1:] = torch.where(changed, ids[:, 1:] > 0, ~segments.done.any(-1)[:, :-1])
         last = (real | (steps <= last_counted)).long().cumprod(1).sum(1) - 1
         ends &= steps < last.unsqueeze(-1)
     # The id changes as soon as any agent is done; the others go on.
-    goes_on = ~segments.done & done.unsqueeze(-1)
+    goes_on = ~segments.done & segments.any_done.unsqueeze(-1)
     return ends.unsqueeze(-1) & ~goes_on, last
