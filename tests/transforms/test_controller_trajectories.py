@@ -281,6 +281,14 @@ def test_rows_that_are_skipped_are_not_counted():
         assert_close(batch["next", "episode_kl"][:, -1], last, atol=1e-6, rtol=0)
 
 
+def test_a_truncation_ends_a_trajectory_whose_flag_of_another_name_says_nothing():
+    """Its id changes, since the flag "done" of the same agents is set."""
+    stack, controller = spied(keys=KLKeys(done="terminated"))
+    (batch,) = collect(WalkEnv((3,), truncates=True), policy(), frames=30, batches=1)
+    stack(batch)
+    assert total(controller)[0] == int(batch["next", "done"][:, :-1].sum()) > 5
+
+
 def test_the_done_flag_can_be_named():
     batch = step_of(
         reward=[1.0] * 4,
