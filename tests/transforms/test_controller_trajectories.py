@@ -64,6 +64,26 @@ def test_how_a_batch_is_split_changes_nothing_in_the_pool(per):
         assert_close(pool.sum_of_squares, pools[0].sum_of_squares, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("n_envs", [(), (3,)], ids=["one_env", "three_envs"])
+@pytest.mark.parametrize("init", [False, True], ids=["", "init_tracker"])
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+def test_batches_that_are_joined_along_their_rows_go_on_with_each_other(join, init, n_envs):
+    """A row that begins inside a trajectory goes on with the row in which it was left."""
+    env = WalkEnv(n_envs, longest=9)
+    batches = collect(
+        with_transforms(env, InitTracker()) if init else env, policy(), frames=12, batches=6
+    )
+    (one_by_one, expected), (together, told) = spied(time_dim=-1), spied(time_dim=-1)
+    running = [one_by_one(batch)["next", "episode_kl"] for batch in batches]
+    joined = [join(batches[:3]), join(batches[3:])]
+    assert_same(
+        torch.cat([together(batch)["next", "episode_kl"].flatten() for batch in joined]),
+        torch.cat(running).flatten(),
+    )
+    assert total(told)[0] == total(expected)[0] > 5
+    assert_same(total(told)[1], total(expected)[1])
+
+
 def test_padding_is_not_penalized_and_not_counted():
     batch = play(WalkEnv((2,)), policy())
     mask = torch.ones(2, 12, dtype=torch.bool)
@@ -222,6 +242,26 @@ def test_an_agent_that_has_left_is_counted_once(place):
     assert total(controller)[0] == int(left.sum())
 
 
+def test_a_shared_trajectory_goes_on_where_one_of_its_agents_has_left():
+    """Collectors give it another id then, as where an agent of another group is done."""
+    actor = make_actor(agents=True)
+    env = LeavingEnv(2, longest=5, shared_reward=True)
+    numbers, told = [], []
+    for place in ("env", "batch"):
+        controller = SpyController()
+        stack = KLConstrainedTransform(actor, controller, update_every=1, sum_agents=True)
+        inside = place == "env"
+        played = with_transforms(env, stack) if inside else env
+        batches = collect(played, moved(actor), frames=14, batches=6)
+        batches = batches if inside else [stack(batch) for batch in batches]
+        numbers.append(torch.cat([batch["next", "episode_kl"].flatten() for batch in batches]))
+        told.append(total(controller))
+        ends = sum(int(batch["next", "done"].sum()) for batch in batches)
+        assert told[-1][0] == ends > 10
+    assert_same(*numbers)
+    assert_same(told[0][1], told[1][1])
+
+
 def test_rows_that_are_skipped_are_not_counted():
     for per in ("trajectory", "step"):
         stack, controller = spied(per)
@@ -239,6 +279,14 @@ def test_rows_that_are_skipped_are_not_counted():
             [row["next", "episode_kl"][i - 1] for row, i in zip(batch, length, strict=True)]
         )
         assert_close(batch["next", "episode_kl"][:, -1], last, atol=1e-6, rtol=0)
+
+
+def test_a_truncation_ends_a_trajectory_whose_flag_of_another_name_says_nothing():
+    """Its id changes, since the flag "done" of the same agents is set."""
+    stack, controller = spied(keys=KLKeys(done="terminated"))
+    (batch,) = collect(WalkEnv((3,), truncates=True), policy(), frames=30, batches=1)
+    stack(batch)
+    assert total(controller)[0] == int(batch["next", "done"][:, :-1].sum()) > 5
 
 
 def test_the_done_flag_can_be_named():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from functools import partial
+from functools import partial, reduce
 from typing import cast
 
 import torch
@@ -64,6 +64,7 @@ def sum_trajectories(
         done=per_value(done.bool()),
         terminated=per_value((torch.zeros_like(done) if terminated is None else terminated).bool()),
         left=None if left is None else per_value(left.bool()),
+        any_done=_any_done(tensordict, done_key, done).reshape(n_rows, n_steps),
         mask=None if mask is None else per_step(mask, "mask"),
         ids=None if ids is None else per_step(ids, "traj_ids").to(values.device),
         is_init=None if is_init is None else per_step(is_init, "is_init")[:, 0],
@@ -97,14 +98,28 @@ def _check_order(
     may_differ = may_differ.reshape(*tensordict.batch_size[:-1], may_differ.shape[-1])
     td.require_order(tensordict, keys, may_differ, _SHUFFLED)
     # Another id behind a step that is not done: the rows of two workers were joined there.
+    ends = ends | segments.any_done
     done = tensordict.get(("next", "done"), None)
-    if done is not None:
+    if done is not None:  # which is not among them if another flag was named
         ends = ends | done.reshape(*ends.shape, -1).any(-1)
     seams = changed & ~ends[:, :-1]
     if segments.mask is not None:
         seams = seams & segments.mask[:, 1:]
     if seams.any():
         raise RuntimeError(_SEAMS)
+
+
+def _any_done(tensordict: TensorDictBase, done_key: NestedKey, done: Tensor) -> Tensor:
+    """Where any agent is done, of any group, (*B): collectors then change the trajectory id.
+
+    `done`: the flags of this group, (*B, *F), which are the only ones if another flag was named.
+    """
+    step = cast(TensorDictBase, tensordict.get("next"))
+    groups = step.keys(True, True) if td.as_tuple(done_key)[-1] == "done" else []
+    others = [step.get(key) for key in groups if td.as_tuple(key)[-1] == "done"]
+    n_dims = tensordict.batch_dims
+    flags = [flag.bool().unsqueeze(-1).flatten(n_dims).any(-1) for flag in (done, *others)]
+    return reduce(torch.logical_or, flags)
 
 
 def state_keys(tensordict: TensorDictBase, observed: Iterable[NestedKey] | None) -> list[NestedKey]:

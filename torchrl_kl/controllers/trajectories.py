@@ -5,8 +5,8 @@ Axes: R rows of T steps, F values per step (1, or one for each agent).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import islice
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from itertools import islice, pairwise
 from operator import lt
 from typing import Any, NamedTuple
 
@@ -35,12 +35,22 @@ class Segments(NamedTuple):
     done: Tensor  # True at the last step of a trajectory, (R, T, F)
     terminated: Tensor  # the part of `done` that no collector writes by itself, (R, T, F)
     left: Tensor | None  # True where an agent was done before the step, (R, T, F)
+    any_done: Tensor  # True where any agent is done, also one of other values, (R, T)
     mask: Tensor | None  # True where a step counts, (R, T); None where all do
     ids: Tensor | None  # numbers of the trajectories, (R, T)
     is_init: Tensor | None  # True where a row begins with its trajectory, (R,)
     # Digests of the states around steps, numbered row by row; empty where nothing shows a state.
     states_before: _Digests
     states_after: _Digests
+
+    def of(self, rows: slice) -> Segments:
+        """The segments of some rows."""
+        skipped = rows.start * self.done.shape[1]  # steps
+        before, after = self.states_before, self.states_after
+        parts: Any = {k: v[rows] for k, v in self._asdict().items() if isinstance(v, Tensor)}
+        parts |= {"states_before": lambda at: before(at + skipped)}
+        parts |= {"states_after": lambda at: after(at + skipped)}
+        return self._replace(**parts)
 
 
 class TrajectorySums(NamedTuple):
@@ -91,6 +101,16 @@ class OpenTrajectories:
         this one, count as finished; if not, those that this call truncates never do. RuntimeError
         if a row of a padded batch goes on with a trajectory under another id.
         """
+        blocks = _blocks(segments)
+        if len(blocks) == 1:
+            return self._add(values, segments, judge)
+        # One after the other; nothing has changed if one of them is refused.
+        sums = self.copy()
+        added = [sums._add(values[rows], segments.of(rows), judge) for rows in blocks]
+        self.restore(sums)
+        return TrajectorySums(*map(torch.cat, zip(*added, strict=True)))
+
+    def _add(self, values: Tensor, segments: Segments, judge: bool) -> TrajectorySums:
         values = values.detach().double()
         counts = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
         if segments.mask is not None:
@@ -206,7 +226,7 @@ class OpenTrajectories:
         over = terminated | left
         rows = (~over.all(-1)).nonzero().squeeze(-1)
         # The id of those that go on changes where another agent is done.
-        parted = (over.any(-1) | done.any(-1) & ~done.all(-1)).tolist()
+        parted = (over.any(-1) | _at(segments.any_done, at) & ~done.all(-1)).tolist()
         ids = _at(segments.ids, at).tolist()  # type: ignore[arg-type]
         kept = [torch.where(over, 0.0, each).tolist() for each in (totals, counted)]
         ended = (done & ~over & judge).tolist()
@@ -272,13 +292,43 @@ def _running(values: Tensor, ends: Tensor, initial: Tensor) -> Tensor:
     return sums.transpose(1, 2)
 
 
+def _blocks(segments: Segments) -> list[slice]:
+    """Blocks of rows: cut where a row goes on with an earlier one, as in batches that were joined.
+
+    For example, `torch.cat` and `torch.stack` join the batches of a collector along dimension 0.
+    """
+    ids, mask = segments.ids, segments.mask
+    if ids is None or not ids.numel():
+        return [slice(0, len(segments.done))]
+    n_rows, n_steps = ids.shape
+    at = n_steps * torch.arange(n_rows, device=ids.device)  # the first step of each row
+    last = at + (n_steps - 1 if mask is None else _ends(segments, mask)[1])
+    begins, leaves = ids[:, 0].tolist(), _at(ids, last).tolist()
+    cuts = _cuts(begins, leaves)
+    if len(cuts) > 1:
+        # The same id may also be that of another collector, whose state is another.
+        before, after = segments.states_before(at), segments.states_after(last)
+        cuts = _cuts(zip(begins, before, strict=True), zip(leaves, after, strict=True))
+    return [slice(*cut) for cut in pairwise([*cuts, n_rows])]
+
+
+def _cuts(begins: Iterable[Hashable], leaves: Iterable[Hashable]) -> list[int]:
+    """The rows with which a block begins: those that begin where an earlier row of it is left."""
+    cuts, left = [0], set()
+    for row, (begin, leave) in enumerate(zip(begins, leaves, strict=True)):
+        if begin in left:
+            cuts.append(row)
+            left.clear()
+        left.add(leave)
+    return cuts
+
+
 def _ends(segments: Segments, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Where trajectories end inside rows, (R, T, F); the last step that is not padding, (R,)."""
     ids, n_steps = segments.ids, counts.shape[1]
     last = torch.full((len(counts),), n_steps - 1, device=counts.device)
     if ids is None:
         return segments.done, last
-    done = segments.done.any(-1)
     changed = ids[:, 1:] != ids[:, :-1]
     ends = torch.zeros_like(counts)
     ends[:, :-1] = changed
@@ -289,9 +339,9 @@ def _ends(segments: Segments, counts: Tensor) -> tuple[Tensor, Tensor]:
         # step is real if it goes on with a trajectory that has not ended (the same id) or begins
         # another: padding has the id 0, as has the first trajectory, whose row is full if open.
         real = torch.ones_like(counts)
-        real[:, 1:] = torch.where(changed, ids[:, 1:] > 0, ~done[:, :-1])
+        real[:, 1:] = torch.where(changed, ids[:, 1:] > 0, ~segments.done.any(-1)[:, :-1])
         last = (real | (steps <= last_counted)).long().cumprod(1).sum(1) - 1
         ends &= steps < last.unsqueeze(-1)
     # The id changes as soon as any agent is done; the others go on.
-    goes_on = ~segments.done & done.unsqueeze(-1)
+    goes_on = ~segments.done & segments.any_done.unsqueeze(-1)
     return ends.unsqueeze(-1) & ~goes_on, last
