@@ -76,9 +76,11 @@ def sample_responses(
         torch.Size([2, 4, 1])
     """
     _check_counts(max_new_tokens=max_new_tokens, chunk_size=chunk_size)
-    (prompts, start), ends = _pad(prompts, pad_token), several(eos_token)
-    reader = _reader_of(actor, prompts.shape[1] + max_new_tokens - 1, pad_token, ends)
-    texts = F.pad(prompts, (0, max_new_tokens), value=pad_token)
+    (padded, start), ends = _pad(prompts, pad_token), several(eos_token)
+    reader = _reader_of(actor, padded.shape[1] + max_new_tokens - 1, pad_token, ends)
+    if isinstance(prompts, Tensor):
+        _warn_of_padding(prompts, pad_token)
+    texts = F.pad(padded, (0, max_new_tokens), value=pad_token)
     log_probs = _zero_log_probs(reader, texts[:, -max_new_tokens:])
     spans = (start, start + max_new_tokens)
     parts = zip(*(x.split(chunk_size) for x in (texts, *spans, log_probs)), strict=True)
@@ -102,7 +104,6 @@ def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Te
             f"one token, got shapes {shapes}."
         )
     if isinstance(prompts, Tensor):
-        _warn_of_padding(prompts, pad_token)
         return prompts.long(), torch.full_like(prompts[:, 0], prompts.shape[1]).long()
     lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
     padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token)
@@ -121,7 +122,7 @@ def _warn_of_padding(prompts: Tensor, pad_token: int) -> None:
                 f"`prompts` seem to be padded, since rows {where} with {low} to {high} tokens "
                 f"`pad_token` = {pad_token}, which the model reads as text: pass a list of prompts "
                 "without padding.",
-                stacklevel=4,
+                stacklevel=3,
             )
 
 
