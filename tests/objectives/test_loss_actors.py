@@ -129,6 +129,19 @@ class TestAroundALoss:
         assert_close(after, sac(batch)["loss_qvalue"])
         assert (after - before).abs() > 1e-3
 
+    def test_the_mask_is_named_for_both(self):
+        actor, batch = moved(make_actor()), self.batch()
+        batch["valid"] = torch.arange(12).expand(2, 12) < 8
+        loss = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=self.ppo(actor))
+        names, results = ("loss_kl", "loss_objective", "loss_critic"), []
+        for key, data in (("valid", batch), (None, batch[:, :8]), ("auto", batch)):
+            loss.loss_mask_key = key
+            results.append(torch.stack([loss(data)[name] for name in names]))
+        assert_close(results[0], results[1])
+        assert ((results[0] - results[2]).abs() > 1e-5).all()
+        with pytest.raises(ValueError, match="loss_mask_key must be 'auto', None or a NestedKey"):
+            loss.loss_mask_key = 3
+
     def test_a_loss_that_writes_a_kl_is_not_overwritten(self):
         actor = moved(make_actor())
         loss = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=self.ppo(actor, KLPENPPOLoss))

@@ -12,7 +12,16 @@ from torch import nn
 from torch.testing import assert_close
 from torchrl.modules import MaskedCategorical
 
-from tests.helpers import N_ACTIONS, N_OBS, SpyController, make_actor, moved, probabilistic_actor
+from tests.helpers import (
+    N_ACTIONS,
+    N_OBS,
+    SpyController,
+    WalkEnv,
+    collect,
+    make_actor,
+    moved,
+    probabilistic_actor,
+)
 from tests.objectives.losses import kl_of, make_loss, rollout, weight_of
 from torchrl_kl import (
     ConstantKLController,
@@ -225,6 +234,24 @@ class TestMask:
         assert_close(loss(batch)["loss_kl"] > 0, batch["valid"].squeeze(-1))
         loss.loss_mask_key = None
         assert (loss(batch)["loss_kl"] > 0).all()
+
+    @pytest.mark.parametrize("weights", ["step", "trajectory"])
+    @pytest.mark.parametrize("gradient", ["step", "sequence", "k2"])
+    def test_frames_of_a_random_policy_have_no_weights(self, gradient, weights):
+        actor, options = make_actor(), {"frames": 12, "batches": 2, "init_random_frames": 12}
+        behaviour = moved(actor)
+        batch: Any = torch.cat(collect(WalkEnv((2,)), behaviour, **options), 1)
+        batch.names = [None, "time"]
+        given: Any = {"gradient": gradient, "weights": weights, "reference": actor}
+        loss = KLPenaltyLoss(moved(behaviour, seed=3), 1.0, **given)
+        masked = batch.clone()
+        masked["collector", "mask"] = torch.arange(12).expand(2, 12) >= 6
+        values = loss(batch)["loss_kl"].detach(), loss(masked)["loss_kl"].detach()
+        if gradient == weights == "step":  # they have states, too
+            assert_close(values[0], kl_of(loss, batch).mean())
+            assert (values[0] - values[1]).abs() > 1e-3
+        else:
+            assert_close(*values)
 
 
 class TestGradients:

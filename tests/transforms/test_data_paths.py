@@ -1,6 +1,8 @@
 """One rollout on every data path: the same numbers up to rounding, and never a second penalty."""
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,12 +19,14 @@ from torchrl.data import (
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.helpers import (
+    SpyController,
     WalkEnv,
     assert_within,
     collect,
     make_actor,
     memory_of,
     moved,
+    play,
     rounding,
     ulps,
     with_transforms,
@@ -104,6 +108,19 @@ def compare(
         key: Any = ("agents", name) if kind == "agents" else name
         assert_within(actual["next"][key], expected["next"][key][steps], bounds[name][steps])
         assert (expected["next"][key] != 0).any()
+
+
+def test_threads_may_extend_one_buffer():
+    actor, controller = make_actor(), SpyController(per="step")
+    stack = KLConstrainedTransform(actor, controller, reference=make_actor())
+    stack.reference.actor.register_forward_hook(lambda *_: time.sleep(0.01))
+    buffer = ReplayBuffer(storage=LazyTensorStorage(200), batch_size=8)
+    buffer.append_transform(stack, invert=True)
+    batches = [play(WalkEnv((12,)), moved(actor), 1, seed=seed) for seed in range(12)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(buffer.extend, [batch[:, 0] for batch in batches]))
+    assert len(buffer) == sum(count for _, count in controller.calls) == 12 * 12
+    assert not stack.training
 
 
 def replayed(storage: Any, batch: Any, *transforms: Any) -> Any:

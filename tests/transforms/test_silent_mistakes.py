@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 from torch.distributions import Categorical as Distribution
 from torch.distributions import Normal
@@ -22,10 +22,11 @@ from torchrl.data import (
     Unbounded,
 )
 from torchrl.envs import MultiStepTransform, TransformedEnv
-from torchrl.modules import AdditiveGaussianModule, EGreedyModule
+from torchrl.modules import AdditiveGaussianModule, EGreedyModule, MaskedCategorical
 
 from tests.helpers import (
     N_ACTIONS,
+    N_OBS,
     SpyController,
     WalkEnv,
     collect,
@@ -35,6 +36,7 @@ from tests.helpers import (
     moved,
     play,
     policy,
+    probabilistic_actor,
     sequence,
     with_transforms,
 )
@@ -185,6 +187,28 @@ class TestRandomFrames:
         batch = play(WalkEnv((2,)), actor, 6)
         assert (batch["action_log_prob"] == 0).all()
         assert (KLConstrainedTransform(make_actor(), 0.1)(batch)["next", "kl"] > 0).all()
+
+    @pytest.mark.parametrize("make", [KLConstrainedTransform, parts], ids=["stack", "parts"])
+    def test_nor_is_one_whose_mask_leaves_one_action(self, make):
+        # Its head begins with zeros: all that it writes there is 0.
+        network = nn.Linear(N_OBS, N_ACTIONS)
+        nn.init.zeros_(network.weight)
+        nn.init.zeros_(network.bias)
+        actor = probabilistic_actor(
+            TensorDictModule(network, ["observation"], ["logits"]),
+            in_keys={"logits": "logits", "mask": "legal"},
+            distribution_class=MaskedCategorical,
+            return_log_prob=True,
+        )
+        batch = play(WalkEnv((2,)), policy(), 6)
+        batch["legal"] = torch.ones(2, 6, N_ACTIONS, dtype=torch.bool)
+        batch["legal"][:, 2:4, 1:] = False  # one action is left in four steps
+        actor(batch)
+        batch["action_log_prob"][0, 5] = 0  # one frame of a random policy
+        controller = SpyController(per="step")
+        with pytest.warns(UserWarning, match="in 1 of 12 steps"):
+            make(moved(actor), controller)(batch)
+        assert sum(count for _, count in controller.calls) == 11
 
 
 class TestOldWeights:

@@ -1,19 +1,29 @@
-"""The policy in training: shared, never owned, and asked for log-probs that it did not record."""
+"""The policy in training: shared, never owned, and asked for log-probs that it did not record.
+
+Also, how its steps are told from those of a random one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pickle import PicklingError
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
+from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import set_recurrent_mode
 
-from torchrl_kl._tensordict import LogProbKeys
-from torchrl_kl.actors.reading import check_actor, log_prob_of_actions, read_keys, trace_keys
+from torchrl_kl._tensordict import LogProbKeys, expand_right
+from torchrl_kl.actors.reading import (
+    check_actor,
+    dist_module_of,
+    log_prob_of_actions,
+    read_keys,
+    trace_keys,
+)
 
 Held = TypeVar("Held")
 
@@ -87,3 +97,55 @@ class ActingPolicy(Borrowed[Any]):
         inputs = tensordict.select(*read_keys(self.held), *actions, strict=False)
         with evaluating(self.held), set_recurrent_mode(timed):
             return log_prob_of_actions(self.held, inputs, actions, self.recorded)
+
+
+class Acting(NamedTuple):
+    """How the steps of a policy are told from those of a random one, and draws from an argmax."""
+
+    trace_keys: Sequence[NestedKey]  # entries that only a forward pass leaves
+    interaction_type: Any  # how it chooses by default
+    dist_module: Borrowed[Any]  # builds the distribution from what the policy recorded, or None
+
+    @classmethod
+    def of(cls, policy: Any, recorded: LogProbKeys) -> Acting:
+        """That of a policy, whose log-probs are `recorded`."""
+        by_default, module = getattr(policy, "default_interaction_type", None), None
+        with suppress(ValueError):  # several distributions
+            module = dist_module_of(policy)
+        return cls(trace_keys(policy, recorded), by_default, Borrowed(module))
+
+    def samples(self) -> bool:
+        """Whether the policy draws its actions now: k1 of an argmax is biased."""
+        return (exploration_type() or self.interaction_type) == ExplorationType.RANDOM
+
+    def random_steps(
+        self, tensordict: TensorDictBase, log_prob: Tensor, mask: Tensor | None
+    ) -> Tensor | None:
+        """True where a random policy acted, (*B); None if it did nowhere, or nothing tells.
+
+        For its frames (`init_random_frames`) collectors fill what the policy writes with zeros.
+        `log_prob`: as recorded, (*B, *A); `mask`: True where a step counts, (*B).
+        """
+        n_batch, batch_size = tensordict.batch_dims, tensordict.batch_size
+        # A log-prob of 0 alone may be that of a policy that is certain.
+        zero = (log_prob == 0).reshape(*batch_size, -1).all(-1) if log_prob.numel() else None
+        if zero is None or not zero.any():
+            return None
+        if mask is not None:
+            zero = zero & expand_right(mask, batch_size)
+        seen = False
+        for key in self.trace_keys:
+            value = tensordict.get(key, None)
+            if isinstance(value, Tensor) and value.ndim > n_batch:
+                zero, seen = zero & ~value.detach().flatten(n_batch).bool().any(-1), True
+        if not seen or not zero.any():
+            return None
+        # Where a mask leaves one action, parameters of 0 explain a log-prob of 0.
+        certain, module = torch.zeros_like(zero), self.dist_module.held
+        with suppress(Exception), torch.no_grad():  # not recorded, or no valid parameters
+            action_key = module.dist_sample_keys[0]
+            steps = tensordict.select(*module.in_keys, action_key).reshape(-1)[zero.flatten()]
+            explained = module.get_dist(steps).log_prob(steps.get(action_key)) == 0
+            certain[zero] = explained.reshape(len(steps), -1).all(-1)
+        zero = zero & ~certain
+        return zero if zero.any() else None

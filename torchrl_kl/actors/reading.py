@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
@@ -18,7 +18,7 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
-from torchrl.envs.utils import ExplorationType, exploration_type
+from torchrl.envs.utils import exploration_type
 from torchrl.modules import ConsistentDropoutModule, DTActor, OnlineDTActor
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling, sum_action_dims
@@ -148,23 +148,6 @@ def trace_keys(actor: Any, recorded: LogProbKeys) -> list[NestedKey]:
     known = {unravel_key(key) for key in (*actor.in_keys, *actor.dist_sample_keys, *recorded.keys)}
     root_keys = [key for key in actor.out_keys if as_tuple(key)[0] != "next"]
     return [key for key in root_keys if unravel_key(key) not in known]
-
-
-class Acting(NamedTuple):
-    """How the steps of a policy are told from those of a random one, and draws from an argmax."""
-
-    trace_keys: Sequence[NestedKey]  # entries that only a forward pass leaves
-    interaction_type: Any  # how it chooses by default
-
-    @classmethod
-    def of(cls, policy: Any, recorded: LogProbKeys) -> Acting:
-        """That of a policy, whose log-probs are `recorded`."""
-        by_default = getattr(policy, "default_interaction_type", None)
-        return cls(trace_keys(policy, recorded), by_default)
-
-    def samples(self) -> bool:
-        """Whether the policy draws its actions now: k1 of an argmax is biased."""
-        return (exploration_type() or self.interaction_type) == ExplorationType.RANDOM
 
 
 def find_log_prob_keys(actor: Any) -> list[NestedKey]:

@@ -18,7 +18,6 @@ from torchrl.objectives import LossModule
 
 from torchrl_kl._feeding import ControllerFeed, Fed
 from torchrl_kl._tensordict import (
-    MASK_KEY,
     RECORD_LOG_PROB,
     as_tuple,
     expand_right,
@@ -26,7 +25,7 @@ from torchrl_kl._tensordict import (
     get_required,
     holder_batch_size,
 )
-from torchrl_kl.actors.policy import evaluating
+from torchrl_kl.actors.policy import Acting, evaluating
 from torchrl_kl.actors.reading import refuse_own_log_prob
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController, as_controller
@@ -45,7 +44,9 @@ from torchrl_kl.objectives.terms import (
     read_mask,
     reduce_steps,
     refuse_penalized,
+    require_time,
     warn_of_k3,
+    without_random,
 )
 
 
@@ -80,10 +81,10 @@ class KLPenaltyLoss(Fed, LossModule):
     `state_dict`; `forward` never moves the controller; padded steps, NaN too, change neither value
     nor gradient; half precision is summed and returned in float32. You may not rely on `loss_kl`
     being the KL for "k2" and "k3": `kl` is. With agents, everything is the mean over the agents.
-    Rows that begin or end inside a trajectory are taken for whole ones. Frames of a random policy
-    (`init_random_frames`), whose log-prob is recorded as 0, have wrong weights: leave them out
-    unless `gradient` and `weights` are "step". `loss` has its own value estimator and target
-    networks: pass it to SoftUpdate, and call its `make_value_estimator`.
+    Rows that begin or end inside a trajectory are taken for whole ones. Unless `gradient` and
+    `weights` are "step", frames of a random policy (`init_random_frames`) do not count; leave them
+    out yourself of batches without what the actor writes, such as its logits. `loss` has its own
+    value estimator and target networks: pass it to SoftUpdate, call its `make_value_estimator`.
 
     Keys:
         reads the actor's in_keys; "action" and "action_log_prob" unless both `gradient` and
@@ -167,7 +168,7 @@ class KLPenaltyLoss(Fed, LossModule):
         super().__init__()
         self.guard = Guard(on_invalid)
         self.reference = as_reference(actor, reference)
-        actions = self.reference.action_keys
+        self.acting, actions = Acting.of(actor, self.reference.recorded), self.reference.action_keys
         if len(actions) > 1:
             raise ValueError(f"`actor` must have one action, got {actions}: use one loss for each.")
         self.convert_to_functional(cast(ProbabilisticTensorDictSequential, actor), "actor_network")
@@ -188,6 +189,16 @@ class KLPenaltyLoss(Fed, LossModule):
         if self.loss is not None:
             names = {field.name for field in fields(cast(Any, self.loss.tensor_keys))}
             self.loss.set_keys(**{name: key for name, key in kwargs.items() if name in names})
+
+    @property
+    def loss_mask_key(self) -> Any:
+        """Which mask says where a step counts, as in TorchRL's losses; `loss` is given it, too."""
+        return self._loss_mask_key
+
+    @loss_mask_key.setter
+    def loss_mask_key(self, key: Any) -> None:
+        for loss in filter(None, (self, self.loss)):
+            cast(Any, LossModule.loss_mask_key).fset(loss, key)
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -267,7 +278,7 @@ class KLPenaltyLoss(Fed, LossModule):
         if self.controller.per == "step":
             self.feed.pool(kl[mask])
         else:
-            self._require_time(tensordict, "a controller that counts nats per trajectory")
+            require_time(tensordict, self.time_dim, "a controller that counts nats per trajectory")
             read_done(tensordict, self._done_key)
             self.feed.add_batch(tensordict, kl, mask, **self._order)
         return self.controller.coeff.item()
@@ -318,7 +329,9 @@ class KLPenaltyLoss(Fed, LossModule):
     def _terms(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
         """What is minimised, before the coefficient, the measured KL, and the mask; (*B) each."""
         check_options(self.gradient, self.weights, self.reduction)  # they may have been set later
-        mask = self._mask(tensordict)
+        mask = read_mask(tensordict, self.loss_mask_key)
+        if self._reads_actions:
+            mask = without_random(tensordict, self.acting, self.tensor_keys.sample_log_prob, mask)
         steps = self._steps(tensordict, mask)
         value, kl = steps.terms(self.gradient, self.weights)
         while not seem_valid((value, kl)):
@@ -371,14 +384,10 @@ class KLPenaltyLoss(Fed, LossModule):
                 break
         return cast(Tensor, mask)
 
-    def _mask(self, tensordict: TensorDictBase) -> Tensor | None:
-        key = MASK_KEY if self.loss_mask_key == "auto" else self.loss_mask_key
-        return None if key is None else read_mask(tensordict, key)
-
     def _distributions(self, tensordict: TensorDictBase) -> tuple[Distribution, Distribution]:
         timed = find_time_dim(tensordict, self.time_dim) is not None
         if self._reads_trajectories:
-            self._require_time(tensordict, self._options)
+            require_time(tensordict, self.time_dim, self._options)
         network = self.actor_network
         inputs = tensordict.select(*network.in_keys, strict=False)
         weights = self.actor_network_params.to_module(network, preserve_module_state=False)
@@ -388,12 +397,3 @@ class KLPenaltyLoss(Fed, LossModule):
         # A shared reference may receive gradients elsewhere.
         with torch.no_grad():
             return policy, self.reference.get_dist(tensordict, timed=timed)
-
-    def _require_time(self, tensordict: TensorDictBase, what: str) -> None:
-        """ValueError unless a dimension of the batch is known to be time."""
-        if find_time_dim(tensordict, self.time_dim) is None:
-            raise ValueError(
-                f"{what} needs whole trajectories, but a batch of shape "
-                f"{tuple(tensordict.batch_size)} has no time dimension: name the last one "
-                '"time" (collectors do, `reshape(-1)` loses it), or pass `time_dim`.'
-            )

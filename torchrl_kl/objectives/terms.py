@@ -15,14 +15,17 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from torchrl_kl._tensordict import (
+    MASK_KEY,
     TRAJECTORY_KEY,
     as_tuple,
     expand_right,
+    find_time_dim,
     get_required,
     leaf_keys,
     require_order,
     sum_action_dims,
 )
+from torchrl_kl.actors.policy import Acting
 from torchrl_kl.functional import kl_exact, kl_k1, kl_k2, kl_k3, sum_after, sum_before
 from torchrl_kl.functional.numbers import working_dtype
 
@@ -211,14 +214,39 @@ def read_done(tensordict: TensorDictBase, done_key: NestedKey) -> Tensor:
     return get_required(tensordict, done_key, fix)
 
 
-def read_mask(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """True where a step counts, (*B); None where all do. TypeError unless it is boolean."""
-    mask = tensordict.get(key, None)
+def require_time(tensordict: TensorDictBase, time_dim: int | None, what: str) -> None:
+    """ValueError unless a dimension of the batch is known to be time."""
+    if find_time_dim(tensordict, time_dim) is None:
+        raise ValueError(
+            f"{what} needs whole trajectories, but a batch of shape "
+            f"{tuple(tensordict.batch_size)} has no time dimension: name the last one "
+            '"time" (collectors do, `reshape(-1)` loses it), or pass `time_dim`.'
+        )
+
+
+def read_mask(tensordict: TensorDictBase, key: NestedKey | None) -> Tensor | None:
+    """True where a step counts, (*B); None where all do. TypeError unless it is boolean.
+
+    `key`: a LossModule's `loss_mask_key`, "auto" for that of the collectors, None for no mask.
+    """
+    key = MASK_KEY if key == "auto" else key
+    mask = None if key is None else tensordict.get(key, None)
     if mask is None:
         return None
     if mask.dtype != torch.bool:
         raise TypeError(f"the mask {key!r} must be boolean, got {mask.dtype}: use `.bool()`.")
     return expand_right(mask, tensordict.batch_size)
+
+
+def without_random(
+    tensordict: TensorDictBase, acting: Acting, log_prob_key: NestedKey, mask: Tensor | None
+) -> Tensor | None:
+    """The mask (*B) without the steps of a random policy, whose log-prob nobody knows."""
+    recorded = tensordict.get(log_prob_key, None)
+    random = None if recorded is None else acting.random_steps(tensordict, recorded, mask)
+    if random is None:
+        return mask
+    return ~random if mask is None else mask & ~random
 
 
 def refuse_penalized(tensordict: TensorDictBase, kl_coeff: NestedKey) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -27,6 +28,8 @@ from torchrl_kl.transforms.placement import (
 _homes: weakref.WeakKeyDictionary[Transform, Callable[[], Any]] = weakref.WeakKeyDictionary()
 # What each clone was cloned from.
 _originals: weakref.WeakKeyDictionary[Transform, Callable[[], Any]] = weakref.WeakKeyDictionary()
+# Held while a buffer is extended; a lock of each transform could be neither copied nor pickled.
+_extending = threading.RLock()
 
 
 class KLTransform(Transform):
@@ -107,12 +110,14 @@ class KLTransform(Transform):
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """A whole batch that a replay buffer is extended with (`append_transform(invert=True)`)."""
-        # Buffers put their transforms into eval mode, which stops the controller in samples.
-        training, self.training = self.training, True
-        try:
-            return self.forward(next_tensordict)
-        finally:
-            self.training = training
+        # Several threads may extend one buffer.
+        with _extending:
+            # Buffers put their transforms into eval mode, which stops the controller in samples.
+            training, self.training = self.training, True
+            try:
+                return self.forward(next_tensordict)
+            finally:
+                self.training = training
 
     def _reset(self, tensordict, tensordict_reset):
         """Writes zeros for the declared entries; TorchRL masks them in partial resets."""

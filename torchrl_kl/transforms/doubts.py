@@ -47,33 +47,6 @@ def refuse_sums(tensordict: TensorDictBase, *, advantages: bool = True) -> None:
         )
 
 
-def random_steps(
-    tensordict: TensorDictBase,
-    log_prob: Tensor,
-    mask: Tensor | None,
-    traces: Sequence[NestedKey],
-) -> Tensor | None:
-    """True where a random policy acted, (*B); None if it did nowhere, or nothing tells.
-
-    For its frames (`init_random_frames`) collectors fill what the policy writes with zeros.
-    `mask`: True where a step counts, (*B); `traces`: entries that only the policy writes, such as
-    logits.
-    """
-    n_batch, batch_size = tensordict.batch_dims, tensordict.batch_size
-    # A log-prob of 0, (*B, *A), alone may be that of a policy that is certain.
-    zero = (log_prob == 0).reshape(*batch_size, -1).all(-1) if log_prob.numel() else None
-    if zero is None or not zero.any():
-        return None
-    if mask is not None:
-        zero = zero & expand_right(mask, batch_size)
-    seen = False
-    for key in traces:
-        value = tensordict.get(key, None)
-        if isinstance(value, Tensor) and value.ndim > n_batch:
-            zero, seen = zero & ~value.detach().flatten(n_batch).bool().any(-1), True
-    return zero if seen and zero.any() else None
-
-
 class FirstSteps:
     """What the first steps show: weights loaded too late, actions changed after they were drawn."""
 

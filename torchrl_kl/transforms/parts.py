@@ -11,7 +11,7 @@ from torchrl.data import Composite
 
 from torchrl_kl import _tensordict as td
 from torchrl_kl._tensordict import KLKeys
-from torchrl_kl.actors.reading import Acting
+from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.functional.invalid import Guard, OnInvalid, is_valid
 from torchrl_kl.transforms.base import KLTransform, require_spec

@@ -19,7 +19,7 @@ from torchrl_kl._tensordict import (
     is_fake,
 )
 from torchrl_kl.actors.frozen import FrozenActor
-from torchrl_kl.actors.reading import Acting
+from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.controllers.trajectories import OpenTrajectories

@@ -14,10 +14,10 @@ from torchrl.envs import EnvBase
 
 from torchrl_kl import _tensordict as td
 from torchrl_kl.actors.frozen import FrozenActor
-from torchrl_kl.actors.reading import Acting
+from torchrl_kl.actors.policy import Acting
 from torchrl_kl.functional import kl_k1
 from torchrl_kl.transforms.base import KLTransform
-from torchrl_kl.transforms.doubts import FirstSteps, random_steps
+from torchrl_kl.transforms.doubts import FirstSteps
 from torchrl_kl.transforms.estimates import Estimate, KLStep
 
 
@@ -75,8 +75,8 @@ def score_batch(
         log_probs.append(score.log_prob)
         states = score.states  # a recurrent reference scores all rows at once
     mask = td.counted_steps(tensordict, fake)
-    traces = () if fake or acting is None else acting.trace_keys
-    random = random_steps(tensordict, log_prob, mask, traces)
+    told = None if fake else acting
+    random = None if told is None else told.random_steps(tensordict, log_prob, mask)
     ref_log_prob = _join(log_probs)  # (*B, *A)
     # A collector may make zeros to learn the keys; the log-prob of an action 0 can be -inf.
     ref_log_prob = torch.zeros_like(ref_log_prob) if fake else ref_log_prob
