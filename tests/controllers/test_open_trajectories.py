@@ -205,6 +205,15 @@ class TestIdentity:
         rows = self.one(0, 3, 1.0, terminated=[True])
         assert self.add(trajectories, rows, is_init=True) == ([1.0], [])
 
+    @pytest.mark.parametrize("ids", [False, True], ids=["no_ids", "ids"])
+    def test_a_reset_before_the_end_of_a_trajectory_begins_another(self, ids):
+        """As in rollouts that were joined along time: the first is not told, as in an env."""
+        rows = [[Step(t // 4, [1.0], t in (0, 2, 4), [t == 3], [False]) for t in range(6)]]
+        batch = make_batch(rows, ids=ids)
+        result = add(OpenTrajectories(), batch, values_of(rows), "done")
+        assert result.running.flatten().tolist() == [1, 2, 1, 2, 1, 2]
+        same_totals(result.finished, [2.0])
+
     def test_what_never_goes_on_is_dropped_oldest_first(self):
         trajectories = OpenTrajectories()
         for number in range(400):
@@ -289,6 +298,46 @@ class TestAgents:
         if set_truncated:  # the agents that were present in the last step are cut there
             told = told[: len(totals)]
         assert sorted(told) == sorted(totals)
+
+    @seeds
+    @pytest.mark.parametrize("terminates", [True, False])
+    @pytest.mark.parametrize("tracked", [True, False])
+    def test_rows_that_torchrl_has_split_where_an_agent_leaves(self, seed, terminates, tracked):
+        rng, ids = random.Random(seed), itertools.count()
+        none = [False] * 3
+        steps, begins = [], []
+        totals: dict[str, list[float]] = {"agents": [], "others": []}
+        trajectory, left, sums = next(ids), none, [0.0] * 3
+        for t in range(40):
+            gone = [was or rng.random() < 0.2 for was in left]
+            value = [rng.randint(-40, 40) / 8 for _ in range(3)]
+            sums = [a + b for a, b in zip(sums, value, strict=True)]
+            steps.append((trajectory, t, left, gone, value))
+            begins.append(t == 0 or all(steps[t - 1][3]))
+            for i, group in enumerate(("agents", "agents", "others")):
+                totals[group] += [sums[i]] if gone[i] and not left[i] else []
+            trajectory = next(ids) if any(gone) else trajectory
+            left, sums = (none, [0.0] * 3) if all(gone) else (gone, sums)
+        streams = {group: OpenTrajectories() for group in totals}
+        told: dict[str, list[float]] = {group: [] for group in totals}
+        for start in [*range(0, 40, 7), 40]:
+            chunk = steps[start : start + 7] or [(10**6, 999, none, none, [0.0] * 3)]
+            batch: Any = self.batch(chunk, terminates, False)
+            batch["agents", "value"] = torch.tensor([[[[v] for v in one[4]] for one in chunk]])
+            if tracked:
+                batch["is_init"] = torch.tensor([begins[start : start + 7] or [True]])[..., None]
+            for each in (batch, batch["next"]):  # the third agent has a group of its own
+                flags = each["agents"]
+                each["others"] = {key: value[:, :, 2:] for key, value in flags.items()}
+                each["agents"] = {key: value[:, :, :2] for key, value in flags.items()}
+            batch = split_trajectories(batch, prefix="collector")
+            batch.names = [None, "time"]
+            for group, stream in streams.items():
+                sums = add(stream, batch, batch[group, "value"], (group, "done"))
+                told[group] += sums.finished.tolist()
+        assert {group: sorted(each) for group, each in told.items()} == {
+            group: sorted(each) for group, each in totals.items()
+        }
 
     def batch(self, steps: list[Any], terminates: bool, set_truncated: bool) -> TensorDict:
         """A batch (1, T) of steps (id, time, who left before, who is gone after, values)."""

@@ -21,7 +21,7 @@ from torchrl.data import (
     ReplayBuffer,
     Unbounded,
 )
-from torchrl.envs import MultiStepTransform, TransformedEnv
+from torchrl.envs import MultiStepTransform, Reward2GoTransform, TransformedEnv
 from torchrl.modules import AdditiveGaussianModule, EGreedyModule, MaskedCategorical
 
 from tests.helpers import (
@@ -138,6 +138,33 @@ class TestRewardsOfSeveralSteps:
         expected = MultiStep(0.9, 3)(stack(batch))["next", "reward"]
         # The last steps wait for the rewards that follow them.
         assert_close(buffer[:]["next", "reward"], expected[:, : buffer[:].shape[1]])
+
+    @pytest.mark.parametrize("first", [False, True])
+    @every
+    def test_rewards_to_go_of_a_buffer_whose_samples_are_penalized_are_refused(self, make, first):
+        stack, to_go = make(make_actor(), 0.1), Reward2GoTransform(0.9)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=8)
+        for transform in (stack, to_go) if first else (to_go, stack):
+            buffer.append_transform(transform)
+        buffer.extend(play(WalkEnv((2,), longest=2), policy(), 4).reshape(-1))
+        with pytest.raises(RuntimeError, match=r"Reward2GoTransform .* Penalize before: .*invert"):
+            buffer.sample()
+
+    def test_rewards_to_go_of_penalized_rewards_or_next_to_them(self):
+        stack, batch = KLConstrainedTransform(make_actor(), 0.1), self.batch().reshape(-1)
+        batch["next", "done"][-1] = True
+        expected = stack(batch)
+        for to_go, penalized in (
+            (Reward2GoTransform(0.9), True),
+            (Reward2GoTransform(0.9, out_keys=["reward_to_go"]), False),
+        ):
+            buffer = ReplayBuffer(storage=LazyTensorStorage(16), batch_size=16)
+            buffer.append_transform(to_go)
+            buffer.append_transform(copy.deepcopy(stack), invert=penalized)
+            buffer.extend(batch.clone())
+            buffer.sample()
+            wanted = to_go.inv(expected.clone()) if penalized else expected
+            assert_close(buffer[:]["next", "reward"], wanted["next", "reward"])
 
 
 class TestRandomFrames:

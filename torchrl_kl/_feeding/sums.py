@@ -67,7 +67,7 @@ def sum_trajectories(
         any_done=_any_done(tensordict, done_key, done).reshape(n_rows, n_steps),
         mask=None if mask is None else per_step(mask, "mask"),
         ids=None if ids is None else per_step(ids, "traj_ids").to(values.device),
-        is_init=None if is_init is None else per_step(is_init, "is_init")[:, 0],
+        is_init=None if is_init is None else per_step(is_init, "is_init").to(values.device),
         states_before=partial(digests, tensordict, keys, tensordict.batch_dims),
         states_after=partial(digests, step, keys, tensordict.batch_dims),
     )

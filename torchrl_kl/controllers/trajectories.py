@@ -5,7 +5,7 @@ Axes: R rows of T steps, F values per step (1, or one for each agent).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice, pairwise
 from operator import lt
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ class Segments(NamedTuple):
     any_done: Tensor  # True where any agent is done, also one of other values, (R, T)
     mask: Tensor | None  # True where a step counts, (R, T); None where all do
     ids: Tensor | None  # numbers of the trajectories, (R, T)
-    is_init: Tensor | None  # True where a row begins with its trajectory, (R,)
+    is_init: Tensor | None  # True at the first step of a trajectory, (R, T)
     # Digests of the states around steps, numbered row by row; empty where nothing shows a state.
     states_before: _Digests
     states_after: _Digests
@@ -128,7 +128,14 @@ class OpenTrajectories:
         # A trajectory without a step that counts, or whose beginning is not known, never finishes.
         # Both sums at once, (R, T, 2 F): for few numbers a running sum is mostly overhead.
         both = torch.cat([values, counts.unsqueeze(-1).expand_as(values)], -1)
-        both = _running(both, ends.repeat(1, 1, 2), torch.cat([totals, counted], -1))
+        cuts = ends
+        if (
+            segments.is_init is not None
+        ):  # a reset before the end of a trajectory, which is not told
+            cuts = ends.clone()
+            reset = segments.is_init[:, 1:] & ~segments.any_done[:, :-1]
+            cuts[:, :-1] |= reset.unsqueeze(-1)
+        both = _running(both, cuts.repeat(1, 1, 2), torch.cat([totals, counted], -1))
         running, n_counted = both.chunk(2, -1)
         told = ends & (n_counted > 0)
         if segments.left is not None:  # an agent that left while others go on has finished before
@@ -165,12 +172,15 @@ class OpenTrajectories:
 
     def _find(self, segments: Segments, counts: Tensor) -> tuple[dict[_Key, int], list[int]]:
         """The row that goes on with each open trajectory; the rows that neither do so nor begin."""
-        ids, begins = segments.ids, segments.is_init
+        ids, begins = segments.ids, segments.is_init  # (R, T)
         first_ids = ids[:, 0].tolist()  # type: ignore[index]
         known = {key[0] for key in self._open}
         inside = list(range(len(first_ids)))
         if begins is not None:
-            inside = (~begins).nonzero().squeeze(-1).tolist()
+            inside = (~begins[:, 0]).nonzero().squeeze(-1).tolist()
+        if segments.left is not None:  # where all have left nobody goes on
+            present = ~segments.left[:, 0].all(-1)
+            inside = [row for row in inside if present[row]]
         if not known:
             return {}, inside
         # In a padded batch each row holds one trajectory.
@@ -225,14 +235,12 @@ class OpenTrajectories:
         totals, counted = _at(running, at), _at(n_counted, at)
         over = terminated | left
         rows = (~over.all(-1)).nonzero().squeeze(-1)
-        # The id of those that go on changes where another agent is done.
-        parted = (over.any(-1) | _at(segments.any_done, at) & ~done.all(-1)).tolist()
-        ids = _at(segments.ids, at).tolist()  # type: ignore[arg-type]
+        ids = _ids_left(segments, at)
         kept = [torch.where(over, 0.0, each).tolist() for each in (totals, counted)]
         ended = (done & ~over & judge).tolist()
         if len(rows):
             for row, state in zip(rows.tolist(), segments.states_after(at[rows]), strict=True):
-                key = (None if parted[row] else ids[row], state)
+                key = (ids[row], state)
                 self._open.pop(key, None)  # a new entry is the youngest
                 self._open[key] = _Open(self._calls, kept[0][row], kept[1][row], ended[row])
             # Trajectories that never go on, as of a closed collector, are dropped, oldest first.
@@ -303,23 +311,37 @@ def _blocks(segments: Segments) -> list[slice]:
     n_rows, n_steps = ids.shape
     at = n_steps * torch.arange(n_rows, device=ids.device)  # the first step of each row
     last = at + (n_steps - 1 if mask is None else _ends(segments, mask)[1])
-    begins, leaves = ids[:, 0].tolist(), _at(ids, last).tolist()
-    cuts = _cuts(begins, leaves)
+    begins, leaves = ids[:, 0].tolist(), _ids_left(segments, last)
+    nowhere = [b""] * n_rows
+    cuts = _cuts(begins, nowhere, leaves, nowhere)
     if len(cuts) > 1:
         # The same id may also be that of another collector, whose state is another.
-        before, after = segments.states_before(at), segments.states_after(last)
-        cuts = _cuts(zip(begins, before, strict=True), zip(leaves, after, strict=True))
+        cuts = _cuts(begins, segments.states_before(at), leaves, segments.states_after(last))
     return [slice(*cut) for cut in pairwise([*cuts, n_rows])]
 
 
-def _cuts(begins: Iterable[Hashable], leaves: Iterable[Hashable]) -> list[int]:
+def _ids_left(segments: Segments, at: Tensor) -> list[int | None]:
+    """The ids of rows left `at` steps, (R,); None where that of those who go on will be another."""
+    done, over = _at(segments.done, at), _at(segments.terminated, at)  # (R, F)
+    if segments.left is not None:
+        over = over | _at(segments.left, at)
+    # It changes where another agent is done.
+    parted = over.any(-1) | _at(segments.any_done, at) & ~done.all(-1)
+    parted = (parted & ~over.all(-1)).tolist()
+    ids = _at(segments.ids, at).tolist()  # type: ignore[arg-type]
+    return [None if new else one for one, new in zip(ids, parted, strict=True)]
+
+
+def _cuts(
+    begins: list[int], before: list[bytes], leaves: list[int | None], after: list[bytes]
+) -> list[int]:
     """The rows with which a block begins: those that begin where an earlier row of it is left."""
-    cuts, left = [0], set()
-    for row, (begin, leave) in enumerate(zip(begins, leaves, strict=True)):
-        if begin in left:
+    cuts, left = [0], set[_Key]()
+    for row, (begin, state) in enumerate(zip(begins, before, strict=True)):
+        if (begin, state) in left or (None, state) in left:
             cuts.append(row)
             left.clear()
-        left.add(leave)
+        left.add((leaves[row], after[row]))
     return cuts
 
 
@@ -339,7 +361,7 @@ def _ends(segments: Segments, counts: Tensor) -> tuple[Tensor, Tensor]:
         # step is real if it goes on with a trajectory that has not ended (the same id) or begins
         # another: padding has the id 0, as has the first trajectory, whose row is full if open.
         real = torch.ones_like(counts)
-        real[:, 1:] = torch.where(changed, ids[:, 1:] > 0, ~segments.done.any(-1)[:, :-1])
+        real[:, 1:] = torch.where(changed, ids[:, 1:] > 0, ~segments.any_done[:, :-1])
         last = (real | (steps <= last_counted)).long().cumprod(1).sum(1) - 1
         ends &= steps < last.unsqueeze(-1)
     # The id changes as soon as any agent is done; the others go on.

@@ -26,6 +26,7 @@ from torchrl_kl.transforms.base import KLTransform, require_spec
 from torchrl_kl.transforms.checks import without_invalid
 from torchrl_kl.transforms.doubts import refuse_sums
 from torchrl_kl.transforms.estimates import KLStep
+from torchrl_kl.transforms.placement import refuse_rewards_to_go
 from torchrl_kl.transforms.rows import EnvRows
 from torchrl_kl.transforms.steps import check_reward_shape, penalize
 
@@ -220,6 +221,7 @@ class PenaltyTransform(Fed, KLTransform):
         next_tensordict = tensordict.get("next")
         if self.controller.coeff.item() != 0 or self.controller.planning:
             refuse_sums(tensordict)
+            refuse_rewards_to_go(self)
         step, reward = self._keep(tensordict, next_tensordict, step)
         if trace:
             # First, so that the batch is penalized with what is planned from it.

@@ -10,6 +10,7 @@ from tensordict import NestedKey
 from torchrl.envs import transforms as tr
 from torchrl.envs.transforms import Compose, Transform
 
+from torchrl_kl._tensordict import as_tuple
 from torchrl_kl._torchrl import container_of, declared_keys
 
 
@@ -25,6 +26,20 @@ def refuse_wrong_order(transform: Any, own_class: type[Transform]) -> None:
         if reason is not None:
             names = f"{type(later).__name__} comes after {type(transform).__name__}"
             raise RuntimeError(f"{names} and {reason}. Put it before the KL transforms.")
+
+
+def refuse_rewards_to_go(transform: Any) -> None:
+    """RuntimeError if a buffer, whose samples are penalized, adds up rewards that it is given."""
+    reward = ("next", *as_tuple(transform.keys.reward))
+    siblings = [*_siblings(transform), *_siblings(transform, later=False)]
+    sums = [one for one in siblings if isinstance(one, tr.Reward2GoTransform)]
+    if any(reward in map(as_tuple, declared_keys(one)[2]) for one in sums):
+        raise RuntimeError(
+            f"Reward2GoTransform makes {reward} a sum over steps, of which "
+            f"{type(transform).__name__} in the same buffer would subtract the KL of the first one "
+            "alone. Penalize before: in the env, as `postproc`, or append the stack after it with "
+            "`invert=True`."
+        )
 
 
 def warn_of_chunks(transform: Transform) -> None:
