@@ -66,20 +66,26 @@ def test_how_a_batch_is_split_changes_nothing_in_the_pool(per):
 
 @pytest.mark.parametrize("n_envs", [(), (3,)], ids=["one_env", "three_envs"])
 @pytest.mark.parametrize("init", [False, True], ids=["", "init_tracker"])
-@pytest.mark.parametrize("join", [torch.cat, torch.stack])
-def test_batches_that_are_joined_along_their_rows_go_on_with_each_other(join, init, n_envs):
+@pytest.mark.parametrize("join", [torch.cat, torch.stack, lambda x: torch.stack(x, -2)])
+@pytest.mark.parametrize("longest", [3, 9])
+@pytest.mark.parametrize("set_truncated", [False, True])
+def test_batches_that_are_joined_along_their_rows_go_on_with_each_other(
+    join, init, n_envs, longest, set_truncated
+):
     """A row that begins inside a trajectory goes on with the row in which it was left."""
-    env = WalkEnv(n_envs, longest=9)
+    env = WalkEnv(n_envs, longest=longest)
     batches = collect(
-        with_transforms(env, InitTracker()) if init else env, policy(), frames=12, batches=6
+        with_transforms(env, InitTracker()) if init else env,
+        policy(),
+        frames=12,
+        batches=6,
+        set_truncated=set_truncated,
     )
     (one_by_one, expected), (together, told) = spied(time_dim=-1), spied(time_dim=-1)
-    running = [one_by_one(batch)["next", "episode_kl"] for batch in batches]
-    joined = [join(batches[:3]), join(batches[3:])]
-    assert_same(
-        torch.cat([together(batch)["next", "episode_kl"].flatten() for batch in joined]),
-        torch.cat(running).flatten(),
-    )
+    running = [one_by_one(batch)["next", "episode_kl"].squeeze(-1) for batch in batches]
+    for part in (slice(0, 3), slice(3, 6)):
+        sums = together(join(batches[part]))["next", "episode_kl"].squeeze(-1)
+        assert_same(sums, join(running[part]))
     assert total(told)[0] == total(expected)[0] > 5
     assert_same(total(told)[1], total(expected)[1])
 

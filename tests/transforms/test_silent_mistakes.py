@@ -272,6 +272,14 @@ class TestOldWeights:
         actor.load_state_dict(moved(actor, scale=1.0).state_dict())
         transform(play(WalkEnv((2,)), actor))
 
+    def test_clones_for_envs_of_a_policy_that_was_trained_meanwhile_are_not_warned_of(self):
+        actor = make_actor()
+        transform = KLConstrainedTransform(actor, 0.1)
+        for scale in (0.0, 3.0, 3.0, 3.0, 3.0):
+            actor.load_state_dict(moved(make_actor(), scale=scale).state_dict())
+            batch = play(TransformedEnv(WalkEnv((8,)), transform.clone()), actor)
+        assert batch["next", "kl"].mean() > 0.1
+
     def test_a_run_that_goes_on_is_not_warned_of(self):
         transform, actor = self.built(KLConstrainedTransform)
         transform.load_state_dict(transform.state_dict())

@@ -359,16 +359,18 @@ class FrozenActor(Identified):
         # Again, as later passes: with gradients an LSTM of PyTorch rounds otherwise.
         result = read(inputs)
         for name, value in self._statistics().items():
-            if name in before and not value.nan_to_num().equal(before[name].nan_to_num()):
+            if name in before and not value.equal(before[name]):
                 warnings.warn(_CHANGES.format(name), stacklevel=2)
                 break
         return result
 
     def _statistics(self) -> dict[str, Tensor]:
-        """What the actor saves besides its parameters, such as the mean of what it has read."""
+        """Bytes of what the actor saves besides parameters, such as the mean of what it read."""
         parameters = {name for name, _ in self.actor.named_parameters(remove_duplicate=False)}
-        saved = self._weights().items()
-        return {k: v for k, v in saved if k not in parameters and v.is_floating_point()}
+        entries = self._weights().items()
+        saved = ((k, v) for k, v in entries if k not in parameters and v.is_floating_point())
+        # Of NaN and of float8, too, bytes can be compared.
+        return {name: value.detach().flatten().view(torch.uint8) for name, value in saved}
 
 
 _CHANGES = (

@@ -173,7 +173,7 @@ def log_prob_of_actions(
     `action_keys`: the actor's `dist_sample_keys`, slow to find; `plain`: its `plain_parts`.
     """
     batch_size = recorded.batch_size(inputs)
-    log_prob = _log_prob(actor, inputs, action_keys[0], plain)
+    log_prob = _log_prob(actor, inputs, action_keys, plain)
     if isinstance(log_prob, Tensor):
         # One sum for several parts, to which the log-prob of one part must not be compared.
         several = action_keys if len(action_keys) > 1 and len(recorded.keys) == 1 else ()
@@ -251,18 +251,20 @@ def refuse_own_log_prob(actor: Any) -> None:
 
 
 def _log_prob(
-    actor: Any, inputs: TensorDictBase, action_key: NestedKey, plain: Sequence[bool] = ()
+    actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey], plain: Sequence[bool] = ()
 ) -> Tensor | TensorDictBase:
     """One log-prob, or one for each part of the action, under the actor's keys."""
-    if not getattr(actor, "return_composite", False):
-        if has_own_log_prob(actor):
-            return actor.log_prob(inputs)
-        # Before the pass, in which a part may write an action of its own, as gSDEModule does.
-        action = get_required(inputs, action_key, "the reference scores the policy's action.")
+    return_composite = getattr(actor, "return_composite", False)
+    if not return_composite and has_own_log_prob(actor):
+        return actor.log_prob(inputs)
+    # Before the pass, in which a part may write an action of its own, as gSDEModule does.
+    needed_for = "the reference scores the policy's action."
+    actions = {key: get_required(inputs, key, needed_for) for key in action_keys}
+    if not return_composite:
         dist = _get_dist(actor, inputs, plain)
         if isinstance(dist, CompositeDistribution):
-            return actor.log_prob(inputs, dist=dist)
-        return dist.log_prob(action)
+            return actor.log_prob(_with(inputs, actions), dist=dist)
+        return dist.log_prob(actions[action_keys[0]])
     # Parts that are drawn one after another are scored each after those before it. (The actor's
     # `log_prob` draws the earlier parts anew and scores the later ones after those.)
     log_probs = TensorDict(batch_size=inputs.batch_size)
@@ -271,11 +273,18 @@ def _log_prob(
         if not isinstance(module, _PROBABILISTIC):
             module(inputs)
             continue
-        log_prob = _log_prob(module, inputs, module.dist_sample_keys[0])
+        keys = [key for key in module.dist_sample_keys if key in actions]
+        log_prob = _log_prob(module, _with(inputs, {key: actions[key] for key in keys}), keys)
         if isinstance(log_prob, Tensor):
             log_prob = TensorDict().set(find_log_prob_keys(module)[0], log_prob)
         log_probs.update(log_prob)
     return log_probs
+
+
+def _with(inputs: TensorDictBase, entries: dict[NestedKey, Any]) -> TensorDictBase:
+    for key, value in entries.items():
+        inputs.set(key, value)
+    return inputs
 
 
 def _probabilistic_modules(actor: nn.Module) -> list[Any]:

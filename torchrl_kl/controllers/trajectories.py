@@ -101,16 +101,29 @@ class OpenTrajectories:
         this one, count as finished; if not, those that this call truncates never do. RuntimeError
         if a row of a padded batch goes on with a trajectory under another id.
         """
-        blocks = _blocks(segments)
-        if len(blocks) == 1:
-            return self._add(values, segments, judge)
+        blocks, calls = _blocks(segments), set()
         # One after the other; nothing has changed if one of them is refused.
-        sums = self.copy()
-        added = [sums._add(values[rows], segments.of(rows), judge) for rows in blocks]
-        self.restore(sums)
+        sums = self if len(blocks) == 1 else self.copy()
+        added = [
+            sums._add(values[rows], segments.of(rows), judge, calls, last=rows is blocks[-1])
+            for rows in blocks
+        ]
+        if sums is not self:
+            self.restore(sums)
+        if segments.ids is not None and values.numel():
+            if not (judge or calls):
+                del self._unfollowed[self._calls]
+            for call in list(self._unfollowed)[:-_MIN_OPEN]:
+                del self._unfollowed[call]
+            self._calls += 1
+        if len(added) == 1:
+            return added[0]
         return TrajectorySums(*map(torch.cat, zip(*added, strict=True)))
 
-    def _add(self, values: Tensor, segments: Segments, judge: bool) -> TrajectorySums:
+    def _add(
+        self, values: Tensor, segments: Segments, judge: bool, calls: set[int], *, last: bool
+    ) -> TrajectorySums:
+        """Adds a block of rows; fills in the earlier `calls` with which the batch goes on."""
         values = values.detach().double()
         counts = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
         if segments.mask is not None:
@@ -120,11 +133,13 @@ class OpenTrajectories:
             return TrajectorySums(values, values.new_zeros(0))
         # What rows go on from, (R, F): the sums so far, and how many steps counted.
         totals, counted = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
-        finished, joined = [], False
+        finished = []
         if segments.ids is not None:
-            judged, joined = self._resume(segments, counts, totals, counted, judge)
-            finished.append(judged)
-        ends, last = _ends(segments, counts)
+            ended = self._resume(segments, counts, totals, counted, calls)
+            # In the last block: a trajectory may go on in any of them.
+            ended += self._judge(calls, segments.ids[:, 0].tolist(), judge) if last else []
+            finished.append(values.new_tensor(ended))
+        ends, final = _ends(segments, counts)
         # A trajectory without a step that counts, or whose beginning is not known, never finishes.
         # Both sums at once, (R, T, 2 F): for few numbers a running sum is mostly overhead.
         both = torch.cat([values, counts.unsqueeze(-1).expand_as(values)], -1)
@@ -142,19 +157,16 @@ class OpenTrajectories:
             told = told & ~segments.left
         finished.append(running[told])
         if segments.ids is not None:
-            at = last + counts.shape[1] * torch.arange(len(last), device=last.device)
+            at = final + counts.shape[1] * torch.arange(len(final), device=final.device)
             finished.append(self._suspend(segments, at, running, n_counted, judge))
-            if judge or joined:
-                self._unfollowed[self._calls] = _at(segments.ids, at).tolist()
-                for call in list(self._unfollowed)[:-_MIN_OPEN]:
-                    del self._unfollowed[call]
-            self._calls += 1
+            ids = _at(segments.ids, at).tolist()
+            self._unfollowed[self._calls] = self._unfollowed.get(self._calls, []) + ids
         return TrajectorySums(running, torch.cat(finished))
 
     def _resume(
-        self, segments: Segments, counts: Tensor, totals: Tensor, counted: Tensor, judge: bool
-    ) -> tuple[Tensor, bool]:
-        """Fills in what rows go on from, (R, F); gives the ended totals, and if any row goes on."""
+        self, segments: Segments, counts: Tensor, totals: Tensor, counted: Tensor, calls: set[int]
+    ) -> list[float]:
+        """Fills in what rows go on from, (R, F), and the earlier `calls`; gives ended totals."""
         found, unknown = self._find(segments, counts)
         if segments.is_init is not None:
             counted[unknown] = -torch.inf
@@ -166,9 +178,8 @@ class OpenTrajectories:
             left = segments.left[rows, 0]
             over = left & torch.tensor([entry.ended for entry in entries]).to(left)
             ended = totals[rows][over & (counted[rows] > 0)].tolist()
-        calls = {entry.call for entry in entries}
-        first_ids = segments.ids[:, 0].tolist()  # type: ignore[index]
-        return totals.new_tensor(ended + self._judge(calls, first_ids, judge)), bool(calls)
+        calls |= {entry.call for entry in entries} - {self._calls}
+        return ended
 
     def _find(self, segments: Segments, counts: Tensor) -> tuple[dict[_Key, int], list[int]]:
         """The row that goes on with each open trajectory; the rows that neither do so nor begin."""
@@ -208,7 +219,11 @@ class OpenTrajectories:
         if judge and not calls:
             most = max(map(len, self._unfollowed.values()), default=0)
             bounds = first_ids + first_ids[-1:] * most
-            earlier = (i for i, ids in self._unfollowed.items() if all(map(lt, ids, bounds)))
+            earlier = (
+                call
+                for call, ids in self._unfollowed.items()
+                if call != self._calls and all(map(lt, ids, bounds))
+            )
             calls = set(islice(earlier, 1))
         if not calls:
             return []

@@ -196,6 +196,7 @@ class ScoringTransform(KLTransform):
         k1 = k1 if counts is None else k1[td.expand_right(counts, k1.shape)]
         doubt = self._first.add(k1, self.reference.actor, whole_batch=batch is not None)
         if doubt is not None:
+            _expect_any(self)  # clones, which share it, may be made for later weights
             self._first = None
         if doubt:
             warnings.warn(f"{type(self).__name__}: {doubt}", stacklevel=2)
