@@ -144,9 +144,8 @@ class OpenTrajectories:
         # Both sums at once, (R, T, 2 F): for few numbers a running sum is mostly overhead.
         both = torch.cat([values, counts.unsqueeze(-1).expand_as(values)], -1)
         cuts = ends
-        if (
-            segments.is_init is not None
-        ):  # a reset before the end of a trajectory, which is not told
+        if segments.is_init is not None:
+            # A reset before the end of a trajectory, which is not told.
             cuts = ends.clone()
             reset = segments.is_init[:, 1:] & ~segments.any_done[:, :-1]
             cuts[:, :-1] |= reset.unsqueeze(-1)

@@ -78,8 +78,7 @@ def sample_responses(
     _check_counts(max_new_tokens=max_new_tokens, chunk_size=chunk_size)
     (padded, start), ends = _pad(prompts, pad_token), several(eos_token)
     reader = _reader_of(actor, padded.shape[1] + max_new_tokens - 1, pad_token, ends)
-    if isinstance(prompts, Tensor):
-        _warn_of_padding(prompts, pad_token)
+    _warn_of_padding(prompts, pad_token)
     texts = F.pad(padded, (0, max_new_tokens), value=pad_token)
     log_probs = _zero_log_probs(reader, texts[:, -max_new_tokens:])
     spans = (start, start + max_new_tokens)
@@ -110,8 +109,10 @@ def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Te
     return padded.long(), lengths
 
 
-def _warn_of_padding(prompts: Tensor, pad_token: int) -> None:
+def _warn_of_padding(prompts: Tensor | Sequence[Tensor], pad_token: int) -> None:
     """Warns if pad tokens are only where padding is: on one side of at least half of the rows."""
+    if not isinstance(prompts, Tensor):
+        return
     pads = prompts == pad_token
     for where, row in (("begin", pads), ("end", pads.flip(1))):
         runs = row.int().cumprod(1).sum(1)
