@@ -308,7 +308,14 @@ def test_the_only_worker_dies_in_the_middle_of_a_batch():
     assert not torch.distributed.is_initialized()
 
 
-def test_a_worker_that_dies_between_two_batches_is_named_at_shutdown():
+def kill_workers(collector: Any) -> None:
+    """As TorchRL's shutdown of workers that do not end: it may not wait until they are gone."""
+    for process in collector.procs:
+        process.kill()
+
+
+@pytest.mark.parametrize("moment", ["between", "shutdown"])
+def test_a_worker_that_dies_between_two_batches_or_in_the_end_is_named_at_shutdown(moment):
     before = workers_alive()
     policy = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
     collector = kl_collector(
@@ -321,8 +328,13 @@ def test_a_worker_that_dies_between_two_batches_is_named_at_shutdown():
     )
     next(iter(collector))
     (worker,) = workers_alive() - before
-    worker.kill()
-    with pytest.raises(RuntimeError, match=r"^worker 0 \(exit code -9\) .* before it was shut dow"):
+    if moment == "between":
+        worker.kill()
+    ending = mock.patch.object(MultiSyncCollector, "shutdown", kill_workers)
+    with (
+        ending if moment == "shutdown" else contextlib.nullcontext(),
+        pytest.raises(RuntimeError, match=r"^worker 0 \(exit code -9\) .* before it was shut down"),
+    ):
         collector.shutdown()
     collector.shutdown()  # it was told once
     assert wait_for_end(before) == []

@@ -238,6 +238,9 @@ class _WatchedMulti(WatchedCollector):
         # TorchRL changes the number of threads of this process, and leaves some.
         threads = torch.get_num_threads()
         super()._shut_down(*args, **kwargs)
+        for process in self._processes():
+            with contextlib.suppress(ValueError):  # TorchRL has closed it
+                process.join(_EXIT_SECONDS)  # it may have been killed a moment ago
         torch.set_num_threads(threads)
         for scheme in self._schemes.values():
             _torchrl.release_sender(scheme)

@@ -82,9 +82,8 @@ def sample_responses(
     texts = F.pad(padded, (0, max_new_tokens), value=pad_token)
     log_probs = _zero_log_probs(reader, texts[:, -max_new_tokens:])
     spans = (start, start + max_new_tokens)
-    parts = zip(*(x.split(chunk_size) for x in (texts, *spans, log_probs)), strict=True)
     write = partial(_write, reader, ends, pad_token, generator, return_logits)
-    logits = [write(*part) for part in parts]
+    logits = [*map(write, *(each.split(chunk_size) for each in (texts, *spans, log_probs)))]
     return _batch(actor, texts, *spans, ends, log_probs, logits, reward_fn)
 
 
