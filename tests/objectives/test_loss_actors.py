@@ -123,7 +123,9 @@ class TestAroundALoss:
         loss = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=sac)
         assert sac.tensor_keys.log_prob == "mine"
         before = loss(batch)["loss_qvalue"]
-        loss.set_keys(reward="other", kl_coeff="weight")
+        loss.set_keys(reward="other", kl_coeff="weight", action_value="action_value")
+        with pytest.raises(ValueError, match="colour"):
+            loss.set_keys(colour="red")
         after = loss(batch)["loss_qvalue"]
         sac.set_keys(reward="other")
         assert_close(after, sac(batch)["loss_qvalue"])

@@ -299,7 +299,8 @@ def train(folder: Path, until: int) -> None:
     rotation = CheckpointRotation(folder / "checkpoints", keep_last=2)
     if rotation.latest() is not None:
         rotation.load_latest(checkpoint)
-        GPT.from_pretrained(folder / "model")
+        if len(curve) > 1:  # else it was killed before it saved its first model
+            GPT.from_pretrained(folder / "model")
     run.steps_done = len(curve)
     with (folder / "journal").open("a", buffering=1) as journal:
         print("resumed", run.steps_done, file=journal)

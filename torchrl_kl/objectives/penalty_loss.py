@@ -5,7 +5,7 @@ Axes: *B is the batch of steps; where its last dimension is time, *B is (*R, T),
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -45,6 +45,7 @@ from torchrl_kl.objectives.terms import (
     reduce_steps,
     refuse_penalized,
     require_time,
+    split_keys,
     warn_of_k3,
     without_random,
 )
@@ -81,10 +82,9 @@ class KLPenaltyLoss(Fed, LossModule):
     `state_dict`; `forward` never moves the controller; padded steps, NaN too, change neither value
     nor gradient; half precision is summed and returned in float32. You may not rely on `loss_kl`
     being the KL for "k2" and "k3": `kl` is. With agents, everything is the mean over the agents.
-    Rows that begin or end inside a trajectory are taken for whole ones. Unless `gradient` and
-    `weights` are "step", frames of a random policy (`init_random_frames`) do not count; leave them
-    out yourself of batches without what the actor writes, such as its logits. `loss` has its own
-    value estimator and target networks: pass it to SoftUpdate, call its `make_value_estimator`.
+    Rows that begin or end inside a trajectory are taken for whole ones. Where log-probs are read,
+    frames of a random policy do not count, if the batch has what the actor writes, such as logits.
+    `loss` has its own value estimator and target networks: give it to SoftUpdate.
 
     Keys:
         reads the actor's in_keys; "action" and "action_log_prob" unless both `gradient` and
@@ -184,11 +184,11 @@ class KLPenaltyLoss(Fed, LossModule):
         super().set_keys(action=actions[0], sample_log_prob=self.reference.log_prob_key)
 
     def set_keys(self, **kwargs: Any) -> None:
-        """Names entries of this loss, and of `loss` those that it has, too, as a trainer does."""
-        super().set_keys(**kwargs)
+        """Names entries of this loss, of `loss`, or of both, as a trainer does."""
+        own, inner = split_keys(kwargs, self, self.loss)
+        super().set_keys(**own)  # which refuses a name that neither has
         if self.loss is not None:
-            names = {field.name for field in fields(cast(Any, self.loss.tensor_keys))}
-            self.loss.set_keys(**{name: key for name, key in kwargs.items() if name in names})
+            self.loss.set_keys(**inner)
 
     @property
     def loss_mask_key(self) -> Any:
@@ -197,8 +197,9 @@ class KLPenaltyLoss(Fed, LossModule):
 
     @loss_mask_key.setter
     def loss_mask_key(self, key: Any) -> None:
-        for loss in filter(None, (self, self.loss)):
-            cast(Any, LossModule.loss_mask_key).fset(loss, key)
+        cast(Any, LossModule.loss_mask_key).fset(self, key)
+        if self.loss is not None:
+            self.loss.loss_mask_key = key
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -208,8 +209,7 @@ class KLPenaltyLoss(Fed, LossModule):
             keys.append(self.tensor_keys.sample_log_prob)
         if self._reads_trajectories:
             keys.append(self._done_key)
-        # Each key once: the loss around which this one is put reads the actor's, too.
-        others = [] if self.loss is None else self.loss.in_keys
+        others = [] if self.loss is None else self.loss.in_keys  # which may be the same
         return list(dict.fromkeys(unravel_key(key) for key in (*keys, *others)))
 
     @property

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams, unravel_key
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torchrl.objectives import LossModule
 
 from torchrl_kl._tensordict import (
     MASK_KEY,
@@ -247,6 +249,19 @@ def without_random(
     if random is None:
         return mask
     return ~random if mask is None else mask & ~random
+
+
+def split_keys(
+    keys: dict[str, Any], loss: LossModule, inner: LossModule | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Names of entries for a loss, and those for the one inside; unknown ones are for the first."""
+    known, known_inside = (
+        set() if one is None else {field.name for field in fields(cast(Any, one.tensor_keys))}
+        for one in (loss, inner)
+    )
+    inside = {name: key for name, key in keys.items() if name in known_inside}
+    own = {name: key for name, key in keys.items() if name in known or name not in inside}
+    return own, inside
 
 
 def refuse_penalized(tensordict: TensorDictBase, kl_coeff: NestedKey) -> None:
