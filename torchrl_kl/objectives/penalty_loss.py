@@ -84,7 +84,7 @@ class KLPenaltyLoss(Fed, LossModule):
     being the KL for "k2" and "k3": `kl` is. With agents, everything is the mean over the agents.
     Rows that begin or end inside a trajectory are taken for whole ones. Where log-probs are read,
     frames of a random policy do not count, if the batch has what the actor writes, such as logits.
-    `loss` has its own value estimator and target networks: give it to SoftUpdate.
+    `loss` has its own target networks, which SoftUpdate takes, and `make_value_estimator`.
 
     Keys:
         reads the actor's in_keys; "action" and "action_log_prob" unless both `gradient` and
