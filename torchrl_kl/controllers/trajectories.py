@@ -189,7 +189,7 @@ class OpenTrajectories:
         if begins is not None:
             inside = (~begins[:, 0]).nonzero().squeeze(-1).tolist()
         if segments.left is not None:  # where all have left nobody goes on
-            present = ~segments.left[:, 0].all(-1)
+            present = (~segments.left[:, 0].all(-1)).tolist()
             inside = [row for row in inside if present[row]]
         if not known:
             return {}, inside
