@@ -24,7 +24,7 @@ from torchrl_kl._torchrl import DELETED
 
 _STATE = "state.safetensors"
 _PART = re.compile(r"\.[0-9a-f]{32}\.part")  # a folder of what is not finished yet
-_NEW = 10.0  # seconds after which such a folder is locked, if its process lives
+_NEW = 10.0  # seconds within which the process of such a folder has locked it
 _PLAIN = (MutableMapping, list, tuple, Tensor, bool, int, float, str, type(None))
 
 
@@ -55,8 +55,8 @@ class RunCheckpoint(Checkpoint):
     full, the file has the older checkpoint or the new one, as a whole. A file that was changed or
     cut off is refused before any component changes, without reading more than its size. Several
     processes may save to one folder; under the same name, the last one's file stays. What a killed
-    one left there is removed by the next `save`, where the file system has locks. You may not rely
-    on the components after another error of `load`: build them anew.
+    one left there is removed by a `save` at least ten seconds later, if the file system has locks.
+    You may not rely on the components after another error of `load`: build them anew.
 
     Args:
         components: objects with `state_dict` and `load_state_dict`, generators, tensors,

@@ -195,7 +195,7 @@ def joint(dist: Distribution, n_batch: int) -> Distribution:
 def _kl_of_independent(policy: Any, reference: Any) -> Tensor:
     n = policy.reinterpreted_batch_ndims
     if n != reference.reinterpreted_batch_ndims:
-        raise NotImplementedError
+        raise NotImplementedError  # as PyTorch does; `kl_exact` makes it a TypeError
     # The base has n more batch dimensions, (*B, ...).
     kl = _kl(policy.base_dist, reference.base_dist)
     return kl.flatten(-n).sum(-1) if n > 0 else kl
