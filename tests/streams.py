@@ -9,9 +9,20 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrl_kl._feeding import sum_trajectories
 from torchrl_kl.controllers.trajectories import OpenTrajectories, TrajectorySums
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that are called."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += 1
+        return func(*args, **(kwargs or {}))
 
 
 def add(

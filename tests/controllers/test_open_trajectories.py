@@ -1,18 +1,17 @@
-"""Open trajectories: masked steps, batches of several collectors, agents that end apart."""
+"""Open trajectories: masked steps, and batches of several collectors."""
 
 import itertools
 import math
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch.testing import assert_close
 from torchrl.collectors.utils import split_trajectories
 
 from tests.streams import (
+    Operators,
     Step,
     add,
     cut,
@@ -161,6 +160,28 @@ class TestIdentity:
         # Missing are at most the truncations of the last batch of each, which nothing has judged.
         assert len(everything) - 4 <= len(told) <= len(everything)
 
+    def test_joined_batches_of_a_collector_that_begins_do_not_follow_those_of_another(self):
+        """Later rows have later ids than what the other has left, but the first ones do not."""
+        trajectories = OpenTrajectories()
+        self.add(trajectories, self.one(0, 50, 3.0, is_init=True), set_truncated=True)
+        rows = [
+            *self.one(0, 100, 1.0, is_init=True, terminated=[True]),
+            *self.one(1, 200, 1.0, is_init=True),
+            *self.one(2, 101, 1.0, is_init=True),
+            *self.one(1, 201, 1.0),
+        ]
+        assert self.add(trajectories, rows) == ([1.0, 1.0, 1.0, 2.0], [1.0])
+        assert self.add(trajectories, self.one(0, 51, 2.0, terminated=[True])) == ([5.0], [5.0])
+
+    def test_many_joined_batches_take_no_loop_over_operators(self):
+        n_operators = []
+        for n in (10, 500):
+            rows = [*itertools.chain(*(self.one(0, t, 1.0) for t in range(n)))]
+            with Operators() as operators:
+                assert self.add(OpenTrajectories(), rows) == ([*range(1, n + 1)], [])
+            n_operators.append(operators.n)
+        assert n_operators[1] <= 1.2 * n_operators[0]
+
     def test_an_evaluation_that_is_truncated_at_the_end_of_a_frozen_batch_is_never_told(self):
         trajectories = OpenTrajectories()
         self.add(trajectories, self.one(0, 0, 1.0, is_init=True))
@@ -204,6 +225,10 @@ class TestIdentity:
         trajectories = OpenTrajectories()
         rows = self.one(0, 3, 1.0, terminated=[True])
         assert self.add(trajectories, rows, is_init=True) == ([1.0], [])
+        self.add(trajectories, self.one(3, 0, 1.0, is_init=True), is_init=True)
+        # Nor refused where a mask only hides steps.
+        rows = [self.one(4, 7, 1.0, terminated=[True])[0] + self.one(5, 0, 2.0, is_init=True)[0]]
+        assert self.add(trajectories, rows, mask=True, is_init=True) == ([1.0, 2.0], [])
 
     @pytest.mark.parametrize("ids", [False, True], ids=["no_ids", "ids"])
     def test_a_reset_before_the_end_of_a_trajectory_begins_another(self, ids):
@@ -221,6 +246,10 @@ class TestIdentity:
         assert len(trajectories._open) == 256
         assert self.add(trajectories, self.one(143, 287, 1.0)) == ([1.0], [])
         assert self.add(trajectories, self.one(399, 799, 1.0)) == ([2.0], [])
+        # All of one batch may stay open.
+        rows = [self.one(number, 1000 + 2 * number, 1.0, is_init=True)[0] for number in range(300)]
+        self.add(trajectories, rows)
+        assert self.add(trajectories, self.one(0, 1001, 1.0)) == ([2.0], [])
 
     def test_batches_that_nothing_follows_do_not_pile_up(self):
         """Each collector gives one batch, of the id 0, so that none seems to follow another."""
@@ -251,119 +280,3 @@ class TestIdentity:
         with pytest.raises(RuntimeError, match=r'cat_results=-1`\)\? Use `cat_results="stack"`'):
             self.add(trajectories, rows)
         assert not trajectories._open
-
-
-class TestAgents:
-    """Agents with done flags of their own: one that is done ends its trajectory, and the others go
-    on.
-    """
-
-    @seeds
-    @pytest.mark.parametrize(
-        ("terminates", "set_truncated"), [(True, False), (True, True), (False, False)]
-    )
-    def test_ids_change_when_any_agent_leaves(self, seed, terminates, set_truncated):
-        rng, n_agents = random.Random(seed), 3
-        ids = itertools.count()
-        batches, totals = [], []
-        running: list[list[float]] = []
-        trajectory, left, sums = next(ids), [False] * n_agents, [0.0] * n_agents
-        for t in range(40):
-            gone = [was or rng.random() < 0.2 for was in left]
-            value = [rng.randint(-40, 40) / 8 for _ in range(n_agents)]
-            sums = [a + b for a, b in zip(sums, value, strict=True)]
-            running.append(sums)
-            totals += [s for s, g, was in zip(sums, gone, left, strict=True) if g and not was]
-            batches.append((trajectory, t, left, gone, value))
-            trajectory = next(ids) if any(gone) else trajectory
-            sums = [0.0 if g else s for s, g in zip(sums, gone, strict=True)]
-            left = [False] * n_agents if all(gone) else gone
-            sums = [0.0] * n_agents if all(gone) else sums
-        trajectories, told, start = OpenTrajectories(), [], 0
-        while start < 40:
-            steps = batches[start : start + rng.randint(1, 8)]
-            batch = self.batch(steps, terminates, set_truncated)
-            values = torch.tensor([[step[4] for step in steps]]).unsqueeze(-1)
-            result = add(trajectories, batch, values, ("agents", "done"))
-            present = ~batch["agents", "done"]
-            expected = torch.tensor(running[start : start + len(steps)])[None, :, :, None]
-            assert_close(result.running[present], expected[present], rtol=0, atol=0)
-            told += result.finished.tolist()
-            start += len(steps)
-        none = [False] * n_agents
-        later = self.batch([(10**6, 999, none, none)], terminates, False)
-        told += add(
-            trajectories, later, torch.zeros(1, 1, 3, 1), ("agents", "done")
-        ).finished.tolist()
-        if set_truncated:  # the agents that were present in the last step are cut there
-            told = told[: len(totals)]
-        assert sorted(told) == sorted(totals)
-
-    @seeds
-    @pytest.mark.parametrize("terminates", [True, False])
-    @pytest.mark.parametrize("tracked", [True, False])
-    def test_rows_that_torchrl_has_split_where_an_agent_leaves(self, seed, terminates, tracked):
-        rng, ids = random.Random(seed), itertools.count()
-        none = [False] * 3
-        steps, begins = [], []
-        totals: dict[str, list[float]] = {"agents": [], "others": []}
-        trajectory, left, sums = next(ids), none, [0.0] * 3
-        for t in range(40):
-            gone = [was or rng.random() < 0.2 for was in left]
-            value = [rng.randint(-40, 40) / 8 for _ in range(3)]
-            sums = [a + b for a, b in zip(sums, value, strict=True)]
-            steps.append((trajectory, t, left, gone, value))
-            begins.append(t == 0 or all(steps[t - 1][3]))
-            for i, group in enumerate(("agents", "agents", "others")):
-                totals[group] += [sums[i]] if gone[i] and not left[i] else []
-            trajectory = next(ids) if any(gone) else trajectory
-            left, sums = (none, [0.0] * 3) if all(gone) else (gone, sums)
-        streams = {group: OpenTrajectories() for group in totals}
-        told: dict[str, list[float]] = {group: [] for group in totals}
-        for start in [*range(0, 40, 7), 40]:
-            chunk = steps[start : start + 7] or [(10**6, 999, none, none, [0.0] * 3)]
-            batch: Any = self.batch(chunk, terminates, False)
-            batch["agents", "value"] = torch.tensor([[[[v] for v in one[4]] for one in chunk]])
-            if tracked:
-                batch["is_init"] = torch.tensor([begins[start : start + 7] or [True]])[..., None]
-            for each in (batch, batch["next"]):  # the third agent has a group of its own
-                flags = each["agents"]
-                each["others"] = {key: value[:, :, 2:] for key, value in flags.items()}
-                each["agents"] = {key: value[:, :, :2] for key, value in flags.items()}
-            batch = split_trajectories(batch, prefix="collector")
-            batch.names = [None, "time"]
-            for group, stream in streams.items():
-                sums = add(stream, batch, batch[group, "value"], (group, "done"))
-                told[group] += sums.finished.tolist()
-        assert {group: sorted(each) for group, each in told.items()} == {
-            group: sorted(each) for group, each in totals.items()
-        }
-
-    def batch(self, steps: list[Any], terminates: bool, set_truncated: bool) -> TensorDict:
-        """A batch (1, T) of steps (id, time, who left before, who is gone after, values)."""
-        shape = (1, len(steps))
-        before, after = (torch.tensor([[step[i] for step in steps]]).unsqueeze(-1) for i in (2, 3))
-        time = torch.tensor([[float(step[1])] for step in steps])[None]
-        root_done = after.all(-2)
-        flags = {"done": after, "terminated": after & terminates}
-        step = TensorDict(
-            {
-                "agents": flags,
-                "done": root_done,
-                "terminated": root_done & terminates,
-                "observation": time + 1 + root_done / 2,
-            },
-            shape,
-        )
-        if set_truncated:
-            step["agents", "done"][:, -1] = step["done"][:, -1] = True
-        ids = torch.tensor([[one[0] for one in steps]])
-        return TensorDict(
-            {
-                "observation": time,
-                "agents": {"done": before},
-                "next": step,
-                "collector": {"traj_ids": ids},
-            },
-            shape,
-        )

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.envs import InitTracker
 
@@ -30,6 +29,7 @@ from tests.helpers import (
     with_transforms,
     without_kl,
 )
+from tests.streams import Operators
 from torchrl_kl import AdaptiveKLController, KLConstrainedTransform, RewardAdjustmentTransform
 
 
@@ -276,14 +276,6 @@ def test_sums_of_trajectories_that_never_go_on_do_not_pile_up():
     # else.
     assert sizes[300] < 1.15 * sizes[100]
     assert sizes[300] < 100_000
-
-
-class Operators(TorchDispatchMode):
-    n = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("ids", [False, True], ids=["done_flags", "ids"])

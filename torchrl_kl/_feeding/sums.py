@@ -40,7 +40,8 @@ def sum_trajectories(
     """
     step = cast(TensorDictBase, tensordict.get("next"))
     n_steps, n_rows = tensordict.batch_size[-1], tensordict.batch_size[:-1].numel()
-    n_values = values.shape[tensordict.batch_dims :].numel()
+    n_dims = tensordict.batch_dims
+    n_values = values.shape[n_dims:].numel()
 
     # Rows R = all but the last dimension of *B: (R, T, F) for values, (R, T) for steps.
     def per_value(flag: Tensor) -> Tensor:
@@ -60,11 +61,14 @@ def sum_trajectories(
     ids, is_init = tensordict.get(td.TRAJECTORY_KEY, None), tensordict.get("is_init", None)
     is_init = is_init.bool() if is_init is not None and is_init.numel() else None
     keys = state_keys(tensordict, observed)
+    begin = tensordict.exclude("next")
+    left = torch.zeros_like(done) if left is None else left
     segments = Segments(
         done=per_value(done.bool()),
         terminated=per_value((torch.zeros_like(done) if terminated is None else terminated).bool()),
-        left=None if left is None else per_value(left.bool()),
-        any_done=_any_done(tensordict, done_key, done).reshape(n_rows, n_steps),
+        left=per_value(left.bool()),
+        any_done=_any_done(step, done_key, done, n_dims).reshape(n_rows, n_steps),
+        any_left=_any_done(begin, done_key, left, n_dims).reshape(n_rows, n_steps),
         mask=None if mask is None else per_step(mask, "mask"),
         ids=None if ids is None else per_step(ids, "traj_ids").to(values.device),
         is_init=None if is_init is None else per_step(is_init, "is_init").to(values.device),
@@ -109,15 +113,13 @@ def _check_order(
         raise RuntimeError(_SEAMS)
 
 
-def _any_done(tensordict: TensorDictBase, done_key: NestedKey, done: Tensor) -> Tensor:
+def _any_done(step: TensorDictBase, done_key: NestedKey, done: Tensor, n_dims: int) -> Tensor:
     """Where any agent is done, of any group, (*B): collectors then change the trajectory id.
 
     `done`: the flags of this group, (*B, *F), which are the only ones if another flag was named.
     """
-    step = cast(TensorDictBase, tensordict.get("next"))
     groups = step.keys(True, True) if td.as_tuple(done_key)[-1] == "done" else []
     others = [step.get(key) for key in groups if td.as_tuple(key)[-1] == "done"]
-    n_dims = tensordict.batch_dims
     flags = [flag.bool().unsqueeze(-1).flatten(n_dims).any(-1) for flag in (done, *others)]
     return reduce(torch.logical_or, flags)
 

@@ -1,19 +1,31 @@
 """Sums over trajectories that come in pieces: within a batch, across batches, on padded rows.
 
 Axes: R rows of T steps, F values per step (1, or one for each agent).
+
+`OpenTrajectories.add` adds a batch in six steps:
+
+1. `_last_steps` finds where the padding of rows begins, `_ends` where trajectories end inside rows.
+2. `_leave` finds what rows leave open, and `_enter` which rows do not begin with a trajectory. What
+   is open has a key: the id of the trajectory, and a digest of the state in which it is left.
+3. `_link` goes through the rows in order: a row goes on with what was left under the id and the
+   state with which it begins, by an earlier batch or, if batches were joined, by an earlier row.
+4. `_judge` tells which trajectories that earlier batches left truncated are over.
+5. `sum_rows` adds up all rows at once; rows that go on with one another are one long row.
+6. `_keep` keeps the sums of what is open for later batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import islice, pairwise
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, islice, repeat
 from operator import lt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchrl_kl.functional.sums import running_sum
+from torchrl_kl.functional.sums import sum_rows
 
 _MIN_OPEN = 256  # trajectories that may be open at once, at least
 _OPEN_PER_ROW = 64  # and for each row of a batch: that of so many asynchronous workers
@@ -25,7 +37,7 @@ _RENUMBERED = (
     "their trajectories, an InitTracker in the env says so.)"
 )
 
-_Key = tuple[int | None, bytes]  # id, or None where it is about to change; digest of the state
+_Key = tuple[int, bytes]  # id, or -1 - row where it is about to change; digest of the state
 _Digests = Callable[[Tensor], list[bytes]]
 
 
@@ -34,23 +46,15 @@ class Segments(NamedTuple):
 
     done: Tensor  # True at the last step of a trajectory, (R, T, F)
     terminated: Tensor  # the part of `done` that no collector writes by itself, (R, T, F)
-    left: Tensor | None  # True where an agent was done before the step, (R, T, F)
+    left: Tensor  # True where an agent was done before the step, (R, T, F)
     any_done: Tensor  # True where any agent is done, also one of other values, (R, T)
+    any_left: Tensor  # True where any such agent was done before the step, (R, T)
     mask: Tensor | None  # True where a step counts, (R, T); None where all do
     ids: Tensor | None  # numbers of the trajectories, (R, T)
     is_init: Tensor | None  # True at the first step of a trajectory, (R, T)
     # Digests of the states around steps, numbered row by row; empty where nothing shows a state.
     states_before: _Digests
     states_after: _Digests
-
-    def of(self, rows: slice) -> Segments:
-        """The segments of some rows."""
-        skipped = rows.start * self.done.shape[1]  # steps
-        before, after = self.states_before, self.states_after
-        parts: Any = {k: v[rows] for k, v in self._asdict().items() if isinstance(v, Tensor)}
-        parts |= {"states_before": lambda at: before(at + skipped)}
-        parts |= {"states_after": lambda at: after(at + skipped)}
-        return self._replace(**parts)
 
 
 class TrajectorySums(NamedTuple):
@@ -66,7 +70,43 @@ class _Open(NamedTuple):
     call: int  # which call of `add` left it
     totals: list[float]
     counted: list[float]  # how many steps counted, -inf where its beginning was not seen
-    ended: list[bool]  # whether it is over unless a later batch goes on with it
+    ended: list[bool]  # whether it is over unless a later row goes on with it
+
+    def totals_of_ended(self, among: Iterable[bool] = repeat(True)) -> list[float]:
+        """Totals of the agents, or of those `among` them, that ended with a step that counts."""
+        agents = zip(self.totals, self.counted, self.ended, among, strict=False)
+        return [total for total, counted, ended, one in agents if ended and one and counted > 0]
+
+
+class _First(NamedTuple):
+    """The first steps of rows."""
+
+    ids: list[int]
+    inside: list[int]  # rows that do not begin with a trajectory, as far as one can tell
+    states: dict[int, bytes]  # of those rows that may go on with something
+    parted: list[bool]  # whether an agent has left before the row: the id has changed since
+    tracked: bool  # whether the env tells where trajectories begin
+    padded: bool  # whether each row holds one trajectory, and padding
+
+
+class _Last(NamedTuple):
+    """The last steps of rows, before their padding."""
+
+    ids: list[int]
+    ends: Tensor  # True where an agent ends for certain, (R, F)
+    over: Tensor  # True where an agent ends for certain or has left before, (R, F)
+    truncated: Tensor  # True where an agent ends unless a later row goes on with it, (R, F)
+    keys: dict[int, _Key]  # of what is left open, by row
+
+
+class _Links(NamedTuple):
+    """What rows go on with, and what stays open, the oldest first."""
+
+    resumed: dict[int, _Open]  # by row: what an earlier batch left
+    joined: dict[int, int]  # by row: an earlier row
+    unknown: list[int]  # rows that neither begin nor go on with any of these
+    waiting: dict[_Key, _Open]  # what an earlier batch left and no row goes on with
+    open_rows: dict[_Key, int]  # rows with which no later row goes on
 
 
 class OpenTrajectories:
@@ -74,7 +114,8 @@ class OpenTrajectories:
 
     A trajectory goes on where its id comes back *and* the row begins in the state in which the
     trajectory was left: ids restart with every collector. It ends where the ids change, or at done
-    if there are none; an agent that is not done goes on when the id changes for another.
+    if there are none; an agent that is not done goes on when the id changes for another. Then only
+    states tell which row it is: of rows that are left in one state, sums may be mixed up.
 
     A truncation in the last step of a batch is judged by a later call: a collector may have written
     it (`set_truncated=True`) while the trajectory goes on. A termination is an end at once.
@@ -98,32 +139,9 @@ class OpenTrajectories:
         """Adds a batch (R, T, F); its sums are in float64. A step outside the mask counts as 0.
 
         `judge`: whether trajectories that an earlier call left truncated, and that do not go on in
-        this one, count as finished; if not, those that this call truncates never do. RuntimeError
-        if a row of a padded batch goes on with a trajectory under another id.
+        this one, count as finished. If not, those that this call truncates never count.
+        RuntimeError if a row of a padded batch goes on with a trajectory under another id.
         """
-        blocks, calls = _blocks(segments), set()
-        # One after the other; nothing has changed if one of them is refused.
-        sums = self if len(blocks) == 1 else self.copy()
-        added = [
-            sums._add(values[rows], segments.of(rows), judge, calls, last=rows is blocks[-1])
-            for rows in blocks
-        ]
-        if sums is not self:
-            self.restore(sums)
-        if segments.ids is not None and values.numel():
-            if not (judge or calls):
-                del self._unfollowed[self._calls]
-            for call in list(self._unfollowed)[:-_MIN_OPEN]:
-                del self._unfollowed[call]
-            self._calls += 1
-        if len(added) == 1:
-            return added[0]
-        return TrajectorySums(*map(torch.cat, zip(*added, strict=True)))
-
-    def _add(
-        self, values: Tensor, segments: Segments, judge: bool, calls: set[int], *, last: bool
-    ) -> TrajectorySums:
-        """Adds a block of rows; fills in the earlier `calls` with which the batch goes on."""
         values = values.detach().double()
         counts = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
         if segments.mask is not None:
@@ -131,137 +149,77 @@ class OpenTrajectories:
             values = torch.where(counts.unsqueeze(-1), values, 0.0)
         if not values.numel():
             return TrajectorySums(values, values.new_zeros(0))
-        # What rows go on from, (R, F): the sums so far, and how many steps counted.
-        totals, counted = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
-        finished = []
-        if segments.ids is not None:
-            ended = self._resume(segments, counts, totals, counted, calls)
-            # In the last block: a trajectory may go on in any of them.
-            ended += self._judge(calls, segments.ids[:, 0].tolist(), judge) if last else []
-            finished.append(values.new_tensor(ended))
-        ends, final = _ends(segments, counts)
-        # A trajectory without a step that counts, or whose beginning is not known, never finishes.
-        # Both sums at once, (R, T, 2 F): for few numbers a running sum is mostly overhead.
-        both = torch.cat([values, counts.unsqueeze(-1).expand_as(values)], -1)
-        cuts = ends
-        if segments.is_init is not None:
-            # A reset before the end of a trajectory, which is not told.
-            cuts = ends.clone()
-            reset = segments.is_init[:, 1:] & ~segments.any_done[:, :-1]
-            cuts[:, :-1] |= reset.unsqueeze(-1)
-        both = _running(both, cuts.repeat(1, 1, 2), torch.cat([totals, counted], -1))
-        running, n_counted = both.chunk(2, -1)
-        told = ends & (n_counted > 0)
-        if segments.left is not None:  # an agent that left while others go on has finished before
-            told = told & ~segments.left
-        finished.append(running[told])
-        if segments.ids is not None:
-            at = final + counts.shape[1] * torch.arange(len(final), device=final.device)
-            finished.append(self._suspend(segments, at, running, n_counted, judge))
-            ids = _at(segments.ids, at).tolist()
-            self._unfollowed[self._calls] = self._unfollowed.get(self._calls, []) + ids
+        # Both sums at once, (2, R, T, F): for few numbers a running sum is mostly overhead.
+        both = torch.stack([values, counts.unsqueeze(-1).expand_as(values)])
+        steps = _last_steps(segments, counts)
+        ends, cuts = _ends(segments, steps)
+        if segments.ids is None:  # each row begins at 0, and nothing stays open
+            running, counted = sum_rows(both, cuts, {})
+            return TrajectorySums(running, running[ends & ~segments.left & (counted > 0)])
+        last = _leave(segments, segments.ids, steps, judge)
+        first = _enter(segments, segments.ids, counts, chain(self._open, last.keys.values()))
+        links = _link(first, last, self._open)
+        if self._open and _is_renumbered(first, links, counts):
+            raise RuntimeError(_RENUMBERED)  # nothing has changed yet
+        judged = self._judge(links, first.ids, last.ids, judge)
+        both[:, :, 0] += _sums_before(both[:, :, 0], links, first.tracked)
+        cuts[:, -1] = last.over  # which is where the next row begins, if one goes on
+        running, counted = sum_rows(both, cuts, links.joined)
+        totals, n_counted = running[:, -1], counted[:, -1]
+        rows = self._keep(links, last, torch.stack([totals, n_counted]))
+        left = _totals_of_left(links, rows, segments.left[:, 0])
+        # A trajectory without a step that counts, or whose beginning is not known, never finishes;
+        # that of an agent that left while others go on has finished before.
+        finished = [
+            running.new_tensor(left + judged),
+            running[ends & ~segments.left & (counted > 0)],
+            totals[last.ends & (n_counted > 0)],
+        ]
         return TrajectorySums(running, torch.cat(finished))
 
-    def _resume(
-        self, segments: Segments, counts: Tensor, totals: Tensor, counted: Tensor, calls: set[int]
+    def _judge(
+        self, links: _Links, first_ids: list[int], last_ids: list[int], judge: bool
     ) -> list[float]:
-        """Fills in what rows go on from, (R, F), and the earlier `calls`; gives ended totals."""
-        found, unknown = self._find(segments, counts)
-        if segments.is_init is not None:
-            counted[unknown] = -torch.inf
-        rows, entries, ended = list(found.values()), [self._open.pop(key) for key in found], []
-        if rows:
-            totals[rows] = totals.new_tensor([entry.totals for entry in entries])
-            counted[rows] = totals.new_tensor([entry.counted for entry in entries])
-        if rows and segments.left is not None:  # a truncation of an agent that has left since
-            left = segments.left[rows, 0]
-            over = left & torch.tensor([entry.ended for entry in entries]).to(left)
-            ended = totals[rows][over & (counted[rows] > 0)].tolist()
-        calls |= {entry.call for entry in entries} - {self._calls}
-        return ended
-
-    def _find(self, segments: Segments, counts: Tensor) -> tuple[dict[_Key, int], list[int]]:
-        """The row that goes on with each open trajectory; the rows that neither do so nor begin."""
-        ids, begins = segments.ids, segments.is_init  # (R, T)
-        first_ids = ids[:, 0].tolist()  # type: ignore[index]
-        known = {key[0] for key in self._open}
-        inside = list(range(len(first_ids)))
-        if begins is not None:
-            inside = (~begins[:, 0]).nonzero().squeeze(-1).tolist()
-        if segments.left is not None:  # where all have left nobody goes on
-            present = (~segments.left[:, 0].all(-1)).tolist()
-            inside = [row for row in inside if present[row]]
-        if not known:
-            return {}, inside
-        # In a padded batch each row holds one trajectory.
-        padded = segments.mask is not None and bool(((ids == ids[:, :1]) | ~counts).all())  # type: ignore[index]
-        rows = [row for row in inside if padded or first_ids[row] in known or None in known]
-        digests = segments.states_before(ids.shape[1] * torch.tensor(rows)) if rows else []  # type: ignore[union-attr]
-        states, found = dict(zip(rows, digests, strict=True)), {}
-        for row, state in states.items():
-            keys = ((first_ids[row], state), (None, state))
-            key = next((key for key in keys if key in self._open and key not in found), None)
-            if key is not None:
-                found[key] = row
-        unknown = sorted(set(inside) - set(found.values()))
-        if padded:
-            waiting = {key[1] for key in self._open if key not in found} - {b""}
-            for row in unknown:
-                if counts[row].any() and (begins is not None or states[row] in waiting):
-                    raise RuntimeError(_RENUMBERED)
-        return found, unknown
-
-    def _judge(self, calls: set[int], first_ids: list[int], judge: bool) -> list[float]:
-        """The totals of truncated trajectories that are over, since this batch follows `calls`."""
+        """The totals of truncated trajectories that are over, since this batch follows theirs."""
+        calls = {one.call for one in links.resumed.values()}
         # If it goes on with none at all, it follows the earliest call that waits to be followed and
         # that has earlier ids in all rows: those of a collector that begins are not later ones.
         if judge and not calls:
-            most = max(map(len, self._unfollowed.values()), default=0)
-            bounds = first_ids + first_ids[-1:] * most
             earlier = (
                 call
                 for call, ids in self._unfollowed.items()
-                if call != self._calls and all(map(lt, ids, bounds))
+                if all(map(lt, ids, chain(first_ids, repeat(first_ids[-1]))))
             )
             calls = set(islice(earlier, 1))
-        if not calls:
-            return []
         for call in calls:
             self._unfollowed.pop(call, None)
+        if judge or calls:
+            self._unfollowed[self._calls] = last_ids
+        for call in list(self._unfollowed)[:-_MIN_OPEN]:
+            del self._unfollowed[call]
         totals = []
-        for key, one in list(self._open.items()):
-            if one.call not in calls or not any(one.ended):
-                continue
-            if not judge:  # but the next call that judges
-                self._open[key] = one._replace(call=self._calls)
-                continue
-            del self._open[key]
-            told = zip(one.totals, one.counted, one.ended, strict=True)
-            totals += [total for total, counted, ended in told if ended and counted > 0]
+        for key, one in list(links.waiting.items()):
+            if one.call in calls and any(one.ended):
+                if judge:
+                    del links.waiting[key]
+                    totals += one.totals_of_ended()
+                else:  # but the next call that judges
+                    links.waiting[key] = one._replace(call=self._calls)
         return totals
 
-    def _suspend(
-        self, segments: Segments, at: Tensor, running: Tensor, n_counted: Tensor, judge: bool
-    ) -> Tensor:
-        """Keeps what rows leave open `at` their last steps, (R,); returns totals of what ends."""
-        done, terminated = _at(segments.done, at), _at(segments.terminated, at)  # (R, F)
-        left = torch.zeros_like(done) if segments.left is None else _at(segments.left, at)
-        totals, counted = _at(running, at), _at(n_counted, at)
-        over = terminated | left
-        rows = (~over.all(-1)).nonzero().squeeze(-1)
-        ids = _ids_left(segments, at)
-        kept = [torch.where(over, 0.0, each).tolist() for each in (totals, counted)]
-        ended = (done & ~over & judge).tolist()
-        if len(rows):
-            for row, state in zip(rows.tolist(), segments.states_after(at[rows]), strict=True):
-                key = (ids[row], state)
-                self._open.pop(key, None)  # a new entry is the youngest
-                self._open[key] = _Open(self._calls, kept[0][row], kept[1][row], ended[row])
-            # Trajectories that never go on, as of a closed collector, are dropped, oldest first.
-            limit = max(_MIN_OPEN, _OPEN_PER_ROW * len(done))
+    def _keep(self, links: _Links, last: _Last, sums: Tensor) -> list[_Open]:
+        """Keeps what is open after the batch; what each row leaves, given its sums, (2, R, F)."""
+        kept = torch.where(last.over, 0.0, sums).tolist()
+        entries = zip(repeat(self._calls), *kept, last.truncated.tolist(), strict=False)
+        rows = [_Open(*entry) for entry in entries]
+        waiting = {key: one for key, one in links.waiting.items() if key not in links.open_rows}
+        self._open = waiting | {key: rows[row] for key, row in links.open_rows.items()}
+        if last.keys:  # of those that never go on, as of a closed collector, the oldest are dropped
+            limit = max(_MIN_OPEN, _OPEN_PER_ROW * len(rows))
             for key in list(islice(self._open, max(len(self._open) - limit, 0))):
                 del self._open[key]
-        return totals[terminated & ~left & (counted > 0)]
+        self._calls += 1
+        return rows
 
     def copy(self) -> OpenTrajectories:
         """An independent copy."""
@@ -295,89 +253,136 @@ class OpenTrajectories:
 
     def truncated(self) -> list[float]:
         """Totals of the trajectories that are finished unless a later call goes on with them."""
-        return [
-            total
-            for one in self._open.values()
-            for total, counted, ended in zip(one.totals, one.counted, one.ended, strict=True)
-            if ended and counted > 0
-        ]
+        return [total for one in self._open.values() for total in one.totals_of_ended()]
 
 
-def _at(values: Tensor, places: Tensor) -> Tensor:
-    """The entries of (R, T, ...) at steps, numbered row by row, (N,): (N, ...)."""
-    return values.flatten(0, 1).index_select(0, places)
-
-
-def _running(values: Tensor, ends: Tensor, initial: Tensor) -> Tensor:
-    # `running_sum` takes time as the last dimension: (R, F, T).
-    sums = running_sum(values.transpose(1, 2), ends.transpose(1, 2), initial=initial)
-    return sums.transpose(1, 2)
-
-
-def _blocks(segments: Segments) -> list[slice]:
-    """Blocks of rows: cut where a row goes on with an earlier one, as in batches that were joined.
-
-    For example, `torch.cat` and `torch.stack` join the batches of a collector along dimension 0.
-    """
-    ids, mask = segments.ids, segments.mask
-    if ids is None or not ids.numel():
-        return [slice(0, len(segments.done))]
-    n_rows, n_steps = ids.shape
-    at = n_steps * torch.arange(n_rows, device=ids.device)  # the first step of each row
-    last = at + (n_steps - 1 if mask is None else _ends(segments, mask)[1])
-    begins, leaves = ids[:, 0].tolist(), _ids_left(segments, last)
-    nowhere = [b""] * n_rows
-    cuts = _cuts(begins, nowhere, leaves, nowhere)
-    if len(cuts) > 1:
-        # The same id may also be that of another collector, whose state is another.
-        cuts = _cuts(begins, segments.states_before(at), leaves, segments.states_after(last))
-    return [slice(*cut) for cut in pairwise([*cuts, n_rows])]
-
-
-def _ids_left(segments: Segments, at: Tensor) -> list[int | None]:
-    """The ids of rows left `at` steps, (R,); None where that of those who go on will be another."""
-    done, over = _at(segments.done, at), _at(segments.terminated, at)  # (R, F)
-    if segments.left is not None:
-        over = over | _at(segments.left, at)
-    # It changes where another agent is done.
-    parted = over.any(-1) | _at(segments.any_done, at) & ~done.all(-1)
-    parted = (parted & ~over.all(-1)).tolist()
-    ids = _at(segments.ids, at).tolist()  # type: ignore[arg-type]
-    return [None if new else one for one, new in zip(ids, parted, strict=True)]
-
-
-def _cuts(
-    begins: list[int], before: list[bytes], leaves: list[int | None], after: list[bytes]
-) -> list[int]:
-    """The rows with which a block begins: those that begin where an earlier row of it is left."""
-    cuts, left = [0], set[_Key]()
-    for row, (begin, state) in enumerate(zip(begins, before, strict=True)):
-        if (begin, state) in left or (None, state) in left:
-            cuts.append(row)
-            left.clear()
-        left.add((leaves[row], after[row]))
-    return cuts
-
-
-def _ends(segments: Segments, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Where trajectories end inside rows, (R, T, F); the last step that is not padding, (R,)."""
+def _last_steps(segments: Segments, counts: Tensor) -> Tensor:
+    """The last step of each row that is not padding, (R,)."""
     ids, n_steps = segments.ids, counts.shape[1]
-    last = torch.full((len(counts),), n_steps - 1, device=counts.device)
-    if ids is None:
-        return segments.done, last
+    if segments.mask is None or ids is None:
+        return torch.full((len(counts),), n_steps - 1, device=counts.device)
+    steps = torch.arange(n_steps, device=counts.device)
+    last_counted = torch.where(counts, steps, -1).amax(1, keepdim=True).clamp_min(0)
+    # Behind the last step that counts there may be masked steps, and padding behind those. A step
+    # is real if it goes on with a trajectory that has not ended (the same id) or begins another:
+    # padding has the id 0, as has the first trajectory, whose row is full if open.
+    real = torch.ones_like(counts)
     changed = ids[:, 1:] != ids[:, :-1]
-    ends = torch.zeros_like(counts)
-    ends[:, :-1] = changed
+    real[:, 1:] = torch.where(changed, ids[:, 1:] > 0, ~segments.any_done[:, :-1])
+    return (real | (steps <= last_counted)).long().cumprod(1).sum(1) - 1
+
+
+def _ends(segments: Segments, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Where trajectories end inside rows, (R, T, F), and where their sums do; `last`: steps, (R,).
+
+    Sums also end where a reset cuts off a trajectory, which is not told.
+    """
+    ids, any_done = segments.ids, segments.any_done
+    resets = torch.zeros_like(any_done)
+    if segments.is_init is not None:
+        resets[:, :-1] = segments.is_init[:, 1:] & ~any_done[:, :-1]
+    if ids is None:
+        return segments.done, segments.done | resets.unsqueeze(-1)
+    changes = torch.zeros_like(any_done)
+    changes[:, :-1] = ids[:, 1:] != ids[:, :-1]
     if segments.mask is not None:
-        steps = torch.arange(n_steps, device=counts.device)
-        last_counted = torch.where(counts, steps, -1).amax(1, keepdim=True).clamp_min(0)
-        # Behind the last step that counts there may be masked steps, and padding behind those. A
-        # step is real if it goes on with a trajectory that has not ended (the same id) or begins
-        # another: padding has the id 0, as has the first trajectory, whose row is full if open.
-        real = torch.ones_like(counts)
-        real[:, 1:] = torch.where(changed, ids[:, 1:] > 0, ~segments.any_done[:, :-1])
-        last = (real | (steps <= last_counted)).long().cumprod(1).sum(1) - 1
-        ends &= steps < last.unsqueeze(-1)
+        inside = torch.arange(ids.shape[1], device=ids.device) < last.unsqueeze(-1)
+        changes, resets = changes & inside, resets & inside
     # The id changes as soon as any agent is done; the others go on.
-    goes_on = ~segments.done & segments.any_done.unsqueeze(-1)
-    return ends.unsqueeze(-1) & ~goes_on, last
+    ends = changes.unsqueeze(-1) & (segments.done | ~any_done.unsqueeze(-1))
+    return ends, ends | resets.unsqueeze(-1)
+
+
+def _leave(segments: Segments, ids: Tensor, steps: Tensor, judge: bool) -> _Last:
+    """What rows leave at their last steps, (R,)."""
+    places = steps + ids.shape[1] * torch.arange(len(ids), device=ids.device)
+
+    def at_last(values: Tensor) -> Tensor:
+        return values.flatten(0, 1).index_select(0, places)
+
+    done, terminated, left = map(at_last, (segments.done, segments.terminated, segments.left))
+    over = terminated | left
+    # The id is about to change where an agent is done and another goes on.
+    parted = (over.any(-1) | at_last(segments.any_done) & ~done.all(-1)).tolist()
+    last_ids = at_last(ids).tolist()
+    rows = (~over.all(-1)).nonzero().squeeze(-1)
+    states = zip(rows.tolist(), segments.states_after(places[rows]), strict=True)
+    keys = {row: (-1 - row if parted[row] else last_ids[row], state) for row, state in states}
+    return _Last(last_ids, terminated & ~left, over, done & ~over & judge, keys)
+
+
+def _enter(segments: Segments, ids: Tensor, counts: Tensor, keys: Iterable[_Key]) -> _First:
+    """What rows begin with; `keys`: of all that rows may go on with."""
+    begins = segments.is_init
+    inside = ~segments.left[:, 0].all(-1)  # where all agents have left nobody goes on
+    if begins is not None:
+        inside = inside & ~begins[:, 0]
+    inside, first_ids = inside.nonzero().squeeze(-1).tolist(), ids[:, 0].tolist()
+    padded = segments.mask is not None and bool(((ids == ids[:, :1]) | ~counts).all())
+    known = {key[0] for key in keys}
+    parted = segments.any_left[:, 0].tolist()
+    some = padded or min(known, default=0) < 0
+    rows = [row for row in inside if some or parted[row] or first_ids[row] in known]
+    places = ids.shape[1] * torch.tensor(rows, dtype=torch.long)
+    states = dict(zip(rows, segments.states_before(places), strict=True))
+    return _First(first_ids, inside, states, parted, begins is not None, padded)
+
+
+def _link(first: _First, last: _Last, opened: Mapping[_Key, _Open]) -> _Links:
+    """What rows go on with, of what earlier batches have `opened` and what rows leave open."""
+    resumed, joined = dict[int, _Open](), dict[int, int]()
+    waiting, open_rows = dict(opened), dict[_Key, int]()
+    # By state: what is left under ids that change (True), and the rest, where a collector may have
+    # truncated all agents, so that it does not show whether the id changes.
+    left_in = defaultdict[tuple[bytes, bool], dict[_Key, None]](dict)
+    for key in waiting:
+        left_in[key[1], key[0] < 0][key] = None
+    for row, first_id in enumerate(first.ids):
+        if row in first.states:
+            key, own = (first_id, first.states[row]), (-1 - row, first.states[row])
+            if key not in waiting and key not in open_rows:
+                twins = left_in[key[1], True] or (first.parted[row] and left_in[key[1], False])
+                # Several rows may be left in the same state, such as one of few.
+                if twins:
+                    key = own if own in twins else next(iter(twins))
+            left_in[key[1], key[0] < 0].pop(key, None)
+            if key in open_rows:
+                joined[row] = open_rows.pop(key)
+            elif key in waiting:
+                resumed[row] = waiting.pop(key)
+        if row in last.keys:
+            key = last.keys[row]
+            open_rows.pop(key, None)  # so that the youngest is the last one
+            open_rows[key] = row
+            left_in[key[1], key[0] < 0][key] = None
+    unknown = [row for row in first.inside if row not in resumed and row not in joined]
+    return _Links(resumed, joined, unknown, waiting, open_rows)
+
+
+def _is_renumbered(first: _First, links: _Links, counts: Tensor) -> bool:
+    """Whether a row of a padded batch goes on with a trajectory under another id."""
+    missed = {state for _, state in links.waiting} - {b""}
+    rows = links.unknown if first.padded else []
+    return bool(counts[[row for row in rows if first.tracked or first.states[row] in missed]].any())
+
+
+def _sums_before(like: Tensor, links: _Links, tracked: bool) -> Tensor:
+    """What earlier batches have left of the sums, `like` first steps (2, R, F)."""
+    sums = torch.zeros_like(like)
+    if tracked:
+        sums[1, links.unknown] = -torch.inf
+    if links.resumed:
+        # (N, 2, F)
+        left = sums.new_tensor([[one.totals, one.counted] for one in links.resumed.values()])
+        sums[:, list(links.resumed)] = left.transpose(0, 1)
+    return sums
+
+
+def _totals_of_left(links: _Links, rows: list[_Open], left: Tensor) -> list[float]:
+    """Totals of agents that were truncated, and have `left` when the next row begins, (R, F).
+
+    `rows`: what each row leaves.
+    """
+    before = links.resumed | {row: rows[earlier] for row, earlier in links.joined.items()}
+    some = [row for row in left.any(-1).nonzero().squeeze(-1).tolist() if row in before]
+    return [total for row in some for total in before[row].totals_of_ended(left[row].tolist())]

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -147,6 +149,28 @@ def _sum_trajectories(values: Tensor, begins: Tensor) -> Tensor:
     place = trajectory * longest + step  # in a table with a row for each trajectory
     table = values.new_zeros(len(starts) * longest).scatter(0, place, values)
     return table.reshape(-1, longest).cumsum(-1).flatten()[place]
+
+
+def sum_rows(values: Tensor, cuts: Tensor, joined: Mapping[int, int]) -> Tensor:
+    """Running sums of values (2, R, T, F) up to each cut, (R, T, F).
+
+    `joined`: by row, the earlier row that it continues, unless the last step of that row is a cut.
+    """
+    # `running_sum` takes time as the last dimension.
+    values, cuts = values.permute(0, 3, 1, 2), cuts.permute(2, 0, 1)  # (2, F, R, T), (F, R, T)
+    if not joined:
+        return running_sum(values, cuts.expand_as(values)).permute(0, 2, 3, 1)
+    # All rows in one, in which those that go on with one another are neighbours.
+    head = list(range(cuts.shape[1]))
+    for row, earlier in joined.items():
+        head[row] = head[earlier]
+    order = sorted(range(len(head)), key=head.__getitem__)
+    cuts = cuts.clone()
+    cuts[:, sorted({*order} - {*joined.values()}), -1] = True
+    sums = torch.empty_like(values)
+    values, cuts = (each[..., order, :].flatten(-2) for each in (values, cuts))
+    sums[..., order, :] = running_sum(values, cuts.expand_as(values)).view_as(sums)
+    return sums.permute(0, 2, 3, 1)
 
 
 def sum_before(values: Tensor, ends: Tensor) -> Tensor:
