@@ -82,9 +82,13 @@ def test_groups_give_the_exact_coefficient_within_the_counted_error(target, per_
 
 
 def test_one_prompt_is_solved_as_by_coeff_for_budget():
+    rare, crashes = torch.zeros(4096), torch.tensor([0.0, 1.0] * 2048)
+    rare[:12], crashes[:4] = 1.0, -1000.0  # far from normally distributed
     values, _ = sample(*problem(1)[:2], 500)
-    plan = solved(RewardPlan(0.3).add(values))
-    assert plan.coeff == pytest.approx(coeff_for_budget(values, 0.3), rel=1e-8)
+    few = rare * (torch.arange(4096) < 4)  # fewer than it takes, but the variance tells less
+    for rewards, target in ((values, 0.3), (rare, 2.0), (few, 4.0), (crashes, 0.3)):
+        plan = solved(RewardPlan(target).add(rewards))
+        assert plan.coeff == pytest.approx(coeff_for_budget(rewards, target), rel=1e-8)
 
 
 def test_its_standard_error_is_that_of_repetitions():
@@ -136,13 +140,20 @@ def test_pooled_prompts_give_too_high_a_coefficient_and_groups_do_not(spread):
     assert small.coeff / right == pytest.approx(1, rel=0.1)
 
 
+def test_what_differs_between_the_prompts_of_pairs_does_not_count():
+    rewards = torch.randn(2, 2000, generator=seeded(0)) + 5 * torch.randn(2000, generator=seeded(1))
+    plan = solved(RewardPlan(0.3).add(rewards.flatten(), groups=torch.arange(2000).repeat(2)))
+    assert plan.coeff == pytest.approx(1 / math.sqrt(0.6), rel=4 * plan.standard_error)
+
+
 def test_normal_rewards_and_a_target_that_samples_cannot_show():
     rewards = 3 + 2 * torch.randn(200, dtype=torch.float64, generator=seeded(0))
     # log 200 is 5.3: the variance decides, whose root is known to 1 / sqrt(400).
-    plan = solved(RewardPlan(8.0).add(rewards))
-    assert plan.coeff == pytest.approx(2 / math.sqrt(16), rel=4 / math.sqrt(400))
-    assert plan.slope == 2
-    assert plan.standard_error == pytest.approx(1 / math.sqrt(400), rel=0.3)
+    for target in (4.0, 8.0):  # of 4 a few samples would carry the weight
+        plan = solved(RewardPlan(target).add(rewards))
+        assert plan.coeff == pytest.approx(2 / math.sqrt(2 * target), rel=4 / math.sqrt(400))
+        assert plan.slope == 2
+        assert plan.standard_error == pytest.approx(1 / math.sqrt(400), rel=0.3)
 
 
 @pytest.mark.parametrize("target", [0.1, 0.4])
@@ -188,6 +199,15 @@ def test_any_split_between_workers_gives_the_same_plan():
         parts[0].merge(values)
 
 
+def test_a_merge_renumbers_new_groups_only_and_leaves_the_other_as_it_was():
+    plan, other = RewardPlan(0.3), RewardPlan(0.3)
+    plan.new_groups(3)
+    other.add(torch.randn(2), groups=torch.tensor([0.0, other.new_groups(1)]))
+    plan.merge(other)
+    assert plan.samples[:, 3].tolist() == [0, -4]
+    assert other.samples[:, 3].tolist() == [0, -1]
+
+
 def test_rewards_without_a_preference_make_no_plan():
     plan = RewardPlan(0.3).add(torch.ones(300))
     assert plan.solve() is None
@@ -208,10 +228,16 @@ def test_a_target_that_cannot_be_spent_is_refused():
         RewardPlan(0.8).add(rewards).solve()
 
 
+def test_pooled_samples_keep_no_graph():
+    plan = RewardPlan(0.1).add(torch.ones(2), log_ratios=torch.zeros(2, requires_grad=True))
+    assert not plan.samples.requires_grad
+
+
 def test_too_few_samples_wait_for_more():
-    plan = RewardPlan(0.1).add(torch.tensor([0.0, 1.0] * 7))
+    plan = RewardPlan(0.1).add(torch.tensor([0.0, 1.0] * 7 + [0.0]))
     assert plan.solve() is None
-    assert plan.reason.startswith("14.0 of 14 samples are effective")
+    assert plan.reason.startswith("15.0 of 15 samples are effective")
+    assert plan.add(torch.ones(1)).solve() is not None
     skewed = RewardPlan(0.01).add(torch.tensor([0.0] * 40 + [1.0]))
     assert skewed.solve() is None
     assert skewed.reason.startswith("its standard error would be")
@@ -226,10 +252,11 @@ def test_the_cautious_coefficient_spends_at_most_a_quarter():
 
 @pytest.mark.parametrize("column", ["log_ratios", "lengths", "groups"])
 def test_other_shapes_are_refused(column):
-    with pytest.raises(ValueError, match=rf"`rewards` and `{column}` must both have the shape"):
+    with pytest.raises(ValueError, match=rf"and `{column}` must both .*\(3,\) and \(4,\)"):
         RewardPlan(0.3).add(torch.ones(3), **{column: torch.ones(4)})
     with pytest.raises(ValueError, match="must both have the shape"):
         RewardPlan(0.3).add(torch.ones(3, 1))
+    assert not len(RewardPlan(0.3).add(torch.ones(0), **{column: torch.ones(0)}).samples)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -105,3 +105,31 @@ def test_what_a_batch_truncates_is_told_by_the_next_collector_too(stopped):
             stack = new_stack()
             stack.load_state_dict(state)
             collector = iter(kl_collector(Collector, make_env, policy(), stack, **numbers))
+
+
+def test_what_was_collected_while_frozen_is_a_part_of_the_trajectories_that_go_on():
+    """As while a critic warms up: the rest of a trajectory was taken for a whole one."""
+    controller: Any = Listening()
+    stack = KLConstrainedTransform(make_actor(), controller).freeze()
+    totals, whole = torch.zeros(4), []
+    torch.manual_seed(0)
+    collector = Collector(
+        WalkEnv((4,), longest=9),
+        make_actor(),
+        frames_per_batch=12,
+        total_frames=48,
+        postproc=stack,
+        auto_register_policy_transforms=False,
+    )
+    for n, batch in enumerate(collector):
+        assert bool(controller.heard) == (n >= 2)
+        step = batch["next"]
+        for reward, done in zip(*(step[k].unbind(1) for k in ("reward", "done")), strict=True):
+            totals += reward.squeeze(-1)
+            whole += totals[done.squeeze(-1)].tolist() if n >= 2 else []
+            totals[done.squeeze(-1)] = 0.0
+        if n == 1:
+            stack.unfreeze()
+    collector.shutdown()
+    assert sorted(controller.heard) == pytest.approx(sorted(whole), abs=1e-5)
+    assert len(whole) > 3

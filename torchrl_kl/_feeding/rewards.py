@@ -125,11 +125,13 @@ class RewardFeed:
         done_named: bool = True,
         time_dim: int | None = None,
         observed: Iterable[NestedKey] | None = None,
+        move: bool = True,
     ) -> None:
         """Gives the task rewards of a batch (*B), and log pi - log pi_ref, both (*B, *A, 1).
 
-        The rest is as for `ControllerFeed.add_batch`. Without a time dimension there is nothing to
-        compare: steps are pooled, and trajectories cannot be told.
+        The rest is as for `ControllerFeed.add_batch`. If the controller may not `move`, only the
+        sums of open trajectories are continued. Without a time dimension there is nothing to
+        compare: steps are pooled, and trajectories cannot be told apart.
         """
         if not (controller.planning and rewards.numel()):
             return
@@ -138,7 +140,7 @@ class RewardFeed:
         counts = torch.ones_like(rewards, dtype=torch.bool)
         counts = counts if mask is None else td.expand_right(mask, rewards.shape)
         if td.find_time_dim(tensordict, time_dim) is None:
-            if per_step:
+            if per_step and move:
                 self.give(controller, rewards[counts], log_ratios=log_ratios[counts])
             return
         step = cast(TensorDictBase, tensordict.get("next"))
@@ -147,29 +149,36 @@ class RewardFeed:
         zeros, ones = torch.zeros_like(rewards), torch.ones_like(rewards)
         values = torch.cat([rewards, log_ratios, zeros, ones], -1)
         trial = stream.rewards.copy()
-        sums = sum_trajectories(tensordict, values, mask, done, trial, observed=observed)
+        options: dict[str, Any] = {"observed": observed, "judge": move}
+        sums = sum_trajectories(tensordict, values, mask, done, trial, check_order=move, **options)
         n_counted = sums.running[..., 3:]  # of the trajectory of each step, up to it
-        if per_step and self._by_blocks is None:
+        if per_step and self._by_blocks is None and move:
             last = cast(Tensor, td.find_ends(step, done, rewards.shape)).clone()
             last.select(tensordict.batch_dims - 1, -1).fill_(True)
             lengths = n_counted[last & (n_counted > 0)]
             self._by_blocks = controller.target * lengths.mean().item() > _NATS_SHOWN or None
         if per_step and self._by_blocks:
-            blocks = _number_blocks(n_counted, counts, tensordict.batch_size)
-            first = cast(RewardPlan, controller.plan).new_groups(blocks.numel() + 1)
-            groups = blocks[counts] + first
-            self.give(controller, rewards[counts], log_ratios=log_ratios[counts], groups=groups)
+            if move:
+                blocks = _number_blocks(n_counted, counts, tensordict.batch_size)
+                first = cast(RewardPlan, controller.plan).new_groups(blocks.numel() + 1)
+                about = {"log_ratios": log_ratios[counts], "groups": blocks[counts] + first}
+                self.give(controller, rewards[counts], **about)
             return
         values[..., 2:3] = _number_states(tensordict, counts & (n_counted == 1), observed)
         sums = sum_trajectories(
-            tensordict, values, mask, done, stream.rewards, observed=observed, check_order=False
+            tensordict, values, mask, done, stream.rewards, check_order=False, **options
         )
-        finished = torch.cat([sums.finished.new_tensor(self._truncated), sums.finished])
+        if move:
+            self._give_finished(controller, sums.finished)
+
+    def _give_finished(self, controller: KLController, finished: Tensor) -> None:
+        """Gives the totals of trajectories, four numbers each; see `add_batch`."""
+        finished = torch.cat([finished.new_tensor(self._truncated), finished])
         self._truncated = []
         reward, log_ratio, group, length = finished.reshape(-1, 4).unbind(-1)
         if len(reward):
             self._by_blocks = False  # a plan is made of samples of one kind
-        lengths = length if per_step else None
+        lengths = length if controller.per == "step" else None
         self.give(controller, reward, log_ratios=log_ratio, groups=group, lengths=lengths)
 
     def add_env_step(

@@ -25,7 +25,9 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
 
     Args:
         rewards: the reward of each response that the reference wrote, real numbers of any dtype,
-            shape (N,), or (P, S) for S samples of each of P prompts.
+            shape (N,), or (P, S) for S samples of each of P prompts. If the rewards (N,)
+            are of several prompts, differences between prompts count as if the policy could choose
+            the prompt, so that the coefficient is too high.
         budget: nats per response, the mean over the prompts, above 0.
 
     Returns:

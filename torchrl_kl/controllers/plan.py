@@ -20,7 +20,7 @@ _MOST = 65_536  # samples without a plan, after which it is given up
 _ROW = 16  # samples of a group from which each group is reweighted by itself
 _SHOWN = 2  # of a row, on average, that must carry the new weight
 _TINY = 1e-300  # instead of the variance of equal rewards
-_HALVINGS = 12.0  # how far below the rule of the variance a coefficient is looked for
+_LOWEST = 1024  # how far below the rule of the variance a coefficient is looked for
 _COLUMNS = ("rewards", "log_ratios", "lengths", "groups")
 
 
@@ -49,7 +49,8 @@ class RewardPlan(Float64State):
     - a policy that has moved is corrected for: a sample has the weight exp(-log_ratio). Fewer
       than 16 effective samples make no plan.
     - where too few samples carry the reweighted mean, as for a target near log N, the rewards count
-      as normally distributed, :math:`\beta = \sqrt{Var(R) / (2 KL)}`.
+      as normally distributed, :math:`\beta = \sqrt{Var(R) / (2 KL)}`. If reweighting gives a larger
+      coefficient, as for rare successes, that one is taken.
 
     The plan is made once the counted standard error of its logarithm is at most 0.25.
 
@@ -107,7 +108,7 @@ class RewardPlan(Float64State):
         columns = [rewards, log_ratios, lengths, groups]
         for name, column in zip(_COLUMNS, columns, strict=True):
             _check_real(name, column)
-        zeros = torch.zeros_like(rewards, dtype=torch.float64)
+        zeros = torch.zeros(rewards.shape, dtype=torch.float64)
         for name, column in zip(_COLUMNS[1:], columns[1:], strict=True):
             if rewards.ndim != 1 or (column is not None and column.shape != rewards.shape):
                 shape = tuple(rewards.shape) if column is None else tuple(column.shape)
@@ -117,10 +118,10 @@ class RewardPlan(Float64State):
                 )
         defaults = [zeros, zeros, zeros + 1, zeros + torch.nan]
         filled = [
-            default if column is None else column.detach().double().to(default)
+            default if column is None else column.detach().to(default)
             for column, default in zip(columns, defaults, strict=True)
         ]
-        new = torch.stack(filled, 1).cpu()
+        new = torch.stack(filled, 1)
         for name, numbers in zip(_COLUMNS[:3], new.unbind(1), strict=False):
             if not numbers.isfinite().all():
                 bad = int((~numbers.isfinite()).sum())
@@ -178,7 +179,7 @@ class RewardPlan(Float64State):
     def _solve(self) -> Plan | None:
         weights = (-self.samples[:, 1]).softmax(0)
         effective = 1 / weights.square().sum().item() if len(weights) else 0.0
-        if effective < _FEWEST - 1e-6:
+        if effective < _FEWEST:
             self.reason = _TOO_FEW.format(effective, len(weights), _FEWEST)
             return None
         budget = self.target * (weights * self.samples[:, 2]).sum().item()
@@ -187,16 +188,18 @@ class RewardPlan(Float64State):
             self.reason = _EQUAL.format(len(weights))
             return None
         by_variance = Plan(rows.coeff_by_variance(budget), rows.error_by_variance(), 2.0)
-        high = 4 * by_variance.coeff
-        lowest = high / 2**_HALVINGS
-        found = rows.solve(budget, high=high, low=lowest)
+        lowest = by_variance.coeff / _LOWEST
+        found = rows.solve(budget, low=lowest)
         carried = rows.effective(found or lowest)
         shown = carried.sum() >= _FEWEST and carried.mean() >= _SHOWN
         if found is None and shown:
             raise RuntimeError(_UNSPENDABLE.format(budget, rows.kl(lowest)))
         plan = by_variance
-        if found is not None and shown:
+        if found is not None:
             plan = Plan(found, rows.standard_error(found), rows.slope(found) / budget)
+            errors = plan.standard_error + by_variance.standard_error
+            if not shown and math.log(found / by_variance.coeff) <= 2 * errors:
+                plan = by_variance
         if not plan.standard_error <= _LARGEST_ERROR:
             self.reason = _UNCERTAIN.format(100 * plan.standard_error, 100 * _LARGEST_ERROR)
             return None

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from torchrl_kl.functional.numbers import solve_decreasing
+
 
 class Reweighted:
     """Rows of samples with rewards, each row a sample of one conditional distribution.
@@ -60,14 +62,13 @@ class Reweighted:
         log_total = exponents.logsumexp(1, keepdim=True)
         return log_total, (exponents - log_total).exp()
 
-    def solve(self, budget: float, *, high: float, low: float) -> float | None:
-        """The coefficient between `low` and `high` with this KL; None if `low` has less."""
+    def solve(self, budget: float, *, low: float) -> float | None:
+        """The coefficient whose KL is `budget`; None if even at `low` the KL is smaller."""
         if self.kl(low) < budget:
             return None
-        while high / low > 1 + 1e-9:
-            middle = math.sqrt(high) * math.sqrt(low)
-            low, high = (middle, high) if self.kl(middle) >= budget else (low, middle)
-        return low
+        # The variance of reweighted gaps is at most range^2 / 4, hence KL <= range^2 / (8 coeff^2).
+        high = -self.gaps.min().item() / math.sqrt(8 * budget)
+        return solve_decreasing(self.kl, budget, high)
 
     def effective(self, coeff: float) -> Tensor:
         """How many samples carry the new weight of each row, (P,)."""

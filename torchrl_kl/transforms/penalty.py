@@ -273,7 +273,7 @@ class PenaltyTransform(Fed, KLTransform):
         stream: OpenTrajectories | None,
     ) -> None:
         """Gives the task reward of a batch, (*B, *A, 1), to a controller that plans from it."""
-        if not self.controller.planning or self.frozen or not self.training or reward is None:
+        if not self.controller.planning or not self.training or reward is None:
             return
         kl = cast(Tensor, step.kl)
         check_reward_shape(kl.shape, reward.shape, self.keys.reward)
@@ -288,6 +288,7 @@ class PenaltyTransform(Fed, KLTransform):
             done_named=self.keys.done_named,
             time_dim=self.time_dim,
             observed=self.observed,
+            move=not self.frozen,
         )
 
     @staticmethod
