@@ -208,7 +208,7 @@ def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:
             f"a flag must have the first dimensions of {tuple(shape)}, and perhaps trailing 1s, "
             f"got shape {tuple(value.shape)}."
         )
-    return value.reshape(*value.shape, *(1,) * (len(shape) - value.ndim)).expand(shape)
+    return value.reshape(value.shape + (1,) * (len(shape) - value.ndim)).expand(shape)
 
 
 def existing_keys(tensordict: TensorDictBase | Composite) -> str:

@@ -67,6 +67,10 @@ class TestAroundALoss:
         ).sum().backward()
         assert all(parameter.grad is not None for parameter in loss.parameters())
 
+    def test_a_loss_of_another_actor_does_not_give_it_its_policy(self):
+        batch, other = self.batch(), self.ppo(moved(make_actor(), seed=5))
+        assert_close(make_loss(loss=other)(batch)["kl"], make_loss()(batch)["kl"])
+
     def test_a_copy_has_one_policy_too(self):
         actor, batch = moved(make_actor()), self.batch()
         loss = KLPenaltyLoss(actor, 0.5, reference=make_actor(), loss=self.ppo(actor))
@@ -124,6 +128,7 @@ class TestAroundALoss:
         assert sac.tensor_keys.log_prob == "mine"
         before = loss(batch)["loss_qvalue"]
         loss.set_keys(reward="other", kl_coeff="weight", action_value="action_value")
+        assert loss.tensor_keys.reward == sac.tensor_keys.reward == "other"
         with pytest.raises(ValueError, match="colour"):
             loss.set_keys(colour="red")
         after = loss(batch)["loss_qvalue"]

@@ -68,13 +68,16 @@ class TestOutputs:
             actor[0].module.weight.add_(1.0 * torch.randn(N_ACTIONS, N_OBS))
         assert loss(batch)["loss_kl"] > 0.01
 
-    def test_coefficient_0_adds_nothing_not_even_infinity(self):
-        loss, batch = make_loss(controller=0.0), rollout()
+    @pytest.mark.parametrize("gradient", ["step", "sequence", "k2"])
+    def test_coefficient_0_adds_nothing_not_even_infinity(self, gradient):
+        loss, batch = make_loss(controller=0.0, gradient=gradient), rollout()
         with torch.no_grad():
-            loss.reference.actor[0].module.bias[0] = -torch.inf
+            loss.reference.actor[0].module.bias[batch["action"][0, 2]] = -torch.inf
         out = loss(batch)
         assert out["kl"] == torch.inf
         assert out["loss_kl"] == 0
+        out["loss_kl"].backward()  # the weights of the policy became NaN
+        assert all((each.grad == 0).all() for each in loss.parameters() if each.grad is not None)
 
     def test_dispatch(self):
         loss, batch = make_loss(gradient="k2"), rollout().reshape(-1)
@@ -185,6 +188,15 @@ class TestMask:
         assert results[0][2].isfinite().all()
         assert_close(results[1], results[0])
 
+    def test_nan_on_padding_takes_no_second_pass(self, monkeypatch):
+        loss, batch, passes = make_loss(gradient="sequence"), self.padded(rollout()), []
+        score = KLPenaltyLoss._distributions
+        monkeypatch.setattr(
+            KLPenaltyLoss, "_distributions", lambda *args: passes.append(1) or score(*args)
+        )
+        loss(batch)
+        assert len(passes) == 1
+
     def test_weights_too_large_for_the_dtype_stay_away_from_padding(self):
         batch = rollout()
         batch["next", "done"][:] = False
@@ -242,13 +254,14 @@ class TestMask:
         behaviour = moved(actor)
         batch: Any = torch.cat(collect(WalkEnv((2,)), behaviour, **options), 1)
         batch.names = [None, "time"]
+        batch["collector", "mask"] = torch.arange(12).expand(2, 12) < 10
         given: Any = {"gradient": gradient, "weights": weights, "reference": actor}
         loss = KLPenaltyLoss(moved(behaviour, seed=3), 1.0, **given)
         masked = batch.clone()
-        masked["collector", "mask"] = torch.arange(12).expand(2, 12) >= 6
+        masked["collector", "mask"] = batch["collector", "mask"] & (torch.arange(12) >= 6)
         values = loss(batch)["loss_kl"].detach(), loss(masked)["loss_kl"].detach()
         if gradient == weights == "step":  # they have states, too
-            assert_close(values[0], kl_of(loss, batch).mean())
+            assert_close(values[0], kl_of(loss, batch)[:, :10].mean())
             assert (values[0] - values[1]).abs() > 1e-3
         else:
             assert_close(*values)

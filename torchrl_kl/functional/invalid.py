@@ -83,7 +83,7 @@ class Guard:
                 valid = valid & ~wrong
                 found.append(_described(key, values, ~fine, wrong))
         for key, values in (causes or {}).items() if found else ():
-            if not (isinstance(values, Tensor) and values.is_floating_point()):
+            if not isinstance(values, Tensor):
                 continue
             wrong = counts & values.isnan().reshape(*shape, -1).any(-1)
             if wrong.any():
@@ -110,7 +110,7 @@ class Guard:
 
 def _described(key: Any, values: Tensor, invalid: Tensor, wrong: Tensor) -> str:
     """The key, how many numbers are invalid in the steps (*B) that are `wrong`, and the first."""
-    invalid = invalid & wrong.reshape(*wrong.shape, *(1,) * (invalid.ndim - wrong.ndim))
+    invalid = invalid & wrong.reshape(wrong.shape + (1,) * (invalid.ndim - wrong.ndim))
     place = tuple(invalid.nonzero()[0].tolist())
     count = int(invalid.sum())
     return f"{key!r} has {count} of {values.numel()}, the first {values[place].item()} at {place}"

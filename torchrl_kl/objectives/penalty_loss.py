@@ -75,8 +75,8 @@ class KLPenaltyLoss(Fed, LossModule):
 
     - "trajectory": every step is weighted with `W_t`. Exact in expectation for whole
       trajectories; its variance grows with their length.
-    - "step": each action has only its own ratio, as in PPO; "sequence" becomes
-      `KL_t + w_t sum_{s>t} KL_s`, the sum detached. Off-policy it is an approximation.
+    - "step": each action has only its own ratio, as in PPO. "sequence" then has the value `KL_t`
+      and the gradient of `KL_t + w_t sum_{s>t} KL_s` (sum detached), approximate off-policy.
 
     You may rely on: the reference gets no gradient, is not among `parameters()`, and is in
     `state_dict`; `forward` never moves the controller; padded steps, NaN too, change neither value
@@ -84,7 +84,7 @@ class KLPenaltyLoss(Fed, LossModule):
     being the KL for "k2" and "k3": `kl` is. With agents, everything is the mean over the agents.
     Rows that begin or end inside a trajectory are taken for whole ones. Where log-probs are read,
     frames of a random policy do not count, if the batch has what the actor writes, such as logits.
-    `loss` has its own target networks, which SoftUpdate takes, and `make_value_estimator`.
+    `loss` has the target networks: pass `loss` to SoftUpdate, and call its `make_value_estimator`.
 
     Keys:
         reads the actor's in_keys; "action" and "action_log_prob" unless both `gradient` and
@@ -166,14 +166,13 @@ class KLPenaltyLoss(Fed, LossModule):
         if loss is not None and not isinstance(loss, LossModule):
             raise TypeError(f"`loss` must be a LossModule or None, got {type(loss).__name__}.")
         super().__init__()
-        self.guard = Guard(on_invalid)
         self.reference = as_reference(actor, reference)
         self.acting, actions = Acting.of(actor, self.reference.recorded), self.reference.action_keys
         if len(actions) > 1:
             raise ValueError(f"`actor` must have one action, got {actions}: use one loss for each.")
         self.convert_to_functional(cast(ProbabilisticTensorDictSequential, actor), "actor_network")
         self.feed = ControllerFeed(as_controller(controller))
-        self.loss = loss
+        self.loss, self.guard = loss, Guard(on_invalid)
         if loss is not None:
             self.actor_network_params = find_shared(self.actor_network_params, loss)
         self.gradient: Gradient = gradient
@@ -334,30 +333,32 @@ class KLPenaltyLoss(Fed, LossModule):
             mask = without_random(tensordict, self.acting, self.tensor_keys.sample_log_prob, mask)
         steps = self._steps(tensordict, mask)
         value, kl = steps.terms(self.gradient, self.weights)
-        while not seem_valid((value, kl)):
+        while not seem_valid((value, kl, steps.recorded)):
             valid = self._valid(tensordict, steps, mask, value, kl)
-            if valid.all() if mask is None else valid.equal(mask):
-                break  # they are valid, but many or large
+            known = valid.all() if mask is None else valid.equal(mask)
             # Again, and not by `where`: a gradient of 0 times NaN would be NaN. Without the steps
             # that are invalid by themselves, weights of others may still overflow.
-            mask, steps = valid, self._steps(tensordict, valid)
-            value, kl = steps.terms(self.gradient, self.weights)
+            steps = self._steps(tensordict, valid & value.isfinite() if known else valid)
+            value, measured = steps.terms(self.gradient, self.weights)
+            if known:
+                break  # they are valid, but many or large, or infinite with a coefficient of 0
+            mask, kl = valid, measured
         # With agents they are sums over them, as for one actor with all their actions.
         agents = holder_batch_size(tensordict, self.tensor_keys.action)[tensordict.batch_dims :]
         mask = torch.ones_like(kl, dtype=torch.bool) if mask is None else mask
         return value / agents.numel(), kl.detach() / agents.numel(), mask
 
     def _steps(self, tensordict: TensorDictBase, mask: Tensor | None) -> Steps:
-        action_key = self.tensor_keys.action
+        action_key, recorded_key = self.tensor_keys.action, self.tensor_keys.sample_log_prob
         if mask is not None:
-            keys = (*self.actor_network.in_keys, *self.reference.own_state_keys, action_key)
-            tensordict = finite_padding(tensordict, mask, keys)
+            inputs = (*self.actor_network.in_keys, *self.reference.own_state_keys)
+            tensordict = finite_padding(tensordict, mask, (*inputs, action_key, recorded_key))
         steps = Steps(*self._distributions(tensordict), tensordict.batch_size, mask)
         if not self._reads_actions:
             return steps
         refuse_own_log_prob(self.actor_network)
         action = get_required(tensordict, action_key, "name it with `set_keys(action=...)`.")
-        recorded = get_required(tensordict, self.tensor_keys.sample_log_prob, RECORD_LOG_PROB)
+        recorded = get_required(tensordict, recorded_key, RECORD_LOG_PROB)
         ends = None
         if self._reads_trajectories:
             observed = self.actor_network.in_keys
@@ -368,7 +369,6 @@ class KLPenaltyLoss(Fed, LossModule):
         self, tensordict: TensorDictBase, steps: Steps, mask: Tensor | None, *terms: Tensor
     ) -> Tensor:
         """The mask (*B) without steps of invalid numbers; ValueError unless they are masked."""
-        # A coefficient of 0 adds nothing, not even infinity.
         measures = self.controller.coeff.item() == 0 and not self.guard.masks
         infinite = {"kl": torch.inf, "loss_kl": torch.inf, "ref_log_prob": -torch.inf}
         causes = {key: tensordict.get(key, None) for key in self.actor_network.in_keys}
