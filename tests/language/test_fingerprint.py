@@ -305,15 +305,27 @@ class TestModes:
         check_step(actor, texts, [7] * 4)
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_autocast(self, kind):
+    @pytest.mark.parametrize("lengths", [[4, 4, 4, 4], [4, 6, 3, 5]], ids=["equal", "ragged"])
+    def test_autocast(self, kind, lengths):
         actor, plain = make_actor(kind), make_actor(kind, cache_bytes=0)
         texts = random_texts(4)
         half = torch.autocast("cpu", torch.bfloat16)
         for n, context in enumerate([nullcontext(), half, half, nullcontext(), nullcontext()]):
             with context:
-                got, expected = (step(a, texts, torch.full((4,), 4 + n)) for a in (actor, plain))
+                got, expected = (step(a, texts, torch.tensor(lengths) + n) for a in (actor, plain))
             bound = 2e-5 if isinstance(context, nullcontext) else 0.5
             assert_close(got, expected, atol=bound, rtol=0.0)
+
+    @pytest.mark.parametrize("kind", ["llama", "qwen2"])
+    def test_autocast_to_another_half_precision(self, kind):
+        """As by `torch.autocast("cuda")` around a checkpoint in bfloat16."""
+        actor, plain = make_actor(kind).bfloat16(), make_actor(kind, cache_bytes=0).bfloat16()
+        texts = random_texts(4)
+        with torch.autocast("cpu", torch.float16):
+            for n in range(3):
+                ends = torch.tensor([4, 6, 3, 5]) + n
+                got, expected = (step(each, texts, ends) for each in (actor, plain))
+                assert_close(got, expected, atol=0.5, rtol=0.0)
 
     @pytest.mark.parametrize("in_rollout", [True, False])
     def test_autocast_of_a_rollout_and_its_loss(self, in_rollout):

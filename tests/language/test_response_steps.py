@@ -263,7 +263,7 @@ class TestSteps:
         model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
         batch = sample_chats(model, tokenizer, pad_output=padded)
         assert "action_log_prob" not in as_steps(batch, pad_token=0)
-        steps = as_steps(ResponseKLTransform(model, COEFF)(batch), pad_token=0)
+        steps = as_steps(ResponseKLTransform(model, 0.0)(batch), pad_token=0)
         actor, mask = CausalLMActor(model), steps["collector", "mask"]
         expected = torch.where(mask, rows_of_log_probs(actor, steps), 0.0)
         assert_close(steps["action_log_prob"], expected, atol=1e-5, rtol=0)
@@ -273,6 +273,22 @@ class TestSteps:
         exact = ResponseKLTransform(model, COEFF, reference=reference, estimator="exact")
         total = exact(batch)["next", "kl_estimate"].sum() / mask.sum()
         assert_close(loss(steps)["kl"], total, atol=1e-4, rtol=0)
+
+    @pytest.mark.parametrize("shape", [(4, 1), (4, 1, 1)])
+    def test_steps_of_penalized_rewards_are_not_penalized_again(self, shape):
+        full, model = torch.randint(2, 11, (4, 7)), GPT(vocab_size=11, block_size=8)
+        tokens = TensorDict(full=full, prompt=full[:, :3], batch_size=4)
+        batch = TensorDict(tokens=tokens, next={"reward": torch.ones(shape)}, batch_size=4)
+        actor = CausalLMActor(model)
+        stack, loss = KLConstrainedTransform(actor, 0.1), KLPenaltyLoss(actor, 0.1)
+        penalized = as_steps(ResponseKLTransform(model, 0.3)(batch), pad_token=0)
+        assert penalized["next", "kl_coeff"].eq(0.3).all()
+        for part, text in ((stack, "penalized for its KL before"), (loss, "penalize the KL again")):
+            with pytest.raises(RuntimeError, match=text):
+                part(penalized)
+        measured = as_steps(ResponseKLTransform(model, 0.0)(batch), pad_token=0)
+        assert stack(measured)["next", "kl"].abs().max() < 1e-5
+        assert loss(measured)["kl"] < 1e-5
 
     def test_the_first_token_of_a_text_has_no_log_prob(self):
         tokens = TensorDict(full=torch.tensor([[5, 6]]), prompt=torch.zeros(1, 0).long())

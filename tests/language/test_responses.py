@@ -29,6 +29,7 @@ from torchrl_kl import (
     GPT,
     AdaptiveKLController,
     CausalLMActor,
+    CausalLMCritic,
     ConstantKLController,
     KLConstrainedTransform,
     ResponseKLTransform,
@@ -333,8 +334,9 @@ class TestErrors:
     def test_wrappers_are_refused_where_models_are_due(self):
         tokenizer = make_tokenizer()
         wrapper = make_wrapper(make_model("llama", tokenizer), tokenizer)
-        with pytest.raises(TypeError, match=r"Wrapper: pass the model in it, such as `wrapper\.m"):
-            ResponseKLTransform(wrapper, 0.1)
+        for build in (partial(ResponseKLTransform, controller=0.1), CausalLMActor, CausalLMCritic):
+            with pytest.raises(TypeError, match=r"Wrapper: pass the model in it, such as `wrapper"):
+                build(wrapper)
         with pytest.raises(TypeError, match=r"whole responses: use ResponseKLTransform\(wrapper"):
             KLConstrainedTransform(wrapper, 0.1)
 

@@ -13,11 +13,13 @@ from torch.testing import assert_close
 from torchrl.data import AdaptiveKLController as TorchRLController
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.llm.transforms import KLComputation, KLRewardTransform, RetrieveKL
+from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
 from tests.language.chats import (
     DEPRECATED,
     QUESTIONS,
+    make_env,
     make_model,
     make_tokenizer,
     make_wrapper,
@@ -141,6 +143,34 @@ class TestScoring:
         kl = ResponseKLTransform(model, 0.1, reference=reference)(batch)["next", "kl"]
         assert kl.isfinite().all()
 
+    @pytest.mark.parametrize("in_model", [False, True])
+    def test_grpo_scores_at_temperature_one(self, in_model):
+        """Its first ratios are 1 only if the model divides its logits itself."""
+        tokenizer = make_tokenizer()
+        model = without_tokens(make_model("llama", tokenizer), tokenizer.pad_token_id)
+
+        def divide_logits(model, args, output):
+            output.logits = output.logits / 0.7
+
+        if in_model:
+            model.register_forward_hook(divide_logits)
+        temperature = 1.0 if in_model else 0.7
+        sampling = {"pad_output": True, "generate_kwargs": {"temperature": temperature}}
+        batch = sample_chats(model, tokenizer, "text", QUESTIONS * 8, **sampling)
+        scored = ResponseKLTransform(model, 0.0, temperature=temperature)(batch)
+        scored["advantage"] = torch.randn(24, 1, 1, generator=torch.Generator().manual_seed(0))
+        theirs = make_loss(model, tokenizer)(scored)
+        assert (theirs.clip_fraction == 0) == in_model
+        # The same objective, exact at any temperature.
+        steps = as_steps(scored, pad_token=tokenizer.pad_token_id)
+        steps["advantage"] = scored["advantage"].expand(*steps.shape, 1)
+        actor = CausalLMActor(model, temperature=temperature)
+        loss = ClipPPOLoss(actor, None, critic_coeff=None, entropy_bonus=False)
+        ours = loss(steps[steps["collector", "mask"]])
+        assert ours["kl_approx"].abs() < 1e-5
+        difference = ours["loss_objective"] - theirs.loss_objective.squeeze()
+        assert (difference.abs() < 1e-5) == in_model
+
     def test_packed_texts_are_not_read_causally(self):
         tokenizer = make_tokenizer()
         model = make_model("llama", tokenizer)
@@ -205,6 +235,27 @@ class TestPenalty:
         buffer.append_transform(transform, invert=True)
         buffer.extend(batch)
         assert buffer.sample()["next", "kl"].isfinite().all()
+
+    @pytest.mark.parametrize("pad_output", [False, True])
+    def test_both_in_one_run(self, pad_output):
+        """KLRewardTransform in the env, which writes tensors where ours has TensorDicts."""
+        tokenizer = make_tokenizer()
+        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        policy, *scorers = (
+            make_wrapper(one, tokenizer, mode, generate=generate, pad_output=pad_output)
+            for one, mode, generate in (
+                *((model, "text", True), (model, "tokens", False)),
+                (reference, "tokens", False),
+            )
+        )
+        theirs = KLRewardTransform(scorers[1], add_to_reward=False)
+        env = make_env(tokenizer).append_transform(theirs)
+        batch = policy(env.reset(TensorDict(query=QUESTIONS, batch_size=3)))
+        batch = env.step(batch.update(scorers[0](batch.clone())))
+        batch["next", "reward"] = torch.zeros(3, 1, 1)
+        rows = batch["next", "kl_penalty"].unbind(0)
+        result = ResponseKLTransform(model, 0.1, reference=reference)(batch)
+        assert_close(result["next", "kl"].flatten(), sum_rows(rows), atol=1e-4, rtol=0)
 
 
 class TestControl:

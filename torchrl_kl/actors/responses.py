@@ -46,21 +46,21 @@ def as_steps(
     Keys:
         reads ("tokens", "full"), and ("tokens", "prompt") or ("masks", "all_assistant_mask");
         ("tokens", "response") where TorchRL has cut end tokens out of the prompt in the whole text;
-        ("masks", "all_attention_mask"); ("next", "reward"), one number per response; ("log_probs",
-        "full"), as ResponseKLTransform writes it; ("log_probs", "response").
+        ("masks", "all_attention_mask"); ("next", "reward") and ("next", "kl_coeff"), one number
+        per response; ("log_probs", "full"), from ResponseKLTransform; ("log_probs", "response").
         writes the keys of `sample_responses`, "action_log_prob" only if those log-probs are there,
-        and what the sampler recorded, ("log_probs", "response"), as "sampler_log_prob", which only
-        KLMonitor reads: it is NaN for a response that has another number of tokens.
-        The reward is at the last token that counts, so that of an empty response is in no step. In
-        a dialog the next state of a turn's last token is that of the next turn's first.
+        ("next", "kl_coeff") if the reward was penalized, and what the sampler recorded as
+        "sampler_log_prob", which only KLMonitor reads: NaN for a response with another number of
+        tokens. The reward is at the last token that counts; that of an empty response is in no
+        step. The last token of a turn in a dialog has the next turn's first state as next state.
 
     Args:
         batch: any batch size, of N elements in all.
         pad_token: id that fills texts after the response; it may be `eos_token`. Padded batches
             that have no attention mask are padded with it, too: prompts of several tokens that
             begin with it need a mask. None: 0, for batches with a mask or without padding.
-        eos_token: id that ends a response, or several of them, of which chat models often have two
-            or more. None: all responses count as ended.
+        eos_token: id that ends a response, or all ids at which the sampler stops. If `pad_token` is
+            among them, the first one after a cut-off response is its end. None: all have ended.
 
     Raises:
         KeyError: the text is missing, or what tells where the response is.
@@ -78,7 +78,7 @@ def as_steps(
     """
     responses = read_responses(batch, pad_token=pad_token, eos_token=eos_token)
     steps = make_steps(responses, _rewards(batch, responses.tokens), eos_token)
-    unlike = add_log_probs(steps, batch, responses)
+    unlike = add_measured(steps, batch, responses)
     if unlike:
         raise ValueError(
             f"{LOG_PROB} must have one number per token of {FULL}, but those of {len(unlike)} of "
@@ -92,7 +92,7 @@ def read_steps(batch: TensorDictBase, *, pad_token: int | None, eos_token: EndTo
     """What `as_steps` reads, without rewards, and with NaN for log-probs of other tokens."""
     responses = read_responses(batch, pad_token=pad_token, eos_token=eos_token)
     steps = make_steps(responses, torch.zeros(len(responses.tokens)), eos_token)
-    add_log_probs(steps, batch, responses)
+    add_measured(steps, batch, responses)
     return steps
 
 
@@ -344,11 +344,11 @@ def make_steps(responses: Responses, rewards: Tensor, eos_token: EndTokens) -> T
     return steps
 
 
-def add_log_probs(steps: TensorDictBase, batch: TensorDictBase, responses: Responses) -> list[int]:
-    """Writes log-probs of a batch into its steps (N, T): 0 where none counts.
+def add_measured(steps: TensorDictBase, batch: TensorDictBase, responses: Responses) -> list[int]:
+    """Writes log-probs and coefficient of a batch into its steps (N, T): 0 where no token counts.
 
-    They are NaN in elements that have another number of tokens; of ("log_probs", "full") these are
-    returned.
+    Log-probs are NaN in elements that have another number of tokens; of ("log_probs", "full") these
+    are returned.
     """
     rows, unlike = flat(batch), []
     sampled, full = _rows(rows, SAMPLED_LOG_PROB)[0], _rows(rows, LOG_PROB)[0]
@@ -358,6 +358,9 @@ def add_log_probs(steps: TensorDictBase, batch: TensorDictBase, responses: Respo
         firsts = [-shift for shift in responses.shift]
         log_probs, unlike = _align(full, responses, firsts, steps)
         steps.set("action_log_prob", log_probs)
+    coeff = rows.get(("next", "kl_coeff"), None)  # the sign of a penalized reward
+    if coeff is not None and coeff.numel() == len(steps) and coeff.any():
+        steps["next", "kl_coeff"] = coeff.reshape(-1, 1, 1).expand(*steps.shape, 1).clone()
     return unlike
 
 

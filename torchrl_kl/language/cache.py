@@ -6,7 +6,6 @@ H heads, D width of a head.
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -102,17 +101,18 @@ class KeyValueCache:
         return sum(x.numel() * x.element_size() for pair in self.buffers for x in pair)
 
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
-        # Of keys and of values, whose width differs in some models.
-        shapes = [(self.n_rows, x.shape[1], self.capacity, x.shape[3]) for x in (keys, values)]
-        needed = self.n_bytes + sum(map(math.prod, shapes)) * keys.element_size()
+        # Of keys and of values, whose width differs in some models, and in autocast also the dtype.
+        pair, n_slots = (keys, values), self.capacity
+        sizes = [self.n_rows * x.shape[1] * n_slots * x.shape[3] * x.element_size() for x in pair]
+        needed = self.n_bytes + sum(sizes)
         if self.max_bytes is not None and needed > self.max_bytes:
             raise CacheTooLargeError(f"{needed} bytes of keys and values exceed {self.max_bytes}.")
         # Zeros, since slots that a mask hides must not hold NaN.
-        if self.capacity > self._slots_first:
-            buffers = [keys.new_zeros(shape) for shape in shapes]
+        if n_slots > self._slots_first:
+            buffers = [x.new_zeros(self.n_rows, x.shape[1], n_slots, x.shape[3]) for x in pair]
         else:
-            shapes = [(self.capacity, *shape[:2], shape[3]) for shape in shapes]
-            buffers = [keys.new_zeros(shape).permute(1, 2, 0, 3) for shape in shapes]
+            buffers = [x.new_zeros(n_slots, self.n_rows, x.shape[1], x.shape[3]) for x in pair]
+            buffers = [buffer.permute(1, 2, 0, 3) for buffer in buffers]
         self.buffers.append((buffers[0], buffers[1]))
 
     # Hugging Face's models build their masks from these.

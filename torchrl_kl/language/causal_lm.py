@@ -30,6 +30,11 @@ class CausalLM(nn.Module):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+        if hasattr(model, "get_dist"):  # an actor, or a wrapper of TorchRL's LLM API
+            raise TypeError(
+                "`model` must be a language model that maps token ids to logits, got "
+                f"{type(model).__name__}: pass the model in it, such as `wrapper.model`."
+            )
         self.model = model
         _check_adapters(model)
         self._keywords = frozenset(inspect.signature(_innermost(model).forward).parameters)

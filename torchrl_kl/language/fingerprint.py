@@ -75,7 +75,10 @@ class Fingerprint:
         self._pointers = [t.data_ptr() for t in self._tensors]
         self._views: dict[Any, list[Tensor]] = {}
         for tensor in self._tensors:
-            for view in _elements(tensor.detach()):
+            values = tensor.detach()
+            if values.dtype in (torch.float16, torch.bfloat16):
+                values = values.view(torch.int16)  # autocast to another dtype refuses to join them
+            for view in _elements(values):
                 # `cat` is faster if all or none of its tensors are contiguous.
                 kind = view.device, view.dtype, view.is_contiguous()
                 self._views.setdefault(kind, []).append(view)

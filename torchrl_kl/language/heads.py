@@ -271,7 +271,9 @@ class CausalLMRewardModel(TensorDictModule):
     """A causal language model that scores whole texts: its output at an end token after the text.
 
     Call it with a tensordict, or with tokens as the `reward_fn` of an env; as that of
-    sample_responses it scores each text where its response ends.
+    sample_responses it scores each text where its response ends. A function that you
+    write as `reward_fn` and that calls this model must also pass the number of tokens of each text;
+    with tokens alone, padding is scored as text.
 
     Args:
         model: has one output per position, as for CausalLMCritic, and reads at least L + 1 tokens.

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+    lazy_stack,
+)
 from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
@@ -54,6 +60,8 @@ class ResponseKLTransform(PenaltyTransform):
 
     GRPO divides rewards by their standard deviation within a group, and the size of a penalty with
     them. There, pass the KL to the loss (KLPenaltyLoss), with a controller that only measures here.
+    GRPOLoss scores at temperature 1. To sample at another temperature, let the model divide its
+    logits by it (docs/pitfalls.md shows how), and pass `temperature=1` here.
 
     Keys:
         reads what `as_steps` reads, and ("next", "reward"), one number per response.
@@ -82,7 +90,8 @@ class ResponseKLTransform(PenaltyTransform):
         chunk_size: how many responses are scored at a time, so that the logits of a large
             vocabulary never exist for all of them. None: all.
         top_k: how many tokens "top_k" measures exactly, at least 1.
-        pad_token, eos_token: as for `as_steps`; by default those of the model's configuration.
+        pad_token, eos_token: as for `as_steps`; by default those of the model's configuration. Pass
+            `eos_token` where the arguments of `generate` name other end tokens.
         on_invalid: as for KLConstrainedTransform; what is masked is the whole response.
 
     Raises:
@@ -135,11 +144,6 @@ class ResponseKLTransform(PenaltyTransform):
         self.pad_token, self.eos_token = choose_tokens(model, pad_token, eos_token)
 
     def _actor_over(self, model: nn.Module) -> CausalLMActor:
-        if hasattr(model, "get_dist"):
-            raise TypeError(
-                "`model` must be a language model that maps token ids to logits, got "
-                f"{type(model).__name__}: pass the model in it, such as `wrapper.model`."
-            )
         return CausalLMActor(model, temperature=self.temperature)
 
     @property
@@ -317,7 +321,8 @@ def _set_rows(
 ) -> None:
     """Sets an entry of a batch (*B), one row per element, of the common `width` or ragged."""
     name, leaf = key
-    holder = batch.get(name, None)
+    held = batch.get(name, None)
+    holder = held if is_tensor_collection(held) else None  # not that of TorchRL's KLRewardTransform
     widths = {len(row) for row in values}
     if not values or (len(widths) == 1 and not isinstance(batch, LazyStackedTensorDict)):
         holder = TensorDict(batch_size=batch.batch_size) if holder is None else holder.copy()

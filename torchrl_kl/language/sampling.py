@@ -39,8 +39,8 @@ def sample_responses(
 ) -> TensorDict:
     """Samples a response to each prompt, in the layout that collectors of a text env return.
 
-    The batch is (N, T), its last dimension is named "time". A KL stack, GAE, KLMonitor and losses
-    read each text once; losses need the steps in the mask. The model samples in its present mode.
+    The batch is (N, T), with time last; each text is read once. KL stacks, GAE, KLMonitor and
+    KLPenaltyLoss take it whole; other losses need `batch[batch["collector", "mask"]]`.
 
     Keys (under the names that the actor has):
         "tokens": (N, T, L), whole texts: prompt, response, then `pad_token`.
@@ -53,7 +53,7 @@ def sample_responses(
         ("next", "tokens"), ("next", "position"): what a critic reads.
 
     Args:
-        actor: the policy; its temperature applies.
+        actor: the policy; its temperature applies, and its present mode (train or eval).
         prompts: ids (N, P), or N tensors of any lengths, at least 1; without padding.
         max_new_tokens: T, at least 1.
         pad_token: id that fills texts after the response; it may be `eos_token`.
