@@ -27,6 +27,7 @@ from torchrl_kl import (
     KLControlHook,
     KLPenaltyLoss,
     KLRewardTransform,
+    RunCheckpoint,
 )
 
 # torchrl 0.14.1 calls PPOTrainer a prototype, and registers its own optimizer and replay buffer in
@@ -221,14 +222,13 @@ def walk_trainer(reference, *, batches: int = 5, **kwargs):
     return trainer, stack, history
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["torchrl.checkpoint", "legacy file"])
+@pytest.mark.parametrize("kind", [Checkpoint, RunCheckpoint, lambda: None])
 @pytest.mark.filterwarnings("ignore:The default Trainer checkpoint format:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The legacy CKPT_BACKEND:DeprecationWarning")
-def test_a_restored_run_goes_on_as_if_it_had_not_stopped(tmp_path, legacy):
+def test_a_restored_run_goes_on_as_if_it_had_not_stopped(tmp_path, kind):
     torch.manual_seed(0)
     file = tmp_path / "trainer"
-    checkpoint = None if legacy else Checkpoint()
-    whole, _, history = walk_trainer(make_actor(), save_trainer_file=file, checkpoint=checkpoint)
+    whole, _, history = walk_trainer(make_actor(), save_trainer_file=file, checkpoint=kind())
 
     def save():  # after the third batch, and no more
         if whole.collected_frames == 60:
@@ -243,7 +243,7 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped(tmp_path, legacy):
 
     # A new process builds the stack from the actor that it has, by now a trained one: the reference
     # is in the checkpoint.
-    restored, stack, after = walk_trainer(moved(make_actor(), seed=7))
+    restored, stack, after = walk_trainer(moved(make_actor(), seed=7), checkpoint=kind())
     restored.load_from_file(file)
     assert stack.controller.coeff.item() == coeff
     for mine, original in zip(stack.reference.parameters(), make_actor().parameters(), strict=True):
@@ -254,6 +254,21 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped(tmp_path, legacy):
     assert len(after) == 2
     for entry, expected in zip(after, history[3:], strict=True):
         assert torch.equal(entry[2], expected[2])
+
+
+def test_a_hook_that_comes_after_the_checkpoint_is_warned_of(tmp_path):
+    """Nothing was restored: the reference was the resumed policy, the coefficient the first one."""
+    file = tmp_path / "trainer"
+    trainer, _, _ = walk_trainer(
+        make_actor(), batches=2, save_trainer_file=file, checkpoint=Checkpoint()
+    )
+    trainer.register_op("post_steps", lambda: trainer.save_trainer(force_save=True))
+    trainer.train()
+    actor = make_actor()
+    restored = make_trainer(FixedWalk(), actor, walk_critic())
+    restored.load_from_file(file)
+    with pytest.warns(UserWarning, match=r"after \d+ frames.* before `load_from_file`"):
+        KLControlHook(KLConstrainedTransform(actor, 0.1)).register(restored)
 
 
 def weights_trained_with(wrap: Callable[[Any, Any], Any]) -> list[torch.Tensor]:

@@ -235,10 +235,13 @@ class _StateFile(CheckpointAdapter):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        if map_location is not None or tensor_load_kwargs:
+        # What TorchRL's trainers pass: it is so anyway.
+        if map_location not in (None, "cpu", torch.device("cpu")) or (
+            tensor_load_kwargs.keys() - {"weights_only", "mmap"}
+        ):
             raise ValueError(
-                "`map_location` and `tensor_load_kwargs` must be left out: tensors are read on the "
-                "CPU, and components move them to where they are."
+                "`map_location` must be left out or 'cpu', and `tensor_load_kwargs` left out: "
+                "tensors are read on the CPU, and components move them to where they are."
             )
         content = (path / _STATE).read_bytes()
         tensors = load(content)  # which has checked sizes and offsets

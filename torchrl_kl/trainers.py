@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from tensordict import NestedKey, TensorDictBase
@@ -72,8 +73,17 @@ class KLControlHook(TrainerHookBase):
     def register(self, trainer: Trainer, name: str = "kl_control") -> None:
         """Registers the hook with a trainer: for its batches, its log and its checkpoints.
 
-        Call it at any time after the trainer is built: PPOTrainer computes its advantage last.
+        Call it after the trainer is built (PPOTrainer computes its advantage last), and before
+        `load_from_file`, which restores only what is registered. It warns if the trainer has
+        collected frames already.
         """
+        if trainer.collected_frames:
+            warnings.warn(
+                f"KLControlHook was registered after {trainer.collected_frames} frames: if a "
+                "checkpoint was loaded before, its controller and its reference were not restored. "
+                "Register it before `load_from_file`. (If KL control begins here, all is well.)",
+                stacklevel=2,
+            )
         trainer.register_module(name, self)
         # They run in this order: a batch comes, is logged, and then has been learned from.
         trainer.register_op("batch_process", self)

@@ -137,6 +137,17 @@ class TestSwitched:
         with pytest.raises(RuntimeError, match=OTHER):
             other(batch)
 
+    def test_weights_next_to_the_adapters_are_named(self):
+        """A value head that was not loaded: the reference is right, but this cannot be seen."""
+        runs = []
+        for model in (adapted(0), adapted(0)):
+            model.value_head = nn.Linear(48, 1)
+            runs.append(run_of(model))
+        runs[1].load_state_dict(runs[0].state_dict())
+        batch = DigitLanguageEnv(batch_size=(2,)).rollout(4, CausalLMActor(adapted(0)))
+        with pytest.raises(RuntimeError, match=rf"{OTHER}.*value head: load those that learn"):
+            runs[1](batch)
+
     def test_the_policy_may_be_loaded_after_the_stack(self):
         model, new = adapted(0), adapted(1)
         batch = DigitLanguageEnv(batch_size=(2,)).rollout(4, CausalLMActor(model))

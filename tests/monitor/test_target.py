@@ -1,5 +1,6 @@
 """KLMonitor: the KL against the target, and the coefficient against its bounds."""
 
+import copy
 import math
 
 import pytest
@@ -91,6 +92,17 @@ class TestTarget:
         assert "lower `update_every`, and check that trajectories reach `done`" in message.text
         assert "raises" not in message.text
         assert "lowers" not in message.text
+
+    def test_a_copy_of_the_stack_that_penalizes_is_named(self):
+        # TorchRL's MultiAsyncCollector makes a deep copy of its `postproc`.
+        policy, controller = make_actor(), per_step(target=5.0)
+        stack = KLConstrainedTransform(policy, controller, reference=moved(policy))
+        copied, monitor = copy.deepcopy(stack), KLMonitor(controller, window=1)
+        (batch,) = collect(WalkEnv(), policy, frames=400, batches=1, postproc=copied)
+        (message,) = monitor(batch)
+        assert copied.controller.coeff < controller.coeff == 1.0
+        assert "use a copy of the stack" in message.text
+        assert "use `kl_collector`" in message.text
 
     def test_no_update_is_told_from_a_restart_and_from_a_bound(self):
         controller = per_step()

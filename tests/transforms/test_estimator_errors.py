@@ -20,7 +20,9 @@ from tests.helpers import (
 )
 from tests.transforms.estimated import SCRATCH, K, as_policy, both, stack
 from torchrl_kl import (
+    KLConstrainedTransform,
     KLDivergenceTransform,
+    KLKeys,
     ReferenceModelLogProbTransform,
     TopKActor,
 )
@@ -44,6 +46,18 @@ def test_what_the_policy_did_not_record(estimator, place):
     env = with_transforms(WalkEnv((2,)), stack(actor, estimator))
     with pytest.raises(KeyError, match=text):
         play(env, policy) if place == "env" else transform(batch)
+
+
+@both
+def test_a_second_stack_is_called_on_the_collected_batch(estimator):
+    actor = make_actor()
+    batch = play(WalkEnv((2,)), as_policy(moved(actor), estimator))
+    first = KLConstrainedTransform(actor, 0.1, estimator=estimator)
+    second = KLConstrainedTransform(actor, 0.0, estimator=estimator, keys=KLKeys.named("second"))
+    with pytest.raises(KeyError, match="it dropped them: call both on the collected batch"):
+        second(first(batch))
+    measured = second(batch)["next", "second_kl_estimate"]
+    assert measured.equal(first(batch)["next", "kl_estimate"])
 
 
 @both

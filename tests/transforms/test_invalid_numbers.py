@@ -141,12 +141,15 @@ class TestRaise:
             transform(batch)
 
     @pytest.mark.parametrize("make", [stack, preset])
-    def test_in_an_env_step(self, make):
-        transform, batch = make(), 3
+    @pytest.mark.parametrize(
+        ("shape", "text"), [((3,), r"3 of 3, the first nan at \(0,\)"), ((), r"1 of 1.* at \(\)")]
+    )
+    def test_in_an_env_step(self, make, shape, text):
+        transform = make()
         with torch.no_grad():
             transform.reference.actor[0].module.bias.fill_(NAN)
-        with pytest.raises(ValueError, match=rf"'ref_log_prob'\) has {batch} of 3, the first nan"):
-            play(with_transforms(WalkEnv((3,)), transform), policy(), 2)
+        with pytest.raises(ValueError, match=rf"'ref_log_prob'\) has {text}"):
+            play(with_transforms(WalkEnv(shape), transform), policy(), 2)
 
     def test_an_estimate_that_overflows(self):
         batch = batch_of()
@@ -295,14 +298,15 @@ class TestMask:
         assert_close(after["reward"].flatten(), torch.tensor([1.0, 0.95]))
         assert controller.calls == [(0.5, 1)]
 
-    def test_a_trajectory_without_a_valid_step_is_not_told(self):
+    @pytest.mark.parametrize("shape", [(2,), ()])
+    def test_a_trajectory_without_a_valid_step_is_not_told(self, shape):
         for longest in (2, 4):
             controller = SpyController()
             transform = stack(controller, on_invalid="mask", update_every=1)
             with torch.no_grad():
                 transform.reference.actor[0].module.bias.fill_(NAN)
             with pytest.warns(UserWarning, match="'ref_log_prob'"):
-                play(with_transforms(WalkEnv((2,), longest=longest), transform), policy(), 12)
+                play(with_transforms(WalkEnv(shape, longest=longest), transform), policy(), 12)
             assert controller.calls == []
 
 
@@ -367,6 +371,15 @@ class TestLoss:
         grads = torch.autograd.grad(loss, list(actor.parameters()))
         assert all(each.isfinite().all() for each in (loss, *grads))
         assert loss != 0
+
+    @pytest.mark.parametrize("gradient", ["step", "sequence", "k2"])
+    @pytest.mark.parametrize("number", [INF, 1e30])
+    def test_a_log_prob_that_gives_a_weight_of_0(self, gradient: Any, number):
+        batch = batch_of()
+        batch["action_log_prob"][0, 2] = number
+        options: Any = {"gradient": gradient, "weights": "trajectory", "reference": make_actor()}
+        with pytest.raises(ValueError, match="'action_log_prob' has 1 of 12, the first"):
+            KLPenaltyLoss(policy(), 0.1, **options)(batch)
 
     def test_the_controller_keeps_its_state(self):
         controller = SpyController(per="step")

@@ -122,7 +122,7 @@ def test_the_coefficient_is_cast_to_the_dtype_of_the_reward():
 
 
 def test_an_integer_reward_is_not_left_alone_silently():
-    batch = step_of(reward=[1], kl=[0.75], done=[True])
+    batch = step_of(reward=[1, 2], kl=[0.75, 0.5], done=[False, True])
     with pytest.raises(
         TypeError,
         match="'reward' must be floating point, got torch.int64: the coefficient would be",
@@ -174,12 +174,23 @@ def test_an_infinite_kl_stays_in_its_trajectory():
     assert_close(after["episode_kl"].flatten(), torch.tensor([math.inf, math.inf, 0.5, 0.75]))
 
 
+def test_of_steps_that_count_the_controller_is_fed_the_estimate():
+    estimates = [3.0, 5.0, 7.0, 13.0]
+    batch = step_of(reward=[1.0] * 4, kl=[2.0] * 4, kl_estimate=estimates, done=[False] * 4)
+    batch["collector", "mask"] = torch.tensor([[True, True, False, True]])
+    controller = SpyController(per="step")
+    after = RewardAdjustmentTransform(controller)(batch)["next", "reward"]
+    assert controller.calls == [(7.0, 3)]
+    assert_close(after.flatten(), torch.tensor([0.8, 0.8, 1.0, 0.8]))
+
+
 # What cannot be penalized.
 
 
 def test_a_batch_that_was_penalized_is_refused():
     batch = KLConstrainedTransform(make_actor(), 0.1)(play(WalkEnv((2,)), policy()))
-    for second in (KLConstrainedTransform(make_actor(), 0.1), KLRewardTransform(make_actor())):
+    stacks = KLConstrainedTransform(make_actor(), 0.1), KLRewardTransform(make_actor())
+    for second in (*stacks, RewardAdjustmentTransform(0.1)):
         with pytest.raises(
             RuntimeError, match="the batch has 'kl_coeff': 'reward' was penalized .* twice. Use one"
         ):

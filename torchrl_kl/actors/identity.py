@@ -15,7 +15,9 @@ _OTHER_STATE = (
 _OTHER_REFERENCE = (
     "the reference is not the one that the run was trained against: the state that was loaded has "
     "another fingerprint. Build it from the model that the run began with, out of its own file, "
-    "never from the policy that is resumed, whose KL to itself would be 0."
+    "never from the policy that is resumed, whose KL to itself would be 0. If it is the policy "
+    "with its adapters switched off, all other weights of its model count, too, such as those of a "
+    "value head: load those that learn before it scores, and seed those that are drawn at random."
 )
 
 

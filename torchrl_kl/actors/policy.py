@@ -12,15 +12,18 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_kl._tensordict import LogProbKeys, expand_right
 from torchrl_kl.actors.reading import (
+    DIST_METHODS,
     check_actor,
     dist_module_of,
     log_prob_of_actions,
+    own_methods,
     read_keys,
     trace_keys,
 )
@@ -104,7 +107,9 @@ class Acting(NamedTuple):
 
     trace_keys: Sequence[NestedKey]  # entries that only a forward pass leaves
     interaction_type: Any  # how it chooses by default
-    dist_module: Borrowed[Any]  # builds the distribution from what the policy recorded, or None
+    # Builds the distribution from what the policy recorded, or None. It is the policy's, not a
+    # copy: it may change, such as a temperature that is learned.
+    dist_module: Borrowed[Any]
 
     @classmethod
     def of(cls, policy: Any, recorded: LogProbKeys) -> Acting:
@@ -113,6 +118,12 @@ class Acting(NamedTuple):
         with suppress(ValueError):  # several distributions
             module = dist_module_of(policy)
         return cls(trace_keys(policy, recorded), by_default, Borrowed(module))
+
+    @staticmethod
+    def is_plain(policy: Any) -> bool:
+        """Whether a policy draws and scores in TorchRL's way, not in one of its class."""
+        plain = isinstance(getattr(policy, "_orig_mod", policy), ProbabilisticTensorDictSequential)
+        return plain and not own_methods(policy, ("forward", "log_prob", *DIST_METHODS))
 
     def samples(self) -> bool:
         """Whether the policy draws its actions now: k1 of an argmax is biased."""

@@ -52,7 +52,8 @@ BELOW = (
 NOT_UPDATED = (
     "The controller has not been updated yet. An update waits for `update_every` finished "
     "trajectories (steps with per='step'): lower `update_every`, and check that trajectories reach "
-    "`done` and that the stack is not frozen."
+    "`done` and that the stack is not frozen. Workers and a MultiAsyncCollector use a copy of the "
+    "stack, which has another controller: use `kl_collector`."
 )
 NOISE = (
     "This is sampling noise and not a bug: k1 takes either sign and only its mean is the KL. Do "

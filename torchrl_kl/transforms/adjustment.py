@@ -28,8 +28,8 @@ class RewardAdjustmentTransform(PenaltyTransform):
     of which those that begin in the same state are compared with each other; see `RewardPlan` and,
     for `per="step"`, `RewardFeed`.
 
-    The controller is updated in env steps and in calls on a batch, but not while frozen, in a
-    replay buffer, after `eval()` (on batches), or in env steps with random or deterministic actions
+    The controller is updated in env steps and in calls on a batch, except while frozen, by samples
+    of a buffer, after `eval()` (on batches), and in env steps with random or deterministic actions
     (an argmax is not a sample: its k1 is biased). A batch does not say how its actions were chosen:
     freeze the transform for evaluation batches.
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictSequential
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_kl._tensordict import LogProbKeys, as_tuple, expand_right, sum_action_dims
-from torchrl_kl.actors.policy import Borrowed
-from torchrl_kl.actors.reading import DIST_METHODS, dist_module_of, own_methods
+from torchrl_kl._tensordict import as_tuple, expand_right, sum_action_dims
+from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.actors.policy import Acting, Borrowed
 
 _ADVANTAGES = {"advantage", "value_target"}
 _SUMMED = "steps_to_next_obs"  # over how many steps MultiStep has added up a reward
@@ -50,27 +48,14 @@ def refuse_sums(tensordict: TensorDictBase, *, advantages: bool = True) -> None:
 class FirstSteps:
     """What the first steps show: weights loaded too late, actions changed after they were drawn."""
 
-    def __init__(
-        self,
-        policy: nn.Module,
-        recorded: LogProbKeys,
-        *,
-        copied: bool,
-        state_keys: Sequence[NestedKey] = (),
-    ):
+    def __init__(self, policy: nn.Module, acting: Acting, reference: FrozenActor, *, copied: bool):
         # Not the policy itself: it must not be saved, moved or copied with a transform.
         self._policy: Any = weakref.ref(policy)
         self.copied = copied  # whether the reference is a copy of it, so that the KL begins at 0
-        self._recorded, self._state_keys = recorded, state_keys
+        self._recorded, self._state_keys = reference.recorded, reference.state_keys
         self._forgets = False  # whether the data lacks the state of a recurrent policy
-        self._dist_module: Any = None  # builds the distribution from what the policy recorded
-        # It may change, such as a temperature that is learned: it is the policy's, not a copy.
-        kind = type(getattr(policy, "_orig_mod", policy))  # within torch.compile
         # An actor of another class may draw and score as it likes.
-        in_sequence = issubclass(kind, ProbabilisticTensorDictSequential)
-        if in_sequence and not own_methods(policy, ("forward", "log_prob", *DIST_METHODS)):
-            with contextlib.suppress(ValueError):  # several distributions
-                self._dist_module = Borrowed(dist_module_of(policy))
+        self._dist_module = acting.dist_module if acting.is_plain(policy) else Borrowed(None)
         self._k1, self._size, self._count = 0.0, 0.0, 0
         self._gap, self._draws = 0.0, 0
 
@@ -92,9 +77,9 @@ class FirstSteps:
         the parameters of its distribution. Also notes whether the policy's state is missing.
         """
         self._forgets |= any(tensordict.get(key, None) is None for key in self._state_keys)
-        if self._dist_module is None:
-            return
         module, shape = self._dist_module.held, tensordict.batch_size
+        if module is None:
+            return
         keys = [*module.in_keys, *module.dist_sample_keys, *self._recorded.keys]
         if any(not isinstance(tensordict.get(key, None), Tensor) for key in keys):
             return

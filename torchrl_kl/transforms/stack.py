@@ -58,9 +58,10 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         time_dim: the last batch dimension, if it is time and not named "time".
         chunk_size: how many rows of a batch the reference scores at a time.
         on_invalid: what to do where a log-prob, KL or reward is NaN, infinite, or at least 2 ** 64:
-            "raise" an error that names it, or "mask" the step. A masked step has a KL of 0 and is
-            neither penalized nor counted; its reward becomes 0 if it is invalid. What the policy
-            recorded stays as it is. The first time, a warning gives the counts.
+            "raise" an error that names it, or "mask" the step. With "raise" and a coefficient of 0,
+            an infinite KL is only measured. A masked step has a KL of 0 and is neither penalized
+            nor counted; its reward becomes 0 if it is invalid. What the policy recorded is not
+            changed. The first time, a warning gives the counts.
 
     Raises:
         TypeError, ValueError, KeyError, RuntimeError: as the three parts do.

@@ -182,8 +182,7 @@ class ScoringTransform(KLTransform):
 
     def watch_first(self, policy: nn.Module, *, copied: bool) -> None:
         """Warns once if the first steps are not what `policy`, perhaps `copied` before, drew."""
-        states = self.reference.state_keys
-        self._first = FirstSteps(policy, self.reference.recorded, copied=copied, state_keys=states)
+        self._first = FirstSteps(policy, self.acting, self.reference, copied=copied)
         self.register_load_state_dict_post_hook(_expect_any)  # a run that goes on
 
     def look_at_first(self, step: KLStep, batch: TensorDictBase | None = None) -> None:
