@@ -203,7 +203,7 @@ def finetune(name: str, row: int, seed: int, options: Options) -> dict:
     )
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=options.lr)
     env, losses = make_env(options, seed), {}
-    parts = {"loss": loss_module, "optimizer": optimizer, "controller": stack.controller}
+    parts = {"loss": loss_module, "optimizer": optimizer, "stack": stack}
     for step in run.steps(options.batches, lambda folder: save_policy(actor, folder), **parts):
         env.set_seed(seed + 10_000 * (step + 1))  # a run that is resumed has the same episodes
         with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):

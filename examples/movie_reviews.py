@@ -162,7 +162,9 @@ def train(name: str, row: int, options: Options) -> dict:
     base, run = Base.load(options.out), Run(name, options, row)
     ppo = PPO(base, make_controller(name, options), name == "in_loss", options)
     parts = {"policy": ppo.policy, "critic": ppo.critic, "optimizer": ppo.optimizer}
-    for step in run.steps(options.batches, ppo.save, **parts, controller=ppo.controller):
+    # The stack has the reference; its controller is another one where the KL is in the loss.
+    parts |= {"stack": ppo.stack, "controller": ppo.controller}
+    for step in run.steps(options.batches, ppo.save, **parts):
         metrics = ppo.update(ppo.collect())
         run.log(step, "proxy {proxy:+.2f}, gold {gold:+.2f}, KL {kl:.2f} nats", **metrics)
     measure = KLConstrainedTransform(ppo.actor, 0.0, reference=ppo.stack.reference)

@@ -16,8 +16,7 @@ class Throw(gym.Env):
     """Picks one of three balls and throws it; the reward is high near the observed target."""
 
     observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
-    force_space = gym.spaces.Box(-9, 9, (2,), np.float32)
-    action_space = gym.spaces.Dict(ball=gym.spaces.Discrete(3), force=force_space)
+    action_space = gym.spaces.Dict(ball=gym.spaces.Discrete(3), force=gym.spaces.Box(-9, 9, (2,)))
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -53,6 +52,7 @@ torch.manual_seed(0)
 policy = make_actor()
 stack = KLConstrainedTransform(policy, 0.1, reference=make_actor(), estimator="exact")
 env = GymWrapper(Throw(), categorical_action_encoding=True)
+env.set_seed(0)
 options = {"postproc": stack, "auto_register_policy_transforms": False}
 (batch,) = Collector(env, policy, frames_per_batch=500, total_frames=500, **options)
 step = batch["next"]

@@ -44,7 +44,8 @@ for _ in range(4):
     with torch.no_grad(), set_recurrent_mode(True):
         gae(batch)
     for rows in torch.randperm(32).split(16):
-        losses = loss(batch[rows])
+        steps = batch[rows]
+        losses = loss(steps[steps["collector", "mask"]])  # without padding after end tokens
         optimizer.zero_grad()
         (losses["loss_objective"] + losses["loss_critic"]).backward()
         optimizer.step()

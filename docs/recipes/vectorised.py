@@ -25,6 +25,7 @@ def make_actor():
 
 
 def collect(env, actor, **options):
+    env.set_seed(0)
     collector = Collector(
         env,
         actor,

@@ -118,7 +118,7 @@ gae = GAE(gamma=1.0, lmbda=0.95, value_network=critic, deactivate_vmap=True, shi
 optimizer = torch.optim.Adam(ppo.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, BATCHES)
 collector = Collector(
-    DigitLanguageEnv(language, prompts=prompts, batch_size=(256,)),
+    DigitLanguageEnv(language, prompts=prompts, batch_size=(256,), seed=0),
     actor,
     frames_per_batch=1024,
     total_frames=1024 * BATCHES,
