@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,8 @@ class InEnv(Run):
 class OwnLoop(Run):
     """A loop over steps of an env: what is being written is saved as a part, so texts go on."""
 
+    follows = True  # whether the reference follows the policy
+
     def __init__(self, seed: int):
         super().__init__(seed)
         controller = AdaptiveKLController(0.2, target=0.5, horizon=100)
@@ -167,8 +170,15 @@ class OwnLoop(Run):
                 done, self.state = self.env.step_and_maybe_reset(self.policy(self.state))
             logged += self.log(done, self.stack.controller)
         self.learn(done)
-        self.stack.update_reference(self.policy, tau=0.01)
+        if self.follows:
+            self.stack.update_reference(self.policy, tau=0.01)
         return logged
+
+
+class FixedReference(OwnLoop):
+    """The keys and values that the reference has cached are those of texts that go on."""
+
+    follows = False
 
 
 class Loss(Run):
@@ -243,7 +253,8 @@ class Workers(Run):
         super().__init__(seed)
         controller = AdaptiveKLController(0.2, target=0.5, horizon=100)
         self.stack = KLConstrainedTransform(self.policy, controller, reference=self.first)
-        make_env: Callable[[], Any] = lambda: DigitLanguageEnv(batch_size=(8,))  # noqa: E731
+        # Seeded, since a collector reads texts as soon as it is built, and they are cached.
+        make_env: Callable[[], Any] = partial(DigitLanguageEnv, batch_size=(8,), seed=seed)
         arguments: dict[str, Any] = {"frames_per_batch": FRAMES, "total_frames": 10**6}
         self.collector = kl_collector(
             self.kind, make_env, self.policy, self.stack, where="workers", **arguments

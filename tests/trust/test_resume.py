@@ -26,7 +26,15 @@ from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.envs import DigitLanguageEnv
 
 N_STEPS = 5
-KINDS = [runs.Postproc, runs.InEnv, runs.OwnLoop, runs.Loss, runs.Responses, runs.InProcess]
+KINDS = [
+    runs.Postproc,
+    runs.InEnv,
+    runs.OwnLoop,
+    runs.FixedReference,
+    runs.Loss,
+    runs.Responses,
+    runs.InProcess,
+]
 
 
 def whole_state(run: runs.Run) -> dict[str, Any]:
@@ -49,18 +57,24 @@ def check_equal(one: Any, other: Any) -> None:
         assert one == other or one != one
 
 
+def go_on_and_save(run: runs.Run, folder: Path) -> list[list[float]]:
+    """What each step logs; the run is saved after each one, at which cached texts are dropped."""
+    logged = []
+    while run.steps_done < N_STEPS:
+        logged += runs.go_on(run, run.steps_done + 1)
+        runs.save(run, folder / str(run.steps_done))
+    return logged
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_bit_for_bit_after_any_step(kind, tmp_path):
     run = kind(seed=0)
-    logged = []
-    for step in range(N_STEPS):
-        logged += runs.go_on(run, step + 1)
-        runs.save(run, tmp_path / str(step + 1))
+    logged = go_on_and_save(run, tmp_path)
     assert len({row[-1] for row in logged}) > 1  # something changes
     for stopped in range(1, N_STEPS):
         resumed = kind(seed=10)  # other weights, another reference and other random numbers
         runs.load(resumed, tmp_path / str(stopped))
-        assert runs.go_on(resumed, N_STEPS) == logged[stopped:]
+        assert go_on_and_save(resumed, tmp_path) == logged[stopped:]
         check_equal(whole_state(resumed), whole_state(run))
 
 

@@ -357,20 +357,20 @@ class FrozenActor(Identified):
             if differentiable and not reading.learns(self.actor):
                 warnings.warn(_OTHER_WEIGHTS, stacklevel=2)
         # Again, as later passes: with gradients an LSTM of PyTorch rounds otherwise.
-        result = read(inputs)
-        for name, value in self._statistics().items():
-            if name in before and not value.equal(before[name]):
-                warnings.warn(_CHANGES.format(name), stacklevel=2)
-                break
+        result, after = read(inputs), self._statistics()
+        changed = [name for name in before.keys() & after if not after[name].equal(before[name])]
+        if changed:
+            warnings.warn(_CHANGES.format(min(changed)), stacklevel=2)
         return result
 
     def _statistics(self) -> dict[str, Tensor]:
-        """Bytes of what the actor saves besides parameters, such as the mean of what it read."""
-        parameters = {name for name, _ in self.actor.named_parameters(remove_duplicate=False)}
-        entries = self._weights().items()
-        saved = ((k, v) for k, v in entries if k not in parameters and v.is_floating_point())
-        # Of NaN and of float8, too, bytes can be compared.
-        return {name: value.detach().flatten().view(torch.uint8) for name, value in saved}
+        """Bytes of saved buffers, which can be compared of NaN and float8, too."""
+        return {
+            f"{name}.{key}".lstrip("."): value.detach().flatten().view(torch.uint8)
+            for name, module in self.actor.named_modules()  # `state_dict` drops caches
+            for key, value in module.named_buffers(recurse=False)
+            if key not in module._non_persistent_buffers_set and value.is_floating_point()
+        }
 
 
 _CHANGES = (

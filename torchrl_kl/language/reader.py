@@ -31,7 +31,8 @@ class StateReader(nn.Module):
       new position per step.
     - With gradients, or where shapes must not depend on values, each state is read in whole.
 
-    All give the same numbers but for rounding.
+    All give the same numbers but for rounding. `state_dict` drops the cache, so that a run goes on
+    after it is saved as it does when it is resumed, bit for bit.
 
     Args:
         model: maps ids to outputs.
@@ -45,6 +46,7 @@ class StateReader(nn.Module):
         _check_cache_bytes(cache_bytes)
         self.lm, self.clamp_full, self.cache_bytes = CausalLM(model), clamp_full, cache_bytes
         self._cache: RolloutCache | None = None
+        self.register_state_dict_pre_hook(_drop_cache)
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles begin without a cache.
@@ -100,6 +102,10 @@ class StateReader(nn.Module):
                 f"padding, `tokens` have length {length} and the model reads at most {limit}."
             )
         return most
+
+
+def _drop_cache(reader: StateReader, prefix: str, keep_vars: bool) -> None:
+    reader.clear_cache()
 
 
 def check_one_per_text(position: Tensor, tokens: Tensor) -> None:
