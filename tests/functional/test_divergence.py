@@ -210,6 +210,20 @@ class TestCategorical:
         kl = kl_exact(D.Categorical(logits=torch.zeros(2)), D.Categorical(logits=rare))
         assert_close(kl, torch.tensor(100 - math.log(2)))
 
+    def test_bernoullis_are_categoricals_of_two_actions(self):
+        # A logit of 0.659 is its own probability; from 17 on, the registered KL is inf in float32.
+        logits = torch.tensor([-90.0, -2.0, 0.0, 0.6590461, 5.0, 40.0])
+        policy, reference = torch.cartesian_prod(logits, logits).T.clone().requires_grad_()
+        truth = self.truth(*(torch.stack([x, 0 * x], -1).double() for x in (policy, reference)))
+        kl = kl_exact(D.Bernoulli(logits=policy), D.Bernoulli(logits=reference))
+        assert_close(kl, truth.float())
+        pairs = [torch.autograd.grad(x.sum(), [policy, reference]) for x in (kl, truth)]
+        for gradient, wanted in zip(*pairs, strict=True):
+            assert_close(gradient, wanted, atol=1e-4, rtol=1e-4)
+        probs = torch.tensor([0.0, 0.6590461, 1.0])
+        kl = kl_exact(D.Bernoulli(probs=probs), D.Bernoulli(probs=probs.flip(0)))
+        assert_equal(kl, torch.tensor([INF, 0.0, INF]))
+
     def test_one_action(self):
         single = [D.Categorical(logits=randn(3, 1)), D.Categorical(probs=torch.ones(3, 1).double())]
         for policy in single:

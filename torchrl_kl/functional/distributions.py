@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import (
+    Bernoulli,
     Categorical,
     Distribution,
     Independent,
@@ -137,6 +138,7 @@ def _kl(policy: Distribution, reference: Distribution) -> Tensor:
     for kinds, kl in (
         (Mapping, _kl_of_composites),
         ((Categorical, OneHotCategorical), _kl_of_categoricals),
+        (Bernoulli, _kl_of_bernoullis),
         (Independent, _kl_of_independent),
         (TransformedDistribution, _kl_of_transformed),
     ):
@@ -170,12 +172,29 @@ def _columns(dist: Distribution) -> Tensor | None:
 def _log_probs(dist: Any) -> Tensor:
     # (*B, V), from what a categorical distribution was built with. `logits` would not do: from
     # probabilities they are clamped, so that 0 becomes 1e-7.
-    param = dist._param
     # Probabilities add up to 1, so that one is positive; log-probabilities never are.
-    are_probs = (param > 0).any(-1, keepdim=True)
+    return _logs(dist._param, (dist._param > 0).any(-1, keepdim=True))
+
+
+def _logs(param: Tensor, are_probs: Tensor) -> Tensor:
+    # The logs of those that are probabilities; the others are logs already.
     drawn = are_probs & (param != 0)
     log_probs = torch.where(drawn, torch.where(drawn, param, 1.0).log(), -torch.inf)
     return torch.where(are_probs, log_probs, param)
+
+
+def _kl_of_bernoullis(policy: Any, reference: Any) -> Tensor:
+    # The registered KL is inf where the reference's probability rounds to 0 or 1, which in float32
+    # a logit of 17 does.
+    return kl_of_logits(_log_odds(policy), _log_odds(reference), None)
+
+
+def _log_odds(dist: Any) -> Tensor:
+    # (*B, 2), of 1 and 0, as in `_log_probs`. Where a logit is its own probability, it may count as
+    # either.
+    are_probs = (dist._param == dist.probs).unsqueeze(-1)
+    param = dist._param.unsqueeze(-1)
+    return _logs(torch.cat([param, torch.where(are_probs, 1 - param, 0.0)], -1), are_probs)
 
 
 def _kl_of_composites(policy: Any, reference: Any) -> Tensor:
