@@ -62,6 +62,33 @@ class TestTarget:
         assert seen == [[], ["kl_above"], [], []]
         assert monitor.counts["kl_above"] == (1, 1)
 
+    def test_one_value_has_no_standard_error(self):
+        (message,) = KLMonitor(per_step(), window=1)(steps(2.0))
+        assert str(message).startswith("KL is 2 nats per step over the last 1 batches (1 steps), ")
+        assert math.isnan(message.figures["standard_error"])
+
+    def test_steps_that_the_stack_left_out_do_not_count(self):
+        reference = make_actor()
+        policy = moved(reference)
+        controller = per_step(1e-6)
+        stack = KLConstrainedTransform(reference, controller, on_invalid="mask")
+        monitor = KLMonitor(controller, window=1)
+        (batch,) = collect(WalkEnv((4,)), policy, frames=48, batches=1)
+        batch["action_log_prob"][..., :9] = math.nan
+        with pytest.warns(UserWarning, match="got invalid numbers"):
+            batch = stack(batch)
+        (message,) = monitor(batch)
+        kl = batch["next", "kl"]
+        assert message.figures["count"] * 4 == kl.numel()
+        assert_close(message.figures["kl"], kl[:, 9:].double().mean().item())
+
+    @pytest.mark.parametrize(
+        ("deadband", "said"), [(0.0, "the stack is not"), (2.0, "has a deadband")]
+    )
+    def test_a_controller_that_did_not_move(self, deadband, said):
+        (message,) = KLMonitor(per_step(deadband=deadband), window=1)(steps(2.0, 2.1))
+        assert said in str(message)
+
     def test_says_the_figures_and_what_to_do(self):
         controller = per_step()
         monitor = KLMonitor(controller, window=1)
@@ -88,7 +115,7 @@ class TestTarget:
         monitor = KLMonitor(controller, window=1)
         (message,) = monitor(steps(kl))
         assert message.condition == condition
-        assert "the coefficient is 1. The controller has not been updated yet" in message.text
+        assert "coefficient is 1. The controller has not moved the coefficient yet" in message.text
         assert "lower `update_every`, and check that trajectories reach `done`" in message.text
         assert "raises" not in message.text
         assert "lowers" not in message.text
@@ -130,7 +157,7 @@ class TestTarget:
                 for message in monitor(batch)
                 if message.condition == "kl_above"
             ]
-            advice.append("has not been updated yet" in said[0])
+            advice.append("has not moved the coefficient yet" in said[0])
         # `collect` plays the whole run first, so that the monitor is built before any update.
         assert advice == [True, False]
 
@@ -311,7 +338,7 @@ class TestCoefficient:
         monitor = KLMonitor(controller, window=1)
         (message,) = monitor(steps(0.1))
         assert message.condition == "kl_below"
-        assert "The controller has not been updated yet" in str(message)
+        assert "The controller has not moved the coefficient yet" in str(message)
 
     def test_a_plan_is_no_update(self):
         controller = ExponentialKLController("plan", 0.5, per="step")
@@ -320,7 +347,7 @@ class TestCoefficient:
         controller.observe_rewards(torch.randn(200, generator=torch.Generator().manual_seed(0)))
         assert not controller.planning
         (message,) = monitor(steps(0.1))
-        assert "The controller has not been updated yet" in str(message)
+        assert "The controller has not moved the coefficient yet" in str(message)
 
     def test_follows_the_controller(self):
         controller = per_step(gain=1.0, max_coeff=2.0)

@@ -348,6 +348,11 @@ class TestTarget:
         n_tokens = sum(map(len, batch["tokens"].get("response", as_list=True)))
         expected = totals.mean() if per == "trajectory" else totals.sum() / n_tokens
         assert_close(message.figures["kl"], expected.item(), rtol=1e-5, atol=1e-6)
+        lengths = torch.tensor(list(map(len, batch["tokens"].get("response", as_list=True))))
+        if per == "step":  # what is left of each response without its share of the tokens
+            totals = totals / lengths.double().mean() - expected * lengths / lengths.double().mean()
+        error = totals.double().std().item() / math.sqrt(200)
+        assert_close(message.figures["standard_error"], error, rtol=1e-5, atol=1e-6)
         assert message.figures["count"] == 200
         assert "over the last 1 batches (200 responses)" in message.text
 

@@ -2,6 +2,6 @@
 
 from torchrl_kl._feeding.feed import ControllerFeed, Fed
 from torchrl_kl._feeding.rewards import EnvReturns
-from torchrl_kl._feeding.sums import sum_trajectories
+from torchrl_kl._feeding.sums import kept_steps, sum_trajectories
 
-__all__ = ["ControllerFeed", "EnvReturns", "Fed", "sum_trajectories"]
+__all__ = ["ControllerFeed", "EnvReturns", "Fed", "kept_steps", "sum_trajectories"]

@@ -189,6 +189,11 @@ def log_ratios(
     return torch.stack(ratios)
 
 
+def chance(nats: float) -> str:
+    """The least power of ten, such as 1e-7, that a probability of exp(-nats) does not exceed."""
+    return "0" if math.isinf(nats) else f"1e-{math.floor(nats / math.log(10))}"
+
+
 @dataclass
 class PooledEvidence:
     """Evidence against the actor, pooled over batches between which the actor may change.

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torchrl_kl.controllers.base import KLController
+from torchrl_kl.monitor.diagnosis import Finding
 from torchrl_kl.monitor.texts import TEXT_CONDITIONS
 
 CONDITIONS = (
@@ -50,10 +52,25 @@ BELOW = (
     "coefficient near 0 the reward asks for no more divergence: lower the target."
 )
 NOT_UPDATED = (
-    "The controller has not been updated yet. An update waits for `update_every` finished "
+    "The controller has not moved the coefficient yet. An update waits for `update_every` finished "
     "trajectories (steps with per='step'): lower `update_every`, and check that trajectories reach "
     "`done` and that the stack is not frozen. Workers and a MultiAsyncCollector use a copy of the "
     "stack, which has another controller: use `kl_collector`."
+)
+IN_DEADBAND = (
+    "The controller has not moved the coefficient yet. It has a deadband, and ignores a KL within "
+    "{:g} standard errors of the target: lower `deadband`, or pool more per update with "
+    "`update_every`. If it was never updated: an update waits for `update_every` finished "
+    "trajectories (steps with per='step'), and a frozen stack makes none."
+)
+AT_MAX = (
+    "The coefficient is at its upper bound, max_coeff = {:g}: it cannot rise further. Raise "
+    "`max_coeff`, or reduce the scale of the reward: the coefficient is in reward per nat."
+)
+AT_MIN = (
+    "The coefficient is at its lower bound, min_coeff = {:g}: it cannot fall further. If the KL is "
+    "far below the target, lower the target. Lower `min_coeff` if the scale of the reward is "
+    "small: the coefficient is in reward per nat."
 )
 NOISE = (
     "This is sampling noise and not a bug: k1 takes either sign and only its mean is the KL. Do "
@@ -68,3 +85,16 @@ OTHER_POLICY = (
     "The recorded log-probs are the actor's, but the actions seem to come from another policy: "
     "samples of the reference, demonstrations, or others that were scored again?"
 )
+
+
+def bounds_reached(controller: KLController) -> dict[str, Finding | None]:
+    """Whether the coefficient is at a bound of the controller, by condition."""
+    if controller.planning:  # the bounds are those of a planned coefficient
+        return {}
+    coeff = controller.coeff.item()
+    low, high = controller.min_coeff, controller.max_coeff  # 0 and inf where there are none
+    figures = {"coeff": coeff}
+    return {
+        "coeff_at_max": (AT_MAX.format(high), figures) if coeff >= high else None,
+        "coeff_at_min": (AT_MIN.format(low), figures) if low > 0 and coeff <= low else None,
+    }

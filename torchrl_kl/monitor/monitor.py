@@ -12,7 +12,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_kl._feeding import sum_trajectories
+from torchrl_kl import _tensordict as td
+from torchrl_kl._feeding import kept_steps, sum_trajectories
 from torchrl_kl._tensordict import MASK_KEY, KLKeys, as_keys, find_done, find_time_dim, get_required
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.reading import read_keys
@@ -26,14 +27,16 @@ from torchrl_kl.monitor.messages import (
     ASK_ACTOR,
     BELOW,
     CONDITIONS,
+    IN_DEADBAND,
     NOISE,
     NOT_UPDATED,
     OTHER_POLICY,
     ConditionCount,
     KLMessage,
+    bounds_reached,
 )
-from torchrl_kl.monitor.sampler_check import counted_steps
 from torchrl_kl.monitor.text_check import TextCheck
+from torchrl_kl.monitor.texts import per_token
 
 _BEYOND_CHANCE = math.log(1e6)  # nats: once in a million batches at most
 _ERRORS = 4  # standard errors that a mean KL must be from the target
@@ -65,9 +68,10 @@ class KLMonitor:
 
     - "kl_above", "kl_below": the mean KL of the last `window` batches, pooled over trajectories
       (over steps with `per="step"`), is above 2 times or below 0.5 times the controller's target,
-      and 4 standard errors away from the target.
+      and 4 standard errors away from the target where it is of more than one value.
     - "coeff_at_max", "coeff_at_min": the coefficient is at a bound of the controller.
-    - "kl_not_finite": some steps have an infinite or NaN KL; they are left out of all means.
+    - "kl_not_finite": some steps have an infinite or NaN KL; they are left out of all means, as
+      those that a stack with `on_invalid="mask"` has left out.
     - "negative_noise": the mean k1 is negative, as a sample mean near the reference can be.
     - "sampler_disagrees": the recorded log-probs are not the actor's, or the actions were not drawn
       from it. For categorical actions, the message names the cause where it can be told.
@@ -186,7 +190,7 @@ class KLMonitor:
             self._state.first_coeff = self.controller.coeff.item()
         looks = self._look_responses(batch) if has_texts(batch) else self._look_steps(batch)
         self._state.n_batches += 1
-        return self._begun(looks | self._look_coeff())
+        return self._begun(looks | bounds_reached(self.controller))
 
     @property
     def counts(self) -> dict[str, ConditionCount]:
@@ -240,10 +244,12 @@ class KLMonitor:
         fix += "`keys=KLKeys(kl=...)`."
         # (*B, *F), nats; F is (1,), or more for agents.
         kl = get_required(cast(TensorDictBase, step), self.keys.kl, fix).detach()
-        counted = counted_steps(batch, kl)
+        counting = self._counting(batch, kl)
+        every = torch.ones_like(kl, dtype=torch.bool)
+        counted = every if counting is None else td.expand_right(counting, kl.shape)
         looks = self._look_finite(kl, counted)
         if not math.isnan(self.controller.target):
-            looks |= self._look_target(self._measured(batch, counted))
+            looks |= self._look_target(self._measured(batch, counted, counting))
         k1 = kl[counted].double()
         return looks | self._look_samples(batch, k1, k1.numel(), texts)
 
@@ -261,7 +267,7 @@ class KLMonitor:
         if not math.isnan(self.controller.target):
             measured = self._measured_entry(cast(TensorDictBase, following)).reshape(-1)[counted]
             if self.controller.per == "step":
-                measured = measured / n_tokens.double().mean()
+                measured = per_token(measured, n_tokens)
             looks |= self._look_target(measured, "responses")
         k1 = kl[counted].double()
         return looks | self._look_samples(batch, k1, int(n_tokens.sum()), steps, "response")
@@ -288,25 +294,35 @@ class KLMonitor:
             return {}
         of = of or ("trajectories" if unit == "trajectory" else "steps")
         mean, count, coeff = pool.mean, int(pool.count), self.controller.coeff.item()
-        error = pool.standard_error if count > 1 else 0.0
+        error = pool.standard_error  # NaN of one value
+        known = f" +- {error:.2g}" if count > 1 else ""
         figures = {"kl": mean, "standard_error": error, "count": count, "target": target}
         text = (
-            f"KL is {mean:.3g} +- {error:.2g} nats per {unit} over the last {self.window} batches "
+            f"KL is {mean:.3g}{known} nats per {unit} over the last {self.window} batches "
             f"({count} {of}), {mean / target:.2g} times "
             f"the target of {target:g}; the coefficient is {coeff:.3g}. "
         )
         # The standard errors keep out windows that pass the factor of 2 by chance.
-        above = mean > 2 * target and mean - _ERRORS * error > target
-        below = mean < 0.5 * target and mean + _ERRORS * error < target
+        above = mean > 2 * target and not mean - _ERRORS * error <= target
+        below = mean < 0.5 * target and not mean + _ERRORS * error >= target
         # A coefficient at a bound may have been updated and not have moved.
         at_bound = not self.controller.min_coeff < coeff < self.controller.max_coeff
         moved = not self.controller.planning and (coeff != self._state.first_coeff or at_bound)
+        deadband = getattr(self.controller, "deadband", 0.0)
+        unmoved = IN_DEADBAND.format(deadband) if deadband else NOT_UPDATED
         return {
-            "kl_above": (text + (ABOVE if moved else NOT_UPDATED), figures) if above else None,
-            "kl_below": (text + (BELOW if moved else NOT_UPDATED), figures) if below else None,
+            "kl_above": (text + (ABOVE if moved else unmoved), figures) if above else None,
+            "kl_below": (text + (BELOW if moved else unmoved), figures) if below else None,
         }
 
-    def _measured(self, batch: TensorDictBase, counted: Tensor) -> Tensor:
+    def _counting(self, batch: TensorDictBase, kl: Tensor) -> Tensor | None:
+        """True where a step is not padding, nor left out by the stack, (*B); None: everywhere."""
+        mask, kept = batch.get(MASK_KEY, None), kept_steps(batch, kl, self.keys)
+        if kept is None or bool(kept.all()):
+            return mask
+        return kept if mask is None else kept & td.expand_right(mask, kept.shape)
+
+    def _measured(self, batch: TensorDictBase, counted: Tensor, counting: Tensor | None) -> Tensor:
         """The KL in the controller's unit, (N,): of the steps, or of the finished trajectories."""
         step = cast(TensorDictBase, batch.get("next"))
         measured = self._measured_entry(step)
@@ -320,7 +336,7 @@ class KLMonitor:
             )
         # A trajectory that began in an earlier batch is summed from there on.
         done_key = find_done(step, self.keys.done, named=self.keys.done_named)
-        args = (batch.get(MASK_KEY, None), done_key, self._open_trajectories)
+        args = (counting, done_key, self._open_trajectories)
         return sum_trajectories(batch, measured, *args, observed=self._observed).finished
 
     def _measured_entry(self, step: TensorDictBase) -> Tensor:
@@ -329,27 +345,6 @@ class KLMonitor:
         if not self._needs_estimate and step.get(key, None) is None:
             key = self.keys.kl
         return get_required(step, key, "name it with `keys=KLKeys(kl_estimate=...)`.").detach()
-
-    def _look_coeff(self) -> Looks:
-        if self.controller.planning:  # the bounds are those of a planned coefficient
-            return {}
-        coeff, bounds = self.controller.coeff.item(), self.controller
-        low, high = bounds.min_coeff, bounds.max_coeff  # 0 and inf where there are none
-        figures = {"coeff": coeff}
-        at_max = (
-            f"The coefficient is at its upper bound, max_coeff = {high:g}: it cannot rise further. "
-            "Raise `max_coeff`, or reduce the scale of the reward"
-        )
-        at_min = (
-            f"The coefficient is at its lower bound, min_coeff = {low:g}: it cannot fall further. "
-            "If the KL is far below the target, lower the target. Lower `min_coeff` if the scale "
-            "of the reward is small"
-        )
-        unit = ": the coefficient is in reward per nat."
-        return {
-            "coeff_at_max": (at_max + unit, figures) if coeff >= high else None,
-            "coeff_at_min": (at_min + unit, figures) if low > 0 and coeff <= low else None,
-        }
 
     def _look_samples(
         self,

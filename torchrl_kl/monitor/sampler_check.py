@@ -210,7 +210,7 @@ class SamplerCheck:
             "The sampler and the actor disagree: the recorded log-probs are the actor's, but the "
             f"actions were not drawn from it. They look like {diagnosis.SAMPLERS[best]}: by chance "
             f"{where} would show this with a probability of at most "
-            f"1e-{nats / math.log(10):.0f}. Sample from the distribution whose log-probs are "
+            f"{diagnosis.chance(nats)}. Sample from the distribution whose log-probs are "
             "recorded (temperature 1, no top-k, ExplorationType.RANDOM), or record those of the "
             "one that is sampled."
         )

@@ -6,7 +6,6 @@ the data has them and as the actor gives them; `counted` (N, T) is True for toke
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
@@ -15,7 +14,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_kl.monitor.diagnosis import Finding
+from torchrl_kl.monitor.diagnosis import Finding, chance
 
 Score = Callable[[TensorDictBase], Tensor]  # the actor's log-probs (N, T) of the actions of steps
 
@@ -153,6 +152,15 @@ class TextFaults:
         return found
 
 
+def per_token(kl: Tensor, n_tokens: Tensor) -> Tensor:
+    """Values (N,) with the mean sum(kl) / sum(n_tokens), and the standard error of this ratio."""
+    finite = kl.isfinite()
+    kl, n_tokens = kl[finite].double(), n_tokens[finite].double()
+    ratio = kl.sum() / n_tokens.sum()
+    # What a long response has more of, in KL and in tokens, is no error of the ratio.
+    return ratio + (kl - ratio * n_tokens) / n_tokens.mean()
+
+
 def _readable(row: TensorDictBase) -> Tensor:
     """Steps (T,) of one response whose token is still within the width of the text."""
     return (row["position"] < row["tokens"].shape[-1])[0]
@@ -223,11 +231,10 @@ def never_drawn(
     sampler draws no such token if responses have the `same_length`, else it was cut out.
     """
     which = f"token {tokens[0]}" if len(tokens) == 1 else f"tokens {' and '.join(map(str, tokens))}"
-    chance = f"1e-{nats / math.log(10):.0f}"
     start = (
         f"No response has the {name} {which}, though by the actor's probabilities this batch "
         f"should have about {expected:.2g}; by chance this happens with a probability of at most "
-        f"{chance}. "
+        f"{chance(nats)}. "
     )
     figures = {"evidence": nats, "expected": expected}
     if same_length:

@@ -15,7 +15,7 @@ from torchrl.envs.transforms import Transform
 from typing_extensions import Self
 
 from torchrl_kl import _tensordict as td
-from torchrl_kl._feeding import ControllerFeed, EnvReturns, Fed
+from torchrl_kl._feeding import ControllerFeed, EnvReturns, Fed, kept_steps
 from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl.controllers import KLController, as_controller
 from torchrl_kl.controllers.plan import RewardPlan
@@ -243,27 +243,12 @@ class PenaltyTransform(Fed, KLTransform):
         if measured is None:
             measured = td.get_required(next_tensordict, self.keys.kl, NO_KL)
         kl = next_tensordict.get(self.keys.kl, measured)
-        mask, valid = tensordict.get(td.MASK_KEY, None), self._kept_elsewhere(tensordict, kl)
+        mask = tensordict.get(td.MASK_KEY, None)
+        valid = kept_steps(tensordict, kl, self.keys) if self.guard.masks else None
         step = KLStep(None, kl, mask, kl=kl, estimate=measured, valid=valid)
         reward = next_tensordict.get(self.keys.task_reward, None)
         self._plan_batch(tensordict, reward, step, stream)
         self._feed_batch(tensordict, step, stream, trace=True)
-
-    def _kept_elsewhere(self, tensordict: TensorDictBase, kl: Tensor) -> Tensor | None:
-        """True where a worker has not left out the step, (*B); None if its log-probs are unknown.
-
-        A step that it has left out has a KL of 0, in spite of its log-probs.
-        """
-        log_prob = self.keys.recorded.read(tensordict)
-        ref_log_prob = tensordict.get("next").get(self.keys.ref_log_prob, None)
-        if not self.guard.masks or log_prob is None or ref_log_prob is None:
-            return None
-        # (*B, *A), and (*B, *A, 1) or (*B, 1): both to (*B).
-        unlike, some = (
-            flags.unsqueeze(-1).flatten(tensordict.batch_dims).any(-1)
-            for flags in (log_prob != ref_log_prob, kl != 0)
-        )
-        return ~unlike | some
 
     def _plan_batch(
         self,
