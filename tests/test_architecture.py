@@ -101,7 +101,7 @@ ARROWS: dict[str, set[str]] = {
     "objectives": {"_feeding", "_tensordict", "actors", "controllers", "functional"},
     "monitor": {"_feeding", "_tensordict", "actors", "controllers", "functional"},
     "collectors": {"_tensordict", "_torchrl", "actors", "controllers", "transforms"},
-    "trainers": {"_tensordict", "transforms"},
+    "trainers": {"_feeding", "_tensordict", "transforms"},
 }
 MOST_ROOMS, MOST_FLOORS = 16, 6  # `__init__` and `envs` count too
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60

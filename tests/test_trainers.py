@@ -1,6 +1,7 @@
 """KLControlHook in real runs of PPOTrainer: what it penalizes, logs, saves and refuses."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -317,6 +318,15 @@ class TestTheLog:
         ).mean()
         assert log["kl_to_reference"] == pytest.approx(expected.item(), abs=1e-6)
         assert log["kl_coeff"] == pytest.approx(0.1)
+
+    def test_a_step_that_was_left_out_is_not_in_the_mean_of_the_kl(self):
+        hook = KLControlHook(KLConstrainedTransform(make_actor(), 0.1, on_invalid="mask"))
+        batch = padded_batch()
+        batch["action_log_prob"][0, :2] = math.nan
+        with pytest.warns(UserWarning, match="got invalid numbers"):
+            batch = hook(batch)
+        kl = [batch["next", "kl"][0, 2].item(), batch["next", "kl"][1, 0].item()]
+        assert hook.log_batch(batch)["kl_to_reference"] == pytest.approx(sum(kl) / 2)
 
     def test_it_shows_the_better_measurement(self):
         hook = KLControlHook(KLConstrainedTransform(make_actor(), 0.1, estimator="k3"))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.trainers import Trainer, TrainerHookBase
 
+from torchrl_kl._feeding import kept_steps
 from torchrl_kl._tensordict import MASK_KEY, as_tuple, expand_right, get_required
 from torchrl_kl.transforms import KLConstrainedTransform
 
@@ -25,9 +27,10 @@ class KLControlHook(TrainerHookBase):
     - `kl_coeff`: mean coefficient of the penalty, reward per nat.
     - `task_reward`: mean reward before the penalty, per step.
 
-    You may rely on: padding (("collector", "mask") False) is in no mean; a trainer's checkpoint
-    restores the controller, what it was fed, and the reference, whatever actor the new stack was
-    built from. A restarted collector begins new trajectories.
+    You may rely on: padding (("collector", "mask") False) is in no mean, and a step that the stack
+    left out (`on_invalid="mask"`) not in that of the KL; a trainer's checkpoint restores the
+    controller, what it was fed, and the reference, whatever actor the new stack was built from. A
+    restarted collector begins new trajectories.
 
     Args:
         stack: penalizes the rewards; it must not be in an env or the collector's `postproc` too.
@@ -107,10 +110,11 @@ class KLControlHook(TrainerHookBase):
                 "the trainer's collector writes its batches into a replay buffer and returns none, "
                 "so no reward would be penalized: put the stack into the env instead."
             )
+        kept = kept_steps(batch, _next(batch, self.stack.keys.kl), self.stack.keys)
         return {
-            "kl_to_reference": _mean(batch, self.stack.measured_key),
-            "kl_coeff": _mean(batch, self.stack.keys.kl_coeff),
-            "task_reward": _mean(batch, self.stack.keys.task_reward),
+            "kl_to_reference": _mean(batch, _next(batch, self.stack.measured_key), kept),
+            "kl_coeff": _mean(batch, _next(batch, self.stack.keys.kl_coeff)),
+            "task_reward": _mean(batch, _next(batch, self.stack.keys.task_reward)),
             "log_pbar": True,
         }
 
@@ -129,10 +133,15 @@ class KLControlHook(TrainerHookBase):
         self.stack.load_state_dict(state_dict)
 
 
-def _mean(batch: TensorDictBase, key: NestedKey) -> float:
-    """Mean of ("next", key) over the steps that are not padding."""
+def _next(batch: TensorDictBase, key: NestedKey) -> Tensor:
     fix = "let nothing drop it between KLControlHook and the log."
-    value = get_required(batch, ("next", *as_tuple(key)), fix)
-    # The mask is (*B), the value (*B, 1): expanded, it selects the values that count, (N,).
-    mask: Tensor | None = batch.get(MASK_KEY, None)
-    return (value if mask is None else value[expand_right(mask, value.shape)]).mean().item()
+    return get_required(batch, ("next", *as_tuple(key)), fix)
+
+
+def _mean(batch: TensorDictBase, values: Tensor, kept: Tensor | None = None) -> float:
+    """Mean of the values (*B, 1) of steps that are not padding and, if given, `kept`, (*B)."""
+    counts = torch.ones_like(values, dtype=torch.bool)
+    for flags in (batch.get(MASK_KEY, None), kept):
+        if flags is not None:
+            counts = counts & expand_right(flags, values.shape)
+    return values[counts].mean().item()
