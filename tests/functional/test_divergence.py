@@ -368,6 +368,15 @@ def test_a_mask_leaves_a_covariance_shared_by_all_steps_alone(name):
     assert (expected[mask] > 0).all()
 
 
+def test_a_mask_leaves_a_low_rank_covariance_shared_by_all_steps_alone():
+    factors, diagonal = randn(2, 4, 3), torch.rand(4).double() + 0.5  # rank 3, as many as steps
+    locs = randn(2, 3, 4)
+    pair = [D.LowRankMultivariateNormal(*x, diagonal) for x in zip(locs, factors, strict=True)]
+    mask = torch.tensor([True, False, True])
+    expected = torch.where(mask, kl_exact(*pair), 0.0)
+    assert_close(kl_exact(*pair, mask=mask), expected, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_invalid_scales_on_padding_reach_neither_value_nor_gradient(value):
     clean, other = loc_and_scale(2, 3), loc_and_scale(2, 3)

@@ -125,6 +125,8 @@ def _with_params(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             if name.startswith(_UNBROADCASTED):
                 # Without batch dimensions, a (3, 3) matrix would pass for three rows of 3 numbers.
                 part = getattr(value, name.removeprefix(_UNBROADCASTED))
+            elif name == "_capacitance_tril":  # nor has that of LowRankMultivariateNormal
+                part = part.expand(*value.batch_shape, *part.shape[-2:])
             vars(changed)[name] = _with_params(part, change)
         return changed
     if isinstance(value, dict):
