@@ -13,12 +13,19 @@ from torchrl_kl.monitor.diagnosis import (
     TEMPERATURES,
     TOP_KS,
     PooledEvidence,
+    chance,
     find_cause,
     log_ratios,
     take,
 )
 
 INF = math.inf
+
+
+def test_a_stated_chance_is_a_bound():
+    for nats in (14.6, 15.2, 16.1, 30.0):
+        assert math.exp(-nats) <= float(chance(nats)) < 10 * math.exp(-nats)
+    assert chance(INF) == "0"
 
 
 class TestCause:

@@ -51,12 +51,11 @@ def find_cause(
     `masks` are boolean entries (N, V) of the data that may have masked the sampler's actions.
     """
     scored = take(log_probs, action)
-    # Share of the steps; from here on all that was drawn is possible under the actor.
-    impossible = (scored <= _LEAST).double().mean().item()
-    if impossible:
+    # From here on all that was drawn is possible under the actor.
+    if impossible := int((scored <= _LEAST).sum()):
         return (
-            f"the actor gives probability 0 to {impossible:.0%} of the recorded actions: it masks "
-            "actions that the sampler may draw. Give both the same mask."
+            f"the actor gives probability 0 to {impossible} of {len(scored)} recorded actions: it "
+            "masks actions that the sampler may draw. Give both the same mask."
         )
     gap = recorded - scored
     # A true cause leaves next to nothing unexplained, whatever the tolerance allows.
