@@ -356,6 +356,24 @@ class TestTarget:
         assert message.figures["count"] == 200
         assert "over the last 1 batches (200 responses)" in message.text
 
+    @pytest.mark.parametrize("n_left_out", [12, 16])
+    def test_responses_that_the_stack_left_out_do_not_count(self, n_left_out):
+        model = make_gpt()
+        batch = texts_of(*sample_texts(model, 16, 6))
+        rewards = torch.zeros(16, 1)
+        rewards[:n_left_out] = math.nan
+        batch["next", "reward"] = rewards
+        controller = AdaptiveKLController(0.1, target=1e-3, horizon=1000)
+        options: dict[str, Any] = {"reference": make_gpt(1), "on_invalid": "mask", **TOKENS}
+        with pytest.warns(UserWarning, match="got invalid numbers"):
+            scored = ResponseKLTransform(model, controller, **options)(batch)
+        monitor = texts_monitor(model, window=1)
+        monitor.controller = controller
+        assert "retokenised" not in of_samples(monitor(scored))
+        ((count, total, _),) = monitor.state_dict()["pools"]
+        assert count == 16 - n_left_out
+        assert_close(total, scored["next", "kl"].double().sum().item())
+
     @pytest.mark.parametrize("source", ["argument", "generation_config"])
     def test_several_end_tokens(self, source):
         """Of which one pads, as in many chat models: it is a token of the response, too."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_kl import _tensordict as td
@@ -261,8 +261,12 @@ class KLMonitor:
         kl = None if following is None else following.get(self.keys.kl, None)
         if kl is None:
             return self._look_samples(steps, torch.zeros(0), 0, steps)
+        kl, log_prob = kl.detach().reshape(-1), steps.get("action_log_prob", None)
         counted = n_tokens > 0
-        kl, n_tokens = kl.detach().reshape(-1), n_tokens[counted]
+        if log_prob is not None:  # NaN in a response that the stack has left out
+            left_out = (kl == 0).to(log_prob.device) & log_prob.isnan().any(1)
+            steps, counted = cast(TensorDict, steps[~left_out]), counted & ~left_out
+        n_tokens = n_tokens[counted]
         looks = self._look_finite(kl, counted, "responses")
         if not math.isnan(self.controller.target):
             measured = self._measured_entry(cast(TensorDictBase, following)).reshape(-1)[counted]

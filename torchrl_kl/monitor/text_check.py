@@ -20,7 +20,7 @@ from torchrl_kl.actors.responses import (
 )
 from torchrl_kl.monitor.diagnosis import NEVER_EOS, NEVER_PAD, Finding, PooledEvidence
 from torchrl_kl.monitor.sampler_check import SamplerCheck, choose_steps, counted_steps
-from torchrl_kl.monitor.texts import TextFaults, never_drawn
+from torchrl_kl.monitor.texts import TEXT_CONDITIONS, TextFaults, never_drawn
 
 _ROWS = 8  # responses that are scored at a time
 
@@ -49,6 +49,8 @@ class TextCheck(SamplerCheck):
         `counts` are pooled over batches: as for TextFaults, then the shortest and longest response.
         """
         get_required(steps, self.action_keys[0], "`actor` must be the policy of this batch.")
+        if not len(steps):
+            return dict.fromkeys(("sampler_disagrees", *TEXT_CONDITIONS))
         sampled, own = steps.get(SAMPLER_LOG_PROB, None), self.recorded.read(steps)
         recorded = [one.double() for one in (sampled, own) if one is not None]
         counted = counted_steps(steps, steps.get(self.action_keys[0]))
