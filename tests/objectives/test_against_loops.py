@@ -85,3 +85,33 @@ def test_an_invalid_step_is_left_out_alone_and_the_batch_stays_as_it_was(gradien
     assert_close(dict(out), dict(expected))
     for key in before.keys(True, True):
         assert_close(batch[key], before[key], equal_nan=True)
+
+
+@pytest.mark.parametrize(("gradient", "weights"), [one for one in OPTIONS if one[0] != "k2"])
+@pytest.mark.parametrize("controller", [0.0, 0.5])
+def test_an_action_that_only_the_reference_forbids_and_nobody_took(gradient, weights, controller):
+    batch = off_policy()
+    batch["collector", "mask"][0] = True
+    without = batch.clone()
+    without["collector", "mask"][0, 2] = False
+    state, other = batch["observation"][0, 2], (batch["action"][0, 2] + 1) % 4
+
+    def forbid(module: Any, args: Any, logits: Tensor) -> Tensor:
+        there = (args[0] == state).all(-1, keepdim=True) & (torch.arange(4) == other)
+        return logits.masked_fill(there, -torch.inf)
+
+    def make(**kwargs: Any) -> Any:
+        loss = make_loss(
+            gradient=gradient, weights=weights, reduction="none", controller=controller, **kwargs
+        )
+        loss.reference.actor[0].module.register_forward_hook(forbid)
+        return loss
+
+    expected = make()(without)
+    with pytest.warns(UserWarning, match="'kl' has 1 of 24"):
+        out = make(on_invalid="mask")(batch)
+    assert_close(dict(out), dict(expected))
+    if controller == 0:
+        out = make()(batch)  # which only measures
+        assert out["kl"] == torch.inf
+        assert_close(out["loss_kl"], torch.zeros(2, 12))

@@ -373,7 +373,7 @@ class KLPenaltyLoss(Fed, LossModule):
         infinite = {"kl": torch.inf, "loss_kl": torch.inf, "ref_log_prob": -torch.inf}
         causes = {key: tensordict.get(key, None) for key in self.actor_network.in_keys}
         options: dict[str, Any] = {"allowed": infinite if measures else None, "causes": causes}
-        made_of = steps.numbers(self.tensor_keys.sample_log_prob)
+        made_of = steps.numbers(self.gradient, self.tensor_keys.sample_log_prob)
         # Where the numbers of all steps are valid, their weights may still be too large.
         for numbers in (made_of, dict(zip(("loss_kl", "kl"), terms, strict=True))):
             valid = self.guard.valid_steps(

@@ -68,6 +68,8 @@ class Steps(NamedTuple):
         if weights == "step":
             # The second term is 0 in value and has the gradient of the ratio.
             later = sum_after(kl.detach(), self.ends)
+            # An infinite KL is found by itself; 0 times it would make the steps before it NaN.
+            later = torch.where(later.isfinite(), later, 0.0)
             return value + (ratio - ratio.detach()) * later, kl
         # W_t, the product of the ratios of the steps before. Unmasked, it could overflow on
         # padding, and inf * 0 is NaN.
@@ -75,17 +77,20 @@ class Steps(NamedTuple):
         # The gradient of the probability of getting to a step is what makes "sequence" exact.
         return (way if gradient == "sequence" else way.detach()) * value, way * kl
 
-    def numbers(self, recorded_key: NestedKey) -> dict[NestedKey, Tensor]:
+    def numbers(self, gradient: Gradient, recorded_key: NestedKey) -> dict[NestedKey, Tensor]:
         """What the terms of a step are made of before they are added up, (*B) each, detached."""
+        found: dict[NestedKey, Tensor] = {}
+        if gradient in _EXACT:
+            found["kl"] = self._exact_kl().detach()
         if self.action is None:
-            return {"kl": self._exact_kl().detach()}
+            return found
         action, recorded = self.action, cast(Tensor, self.recorded)
         log_probs = {
             "log_prob": self.policy.log_prob(action),
             "ref_log_prob": self.reference.log_prob(action),
             recorded_key: recorded,
         }
-        return {key: self._sum(each.detach()) for key, each in log_probs.items()}
+        return found | {key: self._sum(each.detach()) for key, each in log_probs.items()}
 
     def _exact_kl(self) -> Tensor:
         # (*B), or (*B, ...) with agents and separate action dimensions, which are summed.
