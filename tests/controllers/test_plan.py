@@ -219,13 +219,23 @@ def test_rewards_without_a_preference_make_no_plan():
 
 
 def test_a_target_that_cannot_be_spent_is_refused():
-    rewards = torch.tensor([1.0, 1.0, 0.0, 0.0] * 100)
+    rewards = torch.tensor([1.0, 1.0, 0.0, 0.0] * 250)
     message = (
         r"^`target` asks for 0.8 nats per sample, but a policy that always has the highest reward "
         r"is only 0.6931 nats from the reference"
     )
     with pytest.raises(RuntimeError, match=message):
         RewardPlan(0.8).add(rewards).solve()
+
+
+def test_a_target_that_samples_seem_not_to_allow_waits_for_more_of_them():
+    # A fair coin allows log 2 = 0.69 nats; these 64 throws seem to allow 0.47.
+    plan = RewardPlan(0.5).add(torch.tensor([1.0] * 40 + [0.0] * 24))
+    assert plan.solve() is None
+    assert plan.reason.startswith("the target of 0.5 nats per sample is near the 0.47 nats (")
+    found = plan.add(torch.tensor([1.0, 0.0] * 400)).solve()
+    assert found is not None
+    assert 0.29 < found.coeff < 0.39  # exact: 0.335
 
 
 def test_pooled_samples_keep_no_graph():

@@ -19,6 +19,7 @@ _FEWEST = 16  # samples that must carry the weight, before and after the rewards
 _MOST = 65_536  # samples without a plan, after which it is given up
 _ROW = 16  # samples of a group from which each group is reweighted by itself
 _SHOWN = 2  # of a row, on average, that must carry the new weight
+_CLEARLY = 3  # standard errors by which a target must exceed all that a policy can spend
 _TINY = 1e-300  # instead of the variance of equal rewards
 _LOWEST = 1024  # how far below the rule of the variance a coefficient is looked for
 _COLUMNS = ("rewards", "log_ratios", "lengths", "groups")
@@ -193,7 +194,11 @@ class RewardPlan(Float64State):
         carried = rows.effective(found or lowest)
         shown = carried.sum() >= _FEWEST and carried.mean() >= _SHOWN
         if found is None and shown:
-            raise RuntimeError(_UNSPENDABLE.format(budget, rows.kl(lowest)))
+            most, error = rows.kl(lowest), rows.kl_error(lowest)
+            if budget > most + _CLEARLY * error:
+                raise RuntimeError(_UNSPENDABLE.format(budget, most))
+            self.reason = _NEAR_MOST.format(budget, most, error)
+            return None
         plan = by_variance
         if found is not None:
             plan = Plan(found, rows.standard_error(found), rows.slope(found) / budget)
@@ -275,6 +280,10 @@ _EQUAL = (
     "a coefficient could be set for"
 )
 _UNCERTAIN = "its standard error would be {:.0f} %, and at most {:.0f} % is wanted"
+_NEAR_MOST = (
+    "the target of {:.4g} nats per sample is near the {:.4g} nats (standard error {:.2g}) of a "
+    "policy that always has the highest reward"
+)
 _GIVEN_UP = (
     "{} samples gave no plan: {}. Pass a number as `init_coeff`, and look at the rewards that the "
     "controller is given."

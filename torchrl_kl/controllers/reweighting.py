@@ -82,20 +82,24 @@ class Reweighted:
         centred = self.gaps - (weights * self.gaps).sum(1, keepdim=True)
         return (weights * centred.square()).sum(1).mean().item()
 
-    def standard_error(self, coeff: float) -> float:
-        """Of log(coeff), by the delta method: from rows, or within the only one."""
+    def kl_error(self, coeff: float) -> float:
+        """Standard error of `kl`, by the delta method: from rows, or within the only one."""
         if len(self.gaps) > 1:
             kls = self._kls(coeff)
-            error = (kls.std() / math.sqrt(len(kls))).item()
-        else:
-            log_total, new = self._reweight(coeff)
-            factor = (self.gaps / coeff - log_total).exp()
-            tilted = self.gaps / coeff
-            centred = tilted - (new * tilted).sum(1, keepdim=True)
-            influence = factor * centred - (factor - 1)
-            error = (self.weights * influence).norm().item()
+            return (kls.std() / math.sqrt(len(kls))).item()
+        log_total, new = self._reweight(coeff)
+        factor = (self.gaps / coeff - log_total).exp()
+        tilted = self.gaps / coeff
+        centred = tilted - (new * tilted).sum(1, keepdim=True)
+        influence = factor * centred - (factor - 1)
+        return (self.weights * influence).norm().item()
+
+    def standard_error(self, coeff: float) -> float:
+        """Of log(coeff)."""
         slope = self.slope(coeff)
-        return math.hypot(error / slope, self.scale_error) if slope > 0 else math.inf
+        if not slope > 0:
+            return math.inf
+        return math.hypot(self.kl_error(coeff) / slope, self.scale_error)
 
     def coeff_by_variance(self, budget: float) -> float:
         """sqrt(Var / (2 budget)), exact for normally distributed rewards."""
