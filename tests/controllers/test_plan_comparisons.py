@@ -13,6 +13,7 @@ from torchrl_kl import (
     GPT,
     ExponentialKLController,
     KLConstrainedTransform,
+    KLKeys,
     KLPenaltyLoss,
     ResponseKLTransform,
     RewardAdjustmentTransform,
@@ -59,6 +60,23 @@ def test_blocks_of_several_batches_are_not_compared():
         n += 1
     assert n > 1
     assert transform.controller.coeff.item() == pytest.approx(expected_of(n), **SAME)
+
+
+def test_agents_are_not_compared_with_each_other():
+    reward = torch.randn(40, 1, 2, 1, generator=torch.Generator().manual_seed(0))
+    reward[..., 1, :] += 50  # which the policy cannot choose
+    done, state = torch.ones(40, 1, 1, dtype=torch.bool), torch.ones(40, 1, 3)
+    agents = TensorDict(reward=reward, kl=0 * reward, batch_size=(40, 1, 2))
+    step = TensorDict(agents=agents, done=done, terminated=done, state=state, batch_size=(40, 1))
+    batch = TensorDict({"next": step, "state": state}, batch_size=(40, 1), names=TIME)
+    keys = KLKeys(kl=("agents", "kl"), reward=("agents", "reward"), done="done")
+    transform = RewardAdjustmentTransform(controller(0.1), keys=keys)
+    transform(batch)
+    groups = torch.arange(80) % 2
+    made = RewardPlan(0.1).add(reward.flatten().double(), groups=groups).solve()
+    assert made is not None
+    assert transform.controller.coeff.item() == pytest.approx(made.coeff, **SAME)
+    assert made.coeff < 3
 
 
 def test_blocks_before_and_after_a_stop_are_not_compared():

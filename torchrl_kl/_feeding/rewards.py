@@ -86,9 +86,9 @@ class EnvReturns:
 class RewardFeed:
     """Collects rewards of trajectories or of steps, and gives them to a controller that plans.
 
-    For a target per trajectory, trajectories that begin in the same state are a group. So they are
-    for a target per step, if the target times their length is at most 2 nats. Longer trajectories
-    cannot show their KL: there a step's reward is compared with those of its block of 16
+    For a target per trajectory, trajectories of one agent that begin in the same state are a group.
+    So they are for a target per step, if the target times their length is at most 2 nats. Longer
+    ones cannot show their KL: there a step's reward is compared with those of its block of 16
     neighbouring steps, as if the policy could choose only that. Their mean length is that of those
     that end in a batch or are left open by it, as far as they have come.
     """
@@ -265,7 +265,10 @@ def _rows(batch_size: torch.Size) -> tuple[int, int]:
 def _number_states(
     tensordict: TensorDictBase, begins: Tensor, observed: Iterable[NestedKey] | None
 ) -> Tensor:
-    """Numbers of the states where trajectories begin, 0 elsewhere, so that a sum tells them."""
+    """Numbers of the states where trajectories begin, 0 elsewhere, so that a sum tells them.
+
+    Those of agents, whose rewards may be of different sizes, differ.
+    """
     # `begins` and the result: (*B, *A, 1).
     n_rows, n_steps = _rows(tensordict.batch_size)
     numbers = torch.zeros(n_rows * n_steps, dtype=torch.float64)
@@ -275,7 +278,7 @@ def _number_states(
         # 48 bits, which float64 holds exactly. Steps without any state differ.
         number = hashlib.blake2b(state or str(place).encode(), digest_size=6).digest()
         numbers[place] = int.from_bytes(number, "big")
-    return (
-        td.expand_right(numbers.to(begins.device).view(tensordict.batch_size), begins.shape)
-        * begins
-    )
+    agents = begins.shape[tensordict.batch_dims :]
+    agent = torch.arange(agents.numel(), device=begins.device).reshape(agents)
+    numbers = numbers.to(begins.device).view(tensordict.batch_size)
+    return (td.expand_right(numbers, begins.shape) + agent) * begins
