@@ -88,6 +88,18 @@ def test_blocks_before_and_after_a_stop_are_not_compared():
     assert second.controller.coeff.item() == pytest.approx(expected_of(2), **SAME)
 
 
+def test_masked_rows_of_a_long_trajectory_go_on_from_batch_to_batch():
+    transform = RewardAdjustmentTransform(controller(0.4, per="step"))
+    for number in range(4):
+        times = torch.arange(5).reshape(1, 5, 1) + 4 * number
+        none = torch.zeros(1, 4, 1, dtype=torch.bool)
+        step = {"reward": none.float(), "kl": none.float(), "done": none, "time": times[:, 1:]}
+        collector = {"traj_ids": torch.zeros(1, 4, dtype=torch.long), "mask": ~none.squeeze(-1)}
+        batch = {"next": step, "time": times[:, :4], "is_init": times[:, :4] == 0}
+        transform(TensorDict({**batch, "collector": collector}, batch_size=(1, 4), names=TIME))
+    assert len(plan_of(transform).samples) == 12  # from the second batch on it is planned by blocks
+
+
 def test_long_trajectories_in_short_rows_are_planned_by_blocks():
     """0.2 nats per step: rows of 8 steps may be whole trajectories, those of 16 steps are not."""
     generator = torch.Generator().manual_seed(0)
