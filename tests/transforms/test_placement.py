@@ -255,14 +255,15 @@ def test_what_rescales_the_penalized_reward_is_refused(name, order, penalty):
 
 
 @both
-def test_it_is_refused_in_a_postproc_and_in_a_replay_buffer_too(penalty):
+@pytest.mark.parametrize("key", ["reward", ("next", "reward")])
+def test_it_is_refused_in_a_postproc_and_in_a_replay_buffer_too(key, penalty):
     batch = play(WalkEnv((2,)), policy())
     text = "RewardScaling comes after .* and rewrites 'reward'"
     with pytest.raises(RuntimeError, match=text):
-        compose(penalty(), RewardScaling(0.0, 2.0))(batch)
+        compose(penalty(), RewardScaling(0.0, 2.0, in_keys=[key]))(batch)
     buffer = ReplayBuffer(storage=LazyTensorStorage(24), batch_size=4)
     buffer.append_transform(penalty())
-    buffer.append_transform(RewardScaling(0.0, 2.0))
+    buffer.append_transform(RewardScaling(0.0, 2.0, in_keys=[key]))
     buffer.extend(batch.reshape(-1))
     with pytest.raises(RuntimeError, match=text):
         buffer.sample()
@@ -285,6 +286,15 @@ def test_the_record_is_not_to_be_rewritten(key):
         with_transforms(WalkEnv((2,)), stack(), rescale()).reset()
     with pytest.raises(RuntimeError, match=text):
         compose(stack(), rescale())(play(WalkEnv((2,)), policy()))
+    nested = ObservationNorm(loc=0.0, scale=2.0, in_keys=[("next", key)])
+    with pytest.raises(RuntimeError, match=text):
+        compose(stack(), nested)(play(WalkEnv((2,)), policy()))
+
+
+def test_what_writes_other_entries_of_a_batch_is_not_refused():
+    scaled = RewardScaling(0.0, 2.0, [("next", "reward")], [("next", "scaled")])
+    batch = compose(stack(), scaled)(play(WalkEnv((2,)), policy()))
+    assert_close(batch["next", "scaled"], 2 * batch["next", "reward"])
 
 
 def test_the_kl_is_not_an_observation_unless_it_is_named():

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tensordict import NestedKey
+from tensordict import NestedKey, unravel_key
 from torchrl.envs import transforms as tr
 from torchrl.envs.transforms import Compose, Transform
 
@@ -95,7 +95,8 @@ def _interference(later: Transform, written: set[NestedKey], actions: set[Nested
     """How a later transform undoes the work of one of this package; None if it does not."""
     # Not by the public properties, some of which need an env.
     out_keys, in_keys_inv, out_keys_inv = declared_keys(later)
-    if spoiled := out_keys & written:
+    # On batches it names entries under "next", where an env's transforms leave that out.
+    if spoiled := {_without_next(key) for key in out_keys} & written:
         return (
             f"rewrites {_listed(spoiled)}: the record would no longer say what was subtracted (or "
             "let it write to other keys)"
@@ -118,6 +119,11 @@ def _interference(later: Transform, written: set[NestedKey], actions: set[Nested
 def _ends_trajectories(later: Transform) -> bool:
     counts = isinstance(later, tr.StepCounter) and later.max_steps is not None
     return counts or isinstance(later, (tr.TerminateTransform, tr.RandomTruncationTransform))
+
+
+def _without_next(key: NestedKey) -> NestedKey:
+    first, *rest = as_tuple(key)
+    return unravel_key(tuple(rest)) if first == "next" and rest else key
 
 
 def _listed(keys: Iterable[NestedKey]) -> str:
