@@ -208,9 +208,9 @@ class TestPolicies:
         assert kl.shape == (2, 12, 3)
         if gradient == "k2":
             action = batch["agents", "action"]
-            assert_close(
-                out["kl"], (policies.log_prob(action) - references.log_prob(action)).mean()
-            )
+            log_ratio = policies.log_prob(action) - references.log_prob(action)
+            assert_close(out["kl"], log_ratio.mean())
+            assert_close(out["loss_kl"], (log_ratio.sum(-1) ** 2 / 2).mean() / 3)  # of all at once
         else:
             assert_close(out["kl"], kl.mean())
             assert_close(out["loss_kl"], kl.mean())

@@ -81,10 +81,10 @@ class KLPenaltyLoss(Fed, LossModule):
     You may rely on: the reference gets no gradient, is not among `parameters()`, and is in
     `state_dict`; `forward` never moves the controller; padded steps, NaN too, change neither value
     nor gradient; half precision is summed and returned in float32. You may not rely on `loss_kl`
-    being the KL for "k2" and "k3": `kl` is. With agents, everything is the mean over the agents.
-    Rows that begin or end inside a trajectory are taken for whole ones. Where log-probs are read,
-    frames of a random policy do not count, if the batch has what the actor writes, such as logits.
-    `loss` has the target networks: pass `loss` to SoftUpdate, and call its `make_value_estimator`.
+    being the KL for "k2" and "k3": `kl` is. With agents, `a_t` is the action of all, and all is
+    divided by their number. Rows that begin or end inside a trajectory count as whole ones. Where
+    log-probs are read, frames of a random policy do not count, if the batch has logits or the like.
+    `loss` has the target networks: pass `loss` to SoftUpdate, call its `make_value_estimator`.
 
     Keys:
         reads the actor's in_keys; "action" and "action_log_prob" unless both `gradient` and
