@@ -19,6 +19,7 @@ from torchrl.envs import (
     ActionDiscretizer,
     ActionScaling,
     CatTensors,
+    DeviceCastTransform,
     DoubleToFloat,
     DTypeCastTransform,
     EnvBase,
@@ -289,6 +290,12 @@ def test_the_record_is_not_to_be_rewritten(key):
     nested = ObservationNorm(loc=0.0, scale=2.0, in_keys=[("next", key)])
     with pytest.raises(RuntimeError, match=text):
         compose(stack(), nested)(play(WalkEnv((2,)), policy()))
+
+
+def test_a_batch_may_be_moved_to_another_device():
+    moved = DeviceCastTransform("cpu", in_keys=[("next", "reward")])
+    batch = compose(stack(), moved)(play(WalkEnv((2,)), policy()))
+    assert batch["next", "reward"].device.type == "cpu"
 
 
 def test_what_writes_other_entries_of_a_batch_is_not_refused():

@@ -18,8 +18,8 @@ def refuse_wrong_order(transform: Any, own_class: type[Transform]) -> None:
     """RuntimeError if a transform after it, in its Compose or those around it, undoes its work."""
     for later in _siblings(transform):
         reason = None
-        # This package's own transforms keep the entries of the others, a cast keeps their values.
-        if not isinstance(later, (own_class, tr.DTypeCastTransform)):
+        # This package's own transforms keep the entries of the others, casts keep their values.
+        if not isinstance(later, (own_class, tr.DTypeCastTransform, tr.DeviceCastTransform)):
             reason = _interference(later, set(transform.out_keys), set(transform.action_keys))
         if reason is None and transform.needs_ends and _ends_trajectories(later):
             reason = "ends trajectories that the controller would never be told of"
