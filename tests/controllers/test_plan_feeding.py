@@ -69,6 +69,23 @@ def test_batches_that_workers_penalized_give_the_same_plan(actor):
     assert stack.controller.coeff.item() == pytest.approx(expected, **SAME)
 
 
+@pytest.mark.parametrize("kind", ["steps", "responses"])
+def test_rewards_of_a_refused_batch_are_not_counted(actor, kind):
+    """A batch with integers for rewards was refused after they had been given to the plan."""
+    if kind == "steps":
+        stack, batch = KLConstrainedTransform(actor, controller()), collect(actor, 200)
+    else:
+        model = GPT(vocab_size=11, block_size=8)
+        stack, batch = ResponseKLTransform(model, controller(), pad_token=10), texts(40, 5)
+    before = copy.deepcopy(stack.state_dict())
+    batch["next", "reward"] = batch["next", "reward"].long()
+    with pytest.raises(TypeError, match="'reward' must be floating point, got torch.int64"):
+        stack(batch)
+    after = stack.state_dict()
+    assert all(before[key].equal(after[key]) for key in before)
+    assert stack.controller.planning
+
+
 @pytest.mark.parametrize("stop", [lambda stack: stack.freeze(), lambda stack: stack.eval()])
 def test_frozen_or_in_eval_mode_nothing_is_planned(actor, stop):
     stack = stop(KLConstrainedTransform(actor, controller()))

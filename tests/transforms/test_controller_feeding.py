@@ -199,8 +199,7 @@ def test_observing_what_was_not_measured_is_an_error():
         stack.observe(play(WalkEnv((3,)), policy(), 7))
 
 
-@pytest.mark.parametrize("name", ["controller", "statistics"])
-@pytest.mark.parametrize(
+feeding = pytest.mark.parametrize(
     "make",
     [
         KLConstrainedTransform,
@@ -210,6 +209,30 @@ def test_observing_what_was_not_measured_is_an_error():
         lambda _, coeff: ResponseKLTransform(GPT(vocab_size=11, block_size=9), coeff),
     ],
 )
+
+
+@feeding
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("update_every", 4), ("on_invalid", "mask"), ("estimator", "k3"), ("coeff", 0.2)],
+)
+def test_settings_that_would_change_nothing_are_refused(make, name, value):
+    """They became attributes that nobody reads."""
+    fed = make(make_actor(), 0.1)
+    with pytest.raises(AttributeError, match=f"`{name}` of {type(fed).__name__} stays as it was"):
+        setattr(fed, name, value)
+
+
+def test_the_temperature_of_a_transform_stays():
+    """It became that of the next reference only."""
+    transform = ResponseKLTransform(GPT(vocab_size=11, block_size=9), 0.1, temperature=0.7)
+    with pytest.raises(AttributeError, match="temperature"):
+        setattr(transform, "temperature", 1.0)  # noqa: B010
+    assert transform.temperature == 0.7
+
+
+@feeding
+@pytest.mark.parametrize("name", ["controller", "statistics"])
 def test_another_controller_is_refused(make, name):
     """It became a submodule, and the coefficient stayed that of the first one."""
     fed = make(make_actor(), 0.1)

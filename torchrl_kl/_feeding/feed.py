@@ -24,6 +24,7 @@ from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 
 _ENV_TRAJECTORIES, _ENV_STEPS = 16, 256  # an update in an env waits for so many by default
+_CHOSEN = {"coeff", "estimator", "on_invalid", "update_every"}  # arguments that stay as they were
 _PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before the user is warned
 
 
@@ -224,6 +225,12 @@ class Fed(nn.Module):
                 f"`{name}` of {type(self).__name__} cannot be replaced, got a "
                 f"{type(value).__name__}: build the {type(self).__name__} with the controller that "
                 "it is to have, or change the state of the present one."
+            )
+        if name in _CHOSEN:  # which no attribute holds: it would change nothing
+            fix = "build another one, with the same `controller` and `reference`"
+            fix = "change `controller.coeff` in place, with `fill_`" if name == "coeff" else fix
+            raise AttributeError(
+                f"`{name}` of {type(self).__name__} stays as it was built, got {value!r}: {fix}."
             )
         super().__setattr__(name, value)
 

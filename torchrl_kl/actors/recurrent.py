@@ -24,13 +24,14 @@ class _Left(NamedTuple):
 class RecurrentMemory:
     """The states in which batches left their trajectories, by `("collector", "traj_ids")`.
 
-    Those of a batch are kept until another goes on with them, past evaluations in between.
+    Those of a batch are kept until another goes on with them, past evaluations in between, and then
+    until one more comes, which may be the same batch again: one that was refused, and repaired.
     """
 
     def __init__(self, in_keys: list[NestedKey], init_key: NestedKey | None):
         self.in_keys, self.init_key = in_keys, init_key
         self._left: list[dict[int | None, _Left]] = []  # one of each batch, the latest one last
-        self._followed: list[dict[int | None, _Left]] = []  # of these, by the present batch
+        self._followed: list[dict[int | None, _Left]] = []  # of these, by the latest batch
 
     def first_states(
         self, tensordict: TensorDictBase, specs: list[TensorSpec], zero_states: bool, carry: bool
@@ -43,7 +44,9 @@ class RecurrentMemory:
                 "with an empty time dimension: leave such batches out."
             )
         self._check_order(tensordict)
-        self._followed = []
+        again = self._followed
+        if carry:
+            self._followed = []
         begins = torch.zeros(shape[:-1], dtype=torch.bool, device=tensordict.device)
         if self.init_key is not None:
             begins = tensordict.get(self.init_key).reshape(shape)[..., 0]
@@ -55,7 +58,7 @@ class RecurrentMemory:
         size, device = (begins.numel(), shape[-1]), begins.device
         states = [torch.zeros(*size, *s.shape, dtype=s.dtype, device=device) for s in specs]
         for row in (~begins).reshape(-1).nonzero().flatten().tolist():
-            known = self._state_before(first_ids[row], observed[row]) if carry else None
+            known = self._state_before(first_ids[row], observed[row], again) if carry else None
             if known is None and not zero_states:
                 raise RuntimeError(
                     "a row of the batch begins inside a trajectory and the state of the recurrent "
@@ -87,10 +90,13 @@ class RecurrentMemory:
             states_of_row = [end[row].detach().clone() for end in ends]
             self._left[-1][trajectory] = _Left(states_of_row, observed[row])
 
-    def _state_before(self, trajectory: int | None, first: TensorDictBase) -> list[Tensor] | None:
+    def _state_before(
+        self, trajectory: int | None, first: TensorDictBase, again: list[dict[int | None, _Left]]
+    ) -> list[Tensor] | None:
         # The state where a call left the trajectory, if this row begins there. The id alone would
-        # not do: the batch may be a slice of it from elsewhere.
-        for call in reversed(self._left):
+        # not do: the batch may be a slice of it from elsewhere. `again`: what the latest batch has
+        # followed, if this one is the same.
+        for call in [*reversed(self._left), *again]:
             left = call.get(trajectory)
             if left is None:
                 continue

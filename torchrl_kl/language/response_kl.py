@@ -38,7 +38,7 @@ from torchrl_kl.language.trial import warn_if_not_causal
 from torchrl_kl.transforms.doubts import refuse_sums
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
-from torchrl_kl.transforms.steps import measure, score_batch
+from torchrl_kl.transforms.steps import check_reward, measure, score_batch
 
 _LOG_PROB, _REF_LOG_PROB = ("log_probs", "full"), ("ref_log_probs", "full")
 
@@ -127,7 +127,7 @@ class ResponseKLTransform(PenaltyTransform):
     ):
         _check_count("top_k", top_k)
         _check_count("chunk_size", 1 if chunk_size is None else chunk_size)
-        self.temperature, self.chunk_size, self.top_k = temperature, chunk_size, top_k
+        self._temperature, self.chunk_size, self.top_k = temperature, chunk_size, top_k
         actor = self._actor_over(model)
         if isinstance(reference, nn.Module) and not hasattr(reference, "get_dist"):
             reference = self._actor_over(reference)
@@ -143,8 +143,13 @@ class ResponseKLTransform(PenaltyTransform):
         self.estimate = make_estimate(estimator, actor, self._step_keys, self.reference.actor)
         self.pad_token, self.eos_token = choose_tokens(model, pad_token, eos_token)
 
+    @property
+    def temperature(self) -> float:
+        """That of the sampler, which was chosen when the transform was built."""
+        return self._temperature
+
     def _actor_over(self, model: nn.Module) -> CausalLMActor:
-        return CausalLMActor(model, temperature=self.temperature)
+        return CausalLMActor(model, temperature=self._temperature)
 
     @property
     def _device(self) -> torch.device | None:
@@ -189,9 +194,10 @@ class ResponseKLTransform(PenaltyTransform):
         for key, each in totals.items():
             if each is not None:
                 following.set(key, each.sum((1, 2)).to(reward.device).reshape(reward.shape))
+        kl = following.get(self.keys.kl)
+        check_reward(kl, reward, self.keys.reward)  # before anything changes
         if self.training and not self.frozen:
             self._plan_responses(responses, reward.reshape(-1).to(self._device), step)
-        kl = following.get(self.keys.kl)
         self._penalize(following, KLStep(None, kl, kl=kl), reward)
         if self.training and not self.frozen:
             self._feed(step)

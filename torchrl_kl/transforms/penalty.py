@@ -28,7 +28,7 @@ from torchrl_kl.transforms.doubts import refuse_sums
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.placement import refuse_rewards_to_go
 from torchrl_kl.transforms.rows import EnvRows
-from torchrl_kl.transforms.steps import check_reward_shape, penalize
+from torchrl_kl.transforms.steps import check_reward, check_reward_shape, penalize
 
 
 @dataclass
@@ -261,7 +261,7 @@ class PenaltyTransform(Fed, KLTransform):
         if not self.controller.planning or not self.training or reward is None:
             return
         kl = cast(Tensor, step.kl)
-        check_reward_shape(kl.shape, reward.shape, self.keys.reward)
+        check_reward(kl, reward, self.keys.reward)  # before anything changes
         self.feed.rewards.add_batch(
             self.controller,
             tensordict,

@@ -113,17 +113,22 @@ def measure(
 
 def penalize(kl: Tensor, reward: Tensor, coeff: Tensor, key: NestedKey) -> tuple[Tensor, Tensor]:
     """The penalized reward `reward - coeff * kl`, and the coefficient of each entry."""
+    check_reward(kl, reward, key)
+    # `coeff` is 0-dim float64; the product is taken in the reward's dtype.
+    applied = torch.empty_like(reward).copy_(coeff)
+    penalized = torch.addcmul(reward, applied, kl.to(reward.dtype), value=-1)
+    # A coefficient of 0 subtracts nothing: 0 * inf would be NaN.
+    return torch.where(applied.bool(), penalized, reward), applied
+
+
+def check_reward(kl: Tensor, reward: Tensor, key: NestedKey) -> None:
+    """ValueError or TypeError for a reward that no KL can be subtracted from."""
     check_reward_shape(kl.shape, reward.shape, key)
     if not reward.is_floating_point():
         raise TypeError(
             f"{key!r} must be floating point, got {reward.dtype}: the coefficient would be "
             "rounded to an integer. Cast the reward before the penalty."
         )
-    # `coeff` is 0-dim float64; the product is taken in the reward's dtype.
-    applied = torch.empty_like(reward).copy_(coeff)
-    penalized = torch.addcmul(reward, applied, kl.to(reward.dtype), value=-1)
-    # A coefficient of 0 subtracts nothing: 0 * inf would be NaN.
-    return torch.where(applied.bool(), penalized, reward), applied
 
 
 def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey) -> None:
