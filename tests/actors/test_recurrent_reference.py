@@ -126,14 +126,15 @@ def test_a_batch_that_was_refused_and_repaired_goes_on_with_the_same_state(kind,
     actor = make_actor(kind)
     env = with_transforms(SerialEnv(2, lambda: WalkEnv(longest=9)), *memory_of(actor))
     batches = collect(env, moved(actor), frames=12, batches=5)
-    assert any((~batch["is_init"][:, 0]).any() for batch in batches)
+    assert (~batches[2]["is_init"][:, 0]).any()
     references = [FrozenActor(actor, zero_states=zero_states) for _ in range(2)]
     alone, again = (KLConstrainedTransform(actor, 0.1, reference=one) for one in references)
-    for batch in batches:
-        broken = batch.clone()
-        broken["next", "reward"][0, 0] = torch.nan
-        with pytest.raises(ValueError, match="'reward'"):
-            again(broken)
+    for number, batch in enumerate(batches):
+        if number == 2:
+            broken = batch.clone()
+            broken["next", "reward"][0, 0] = torch.nan
+            with pytest.raises(ValueError, match="'reward'"):
+                again(broken)
         assert ref_log_prob(again, batch).equal(ref_log_prob(alone, batch))
 
 
