@@ -1,5 +1,6 @@
 """Clones of a stack, each in an env, share its controller but not what they know of their rows."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -97,6 +98,18 @@ def test_a_stack_that_was_frozen_before_it_was_replaced_is_unfrozen():
     assert not is_fed(controller, env)
     stack.unfreeze()
     assert is_fed(controller, env)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_is_in_the_env_can_be_unfrozen_there(copied):
+    """It stayed frozen for ever, since the stack that it has replaced was."""
+    stack, _ = spied()
+    env = TransformedEnv(WalkEnv((3,)), stack.freeze()).insert_transform(0, InitTracker())
+    env = copy.deepcopy(env) if copied else env
+    inside: Any = env.transform[-1]
+    assert inside.frozen
+    assert is_fed(inside.unfreeze().controller, env)
+    assert stack.frozen == copied
 
 
 def test_freezing_a_clone_around_the_same_env_leaves_the_stack_alone():

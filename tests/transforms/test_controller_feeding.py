@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from tests.helpers import (
     SpyController,
     WalkEnv,
+    collect,
     make_actor,
     play,
     policy,
@@ -29,6 +30,7 @@ from torchrl_kl import (
     KLStatistics,
     ResponseKLTransform,
     RewardAdjustmentTransform,
+    TargetKLController,
 )
 
 
@@ -134,6 +136,25 @@ def test_a_deadband_leaves_the_coefficient_alone_within_the_noise(deadband, move
     controller = AdaptiveKLController(0.1, 0.7 - 2 * math.sqrt(0.04 / 3), 100, deadband=deadband)
     RewardAdjustmentTransform(controller, update_every=4)(batch)
     assert (controller.coeff > 0.1) == moves
+
+
+def test_a_batch_at_which_a_controller_has_failed_can_be_passed_again():
+    """The sums of its trajectories had been added, after any error but a ValueError."""
+
+    class Failing(TargetKLController):
+        fails = False
+
+        def _next_coeff(self, kl: float, n_steps: int) -> float:
+            return 1 / 0 if self.fails else self.coeff.item()
+
+    alone, again = (KLConstrainedTransform(make_actor(), Failing(0.1, 1.0)) for _ in range(2))
+    for batch in collect(WalkEnv((4,), longest=8), policy(), frames=24, batches=4):
+        cast(Failing, again.controller).fails = True
+        with pytest.raises(ZeroDivisionError):
+            again(batch)
+        cast(Failing, again.controller).fails = False
+        sums = [stack(batch)["next", "episode_kl"] for stack in (alone, again)]
+        assert sums[1].equal(sums[0])
 
 
 def test_a_deadband_on_single_values_is_refused():

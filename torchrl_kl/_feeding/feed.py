@@ -100,7 +100,7 @@ class ControllerFeed(nn.Module):
             try:
                 self.pool(*pooled)
                 self._truncated = []
-            except ValueError:
+            except Exception:  # also one of the user's own controller
                 # The user may repair the batch and pass it again.
                 stream.restore(before)
                 raise

@@ -31,7 +31,8 @@ class RewardAdjustmentTransform(PenaltyTransform):
     The controller is updated in env steps and in calls on a batch, except while frozen, by samples
     of a buffer, after `eval()` (on batches), and in env steps with random or deterministic actions
     (an argmax is not a sample: its k1 is biased). A batch does not say how its actions were chosen:
-    freeze the transform for evaluation batches.
+    freeze the transform for evaluation batches. While frozen it goes on adding up trajectories;
+    after `eval()` it does not, so that the rest of one that goes on later looks like a whole one.
 
     You may rely on: the coefficient of every step is recorded; penalizing twice raises an error.
     You may not rely on `episode_kl` of a shuffled batch that kept the name "time": the order of its

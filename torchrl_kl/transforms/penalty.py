@@ -43,6 +43,12 @@ class Freezing:
         """Whether it, or what it has replaced, is frozen."""
         return self.own or (self.original is not None and self.original.frozen)
 
+    def set(self, frozen: bool) -> None:
+        """Freezes the transform alone; unfreezes both, or it would go on being frozen."""
+        self.own = frozen
+        if not frozen and self.original is not None:
+            self.original.set(False)
+
 
 class PenaltyTransform(Fed, KLTransform):
     """Base of the transforms that subtract the penalty; see RewardAdjustmentTransform."""
@@ -101,7 +107,7 @@ class PenaltyTransform(Fed, KLTransform):
 
     @frozen.setter
     def frozen(self, value: bool) -> None:
-        self._freezing.own = value
+        self._freezing.set(value)
 
     def freeze(self) -> Self:
         """Stops the controller; rewards are penalized with its present coefficient."""
