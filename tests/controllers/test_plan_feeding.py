@@ -21,6 +21,7 @@ from torchrl_kl import (
     ResponseKLTransform,
     coeff_for_budget,
 )
+from torchrl_kl._feeding.rewards import RewardFeed
 from torchrl_kl.controllers.plan import Plan, RewardPlan
 from torchrl_kl.envs import DigitLanguageEnv
 
@@ -84,6 +85,48 @@ def test_rewards_of_a_refused_batch_are_not_counted(actor, kind):
     after = stack.state_dict()
     assert all(before[key].equal(after[key]) for key in before)
     assert stack.controller.planning
+
+
+@pytest.mark.parametrize("kind", [KLConstrainedTransform, KLPenaltyLoss])
+def test_a_target_that_cannot_be_spent_is_lowered_and_the_batch_comes_again(actor, kind):
+    """Its rewards counted twice, and trajectories had lost their beginnings."""
+    batch = collect(actor, 200)
+    batch["collector", "traj_ids"] = torch.arange(200)[:, None].expand(-1, 4).clone()
+    reward = torch.zeros(200, 4, 1)
+    reward[:, 0, 0] = torch.arange(200) % 2  # in the first piece
+    reward[:, 3, 0] = torch.arange(200) % 2
+    batch["next", "reward"] = reward
+
+    def feed(one, piece):
+        return one.update_controller(piece) if kind is KLPenaltyLoss else one(piece)
+
+    expected, one = kind(actor, controller(0.1)), kind(actor, controller(0.8))
+    for piece in (batch[:, :1], batch[:, 1:]):
+        feed(expected, piece)
+    feed(one, batch[:, :1])
+    with pytest.raises(RuntimeError, match="`target` asks for 0.8 nats"):
+        feed(one, batch[:, 1:])
+    one.controller.target = 0.1
+    feed(one, batch[:, 1:])
+    assert not one.controller.planning
+    assert one.controller.coeff.equal(expected.controller.coeff)
+
+
+def test_in_an_env_a_target_that_cannot_be_spent_may_be_lowered():
+    """The rewards that were waiting were lost, or counted twice."""
+    feed, one = RewardFeed(), controller(0.8)
+    reward, ended = torch.arange(200.0)[:, None] % 2, torch.ones(200, 1, dtype=torch.bool)
+    for n, target in ((150, 0.8), (200, 0.8), (200, 0.1)):
+        one.target = target
+        given = (one, reward[:n], torch.zeros(n, 1), ended[:n])
+        if n == 200 and target == 0.8:
+            with pytest.raises(RuntimeError, match="`target` asks for 0.8 nats"):
+                feed.add_env_step(*given, needed=300)
+        else:
+            feed.add_env_step(*given, needed=300)
+    assert one.coeff.item() == pytest.approx(
+        coeff_for_budget(reward.double().flatten(), 0.1), **SAME
+    )
 
 
 @pytest.mark.parametrize("stop", [lambda stack: stack.freeze(), lambda stack: stack.eval()])

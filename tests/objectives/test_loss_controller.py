@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributions import Categorical
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchrl.envs import InitTracker
 
 from tests.helpers import (
     N_OBS,
@@ -25,7 +26,12 @@ from tests.helpers import (
     with_transforms,
 )
 from tests.objectives.losses import kl_of, make_loss, rollout
-from torchrl_kl import AdaptiveKLController, ExponentialKLController, KLPenaltyLoss
+from torchrl_kl import (
+    AdaptiveKLController,
+    ExponentialKLController,
+    KLConstrainedTransform,
+    KLPenaltyLoss,
+)
 
 
 class TestController:
@@ -332,3 +338,19 @@ def test_no_loop_runs_over_the_steps(weights):
             loss.update_controller(batch)
         counts.append(mode.n)
     assert counts[1] < 1.5 * counts[0]  # log2 of 1024 over log2 of 64 is 5/3
+
+
+@pytest.mark.parametrize("skipped", [1, 2])
+def test_batches_may_be_left_out_where_rows_have_no_padding(skipped):
+    """Rows in the middle of a trajectory were taken for padded ones, and refused."""
+    actor, told = make_actor(), []
+    env = with_transforms(WalkEnv((3,), longest=30), InitTracker())
+    batches = collect(env, actor, frames=9, batches=9)
+    assert (batches[0]["collector", "traj_ids"] == batches[0]["collector", "traj_ids"][:, :1]).all()
+    for make in (KLPenaltyLoss, KLConstrainedTransform):
+        controller = SpyController()
+        fed: Any = make(moved(actor), controller, reference=actor)
+        for batch in [*batches[:1], *batches[1 + skipped :]]:
+            fed.update_controller(batch) if make is KLPenaltyLoss else fed(batch)
+        told.append(total(controller)[0])
+    assert told[0] == told[1] > 0

@@ -166,21 +166,27 @@ class RewardFeed:
                 self.give(controller, rewards[counts], **about)
             return
         values[..., 2:3] = _number_states(tensordict, counts & (n_counted == 1), observed)
+        before = stream.rewards.copy()
         sums = sum_trajectories(
             tensordict, values, mask, done, stream.rewards, check_order=False, **options
         )
-        if move:
+        if not move:
+            return
+        try:
             self._give_finished(controller, sums.finished)
+        except Exception:  # the batch, or the target, may be mended, and the batch come again
+            stream.rewards.restore(before)
+            raise
 
     def _give_finished(self, controller: KLController, finished: Tensor) -> None:
         """Gives the totals of trajectories, four numbers each; see `add_batch`."""
         finished = torch.cat([finished.new_tensor(self._truncated), finished])
-        self._truncated = []
         reward, log_ratio, group, length = finished.reshape(-1, 4).unbind(-1)
-        if len(reward):
-            self._by_blocks = False  # a plan is made of samples of one kind
         lengths = length if controller.per == "step" else None
         self.give(controller, reward, log_ratios=log_ratio, groups=group, lengths=lengths)
+        self._truncated = []
+        if len(reward):
+            self._by_blocks = False  # a plan is made of samples of one kind
 
     def add_env_step(
         self,
@@ -209,8 +215,8 @@ class RewardFeed:
         if sum(one.shape[1] for one in self._samples) >= needed:
             samples = [one.to(reward.device) for one in self._samples]
             rewards, log_ratios, groups = torch.cat(samples, 1)
-            self._samples = []
             self.give(controller, rewards, log_ratios=log_ratios, groups=groups)
+            self._samples = []
 
     def state_dict(self, stream: OpenTrajectories, latest: OpenTrajectories) -> dict[str, Any]:
         """What is open and what was not given yet, as plain values; for streams see there."""

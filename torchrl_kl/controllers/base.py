@@ -254,13 +254,18 @@ class TargetKLController(KLController):
                 'multiply the target. Leave it out, or use `per="step"`.'
             )
         self.plan.target = self.target  # which may have been changed since
-        self.plan.add(rewards, groups=groups, log_ratios=log_ratios, lengths=lengths)
-        plan = self.plan.solve()
+        before = self.plan.samples
+        try:
+            self.plan.add(rewards, groups=groups, log_ratios=log_ratios, lengths=lengths)
+            plan = self.plan.solve()
+            coeff = self.plan.cautious_coeff if plan is None else self._begin(plan)
+        except Exception:  # the same rewards may come again, for another target
+            self.plan.samples = before
+            raise
+        self.coeff.fill_(coeff)
         if plan is None:
-            self.coeff.fill_(self.plan.cautious_coeff)
             self._warn_waiting()
         else:
-            self.coeff.fill_(self._begin(plan))
             self.plan.close()
         return self.coeff.item()
 

@@ -279,7 +279,7 @@ class KLPenaltyLoss(Fed, LossModule):
         else:
             require_time(tensordict, self.time_dim, "a controller that counts nats per trajectory")
             read_done(tensordict, self._done_key)
-            self.feed.add_batch(tensordict, kl, mask, **self._order)
+            self.feed.add_batch(tensordict, kl, None if mask.all() else mask, **self._order)
         return self.controller.coeff.item()
 
     def _plan(self, tensordict: TensorDictBase, mask: Tensor) -> None:
