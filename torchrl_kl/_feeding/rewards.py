@@ -170,20 +170,29 @@ class RewardFeed:
         sums = sum_trajectories(
             tensordict, values, mask, done, stream.rewards, check_order=False, **options
         )
-        if not move:
-            return
-        try:
-            self._give_finished(controller, sums.finished)
-        except Exception:  # the batch, or the target, may be mended, and the batch come again
-            stream.rewards.restore(before)
-            raise
+        if move:
+            self._give_finished(controller, sums.finished, stream.rewards, before)
 
-    def _give_finished(self, controller: KLController, finished: Tensor) -> None:
-        """Gives the totals of trajectories, four numbers each; see `add_batch`."""
+    def _give_finished(
+        self,
+        controller: KLController,
+        finished: Tensor,
+        stream: OpenTrajectories,
+        before: OpenTrajectories,
+    ) -> None:
+        """Gives the totals of trajectories, four numbers each; see `add_batch`.
+
+        Where an error is raised, `stream` is as `before`: the batch may be repaired, or the target
+        lowered, and the batch come again.
+        """
         finished = torch.cat([finished.new_tensor(self._truncated), finished])
         reward, log_ratio, group, length = finished.reshape(-1, 4).unbind(-1)
         lengths = length if controller.per == "step" else None
-        self.give(controller, reward, log_ratios=log_ratio, groups=group, lengths=lengths)
+        try:
+            self.give(controller, reward, log_ratios=log_ratio, groups=group, lengths=lengths)
+        except Exception:
+            stream.restore(before)
+            raise
         self._truncated = []
         if len(reward):
             self._by_blocks = False  # a plan is made of samples of one kind
