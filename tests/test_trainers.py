@@ -108,8 +108,10 @@ class Run:
             return gae(batch)
 
         self.logger = CSVLogger("log", log_dir=str(folder))
+        env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+        env.set_seed(0)
         trainer = make_trainer(
-            GymEnv("CartPole-v1", categorical_action_encoding=True),
+            env,
             self.actor,
             critic,
             gae=estimate,
