@@ -229,6 +229,22 @@ class TestSteps:
             batch["tokens", "full"][1, 5] = 7  # texts that go on, with different tokens
             as_steps(batch, pad_token=None, eos_token=3)
 
+    def test_padded_rows_of_a_lazy_stack_are_warned_of(self):
+        """As samples of a LazyStackStorage are, where only a mask tells padding from text."""
+        rows = [[5, 6, 7, 3, 0, 0], [5, 6, 7, 8, 3, 0]]
+        tokens = [TensorDict(full=torch.tensor(row), prompt=torch.tensor([5, 6])) for row in rows]
+        batch: Any = lazy_stack([TensorDict(tokens=each) for each in tokens])
+        with pytest.warns(UserWarning, match="looks like padding.*all_attention_mask"):
+            assert as_steps(batch, pad_token=0, eos_token=3).shape == (2, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            as_steps(batch, pad_token=4, eos_token=3)  # such as a line break after each turn
+            as_steps(batch, pad_token=0)
+            masks = [TensorDict(all_attention_mask=torch.tensor(row) != 0) for row in rows]
+            for part, mask in zip(batch.unbind(0), masks, strict=True):
+                part["masks"] = mask
+            assert as_steps(batch, pad_token=0, eos_token=3).shape == (2, 3)
+
     @pytest.mark.parametrize("length", [3, 5])
     @pytest.mark.parametrize("name", ["all_attention_mask", "all_assistant_mask"])
     def test_masks_of_another_length_are_refused(self, name, length):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
@@ -56,9 +56,9 @@ def as_steps(
 
     Args:
         batch: any batch size, of N elements in all.
-        pad_token: id that fills texts after the response; it may be `eos_token`. Padded batches
-            that have no attention mask are padded with it, too: prompts of several tokens that
-            begin with it need a mask. None: 0, for batches with a mask or without padding.
+        pad_token: id that fills texts after the response; it may be `eos_token`. Padded tensors (no
+            lazy stacks) without an attention mask are padded with it, too: prompts of several
+            tokens that begin with it need a mask. None: 0, for batches with a mask or unpadded.
         eos_token: id that ends a response, or all ids at which the sampler stops. If `pad_token` is
             among them, the first one after a cut-off response is its end. None: all have ended.
 
@@ -206,8 +206,8 @@ def read_responses(
         counted.append(counts)
         shifts.append(shift)
         starts.append(start)
-    if dense and entries[2] is None and entries[3] is None and ends:
-        _warn_of_padding(texts, starts, ends)
+    if (dense or pad_token is not None) and entries[2] is None and entries[3] is None and ends:
+        _warn_of_padding(texts, starts, ends, None if dense else pad_token)
     if rows.get("history", None) is not None:
         shapes = zip(map(len, full), shifts, starts, strict=True)
         _check_padding(texts, [*shapes])
@@ -229,18 +229,18 @@ def _rows(batch: TensorDictBase, key: NestedKey) -> tuple[list[Tensor] | None, b
     return (list(value.unbind(0)), True) if isinstance(value, Tensor) else (list(value), False)
 
 
-def _warn_of_padding(texts: list[Tensor], starts: list[int], ends: tuple[int, ...]) -> None:
-    """Warns if all responses that go on after their end token do so with one and the same token."""
+def _warn_of_padding(texts: list[Tensor], starts: list[int], ends: Sequence, only: Any) -> None:
+    """Warns if all responses that go on after their end do so with one token, or `only` that."""
     after = []
-    for text, start in zip(texts, starts, strict=True):
-        response = text[start:]
+    for response in (text[start:] for text, start in zip(texts, starts, strict=True)):
         places = torch.isin(response, response.new_tensor(ends)).nonzero()[:1, 0]
         after += [response[place + 1 :] for place in places.tolist()]
     rest = torch.cat(after) if after else torch.empty(0)
-    if len(rest) and (rest == rest[0]).all():
+    if len(rest) and (rest == (rest[0] if only is None else only)).all():
         warnings.warn(
             f"responses go on after their end token, with {int(rest[0])} only. It looks like "
-            f"padding, but is counted as text: pass `pad_token={int(rest[0])}`, or {ATTENDED}.",
+            f"padding, but is counted as text: pass `pad_token={int(rest[0])}`, or {ATTENDED}, "
+            "without which rows of a lazy stack are not padded.",
             stacklevel=2,
         )
 
