@@ -99,6 +99,16 @@ def test_families(name):
     assert actor.reader.lm.caches == FAMILIES[name][2]
 
 
+@pytest.mark.filterwarnings("ignore:keys and values of this model cannot be cached:UserWarning")
+def test_parts_in_float32_of_a_model_in_float64():
+    """A bias by distance, which rounds otherwise in texts of another length, is no later token."""
+    sizes: dict[str, Any] = {**TOKENS, "vocab_size": VOCAB, "d_model": 32}
+    config = transformers.MptConfig(**sizes, n_layers=2, n_heads=8, max_seq_len=40)
+    model = sharp(transformers.AutoModelForCausalLM.from_config(config)).eval().double()
+    actor, texts = CausalLMActor(model), random_texts(3)
+    check_step(actor, texts, torch.tensor([5, 8, 2]))
+
+
 class Plain(nn.Module):
     """A causal model by hand: no keywords, no config."""
 
