@@ -10,6 +10,7 @@ from tensordict.nn import CompositeDistribution, TensorDictModule
 from torch import nn
 from torch.distributions import Categorical, Distribution, Normal, kl_divergence
 from torch.testing import assert_close
+from torchrl.envs import DTypeCastTransform
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import MaskedCategorical, OneHotCategorical, ProbabilisticActor, TanhNormal
 
@@ -45,6 +46,25 @@ def test_the_actor_is_evaluated_in_eval_mode(layer):
     assert not [m for m in KLMonitor(stack.controller, actor=actor)(batch) if "ampler" in m.text]
     assert all(part.training for part in actor.modules())
     assert_close(actor.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "found"),
+    [
+        (torch.float32, None, True),
+        (torch.bfloat16, None, False),
+        (torch.float16, None, False),
+        (torch.bfloat16, 1e-3, True),
+    ],
+)
+def test_half_precision_is_no_disagreement(dtype, tolerance, found):
+    actor = make_actor().to(dtype)
+    env = with_transforms(WalkEnv((4,)), DTypeCastTransform(torch.float32, dtype))
+    batch = KLConstrainedTransform(actor, 0.1)(play(env, actor))
+    batch["action_log_prob"] = batch["action_log_prob"].float() - 0.02
+    monitor = KLMonitor(ConstantKLController(0.1), actor=actor, tolerance=tolerance)
+    conditions = [message.condition for message in monitor(batch.reshape(-1))]
+    assert ("sampler_disagrees" in conditions) == found
 
 
 class TestNegative:

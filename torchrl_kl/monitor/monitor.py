@@ -35,6 +35,7 @@ from torchrl_kl.monitor.messages import (
     KLMessage,
     bounds_reached,
 )
+from torchrl_kl.monitor.sampler_check import default_tolerance
 from torchrl_kl.monitor.text_check import TextCheck
 from torchrl_kl.monitor.texts import per_token
 
@@ -114,7 +115,7 @@ class KLMonitor:
         reference: `stack.reference`, for the exact KL where the mean k1 is negative.
         window: how many batches the mean KL is taken over.
         check_every: the log-probs are recomputed in one of so many batches.
-        tolerance: nats by which a recomputed log-prob may differ; half precision needs about 0.05.
+        tolerance: nats a recomputed log-prob may differ by. None: 1e-3, or 0.05 in half precision.
         keys, time_dim: as given to the stack.
         pad_token, eos_token: of a language model, as for `as_steps`; by default those of its
             configuration.
@@ -144,7 +145,7 @@ class KLMonitor:
         reference: FrozenActor | None = None,
         window: int = 10,
         check_every: int = 10,
-        tolerance: float = 1e-3,
+        tolerance: float | None = None,
         keys: KLKeys = KLKeys(),  # noqa: B008, it is frozen
         time_dim: int | None = None,
         pad_token: int | None = None,
@@ -161,14 +162,14 @@ class KLMonitor:
         for name, value in (("window", window), ("check_every", check_every)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
-        if not 0 < tolerance < math.inf:
+        if tolerance is not None and not 0 < tolerance < math.inf:
             raise ValueError(f"`tolerance` must be finite and above 0, got {tolerance}.")
         self.controller, self.window, self.check_every = controller, window, check_every
         self.time_dim, self._needs_estimate = time_dim, as_keys(keys).kl_estimate is not None
         self._check, log_prob_key = None, "action_log_prob"
         if actor is not None:
-            options = (keys.log_prob, tolerance, time_dim, pad_token, eos_token)
-            self._check = TextCheck(actor, reference, *options)
+            options = (keys.log_prob, tolerance or default_tolerance(actor), time_dim)
+            self._check = TextCheck(actor, reference, *options, pad_token, eos_token)
             pad_token, eos_token = self._check.pad_token, self._check.eos_token
             log_prob_key = self._check.recorded.key
         self.keys = keys.resolve(log_prob_key)

@@ -15,7 +15,7 @@ from torchrl.modules import set_recurrent_mode
 
 from torchrl_kl import _tensordict as td
 from torchrl_kl.actors import reading
-from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.actors.frozen import FrozenActor, weight_dtype
 from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.functional.estimators import kl_exact
 from torchrl_kl.monitor import diagnosis
@@ -47,6 +47,11 @@ def choose_steps(shape: torch.Size, n_actions: int) -> tuple[Tensor, slice]:
     n_rows, most = shape[:-1].numel(), max(_TABLE_SIZE // n_actions, 1)
     rows = torch.arange(0, n_rows, max(math.ceil(n_rows / most), 1))
     return rows, slice(max(most // max(len(rows), 1), 1))
+
+
+def default_tolerance(actor: Any) -> float:
+    """Nats by which an actor's log-probs may differ because its weights are rounded."""
+    return 0.05 if torch.finfo(weight_dtype(actor)).bits == 16 else 1e-3
 
 
 @dataclass
