@@ -2,7 +2,7 @@
 
 import copy
 import math
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,19 +11,27 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.controllers.planning import SAME, collect, controller, reward_of, texts, totals
-from tests.helpers import WalkEnv, make_actor, moved, with_transforms
+from tests.helpers import WalkEnv, make_actor, moved, play, policy, with_transforms
 from torchrl_kl import (
     GPT,
     ExponentialKLController,
     KLConstrainedTransform,
+    KLKeys,
     KLPenaltyLoss,
     PlannedKLController,
     ResponseKLTransform,
+    RewardAdjustmentTransform,
     coeff_for_budget,
 )
-from torchrl_kl._feeding.rewards import RewardFeed
+from torchrl_kl._feeding.rewards import EnvReturns, RewardFeed
 from torchrl_kl.controllers.plan import Plan, RewardPlan
 from torchrl_kl.envs import DigitLanguageEnv
+from torchrl_kl.transforms.estimates import KLStep
+
+
+def kl_step(batch: TensorDict) -> KLStep:
+    kl = batch["next", "kl"]
+    return KLStep(None, kl, kl=kl)
 
 
 def test_a_batch_is_penalized_with_the_coefficient_that_is_planned_from_it(actor):
@@ -137,6 +145,90 @@ def test_frozen_or_in_eval_mode_nothing_is_planned(actor, stop):
     assert (out["next", "reward"] == out["next", "task_reward"]).all()
 
 
+def rewards_of_agents(rewards: torch.Tensor, **entries: torch.Tensor) -> TensorDict:
+    """A batch (R, T) of rewards (R, T, A), time last, without any KL."""
+    agents = {"reward": rewards[..., None], "kl": torch.zeros(*rewards.shape, 1), **entries}
+    size, names = rewards.shape[:2], cast(Any, [None, "time"])
+    step = TensorDict({"agents": TensorDict(agents, batch_size=rewards.shape)}, batch_size=size)
+    return TensorDict({"next": step}, batch_size=size, names=names)
+
+
+def for_agents(**kwargs) -> tuple[RewardAdjustmentTransform, RewardPlan]:
+    keys = KLKeys(reward=("agents", "reward"), log_prob=("agents", "action_log_prob"))
+    transform = RewardAdjustmentTransform(controller(0.2, **kwargs), keys=keys)
+    return transform, cast(RewardPlan, transform.controller.plan)
+
+
+def test_blocks_of_each_agent_and_row_are_kept_apart_and_frozen_none_are_given():
+    """Rows of 20 steps at 0.2 nats per step; equal rewards in a block, so that no plan is made."""
+    blocks = torch.tensor([0.0, 10.0])[:, None, None] + torch.arange(2.0) * 2
+    batch = rewards_of_agents(blocks + (torch.arange(20.0) // 16)[:, None])
+    batch["next", "done"] = torch.zeros(2, 20, 1, dtype=torch.bool)
+    transform, plan = for_agents(per="step")
+    for n, frozen in ((1, False), (1, True), (2, False)):
+        transform.frozen = frozen
+        transform(batch)
+        groups = [plan.samples[plan.samples[:, 3] == one, 0] for one in plan.samples[:, 3].unique()]
+        assert sorted(map(len, groups)) == [4] * 4 * n + [16] * 4 * n
+        assert all(len(rewards.unique()) == 1 for rewards in groups)
+        assert not batch["next", "done"].any()
+    # Nor do short rows that come later change what is compared: a plan has samples of one kind.
+    transform(batch[:, :2])
+    assert sorted(plan.samples[:, 3].unique(return_counts=True)[1].tolist())[:4] == [2] * 4
+
+
+def test_rows_of_another_batch_size_are_in_other_trajectories():
+    returns = EnvReturns()
+    returns.begin(None)
+    for n, expected in ((2, 1.0), (2, 2.0), (3, math.nan), (3, math.nan)):
+        ones = torch.ones(n, 1)
+        sums = returns.add(ones, 0 * ones, (None, None), (ones, ones))
+        assert torch.equal(sums[0].isnan(), torch.full((n, 1), math.isnan(expected)))
+        assert math.isnan(expected) or (sums[0] == expected).all()
+
+
+def test_agents_whose_trajectories_begin_at_different_steps():
+    """Both rows begin in the same state; in each one the first agent begins anew at step 2."""
+    rewards = torch.tensor([[[1.0, 2.0], [4.0, 8.0], [16.0, 32.0], [64.0, 128.0]]])
+    done = torch.tensor([[False, False], [True, False], [False, False], [True, True]])
+    done = done[None, :, :, None].expand(2, 4, 2, 1)
+    batch = rewards_of_agents(torch.cat([rewards, 256 * rewards]), done=done, terminated=done)
+    states = torch.arange(10.0).view(2, 5, 1)
+    states[:, 0] = 0.0
+    batch["observation"], batch["next", "observation"] = states[:, :-1], states[:, 1:]
+    transform, plan = for_agents()
+    transform(batch)
+    samples = {reward: group for reward, _, _, group in plan.samples.tolist()}
+    assert samples.keys() == {5.0, 80.0, 170.0, 5 * 256.0, 80 * 256.0, 170 * 256.0}
+    begin = {samples[5.0], samples[170.0], samples[5 * 256.0], samples[170 * 256.0]}
+    assert len(begin) == 1
+    assert len({*begin, samples[80.0], samples[80 * 256.0]}) == 3
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_what_a_saved_state_left_truncated_is_planned_from_once(resumed):
+    """By the collector itself if it goes on in this process, or else by the state."""
+
+    def batch(number: int) -> TensorDict:
+        reward = torch.tensor([[1.0, 2.0], [4.0, 8.0]])[:, :, None] * (1 + 15 * number)
+        step = TensorDict(reward=reward, kl=0 * reward, batch_size=(2, 2))
+        step["truncated"] = step["done"] = torch.tensor([[[False], [True]]]).expand(2, 2, 1)
+        data = TensorDict({"next": step}, batch_size=(2, 2), names=cast(Any, [None, "time"]))
+        data["collector", "traj_ids"] = torch.tensor([[0, 0], [1, 1]]) + 2 * number
+        return data
+
+    first = RewardAdjustmentTransform(controller())
+    stream = first.new_stream()
+    first.adjust_batch(batch(0), kl_step(batch(0)), stream, True)
+    second = RewardAdjustmentTransform(controller()) if resumed else first
+    second.load_state_dict(first.state_dict())
+    stream = second.new_stream() if resumed else stream
+    second.adjust_batch(batch(1), kl_step(batch(1)), stream, True)
+    # Of the second batch nothing is known to be over.
+    plan = cast(RewardPlan, second.controller.plan)
+    assert sorted(plan.samples[:, 0].tolist()) == [3.0, 12.0]
+
+
 def test_padded_steps_do_not_count(actor):
     batch, stack = collect(actor, 200), KLConstrainedTransform(actor, controller())
     expected = coeff_for_budget(totals(batch), 0.3)
@@ -179,6 +271,20 @@ def test_in_an_env_it_plans_from_finished_trajectories(actor):
             rewards.append(env.rollout(4, actor)["next", "task_reward"].sum((1, 2)))
     # In an env a float32 sum is added up step by step.
     assert stack.controller.coeff.item() == pytest.approx(made.coeff, rel=1e-5)
+
+
+def test_in_an_env_a_plan_per_step_compares_neighbouring_steps():
+    """16 steps of a row, through the ends of episodes; 256 steps are given at once."""
+    stack = KLConstrainedTransform(make_actor(), controller(0.2, per="step"))
+    batch = play(with_transforms(WalkEnv((4,), longest=40), stack), policy(), 64)["next"]
+    assert batch["done"].any()
+    rewards, kl = (batch[name].double().flatten() for name in ("task_reward", "kl"))
+    assert kl.abs().max() > 0.5
+    made = RewardPlan(0.2).add(rewards, log_ratios=kl, groups=torch.arange(256) // 16).solve()
+    assert made is not None
+    assert stack.controller.coeff.item() == pytest.approx(made.coeff, **SAME)
+    before_the_plan = batch["kl_coeff"][:, :-1]
+    assert (before_the_plan == 0).all()
 
 
 def test_random_and_deterministic_steps_in_an_env_plan_nothing(actor):

@@ -287,6 +287,17 @@ def test_rows_that_are_skipped_are_not_counted():
         assert_close(batch["next", "episode_kl"][:, -1], last, atol=1e-6, rtol=0)
 
 
+def test_a_trajectory_that_a_saved_state_left_open_goes_on():
+    batch = step_of(reward=[1.0] * 4, kl=[1.0, 2.0, 4.0, 8.0], done=[False, False, False, True])
+    batch["next", "terminated"] = batch["next", "done"]
+    batch["collector", "traj_ids"] = torch.zeros(1, 4, dtype=torch.int64)
+    first, second = (RewardAdjustmentTransform(SpyController(), update_every=1) for _ in range(2))
+    first(batch[:, :3])
+    second.load_state_dict(first.state_dict())
+    assert second(batch[:, 3:])["next", "episode_kl"].item() == 15.0
+    assert second.controller.calls == [(15.0, 1)]
+
+
 def test_a_truncation_ends_a_trajectory_whose_flag_of_another_name_says_nothing():
     """Its id changes, since the flag "done" of the same agents is set."""
     stack, controller = spied(keys=KLKeys(done="terminated"))

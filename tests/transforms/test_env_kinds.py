@@ -1,7 +1,7 @@
 """The stack in Gymnasium, batched and auto-resetting envs."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import pytest
@@ -56,9 +56,11 @@ from torchrl_kl import (
     KLConstrainedTransform,
     KLDivergenceTransform,
     KLRewardTransform,
+    PIDKLController,
     ReferenceModelLogProbTransform,
     RewardAdjustmentTransform,
 )
+from torchrl_kl.controllers.plan import RewardPlan
 
 # Gymnasium.
 
@@ -232,6 +234,22 @@ def test_an_env_that_resets_rows_natively():
     task_reward = task["next", "reward"]
     off = COEFF * bound + ulps(task_reward, COEFF * kl)
     assert_within(step["reward"], task_reward - COEFF * kl, off)
+
+
+def test_a_plan_in_an_env_that_resets_rows_natively():
+    """Its samples are the rewards of all trajectories, and nothing is planned from so few."""
+    learner = PIDKLController("plan", 0.3)
+    batch = collect_native(KLConstrainedTransform(make_actor(), learner, update_every=1))
+    task, totals = collect_native(InitTracker()), []
+    assert_close(batch["action"], task["action"], rtol=0, atol=0)
+    for row in task["next"].unbind(0):
+        ends = row["done"].flatten().nonzero().flatten() + 1
+        totals += [part.sum().item() for part in row["reward"].tensor_split(ends)[:-1]]
+    assert learner.planning
+    assert 8 < len(totals) < 16
+    samples = cast(RewardPlan, learner.plan).samples[:, 0]
+    expected = torch.tensor(totals, dtype=torch.float64)
+    assert_close(samples.sort()[0], expected.sort()[0], rtol=0, atol=1e-5)  # of four numbers
 
 
 # Rows that are skipped.

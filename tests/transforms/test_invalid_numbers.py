@@ -217,6 +217,19 @@ class TestMask:
         if "kl" in names:
             assert after["next", "kl"][there] == 0
 
+    @pytest.mark.parametrize("kind", ["observation", "log-prob"])
+    def test_a_part_writes_the_log_prob_of_the_policy_where_it_masks(self, kind):
+        """So that their difference is 0; 0 where that of the policy is invalid itself."""
+        batch = batch_of(kind)
+        with pytest.warns(UserWarning, match=SPOILED[kind][2]):
+            after = ReferenceModelLogProbTransform(make_actor(), on_invalid="mask")(batch)
+        expected = 0.0 if kind == "log-prob" else batch["action_log_prob"][0, 2].item()
+        assert after["next", "ref_log_prob"][0, 2].item() == expected
+        clean = ReferenceModelLogProbTransform(make_actor())(batch_of())["next", "ref_log_prob"]
+        actual = after["next", "ref_log_prob"].clone()
+        actual[0, 2] = clean[0, 2]
+        assert_close(actual, clean, rtol=0, atol=0)
+
     @spoiled
     @pytest.mark.parametrize("make", [stack, parts])
     def test_the_step_is_not_counted(self, make, kind):
@@ -297,6 +310,14 @@ class TestMask:
             after = transform(batch)["next"]
         assert_close(after["reward"].flatten(), torch.tensor([1.0, 0.95]))
         assert controller.calls == [(0.5, 1)]
+
+    def test_an_infinite_kl_is_masked_with_a_coefficient_of_0_too(self):
+        batch = step_of(reward=[1.0, 2.0, 3.0], kl=[0.5, INF, 0.25], done=[False] * 3)
+        with pytest.warns(UserWarning, match=r"'kl'\) has 1 of 3, the first inf"):
+            after = RewardAdjustmentTransform(0.0, on_invalid="mask")(batch)["next"]
+        assert after["kl"].flatten().tolist() == [0.5, 0.0, 0.25]
+        assert after["episode_kl"].flatten().tolist() == [0.5, 0.5, 0.75]
+        assert after["reward"].flatten().tolist() == [1.0, 2.0, 3.0]
 
     @pytest.mark.parametrize("shape", [(2,), ()])
     def test_a_trajectory_without_a_valid_step_is_not_told(self, shape):

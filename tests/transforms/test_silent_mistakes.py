@@ -199,8 +199,10 @@ class TestRandomFrames:
         expected = KLConstrainedTransform(make_actor(), 0.1)(batch)
         for key in ("action_log_prob", "logits"):
             batch[key][0, 2] = 0
+        transform = KLConstrainedTransform(make_actor(), 0.1)
         with pytest.warns(UserWarning, match="in 1 of 12 steps"):
-            after = KLConstrainedTransform(make_actor(), 0.1)(batch)["next"]
+            after = transform(batch)["next"]
+        transform(batch)  # warnings are errors
         assert after["kl"][0, 2] == 0
         assert after["reward"][0, 2] == batch["next", "reward"][0, 2]
         others = torch.ones(2, 6, dtype=torch.bool)
@@ -264,6 +266,15 @@ class TestOldWeights:
                 transform(batch)
             transform(batch)  # warnings are errors
         assert len(caught) == 1
+
+    def test_weights_that_are_a_little_off_are_not_warned_of(self):
+        """Between 0.02 nats per step of any sign and a mean of 0.1."""
+        actor = make_actor()
+        transform = KLConstrainedTransform(actor, 0.1)
+        actor.load_state_dict(moved(actor, scale=0.1).state_dict())
+        kl = transform(play(WalkEnv((8,)), actor, 40))["next", "kl"]  # warnings are errors
+        assert kl.abs().mean() > 0.04
+        assert kl.mean() < 0.05
 
     @every
     def test_a_policy_that_is_trained_later_is_not_warned_of(self, make):

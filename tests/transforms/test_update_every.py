@@ -126,6 +126,20 @@ def test_ten_batches_without_an_update_warn_once_with_the_missing_count_and_the_
             stack(long_batch())
 
 
+def test_the_count_goes_on_in_a_resumed_run():
+    stacks = [KLConstrainedTransform(make_actor(), adaptive(), update_every=7) for _ in range(3)]
+    with warned(0):
+        for _ in range(9):
+            stacks[0](long_batch())
+    stacks[1].load_state_dict(stacks[0].state_dict())
+    with pytest.warns(UserWarning, match="has not been updated for 10 batches"):
+        stacks[1](long_batch())
+    stacks[2].load_state_dict(stacks[1].state_dict())
+    with warned(0):
+        for _ in range(12):
+            stacks[2](long_batch())
+
+
 @pytest.mark.parametrize("per", ["trajectory", "step"])
 def test_ten_thousand_env_steps_without_an_update_warn_once(per):
     stack = KLConstrainedTransform(make_actor(), adaptive(per=per), update_every=10**6)
