@@ -298,6 +298,36 @@ def test_a_trajectory_that_a_saved_state_left_open_goes_on():
     assert second.controller.calls == [(15.0, 1)]
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_what_a_saved_state_left_truncated_is_told_once(resumed):
+    """By the collector itself if it goes on in this process, or else by the state."""
+
+    def batch(number: int):
+        data = step_of(reward=[1.0, 1.0], kl=[1.0 + number, 2.0], done=[False, True])
+        data["next", "truncated"] = data["next", "done"]
+        data["collector", "traj_ids"] = torch.full((1, 2), number)
+        return data
+
+    first = RewardAdjustmentTransform(SpyController(), update_every=1)
+    stream = first.new_stream()
+    first.observe(batch(0), stream)
+    second = RewardAdjustmentTransform(SpyController(), update_every=1) if resumed else first
+    second.load_state_dict(first.state_dict())
+    second.observe(batch(1), second.new_stream() if resumed else stream)
+    assert second.controller.calls == [(3.0, 1)]
+    second.observe(batch(2), stream if not resumed else second.new_stream())
+    assert second.controller.calls == ([(3.0, 1)] if resumed else [(3.0, 1), (4.0, 1)])
+
+
+@pytest.mark.parametrize("on_invalid", ["raise", "mask"])
+def test_observing_needs_no_log_probs(on_invalid):
+    batch = step_of(reward=[1.0, 1.0], kl=[1.0, 2.0], done=[False, True])
+    batch["next", "terminated"] = batch["next", "done"]
+    transform = RewardAdjustmentTransform(SpyController(), update_every=1, on_invalid=on_invalid)
+    transform.observe(batch)
+    assert transform.controller.calls == [(3.0, 1)]
+
+
 def test_a_truncation_ends_a_trajectory_whose_flag_of_another_name_says_nothing():
     """Its id changes, since the flag "done" of the same agents is set."""
     stack, controller = spied(keys=KLKeys(done="terminated"))

@@ -366,6 +366,15 @@ class TestChangedActions:
         padded.names = [None, "time"]
         KLConstrainedTransform(actor, 0.1)(padded)
 
+    def test_rows_that_a_step_skips_are_left_out(self):
+        actor = make_actor()
+        env = TransformedEnv(WalkEnv((64,)), KLConstrainedTransform(actor, 0.1))
+        step = actor(env.reset())
+        step["_step"] = torch.arange(64) < 32
+        step["action_log_prob"][32:] -= 5.0
+        kl = env.step(step)["next", "kl"]  # warnings are errors
+        assert (kl[32:] == 0).all()
+
     def test_a_run_that_goes_on_and_a_reference_of_its_own(self):
         actor, acting = self.acting("noise")
         batch = play(WalkEnv((2,), discrete=False), acting, 8)

@@ -157,6 +157,21 @@ def test_ten_thousand_env_steps_without_an_update_warn_once(per):
         play(env, policy(), 20)
 
 
+@pytest.mark.parametrize(
+    ("per", "text"), [("trajectory", "16 finished trajectories, 0 came"), ("step", "256 steps, 2 ")]
+)
+def test_it_says_for_how_many_an_update_waits_by_default(per, text):
+    stack = KLConstrainedTransform(make_actor(), adaptive(per=per))
+    stack.feed._idle["env steps"] = 9_999
+    with pytest.warns(UserWarning, match=f"an update waits for {text}"):
+        play(with_transforms(WalkEnv((2,)), stack), policy(), 1)
+    if per == "trajectory":
+        on_batches = KLConstrainedTransform(make_actor(), adaptive())
+        on_batches.feed._idle["batches"] = 9
+        with pytest.warns(UserWarning, match="waits for 1 finished trajectories, 0 came, 1 are"):
+            on_batches(long_batch())
+
+
 def test_each_env_step_is_counted():
     stack = KLConstrainedTransform(make_actor(), adaptive(), update_every=10**6)
     play(with_transforms(WalkEnv((2,)), stack), policy(), 25)
