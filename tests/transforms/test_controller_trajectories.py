@@ -5,6 +5,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.testing import assert_close
 from torchrl.data import (
     Categorical,
@@ -317,6 +318,33 @@ def test_what_a_saved_state_left_truncated_is_told_once(resumed):
     assert second.controller.calls == [(3.0, 1)]
     second.observe(batch(2), stream if not resumed else second.new_stream())
     assert second.controller.calls == ([(3.0, 1)] if resumed else [(3.0, 1), (4.0, 1)])
+
+
+def test_flags_and_values_of_agents_are_no_states():
+    """A collector may truncate a batch, and the value is that of a network that has learned."""
+
+    def agents(**entries) -> TensorDict:
+        entries = {name: value.expand(1, 4, 2, 1) for name, value in entries.items()}
+        return TensorDict(agents=TensorDict(entries, batch_size=(1, 4, 2)), batch_size=(1, 4))
+
+    cut = torch.tensor([False, True, False, False])[None, :, None, None]
+    states, kl = torch.arange(5.0)[None, :, None, None], torch.tensor([1.0, 2.0, 4.0, 8.0])
+    flags = {"done": cut, "truncated": cut, "terminated": torch.zeros_like(cut)}
+    none = {name: torch.zeros_like(cut) for name in flags}
+    values = torch.randn(2, 1, 4, 2, 1)
+    batch = agents(observation=states[:, :4], state_value=values[0], **none)
+    numbers = {"kl": kl[None, :, None, None], "reward": torch.zeros(())[None, None, None, None]}
+    step = agents(observation=states[:, 1:], state_value=values[1], **flags, **numbers)
+    batch["next"] = step
+    batch["collector", "traj_ids"] = torch.zeros(1, 4, dtype=torch.int64)
+    batch.names = [None, "time"]
+    keys = KLKeys(reward=("agents", "reward"), log_prob=("agents", "action_log_prob"))
+    transform = RewardAdjustmentTransform(SpyController(), keys=keys)
+    sums = [transform(half)["next", "agents", "episode_kl"] for half in batch.split(2, 1)]
+    for agent in torch.cat(sums, 1)[0, :, :, 0].unbind(1):
+        assert agent.tolist() == [1.0, 3.0, 7.0, 15.0]
+    with pytest.raises(ValueError, match="do not follow one another"):  # as the observations show
+        transform(batch[:, [3, 2]])
 
 
 @pytest.mark.parametrize("on_invalid", ["raise", "mask"])
