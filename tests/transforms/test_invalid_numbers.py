@@ -311,6 +311,15 @@ class TestMask:
         assert_close(after["reward"].flatten(), torch.tensor([1.0, 0.95]))
         assert controller.calls == [(0.5, 1)]
 
+    def test_padding_and_invalid_steps_of_one_batch_are_both_left_out(self):
+        batch = step_of(reward=[1.0] * 4, kl=[0.5, NAN, 0.25, 8.0], done=[False] * 4)
+        batch["collector", "mask"] = torch.tensor([[True, True, True, False]])
+        controller = SpyController(per="step")
+        with pytest.warns(UserWarning, match=r"'kl'\) has 1 of 4, the first nan"):
+            after = RewardAdjustmentTransform(controller, on_invalid="mask")(batch)["next"]
+        assert controller.calls == [(0.375, 2)]
+        assert after["episode_kl"].flatten()[:3].tolist() == [0.5, 0.5, 0.75]
+
     def test_an_infinite_kl_is_masked_with_a_coefficient_of_0_too(self):
         batch = step_of(reward=[1.0, 2.0, 3.0], kl=[0.5, INF, 0.25], done=[False] * 3)
         with pytest.warns(UserWarning, match=r"'kl'\) has 1 of 3, the first inf"):
