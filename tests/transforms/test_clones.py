@@ -106,7 +106,8 @@ def test_what_is_in_the_env_can_be_unfrozen_there(copied):
     stack, _ = spied()
     env = TransformedEnv(WalkEnv((3,)), stack.freeze()).insert_transform(0, InitTracker())
     env = copy.deepcopy(env) if copied else env
-    inside: Any = env.transform[-1]
+    transforms: Any = env.transform
+    inside = transforms[-1]
     assert inside.frozen
     assert is_fed(inside.unfreeze().controller, env)
     assert stack.frozen == copied
