@@ -66,7 +66,6 @@ PUBLIC_NAMES = {
 # Private names of PyTorch and of Hugging Face, for which they have no public ones.
 TORCH_NAMES = {
     ("_metadata", "checkpoint.py"),
-    ("_non_persistent_buffers_set", "frozen.py"),
     ("_version", "fingerprint.py"),
     ("_parameters", "fingerprint.py"),
     ("_forward_hooks", "fingerprint.py"),

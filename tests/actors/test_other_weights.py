@@ -220,6 +220,30 @@ class Normalized(nn.Module):
         return self.linear(observation - self.mean)
 
 
+class Counting(nn.Linear):
+    """Saves how often it was called without a buffer."""
+
+    def __init__(self):
+        super().__init__(N_OBS, N_ACTIONS)
+        self.calls = torch.zeros(1)
+
+    def get_extra_state(self) -> Tensor:
+        return self.calls
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.calls = state
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(input)
+
+
+def test_a_reference_whose_other_state_changes_is_warned_of():
+    reference, step = FrozenActor(actor_of(Counting())), WalkEnv((2,)).reset()
+    with pytest.warns(UserWarning, match="is not frozen: '.*_extra_state' changes"):
+        reference.step(reference.inputs(step.set("action", torch.zeros(2, dtype=torch.int64))))
+
+
 @pytest.mark.parametrize("place", ["env", "batch"])
 @pytest.mark.parametrize("always", [True, False])
 def test_a_reference_that_changes_whenever_it_scores_is_warned_of_once(always, place, recwarn):

@@ -135,6 +135,8 @@ def test_a_batch_that_was_refused_and_repaired_goes_on_with_the_same_state(kind,
             broken["next", "reward"][0, 0] = torch.nan
             with pytest.raises(ValueError, match="'reward'"):
                 again(broken)
+            again.eval()(play(env, moved(actor), 5).detach())  # an evaluation in between
+            again.train()
         assert ref_log_prob(again, batch).equal(ref_log_prob(alone, batch))
 
 

@@ -220,6 +220,15 @@ class TestCategorical:
         pairs = [torch.autograd.grad(x.sum(), [policy, reference]) for x in (kl, truth)]
         for gradient, wanted in zip(*pairs, strict=True):
             assert_close(gradient, wanted, atol=1e-4, rtol=1e-4)
+        # Once both kinds of parameters were read; a logit that is its own probability.
+        for dtype, fixed in ((torch.float32, 0.6590459942817688), (torch.bfloat16, 0.66015625)):
+            logit = torch.tensor([fixed, 1.0], dtype=dtype, requires_grad=True)
+            drawn = D.Bernoulli(logits=logit)
+            drawn.sample()
+            kl_exact(drawn, D.Bernoulli(logits=torch.zeros(2, dtype=dtype))).sum().backward()
+            chance = logit.detach().float().sigmoid()
+            expected = (chance * (1 - chance) * logit.detach().float()).to(dtype)
+            assert_close(logit.grad, expected)
         probs = torch.tensor([0.0, 0.6590461, 1.0])
         kl = kl_exact(D.Bernoulli(probs=probs), D.Bernoulli(probs=probs.flip(0)))
         assert_equal(kl, torch.tensor([INF, 0.0, INF]))

@@ -240,6 +240,7 @@ class TestSteps:
             warnings.simplefilter("error")
             as_steps(batch, pad_token=4, eos_token=3)  # such as a line break after each turn
             as_steps(batch, pad_token=0)
+            as_steps(batch[1:], pad_token=0, eos_token=(3, 0))  # the end of a turn and of a text
             masks = [TensorDict(all_attention_mask=torch.tensor(row) != 0) for row in rows]
             for part, mask in zip(batch.unbind(0), masks, strict=True):
                 part["masks"] = mask

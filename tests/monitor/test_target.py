@@ -82,6 +82,13 @@ class TestTarget:
         assert message.figures["count"] * 4 == kl.numel()
         assert_close(message.figures["kl"], kl[:, 9:].double().mean().item())
 
+    @pytest.mark.parametrize("shape", [(8, 20, 1), (8, 20, 2)])
+    def test_log_probs_of_the_reference_of_any_shape(self, shape):
+        step = TensorDict(kl=torch.rand(8, 20, 1), ref_log_prob=torch.randn(shape))
+        batch = TensorDict(action_log_prob=torch.randn(8, 20), next=step, batch_size=[8, 20])
+        (message,) = KLMonitor(per_step(0.05), window=1)(batch)
+        assert message.figures["count"] == 160
+
     @pytest.mark.parametrize(
         ("deadband", "said"), [(0.0, "the stack is not"), (2.0, "has a deadband")]
     )

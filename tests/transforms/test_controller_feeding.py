@@ -244,6 +244,18 @@ def test_settings_that_would_change_nothing_are_refused(make, name, value):
         setattr(fed, name, value)
 
 
+def test_a_class_of_the_user_may_have_entries_of_its_own():
+    class Mine(KLConstrainedTransform):
+        coeff = property(
+            lambda self: self.controller.coeff,
+            lambda self, value: self.controller.coeff.fill_(value),
+        )
+
+    mine = Mine(make_actor(), 0.1)
+    mine.coeff, mine.estimator = 0.2, "mine"
+    assert mine.controller.coeff == 0.2
+
+
 def test_the_temperature_of_a_transform_stays():
     """It became that of the next reference only."""
     transform = ResponseKLTransform(GPT(vocab_size=11, block_size=9), 0.1, temperature=0.7)

@@ -226,7 +226,8 @@ class Fed(nn.Module):
                 f"{type(value).__name__}: build the {type(self).__name__} with the controller that "
                 "it is to have, or change the state of the present one."
             )
-        if name in _CHOSEN:  # which no attribute holds: it would change nothing
+        # No attribute holds these: it would change nothing. A user's class may have its own.
+        if name in _CHOSEN and type(self).__module__.startswith("torchrl_kl."):
             fix = "build another one, with the same `controller` and `reference`"
             fix = "change `controller.coeff` in place, with `fill_`" if name == "coeff" else fix
             raise AttributeError(

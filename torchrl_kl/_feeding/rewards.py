@@ -158,12 +158,12 @@ class RewardFeed:
             lengths = n_counted[last & (n_counted > 0)]
             self._by_blocks = controller.target * lengths.mean().item() > _NATS_SHOWN or None
         if per_step and self._by_blocks:
-            stream.rewards.restore(trial)
             if move:
                 blocks = _number_blocks(n_counted, counts, tensordict.batch_size)
                 first = cast(RewardPlan, controller.plan).new_groups(blocks.numel() + 1)
                 about = {"log_ratios": log_ratios[counts], "groups": blocks[counts] + first}
                 self.give(controller, rewards[counts], **about)
+            stream.rewards.restore(trial)
             return
         values[..., 2:3] = _number_states(tensordict, counts & (n_counted == 1), observed)
         before = stream.rewards.copy()

@@ -21,15 +21,16 @@ _VALUES = {"state_value", "state_action_value", "action_value", "chosen_action_v
 
 
 def kept_steps(tensordict: TensorDictBase, kl: Tensor, keys: td.ResolvedKeys) -> Tensor | None:
-    """True where a stack has not left out the step of a batch, (*B); None without log-probs.
+    """True where a stack has not left out the step of a batch, (*B); None if log-probs are missing.
 
     A step with invalid numbers that it has left out has a KL of 0, in spite of its log-probs. Those
     of equal distributions, of which an exact KL is 0, too, differ by rounding only.
     """
     log_prob = keys.recorded.read(tensordict)
     ref_log_prob = tensordict.get("next").get(keys.ref_log_prob, None)
-    if log_prob is None or ref_log_prob is None:
+    if log_prob is None or ref_log_prob is None or log_prob.numel() != ref_log_prob.numel():
         return None
+    ref_log_prob = ref_log_prob.reshape(log_prob.shape)
     rounding = 64 * max(torch.finfo(each.dtype).eps for each in (log_prob, ref_log_prob))
     close = log_prob.double().isclose(ref_log_prob.double(), rounding, rounding)
     # (*B, *A), and (*B, *A, 1) or (*B, 1): both to (*B).

@@ -364,13 +364,13 @@ class FrozenActor(Identified):
         return result
 
     def _statistics(self) -> dict[str, Tensor]:
-        """Bytes of saved buffers, which can be compared of NaN and float8, too."""
-        return {
-            f"{name}.{key}".lstrip("."): value.detach().flatten().view(torch.uint8)
-            for name, module in self.actor.named_modules()  # `state_dict` drops caches
-            for key, value in module.named_buffers(recurse=False)
-            if key not in module._non_persistent_buffers_set and value.is_floating_point()
-        }
+        """Bytes, since NaN equals nothing, of what the actor saves besides its parameters."""
+        saved: dict[str, object] = {}
+        for name, module in self.actor.named_modules():  # `state_dict` would drop caches
+            module._save_to_state_dict(saved, name and f"{name}.", False)
+        names = saved.keys() - dict(self.actor.named_parameters(remove_duplicate=False)).keys()
+        held = {k: v for k in names if isinstance(v := saved[k], Tensor) and v.is_floating_point()}
+        return {name: value.detach().flatten().view(torch.uint8) for name, value in held.items()}
 
 
 _CHANGES = (

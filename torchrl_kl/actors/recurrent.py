@@ -68,6 +68,7 @@ class RecurrentMemory:
                 )
             for state, first in zip(states, known or (), strict=False):
                 state[row, 0] = first
+        self._followed = self._followed or again  # past evaluations, too
         return [state.reshape(*shape, *state.shape[2:]) for state in states]
 
     def remember(self, tensordict: TensorDictBase, states: list[Tensor]) -> None:

@@ -230,17 +230,17 @@ def _rows(batch: TensorDictBase, key: NestedKey) -> tuple[list[Tensor] | None, b
 
 
 def _warn_of_padding(texts: list[Tensor], starts: list[int], ends: Sequence, only: Any) -> None:
-    """Warns if all responses that go on after their end do so with one token, or `only` that."""
+    """Warns if all that follows an end (or two, if `only` is one) is one token, or `only` that."""
     after = []
     for response in (text[start:] for text, start in zip(texts, starts, strict=True)):
         places = torch.isin(response, response.new_tensor(ends)).nonzero()[:1, 0]
         after += [response[place + 1 :] for place in places.tolist()]
-    rest = torch.cat(after) if after else torch.empty(0)
+    rest = torch.cat([torch.empty(0), *(row for row in after if len(row) > (only in ends))])
     if len(rest) and (rest == (rest[0] if only is None else only)).all():
+        how = "a lazy stack needs" if only is not None else f"pass `pad_token={int(rest[0])}`, or"
         warnings.warn(
             f"responses go on after their end token, with {int(rest[0])} only. It looks like "
-            f"padding, but is counted as text: pass `pad_token={int(rest[0])}`, or {ATTENDED}, "
-            "without which rows of a lazy stack are not padded.",
+            f"padding, but is counted as text: {how} {ATTENDED}.",
             stacklevel=2,
         )
 

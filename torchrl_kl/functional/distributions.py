@@ -192,10 +192,12 @@ def _kl_of_bernoullis(policy: Any, reference: Any) -> Tensor:
 
 
 def _log_odds(dist: Any) -> Tensor:
-    # (*B, 2), of 1 and 0, as in `_log_probs`. Where a logit is its own probability, it may count as
-    # either.
-    are_probs = (dist._param == dist.probs).unsqueeze(-1)
-    param = dist._param.unsqueeze(-1)
+    # (*B, 2), of 1 and 0, as in `_log_probs`. What it was not built with is held once it was read.
+    held, param = vars(dist), dist._param
+    are_probs = torch.tensor("probs" in held, device=param.device)
+    if "probs" in held and "logits" in held:
+        are_probs = ((param != held["logits"]) & ~param.isnan()).any()
+    param = param.unsqueeze(-1)
     return _logs(torch.cat([param, torch.where(are_probs, 1 - param, 0.0)], -1), are_probs)
 
 

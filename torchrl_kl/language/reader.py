@@ -72,8 +72,8 @@ class StateReader(nn.Module):
         elif recurrent_mode():
             output = bare(self.lm).at(*_find_texts(tokens[..., :n_tokens], length), length - 1)
         elif self._may_cache():
-            self._cache = self._cache or RolloutCache(self.lm, self.cache_bytes)
-            output = self._cache.read(tokens[..., :n_tokens].reshape(-1, n_tokens), length)
+            self._cache = cache = self._cache or RolloutCache(self.lm, self.cache_bytes)
+            output = cache.read(tokens[..., :n_tokens].reshape(-1, n_tokens), length)
         if output is None:
             rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
             output = bare(self.lm).at(rows, torch.arange(len(rows), device=rows.device), length - 1)

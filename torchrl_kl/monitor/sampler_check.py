@@ -51,7 +51,8 @@ def choose_steps(shape: torch.Size, n_actions: int) -> tuple[Tensor, slice]:
 
 def default_tolerance(actor: Any) -> float:
     """Nats by which an actor's log-probs may differ because its weights are rounded."""
-    return 0.05 if torch.finfo(weight_dtype(actor)).bits == 16 else 1e-3
+    reading.check_actor(actor)
+    return 0.05 if torch.finfo(weight_dtype(actor)).bits <= 16 else 1e-3
 
 
 @dataclass
