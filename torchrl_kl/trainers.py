@@ -28,9 +28,9 @@ class KLControlHook(TrainerHookBase):
     - `task_reward`: mean reward before the penalty, per step.
 
     You may rely on: padding (("collector", "mask") False) is in no mean, and a step that the stack
-    left out (`on_invalid="mask"`) not in that of the KL; a trainer's checkpoint restores the
-    controller, what it was fed, and the reference, whatever actor the new stack was built from. A
-    restarted collector begins new trajectories.
+    left out (`on_invalid="mask"`) not in that of the KL, which is NaN if none is left; a trainer's
+    checkpoint restores the controller, what it was fed, and the reference, whatever actor the new
+    stack was built from. A restarted collector begins new trajectories.
 
     Args:
         stack: penalizes the rewards; it must not be in an env or the collector's `postproc` too.

@@ -105,9 +105,9 @@ class KLMonitor:
 
     Keys:
         reads ("next", keys.kl_estimate) or else ("next", keys.kl), for the target; ("next",
-        keys.kl) as k1; with `actor` its in_keys, the action and its log-prob; done flags,
-        ("collector", "mask") and ("collector", "traj_ids"). Of responses: what `as_steps` reads and
-        writes, with the log-probs that their sampler recorded.
+        keys.kl) as k1; both log-probs, if they are there, for steps that were left out; with
+        `actor` its in_keys and the action; done flags, ("collector", "mask") and "traj_ids". Of
+        responses: what `as_steps` reads and writes, with the log-probs of their sampler.
 
     Args:
         controller: the controller of the run, with its target and its bounds.
