@@ -34,6 +34,9 @@ from tests.monitor.samplers import (
 )
 from torchrl_kl import ConstantKLController, KLConstrainedTransform, KLKeys, KLMonitor
 from torchrl_kl.monitor.diagnosis import find_cause
+from torchrl_kl.monitor.sampler_check import default_tolerance
+
+FLOAT8 = torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout(), nn.BatchNorm1d(N_OBS)])
@@ -65,6 +68,15 @@ def test_half_precision_is_no_disagreement(dtype, tolerance, found):
     monitor = KLMonitor(ConstantKLController(0.1), actor=actor, tolerance=tolerance)
     conditions = [message.condition for message in monitor(batch.reshape(-1))]
     assert ("sampler_disagrees" in conditions) == found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, FLOAT8])
+def test_the_tolerance_follows_the_precision(dtype):
+    few_bits = dtype in (torch.bfloat16, FLOAT8)
+    assert default_tolerance(make_actor().to(dtype)) == (0.05 if few_bits else 1e-3)
+    wrong: Any = "x"
+    with pytest.raises(TypeError, match="`actor` must be a probabilistic actor"):
+        KLMonitor(ConstantKLController(0.1), actor=wrong)
 
 
 class TestNegative:

@@ -82,6 +82,16 @@ class TestTarget:
         assert message.figures["count"] * 4 == kl.numel()
         assert_close(message.figures["kl"], kl[:, 9:].double().mean().item())
 
+    def test_steps_of_equal_distributions_count(self):
+        """Their exact KL is 0; a batch of another size rounds their log-probs otherwise."""
+        log_prob, kl = torch.rand(8, 20) - 3, torch.rand(8, 20, 1)
+        ref_log_prob = log_prob.unsqueeze(-1).clone()
+        ref_log_prob[:4], kl[:4] = ref_log_prob[:4] * (1 + 2**-22), 0.0
+        step = TensorDict(kl=kl, ref_log_prob=ref_log_prob, batch_size=[8, 20])
+        batch = TensorDict(action_log_prob=log_prob, next=step, batch_size=[8, 20])
+        (message,) = KLMonitor(per_step(0.05), window=1)(batch)
+        assert message.figures["count"] == 160
+
     @pytest.mark.parametrize("shape", [(8, 20, 1), (8, 20, 2)])
     def test_log_probs_of_the_reference_of_any_shape(self, shape):
         step = TensorDict(kl=torch.rand(8, 20, 1), ref_log_prob=torch.randn(shape))

@@ -166,33 +166,19 @@ class RewardFeed:
             stream.rewards.restore(trial)
             return
         values[..., 2:3] = _number_states(tensordict, counts & (n_counted == 1), observed)
-        before = stream.rewards.copy()
-        sums = sum_trajectories(
-            tensordict, values, mask, done, stream.rewards, check_order=False, **options
-        )
+        after = stream.rewards.copy()
+        sums = sum_trajectories(tensordict, values, mask, done, after, check_order=False, **options)
         if move:
-            self._give_finished(controller, sums.finished, stream.rewards, before)
+            self._give_finished(controller, sums.finished)
+        # Not before: where an error is raised, the batch may be repaired, or the target lowered.
+        stream.rewards.restore(after)
 
-    def _give_finished(
-        self,
-        controller: KLController,
-        finished: Tensor,
-        stream: OpenTrajectories,
-        before: OpenTrajectories,
-    ) -> None:
-        """Gives the totals of trajectories, four numbers each; see `add_batch`.
-
-        Where an error is raised, `stream` is as `before`: the batch may be repaired, or the target
-        lowered, and the batch come again.
-        """
+    def _give_finished(self, controller: KLController, finished: Tensor) -> None:
+        """Gives the totals of trajectories, four numbers each; see `add_batch`."""
         finished = torch.cat([finished.new_tensor(self._truncated), finished])
         reward, log_ratio, group, length = finished.reshape(-1, 4).unbind(-1)
         lengths = length if controller.per == "step" else None
-        try:
-            self.give(controller, reward, log_ratios=log_ratio, groups=group, lengths=lengths)
-        except Exception:
-            stream.restore(before)
-            raise
+        self.give(controller, reward, log_ratios=log_ratio, groups=group, lengths=lengths)
         self._truncated = []
         if len(reward):
             self._by_blocks = False  # a plan is made of samples of one kind

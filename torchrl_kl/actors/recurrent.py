@@ -25,13 +25,15 @@ class RecurrentMemory:
     """The states in which batches left their trajectories, by `("collector", "traj_ids")`.
 
     Those of a batch are kept until another goes on with them, past evaluations in between, and then
-    until one more comes, which may be the same batch again: one that was refused, and repaired.
+    until one more goes on: it may be the same batch again, which was refused, and repaired.
     """
 
     def __init__(self, in_keys: list[NestedKey], init_key: NestedKey | None):
         self.in_keys, self.init_key = in_keys, init_key
         self._left: list[dict[int | None, _Left]] = []  # one of each batch, the latest one last
-        self._followed: list[dict[int | None, _Left]] = []  # of these, by the latest batch
+        self._followed: list[
+            dict[int | None, _Left]
+        ] = []  # of these, by the latest batch that went on
 
     def first_states(
         self, tensordict: TensorDictBase, specs: list[TensorSpec], zero_states: bool, carry: bool
