@@ -57,24 +57,27 @@ def check_equal(one: Any, other: Any) -> None:
         assert one == other or one != one
 
 
-def go_on_and_save(run: runs.Run, folder: Path) -> list[list[float]]:
-    """What each step logs; the run is saved after each one, at which cached texts are dropped."""
+def go_on(run: runs.Run, folder: Path | None) -> list[list[float]]:
+    """What each step logs; the run is saved to a folder, if one is given, after each step."""
     logged = []
     while run.steps_done < N_STEPS:
         logged += runs.go_on(run, run.steps_done + 1)
-        runs.save(run, folder / str(run.steps_done))
+        if folder is not None:
+            runs.save(run, folder / str(run.steps_done))
     return logged
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_bit_for_bit_after_any_step(kind, tmp_path):
     run = kind(seed=0)
-    logged = go_on_and_save(run, tmp_path)
+    logged = go_on(run, tmp_path)
     assert len({row[-1] for row in logged}) > 1  # something changes
+    # Texts that a fixed reference goes on with are read anew after each save, which rounds.
+    folder = tmp_path if kind is runs.FixedReference else None
     for stopped in range(1, N_STEPS):
         resumed = kind(seed=10)  # other weights, another reference and other random numbers
         runs.load(resumed, tmp_path / str(stopped))
-        assert go_on_and_save(resumed, tmp_path) == logged[stopped:]
+        assert go_on(resumed, folder) == logged[stopped:]
         check_equal(whole_state(resumed), whole_state(run))
 
 
