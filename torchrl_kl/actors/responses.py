@@ -233,10 +233,10 @@ def _warn_of_padding(texts: list[Tensor], starts: list[int], ends: Sequence, onl
     """Warns if all that follows an end (or two, if `only` is one) is one token, or `only` that."""
     after = []
     for response in (text[start:] for text, start in zip(texts, starts, strict=True)):
-        places = torch.isin(response, response.new_tensor(ends)).nonzero()[:1, 0]
-        after += [response[place + 1 :] for place in places.tolist()]
-    rest = torch.cat([torch.empty(0), *(row for row in after if len(row) > (only in ends))])
-    if len(rest) and (rest == (rest[0] if only is None else only)).all():
+        is_end = torch.isin(response, response.new_tensor(ends))
+        rows = (response[place + 1 :] for place in is_end.nonzero()[:1, 0].tolist())
+        after += [row for row in rows if len(row) > (only in ends)]
+    if after and ((rest := torch.cat(after)) == (rest[0] if only is None else only)).all():
         how = "a lazy stack needs" if only is not None else f"pass `pad_token={int(rest[0])}`, or"
         warnings.warn(
             f"responses go on after their end token, with {int(rest[0])} only. It looks like "
