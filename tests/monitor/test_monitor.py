@@ -82,6 +82,19 @@ class TestEpisodes:
         assert sum(map(len, whole[0])) >= 8
         assert all(run(cut) == whole for cut in range(0, 30, 3))
 
+    @pytest.mark.parametrize("missing", ["action", "observation", "action_log_prob"])
+    def test_a_batch_that_is_refused_leaves_no_trace(self, missing):
+        reference = make_actor()
+        policy, controller = moved(reference), ExponentialKLController(1.0, 0.1)
+        stack = KLConstrainedTransform(reference, controller)
+        batches = collect(WalkEnv((4,)), policy, frames=40, batches=3, postproc=stack)
+        monitors = [KLMonitor(controller, actor=policy, window=3, check_every=1) for _ in "12"]
+        for batch in batches:
+            with pytest.raises(KeyError, match=missing):
+                monitors[0](batch.exclude(missing))
+            assert monitors[0](batch) == monitors[1](batch)
+        assert monitors[0].state_dict() == monitors[1].state_dict()
+
     def test_a_shorter_window_keeps_the_latest(self):
         monitor, shorter = KLMonitor(per_step(), window=3), KLMonitor(per_step(), window=2)
         for kl in (0.25, 0.5, 0.75):
@@ -266,6 +279,6 @@ class TestInterface:
             )
         with pytest.raises(
             KeyError,
-            match="lacks \\['conditions', 'evidence', 'first_coeff', 'k1_sums', 'texts'\\]",
+            match="lacks \\['coeffs', 'conditions', 'evidence', 'k1_sums', 'texts'\\]",
         ):
             KLMonitor(per_step()).load_state_dict({"n_batches": 1, "pools": []})

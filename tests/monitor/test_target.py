@@ -121,6 +121,7 @@ class TestTarget:
             dict(message.figures),
             {"kl": 2.0, "standard_error": 0.1 * math.sqrt(1 / 3), "count": 3, "target": 0.5},
         )
+        controller.coeff.fill_(1.25)
         (message,) = monitor(steps(0.0, 0.0))
         assert "0 times the target" in str(message)
         assert "The controller lowers the coefficient until" in str(message)
@@ -132,7 +133,10 @@ class TestTarget:
         monitor = KLMonitor(controller, window=1)
         (message,) = monitor(steps(kl))
         assert message.condition == condition
-        assert "coefficient is 1. The controller has not moved the coefficient yet" in message.text
+        assert (
+            "coefficient is 1. The controller has not moved the coefficient in these"
+            in message.text
+        )
         assert "lower `update_every`, and check that trajectories reach `done`" in message.text
         assert "raises" not in message.text
         assert "lowers" not in message.text
@@ -147,6 +151,16 @@ class TestTarget:
         assert copied.controller.coeff < controller.coeff == 1.0
         assert "use a copy of the stack" in message.text
         assert "use `kl_collector`" in message.text
+
+    def test_a_controller_that_was_stopped_is_named(self):
+        controller = per_step()
+        monitor = KLMonitor(controller, window=2)
+        controller.coeff.fill_(1.5)  # and then the stack was frozen
+        said = [message.text for _ in range(3) for message in monitor(steps(0.5, 0.5))]
+        said += [message.text for kl in (2.0, 2.1) for message in monitor(steps(kl, kl))]
+        assert len(said) == 1
+        assert "not moved the coefficient in these batches" in said[0]
+        assert "raises" not in said[0]
 
     def test_no_update_is_told_from_a_restart_and_from_a_bound(self):
         controller = per_step()
@@ -174,7 +188,7 @@ class TestTarget:
                 for message in monitor(batch)
                 if message.condition == "kl_above"
             ]
-            advice.append("has not moved the coefficient yet" in said[0])
+            advice.append("has not moved the coefficient in these" in said[0])
         # `collect` plays the whole run first, so that the monitor is built before any update.
         assert advice == [True, False]
 
@@ -355,7 +369,7 @@ class TestCoefficient:
         monitor = KLMonitor(controller, window=1)
         (message,) = monitor(steps(0.1))
         assert message.condition == "kl_below"
-        assert "The controller has not moved the coefficient yet" in str(message)
+        assert "The controller has not moved the coefficient in these" in str(message)
 
     def test_a_plan_is_no_update(self):
         controller = ExponentialKLController("plan", 0.5, per="step")
@@ -364,7 +378,7 @@ class TestCoefficient:
         controller.observe_rewards(torch.randn(200, generator=torch.Generator().manual_seed(0)))
         assert not controller.planning
         (message,) = monitor(steps(0.1))
-        assert "The controller has not moved the coefficient yet" in str(message)
+        assert "The controller has not moved the coefficient in these" in str(message)
 
     def test_follows_the_controller(self):
         controller = per_step(gain=1.0, max_coeff=2.0)

@@ -84,9 +84,9 @@ KLMonitor(controller())(without(batch(), "next"))
 KLMonitor(controller())(unnamed(stack()(batch())))
     RuntimeError: the target is in nats per trajectory
 KLMonitor(controller()).load_state_dict({})
-    KeyError: `state_dict` lacks ['conditions', 'evidence', 'first_coeff', 'k1_sums'
+    KeyError: `state_dict` lacks ['coeffs', 'conditions', 'evidence', 'k1_sums'
 KLMonitor(controller()).load_state_dict({"n_batches": 1})
-    KeyError: `state_dict` lacks ['conditions', 'evidence', 'first_coeff', 'k1_sums'
+    KeyError: `state_dict` lacks ['coeffs', 'conditions', 'evidence', 'k1_sums'
 KLMonitor(controller(), actor=ACTOR)(without(stack()(batch()), "action"))
     KeyError: 'action' is not in the data
 KLMonitor(controller(), actor=ACTOR)(without(stack()(batch()), "action_log_prob"))

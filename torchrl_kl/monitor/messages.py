@@ -52,15 +52,15 @@ BELOW = (
     "coefficient near 0 the reward asks for no more divergence: lower the target."
 )
 NOT_UPDATED = (
-    "The controller has not moved the coefficient yet. An update waits for `update_every` finished "
-    "trajectories (steps with per='step'): lower `update_every`, and check that trajectories reach "
-    "`done` and that the stack is not frozen. Workers and a MultiAsyncCollector use a copy of the "
-    "stack, which has another controller: use `kl_collector`."
+    "The controller has not moved the coefficient in these batches. An update waits for "
+    "`update_every` finished trajectories (steps with per='step'): lower `update_every`, and check "
+    "that trajectories reach `done` and that the stack is not frozen. Workers and a "
+    "MultiAsyncCollector use a copy of the stack, which has another controller: use `kl_collector`."
 )
 IN_DEADBAND = (
-    "The controller has not moved the coefficient yet. It has a deadband, and ignores a KL within "
-    "{:g} standard errors of the target: lower `deadband`, or pool more per update with "
-    "`update_every`. If it was never updated: an update waits for `update_every` finished "
+    "The controller has not moved the coefficient in these batches. It has a deadband, and ignores "
+    "a KL within {:g} standard errors of the target: lower `deadband`, or pool more per update "
+    "with `update_every`. If it was not updated: an update waits for `update_every` finished "
     "trajectories (steps with per='step'), and a frozen stack makes none."
 )
 AT_MAX = (
@@ -85,6 +85,17 @@ OTHER_POLICY = (
     "The recorded log-probs are the actor's, but the actions seem to come from another policy: "
     "samples of the reference, demonstrations, or others that were scored again?"
 )
+
+
+def advice(controller: KLController, coeffs: list[float]) -> tuple[str, str]:
+    """What is said of a KL above, and below, the target; `coeffs`: around the batches of it."""
+    # A coefficient at a bound may have been updated and not have moved.
+    at_bound = not controller.min_coeff < controller.coeff.item() < controller.max_coeff
+    if not controller.planning and (len(set(coeffs)) > 1 or at_bound):
+        return ABOVE, BELOW
+    deadband = getattr(controller, "deadband", 0.0)
+    unmoved = IN_DEADBAND.format(deadband) if deadband else NOT_UPDATED
+    return unmoved, unmoved
 
 
 def bounds_reached(controller: KLController) -> dict[str, Finding | None]:

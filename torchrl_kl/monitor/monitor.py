@@ -23,16 +23,13 @@ from torchrl_kl.controllers.statistics import KLStatistics
 from torchrl_kl.controllers.trajectories import OpenTrajectories
 from torchrl_kl.monitor.diagnosis import Finding, PooledEvidence
 from torchrl_kl.monitor.messages import (
-    ABOVE,
     ASK_ACTOR,
-    BELOW,
     CONDITIONS,
-    IN_DEADBAND,
     NOISE,
-    NOT_UPDATED,
     OTHER_POLICY,
     ConditionCount,
     KLMessage,
+    advice,
     bounds_reached,
 )
 from torchrl_kl.monitor.sampler_check import default_tolerance
@@ -48,7 +45,8 @@ Looks = dict[str, Finding | None]  # of what was looked for: None where it was n
 
 @dataclass
 class _State:
-    first_coeff: float  # NaN until it is planned
+    # Coefficients before the batches in the window and with each of them, once they are planned.
+    coeffs: list[float]
     n_batches: int = 0
     # Of each batch in the window: count, sum and sum of squares of the KL; sum of k1.
     pools: list[list[float]] = field(default_factory=list)
@@ -176,7 +174,7 @@ class KLMonitor:
         # A critic may have written its values, which belong to no state, before the monitor looks.
         self._observed = None if actor is None else read_keys(actor)
         self._tokens = {"pad_token": pad_token, "eos_token": eos_token}
-        self._state = _State(math.nan if controller.planning else controller.coeff.item())
+        self._state = _State([] if controller.planning else [controller.coeff.item()])
         self._open_trajectories = OpenTrajectories()
 
     def __call__(self, batch: TensorDictBase) -> list[KLMessage]:
@@ -187,9 +185,12 @@ class KLMonitor:
             RuntimeError: if trajectories need a time dimension, or a recurrent state is not known.
             ValueError: if the steps of trajectories do not follow one another.
         """
-        if math.isnan(self._state.first_coeff) and not self.controller.planning:
-            self._state.first_coeff = self.controller.coeff.item()
-        looks = self._look_responses(batch) if has_texts(batch) else self._look_steps(batch)
+        before = copy.deepcopy(self._state), self._open_trajectories.copy()
+        try:
+            looks = self._look_responses(batch) if has_texts(batch) else self._look_steps(batch)
+        except Exception:  # the batch may be mended and passed again
+            self._state, self._open_trajectories = before
+            raise
         self._state.n_batches += 1
         return self._begun(looks | bounds_reached(self.controller))
 
@@ -288,17 +289,19 @@ class KLMonitor:
 
     def _look_target(self, measured: Tensor, of: str | None = None) -> Looks:
         """Looks at the KL in the controller's unit, (N,): of steps, trajectories, or `of`."""
-        target, unit, pools = self.controller.target, self.controller.per, self._state.pools
+        controller, pools, coeffs = self.controller, self._state.pools, self._state.coeffs
+        target, unit, coeff = controller.target, controller.per, controller.coeff.item()
         pool = KLStatistics().add(measured[measured.isfinite()])
         pools.append([buffer.item() for buffer in pool.buffers()])
-        del pools[: -self.window]
+        coeffs += [] if controller.planning else [coeff]
+        del pools[: -self.window], coeffs[: -self.window - 1]
         # Sums and counts add up: pooled like this, a batch weighs as much as it has values.
         for buffer, values in zip(pool.buffers(), zip(*pools, strict=True), strict=True):
             buffer.fill_(sum(values))
         if len(pools) < self.window or pool.count == 0:
             return {}
         of = of or ("trajectories" if unit == "trajectory" else "steps")
-        mean, count, coeff = pool.mean, int(pool.count), self.controller.coeff.item()
+        mean, count = pool.mean, int(pool.count)
         error = pool.standard_error  # NaN of one value
         known = f" +- {error:.2g}" if count > 1 else ""
         figures = {"kl": mean, "standard_error": error, "count": count, "target": target}
@@ -310,14 +313,10 @@ class KLMonitor:
         # The standard errors keep out windows that pass the factor of 2 by chance.
         above = mean > 2 * target and not mean - _ERRORS * error <= target
         below = mean < 0.5 * target and not mean + _ERRORS * error >= target
-        # A coefficient at a bound may have been updated and not have moved.
-        at_bound = not self.controller.min_coeff < coeff < self.controller.max_coeff
-        moved = not self.controller.planning and (coeff != self._state.first_coeff or at_bound)
-        deadband = getattr(self.controller, "deadband", 0.0)
-        unmoved = IN_DEADBAND.format(deadband) if deadband else NOT_UPDATED
+        if_above, if_below = advice(controller, coeffs)
         return {
-            "kl_above": (text + (ABOVE if moved else unmoved), figures) if above else None,
-            "kl_below": (text + (BELOW if moved else unmoved), figures) if below else None,
+            "kl_above": (text + if_above, figures) if above else None,
+            "kl_below": (text + if_below, figures) if below else None,
         }
 
     def _counting(self, batch: TensorDictBase, kl: Tensor) -> Tensor | None:
