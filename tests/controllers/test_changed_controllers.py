@@ -10,8 +10,10 @@ from tests.helpers import WalkEnv, make_actor, moved, play
 from torchrl_kl import (
     AdaptiveKLController,
     ConstantKLController,
+    ExponentialKLController,
     KLConstrainedTransform,
     KLController,
+    PIDKLController,
     PlannedKLController,
 )
 
@@ -58,6 +60,69 @@ def test_a_target_that_is_changed_must_be_one(kind, bad):
     with pytest.raises(ValueError, match=f"`target` must be finite and above 0, got {bad}"):
         controller.target = bad
     assert controller.target == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("gain", -1.0, "finite and above 0"),
+        ("deadband", -1.0, "finite and at least 0"),
+        ("min_coeff", 20.0, "finite and above 0 and at most 10"),
+        ("max_coeff", 1e-5, "finite and at least 0.0001"),
+        ("coeff", torch.tensor(math.nan), "finite and at least 0"),
+        ("coeff", torch.tensor([0.3, 0.4]), "a number, got list"),
+        ("per", "step", "changed, got 'step' for 'trajectory'"),
+    ],
+)
+def test_a_setting_that_is_changed_is_checked(name, value, wanted):
+    controller = ExponentialKLController(1.0, 0.5)
+    before = repr(controller)
+    with pytest.raises((TypeError, ValueError), match=f"`{name}` (must be|cannot be) {wanted}"):
+        setattr(controller, name, value)
+    assert repr(controller) == before
+
+
+def test_settings_that_are_changed_are_followed():
+    controller = ExponentialKLController(1.0, 0.5)
+    controller.gain, controller.max_coeff = 0.5, 1.25
+    assert controller.update(9.0, 1) == 1.25
+    controller.max_coeff = 10
+    assert controller.update(9.0, 1) == 1.25 * math.exp(0.5)
+
+
+@pytest.mark.parametrize("value", [0.25, torch.tensor(0.25)])
+def test_a_coefficient_that_is_assigned_reaches_the_stack(value):
+    stack = KLConstrainedTransform(make_actor(), ExponentialKLController(1.0, 0.5))
+    shared = stack.controller.coeff
+    stack.controller.coeff = value
+    assert stack.controller.coeff is shared
+    assert shared == 0.25
+    assert shared.dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_a_state_that_is_assigned_keeps_the_tensors(dtype):
+    saved = PIDKLController(1.0, 0.5)
+    saved.update(0.7, 1)
+    state = {name: value.to(dtype) for name, value in saved.state_dict().items()}
+    loaded = PIDKLController(2.0, 0.5)
+    before = list(loaded.buffers())
+    loaded.load_state_dict(state, assign=True)
+    assert all(one is other for one, other in zip(before, loaded.buffers(), strict=True))
+    assert [one.item() for one in before] == [value.item() for value in state.values()]
+    assert {one.dtype for one in loaded.buffers()} == {torch.float64}
+
+
+def test_what_was_pooled_in_another_unit_is_not_loaded():
+    stacks = [
+        KLConstrainedTransform(
+            make_actor(), ExponentialKLController(1.0, 0.5, per=per), update_every=999
+        )
+        for per in ("trajectory", "step")
+    ]
+    with pytest.raises(ValueError, match="of a controller with per='trajectory', got one with"):
+        stacks[1].load_state_dict(stacks[0].state_dict())
+    stacks[1].controller.load_state_dict(stacks[0].controller.state_dict())
 
 
 class Schedule(ConstantKLController):

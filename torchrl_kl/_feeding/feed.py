@@ -139,7 +139,7 @@ class ControllerFeed(nn.Module):
         """JSON as bytes, (N,) uint8, since some containers of states hold tensors only."""
         truncated = [] if self._latest is self.stream else self._latest.truncated()
         state = {"idle": self._idle, "warned": self._warned, "stream": self.stream.state_dict()}
-        state["truncated"] = self._truncated + truncated
+        state |= {"truncated": self._truncated + truncated, "per": self.controller.per}
         rewards = self.rewards.state_dict(self.stream, self._latest)
         state["rewards"] = rewards if self.controller.planning else None
         return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
@@ -147,6 +147,12 @@ class ControllerFeed(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Goes on from what `get_extra_state` returned."""
         found = json.loads(bytes(state.tolist()))
+        if (per := found.get("per", self.controller.per)) != self.controller.per:
+            raise ValueError(
+                f"the state is of a controller with per={per!r}, got one with per="
+                f"{self.controller.per!r}: what was pooled is in that unit. Build it with "
+                f"per={per!r}, or load only the state of the controller."
+            )
         self._idle, self._warned = dict(found["idle"]), bool(found["warned"])
         # A collector that goes on in this process still has its own, and tells them itself.
         alive = self._latest is not self.stream

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ class KLController(Float64State, ABC):
     """Steers the coefficient of a KL penalty; the base of all controllers.
 
     State: `coeff`, a 0-dim float64 buffer, changed in place only. Arguments are not part of it, nor
-    a `target` that was changed: a resumed run sets them again.
+    a `target` that was changed: a resumed run sets them again. All but `per` may be changed.
 
     Args:
         init_coeff: the first coefficient, reward per nat, at least 0 and finite.
@@ -46,6 +47,9 @@ class KLController(Float64State, ABC):
     """
 
     coeff: Tensor
+    # Of settings, which are checked whenever they are set: `check_number` has the kinds of bounds,
+    # and a bound may be the name of another setting.
+    _ranges: Mapping[str, Mapping[str, Any]] = {}
     # KLMonitor reads these; a subclass sets those that it has.
     min_coeff: float = 0.0
     max_coeff: float = math.inf
@@ -54,12 +58,29 @@ class KLController(Float64State, ABC):
 
     def __init__(self, init_coeff: float, *, per: Per = "trajectory"):
         super().__init__()
-        if per not in ("trajectory", "step"):
-            raise ValueError(f'`per` must be "trajectory" or "step", got {per!r}.')
         self.per: Per = per
         self.plan = None
         coeff = check_number("init_coeff", init_coeff, at_least=0.0)
         self.register_buffer("coeff", torch.tensor(coeff, dtype=torch.float64))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "coeff":  # as one number, in place: transforms, losses and workers have it
+            value = value.tolist() if isinstance(value, Tensor) else value
+            value = self.coeff.new_tensor(check_number(name, value, at_least=0.0))
+        elif name == "per" and value != self.__dict__.get("per", value):
+            raise ValueError(
+                f"`per` cannot be changed, got {value!r} for {self.per!r}: what was measured so "
+                "far is in that unit. Build another controller."
+            )
+        elif name == "per" and value not in ("trajectory", "step"):
+            raise ValueError(f'`per` must be "trajectory" or "step", got {value!r}.')
+        elif name in self._ranges:
+            bounds = {
+                kind: getattr(self, bound) if isinstance(bound, str) else bound
+                for kind, bound in self._ranges[name].items()
+            }
+            value = check_number(name, value, **bounds)
+        super().__setattr__(name, value)
 
     @property
     def target(self) -> float:
@@ -193,6 +214,7 @@ class TargetKLController(KLController):
         [1.0, 1.1]
     """
 
+    _ranges: Mapping[str, Mapping[str, Any]] = {"deadband": {"at_least": 0.0}}
     # What `repr` shows of a subclass.
     _settings: tuple[str, ...] = ()
 
@@ -211,7 +233,7 @@ class TargetKLController(KLController):
         self.target = target
         if planned:
             self.plan = RewardPlan(self.target)
-        self.deadband = check_number("deadband", deadband, at_least=0.0)
+        self.deadband = deadband
 
     def observe_rewards(
         self,

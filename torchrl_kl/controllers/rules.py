@@ -70,6 +70,7 @@ class AdaptiveKLController(TargetKLController):
     """
 
     _settings = ("horizon", "clip")
+    _ranges = TargetKLController._ranges | {"horizon": {"above": 0.0}, "clip": {"above": 0.0}}
 
     def __init__(
         self,
@@ -82,8 +83,7 @@ class AdaptiveKLController(TargetKLController):
         per: Per = "trajectory",
     ):
         super().__init__(init_coeff, target, deadband=deadband, per=per)
-        self.horizon = check_number("horizon", horizon, above=0.0)
-        self.clip = check_number("clip", clip, above=0.0)
+        self.horizon, self.clip = horizon, clip
 
     def _next_coeff(self, kl: float, n_steps: int) -> float:
         if self.clip * n_steps >= self.horizon:
@@ -101,6 +101,11 @@ class AdaptiveKLController(TargetKLController):
 class _LogKLController(TargetKLController):
     """Moves the logarithm of the coefficient between two bounds; a subclass says how far."""
 
+    _ranges = TargetKLController._ranges | {
+        "min_coeff": {"above": 0.0, "at_most": "max_coeff"},
+        "max_coeff": {"at_least": "min_coeff"},
+    }
+
     def __init__(
         self,
         init_coeff: InitCoeff,
@@ -110,8 +115,8 @@ class _LogKLController(TargetKLController):
         **shared: Any,
     ):
         super().__init__(init_coeff, target, **shared)
-        self.min_coeff = check_number("min_coeff", min_coeff, above=0.0)
-        self.max_coeff = check_number("max_coeff", max_coeff, at_least=self.min_coeff)
+        self.min_coeff = min_coeff
+        self.max_coeff = max_coeff
         if not self.planning:
             self._check_within("`init_coeff`", self.coeff.item())
 
@@ -170,6 +175,7 @@ class ExponentialKLController(_LogKLController):
     """
 
     _settings = ("gain",)
+    _ranges = _LogKLController._ranges | {"gain": {"above": 0.0}}
 
     def __init__(
         self,
@@ -183,7 +189,7 @@ class ExponentialKLController(_LogKLController):
         per: Per = "trajectory",
     ):
         super().__init__(init_coeff, target, min_coeff, max_coeff, deadband=deadband, per=per)
-        self.gain = check_number("gain", gain, above=0.0)
+        self.gain = gain
 
     def _log_change(self, error: float) -> float:
         return self.gain * error
@@ -235,6 +241,13 @@ class PIDKLController(_LogKLController):
     filtered_error: Tensor
     filtered_change: Tensor
     _settings = ("kp", "ki", "kd", "smoothing")
+    # With gains up to 100 one update moves log(coeff) by at most 700, so exp is finite.
+    _ranges = _LogKLController._ranges | {
+        "kp": {"at_least": 0.0, "at_most": 100.0},
+        "ki": {"above": 0.0, "at_most": 100.0},
+        "kd": {"at_least": 0.0, "at_most": 100.0},
+        "smoothing": {"at_least": 0.0, "below": 1.0},
+    }
 
     def __init__(
         self,
@@ -251,11 +264,7 @@ class PIDKLController(_LogKLController):
         per: Per = "trajectory",
     ):
         super().__init__(init_coeff, target, min_coeff, max_coeff, deadband=deadband, per=per)
-        # With gains up to 100 one update moves log(coeff) by at most 700, so exp is finite.
-        self.kp = check_number("kp", kp, at_least=0.0, at_most=100.0)
-        self.ki = check_number("ki", ki, above=0.0, at_most=100.0)
-        self.kd = check_number("kd", kd, at_least=0.0, at_most=100.0)
-        self.smoothing = check_number("smoothing", smoothing, at_least=0.0, below=1.0)
+        self.kp, self.ki, self.kd, self.smoothing = kp, ki, kd, smoothing
         for name in ("filtered_error", "filtered_change"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
 

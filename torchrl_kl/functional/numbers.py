@@ -13,7 +13,18 @@ _BOUNDS = {"above": gt, "at_least": ge, "below": lt, "at_most": le}
 
 
 class Float64State(nn.Module):
-    """A module whose buffers move between devices but keep their dtype, even in `module.half()`."""
+    """A module whose buffers move between devices but keep their dtype, even in `module.half()`.
+
+    A tensor of the same shape that is assigned to a buffer, as by `load_state_dict(assign=True)`,
+    is copied into it: others may have the buffer, too.
+    """
+
+    def __setattr__(self, name, value):
+        buffer = self.__dict__.get("_buffers", {}).get(name)
+        if isinstance(buffer, Tensor) and isinstance(value, Tensor) and buffer.shape == value.shape:
+            buffer.copy_(value.detach())
+        else:
+            super().__setattr__(name, value)
 
     def _apply(self, fn, recurse=True):
         before = dict(self._buffers)
@@ -37,7 +48,8 @@ def check_number(name: str, value: float, **bounds: float) -> float:
         raise TypeError(f"`{name}` must be a number, got {type(value).__name__}.")
     within = all(_BOUNDS[kind](value, bound) for kind, bound in bounds.items())
     if not (within and math.isfinite(value)):
-        wanted = [f"{kind.replace('_', ' ')} {bound:g}" for kind, bound in bounds.items()]
+        finite = [(kind, bound) for kind, bound in bounds.items() if math.isfinite(bound)]
+        wanted = [f"{kind.replace('_', ' ')} {bound:g}" for kind, bound in finite]
         raise ValueError(f"`{name}` must be {' and '.join(['finite', *wanted])}, got {value}.")
     return float(value)
 

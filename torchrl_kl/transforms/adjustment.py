@@ -37,7 +37,9 @@ class RewardAdjustmentTransform(PenaltyTransform):
     You may rely on: the coefficient of every step is recorded; penalizing twice raises an error.
     You may not rely on `episode_kl` of a shuffled batch that kept the name "time": the order of its
     steps is checked only for a controller that is fed trajectories. With gamma < 1 the penalty
-    is the discounted KL, but the controller steers the undiscounted one.
+    is the discounted KL, but the controller steers the undiscounted one. A trajectory that is
+    truncated in the last step of a batch, where a collector may have cut it, is told with the next
+    batch that moves the controller: those of the last batch of a run are not told.
 
     Keys:
         reads ("next", "reward"), ("next", "kl") and, if present, ("next", "kl_estimate"), which is
