@@ -102,6 +102,33 @@ def test_its_standard_error_is_that_of_repetitions():
     assert logs.std().item() == pytest.approx(counted, rel=4 / math.sqrt(200))
 
 
+@pytest.mark.parametrize(
+    ("kind", "n", "size", "target"),
+    [
+        ("exponential", 512, None, 0.5),
+        ("exponential", 1024, 4, 0.5),
+        ("exponential", 1024, 16, 0.5),
+        ("normal", 512, None, 2.0),
+        ("normal", 1024, 4, 1.0),
+    ],
+)
+def test_its_standard_error_counts_tails_and_groups(kind, n, size, target):
+    """A few large rewards, or groups, carry most of what is not known."""
+    logs, counted = [], []
+    for seed in range(200):
+        numbers = torch.rand(n, dtype=torch.float64, generator=seeded(seed))
+        rewards = -numbers.log() if kind == "exponential" else torch.special.ndtri(numbers)
+        groups = None if size is None else torch.arange(n) // size
+        plan = RewardPlan(target).add(rewards, groups=groups).solve()
+        if plan is not None:
+            logs.append(math.log(plan.coeff))
+            counted.append(plan.standard_error)
+    assert len(logs) > 150
+    # The spread of 200 values is known to 1 / sqrt(400); four of its standard errors.
+    spread = torch.tensor(logs).std().item()
+    assert sum(counted) / len(counted) == pytest.approx(spread, rel=0.2)
+
+
 def test_its_slope_is_the_derivative_of_the_kl():
     rewards, probs, exact = problem(1)
     values, _ = sample(rewards, probs, 100_000)

@@ -214,26 +214,26 @@ class RewardPlan(Float64State):
         """The samples in the rows in which they are compared."""
         rewards, log_weights, groups = self.samples[:, 0], -self.samples[:, 1], self.samples[:, 3]
         # NaN is a group of its own.
-        _, index, counts = groups.unique(return_inverse=True, return_counts=True)
-        sizes = counts[index]
+        _, units, counts = groups.unique(return_inverse=True, return_counts=True)
+        sizes = counts[units]
         large = sizes >= _ROW
         if 2 * large.sum() >= len(sizes):
-            return Reweighted.of_groups(rewards[large], log_weights[large], index[large])
+            return Reweighted.of_groups(rewards[large], log_weights[large], units[large])
         some = sizes >= 2
         if 2 * some.sum() >= len(sizes):
             # Unbiased for the variance within groups: S / (S - 1) of the mean square.
-            means = torch.zeros_like(counts, dtype=rewards.dtype).index_add_(0, index, rewards)
-            apart = rewards - (means / counts)[index]
+            means = torch.zeros_like(counts, dtype=rewards.dtype).index_add_(0, units, rewards)
+            apart = rewards - (means / counts)[units]
             apart *= (sizes / (sizes - 1).clamp_min(1)).sqrt()
             apart, rewards = apart[some], rewards[some]
             if 2 * (sizes > 2).sum() >= len(apart):
-                return Reweighted(apart[None], log_weights[some][None])
+                return Reweighted(apart[None], log_weights[some][None], units[some])
             within, total = apart.square(), rewards.var(correction=0).clamp_min(_TINY)
             scaled = (rewards - rewards.mean()) * (within.mean() / total).sqrt()
             # Both samples of a pair have the same square: there are half as many.
             error = within.std() / within.mean().clamp_min(_TINY) / math.sqrt(2 * len(within))
-            return Reweighted(scaled[None], log_weights[some][None], error.item())
-        return Reweighted(rewards[None], log_weights[None])
+            return Reweighted(scaled[None], log_weights[some][None], units[some], error.item())
+        return Reweighted(rewards[None], log_weights[None], units)
 
     @property
     def cautious_coeff(self) -> float:

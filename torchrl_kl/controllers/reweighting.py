@@ -1,17 +1,21 @@
 """Samples of the reference, reweighted by exp(reward / coeff): their KL, and what it is known to.
 
-Axes: P rows of S samples; a row that is shorter is padded.
+Axes: P rows of S samples; a row that is shorter is padded. U units are drawn independently: rows,
+or groups of samples in the only row.
 """
 
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_kl.functional.numbers import solve_decreasing
+
+_TINY = 1e-300  # instead of 0
 
 
 class Reweighted:
@@ -20,10 +24,20 @@ class Reweighted:
     Args:
         rewards: (P, S), any value in padding.
         log_weights: of each sample for the reference, (P, S), -inf for padding.
+        units: of one row, the number of the unit of each sample, (S,). None: rows are units, or all
+            samples of the only one.
         scale_error: standard error of the logarithm of a scale that the rewards were multiplied by.
     """
 
-    def __init__(self, rewards: Tensor, log_weights: Tensor, scale_error: float = 0.0):
+    def __init__(
+        self,
+        rewards: Tensor,
+        log_weights: Tensor,
+        units: Tensor | None = None,
+        scale_error: float = 0.0,
+    ):
+        samples = torch.arange(rewards.shape[1], device=rewards.device)
+        self.units = samples if units is None and len(rewards) == 1 else units
         self.scale_error = scale_error
         held = log_weights > -math.inf
         best = rewards.masked_fill(~held, -math.inf).amax(1, keepdim=True)
@@ -49,12 +63,8 @@ class Reweighted:
 
     def kl(self, coeff: float) -> float:
         """KL of the reweighted to the given samples, nats, mean over the rows."""
-        return self._kls(coeff).mean().item()
-
-    def _kls(self, coeff: float) -> Tensor:
-        """That of each row, (P,)."""
         log_total, new = self._reweight(coeff)
-        return (new * self.gaps / coeff).sum(1) - log_total.squeeze(1)
+        return ((new * self.gaps / coeff).sum(1) - log_total.squeeze(1)).mean().item()
 
     def _reweight(self, coeff: float) -> tuple[Tensor, Tensor]:
         """Log E[exp(gap / coeff)], (P, 1), and the new weights, (P, S)."""
@@ -76,30 +86,40 @@ class Reweighted:
 
     def slope(self, coeff: float) -> float:
         """-d KL / d log coeff: the variance of gap / coeff under the new weights."""
-        return self._variance(self._reweight(coeff)[1]) / coeff**2
-
-    def _variance(self, weights: Tensor) -> float:
-        centred = self.gaps - (weights * self.gaps).sum(1, keepdim=True)
-        return (weights * centred.square()).sum(1).mean().item()
+        new = self._reweight(coeff)[1]
+        centred = self.gaps - (new * self.gaps).sum(1, keepdim=True)
+        return (new * centred.square()).sum(1).mean().item() / coeff**2
 
     def kl_error(self, coeff: float) -> float:
-        """Standard error of `kl`, by the delta method: from rows, or within the only one."""
-        if len(self.gaps) > 1:
-            kls = self._kls(coeff)
-            return (kls.std() / math.sqrt(len(kls))).item()
-        log_total, new = self._reweight(coeff)
-        factor = (self.gaps / coeff - log_total).exp()
-        tilted = self.gaps / coeff
-        centred = tilted - (new * tilted).sum(1, keepdim=True)
-        influence = factor * centred - (factor - 1)
-        return (self.weights * influence).norm().item()
+        """Standard error of `kl`."""
+        return _jackknife(self._without_units(coeff)[0] - self.kl(coeff))
 
     def standard_error(self, coeff: float) -> float:
-        """Of log(coeff)."""
-        slope = self.slope(coeff)
-        if not slope > 0:
-            return math.inf
-        return math.hypot(self.kl_error(coeff) / slope, self.scale_error)
+        """Of log(coeff): how far one step of Newton's method moves it where a unit is left out."""
+        kls, slopes = self._without_units(coeff)
+        moved = _jackknife((kls - self.kl(coeff)) / slopes.clamp_min(_TINY))
+        return math.hypot(moved, self.scale_error)
+
+    def _without_units(self, coeff: float) -> tuple[Tensor, Tensor]:
+        """KL and slope where one unit is left out, (U,) each."""
+        log_total, new = self._reweight(coeff)
+        tilted = self.gaps / coeff
+        parts = torch.stack([self.weights, new, new * tilted, new * tilted.square()])
+        if self.units is None:
+            _, _, mean, square = parts.sum(-1)
+            each = torch.stack([mean - log_total.squeeze(1), square - mean.square()])
+            kls, slopes = (each.sum(1, keepdim=True) - each) / (each.shape[1] - 1)
+            return kls, slopes
+        left = parts.sum(-1) - self._by_unit(parts)
+        mean, square = left[2:] / left[1].clamp_min(_TINY)
+        kls = mean - log_total[0] - (left[1] / left[0]).clamp_min(_TINY).log()
+        return kls, square - mean.square()
+
+    def _by_unit(self, values: Tensor) -> Tensor:
+        """Sums of values (..., 1, S) of one row, (..., U)."""
+        units = cast(Tensor, self.units)
+        sums = values.new_zeros(*values.shape[:-2], int(units.max()) + 1)
+        return sums.index_add(-1, units, values.squeeze(-2))
 
     def coeff_by_variance(self, budget: float) -> float:
         """sqrt(Var / (2 budget)), exact for normally distributed rewards."""
@@ -116,9 +136,14 @@ class Reweighted:
         """Standard error of the logarithm of `coeff_by_variance`."""
         variances = self._unbiased
         mean = variances.mean()
-        if len(variances) > 1:
+        if self.units is None:
             error = variances.std() / math.sqrt(len(variances))
         else:
             centred = self.gaps - (self.weights * self.gaps).sum(1, keepdim=True)
-            error = (self.weights * (centred.square() - mean)).norm()
+            error = self._by_unit(self.weights * (centred.square() - mean)).norm()
         return math.hypot((error / mean / 2).item(), self.scale_error)
+
+
+def _jackknife(changes: Tensor) -> float:
+    """The standard error of a number that changes by so much where a unit is left out, (U,)."""
+    return (changes.norm() * math.sqrt(1 - 1 / len(changes))).item()
