@@ -83,8 +83,9 @@ class KLMonitor:
     temperature of the sampler. Of the responses of such batches, the KL is looked at where it is
     measured; with `per="step"` it is that of a response divided by the mean number of tokens.
 
-    A number after "+-" is a standard error of independent steps (trajectories). An episode ends
-    when the monitor looked for its condition `window` times in a row in vain.
+    A number after "+-" is a standard error of independent steps (trajectories); of agents with own
+    KLs, each has its own. An episode ends when the monitor looked for its condition `window` times
+    in a row in vain.
 
     A trajectory goes on in the next batch where that begins in the state in which it was left. With
     `actor`, what the actor reads is that state; without, all entries of "next" that are at the root
