@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -49,7 +48,7 @@ class KLController(Float64State, ABC):
     coeff: Tensor
     # Of settings, which are checked whenever they are set: `check_number` has the kinds of bounds,
     # and a bound may be the name of another setting.
-    _ranges: Mapping[str, Mapping[str, Any]] = {}
+    _ranges: ClassVar[dict[str, Any]] = {}
     # KLMonitor reads these; a subclass sets those that it has.
     min_coeff: float = 0.0
     max_coeff: float = math.inf
@@ -67,6 +66,12 @@ class KLController(Float64State, ABC):
         if name == "coeff":  # as one number, in place: transforms, losses and workers have it
             value = value.tolist() if isinstance(value, Tensor) else value
             value = self.coeff.new_tensor(check_number(name, value, at_least=0.0))
+        elif name in self._ranges:
+            bounds = {
+                kind: getattr(self, bound) if isinstance(bound, str) else bound
+                for kind, bound in self._ranges[name].items()
+            }
+            value = check_number(name, value, **bounds)
         elif name == "per" and value != self.__dict__.get("per", value):
             raise ValueError(
                 f"`per` cannot be changed, got {value!r} for {self.per!r}: what was measured so "
@@ -74,13 +79,7 @@ class KLController(Float64State, ABC):
             )
         elif name == "per" and value not in ("trajectory", "step"):
             raise ValueError(f'`per` must be "trajectory" or "step", got {value!r}.')
-        elif name in self._ranges:
-            bounds = {
-                kind: getattr(self, bound) if isinstance(bound, str) else bound
-                for kind, bound in self._ranges[name].items()
-            }
-            value = check_number(name, value, **bounds)
-        super().__setattr__(name, value)
+        super().__setattr__(name, value)  # type: ignore[arg-type]
 
     @property
     def target(self) -> float:
@@ -214,7 +213,7 @@ class TargetKLController(KLController):
         [1.0, 1.1]
     """
 
-    _ranges: Mapping[str, Mapping[str, Any]] = {"deadband": {"at_least": 0.0}}
+    _ranges: ClassVar[dict[str, Any]] = {"deadband": {"at_least": 0.0}}
     # What `repr` shows of a subclass.
     _settings: tuple[str, ...] = ()
 
