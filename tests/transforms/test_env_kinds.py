@@ -95,8 +95,14 @@ def sync_vector(name: str, mode: str) -> EnvBase:
     return GymWrapper(env, categorical_action_encoding=True)
 
 
+def in_processes(name: str) -> EnvBase:
+    env = GymEnv(name, num_envs=2, categorical_action_encoding=True)
+    env.set_seed(0)  # other processes do not have the seeds of `conftest.py`
+    return env
+
+
 VECTORS: dict[str, Callable[[str], EnvBase]] = {
-    "processes": lambda name: GymEnv(name, num_envs=2, categorical_action_encoding=True),
+    "processes": in_processes,
     "resets itself": lambda name: sync_vector(name, "SameStep"),
     "is reset": lambda name: sync_vector(name, "Disabled"),
 }
