@@ -160,6 +160,22 @@ class TestIdentity:
         # Missing are at most the truncations of the last batch of each, which nothing has judged.
         assert len(everything) - 4 <= len(told) <= len(everything)
 
+    def test_what_former_collectors_left_truncated_delays_nothing(self):
+        trajectories = OpenTrajectories()
+
+        def collect(n_batches, value):
+            for n in range(n_batches):
+                row = self.one(n, 10 * value + n, value + n, is_init=True, truncated=[True])
+                yield self.add(trajectories, row)[1]
+
+        assert [*collect(2, 10.0)] == [[], [10.0]]
+        # Once the same id comes before, what the former one left is told.
+        assert [*collect(5, 20.0)] == [[], [20.0], [11.0], [22.0], [23.0]]
+        resumed = OpenTrajectories()
+        resumed.load_state_dict(trajectories.state_dict())
+        trajectories = resumed
+        assert [*collect(4, 30.0)] == [[24.0], [30.0], [31.0], [32.0]]
+
     def test_joined_batches_of_a_collector_that_begins_do_not_follow_those_of_another(self):
         """Later rows have later ids than what the other has left, but the first ones do not."""
         trajectories = OpenTrajectories()

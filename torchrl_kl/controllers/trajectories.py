@@ -182,15 +182,18 @@ class OpenTrajectories:
     ) -> list[float]:
         """The totals of truncated trajectories that are over, since this batch follows theirs."""
         calls = {one.call for one in links.resumed.values()}
-        # If it goes on with none at all, it follows the earliest call that waits to be followed and
-        # that has earlier ids in all rows: those of a collector that begins are not later ones.
+        # If it goes on with none at all, it follows one that waits to be followed and that has
+        # earlier ids in all rows: those of a collector that begins are not later ones. It is the
+        # earliest, but for those that end before the id before its own, as of a former collector.
         if judge and not calls:
             earlier = (
                 call
                 for call, ids in self._unfollowed.items()
                 if all(map(lt, ids, chain(first_ids, repeat(first_ids[-1]))))
             )
-            calls = set(islice(earlier, 1))
+            lowest = min(first_ids)
+            distant = {call: max(self._unfollowed[call]) + 1 < lowest for call in earlier}
+            calls = set(sorted(distant, key=lambda call: distant[call])[:1])
         for call in calls:
             self._unfollowed.pop(call, None)
         if judge or calls:
@@ -248,7 +251,8 @@ class OpenTrajectories:
         mine = {key: one._replace(call=one.call + before) for key, one in self._open.items()}
         self._open = saved | mine
         followed = {call + before: ids for call, ids in self._unfollowed.items()}
-        self._unfollowed = {call: [-1] * n_rows for call, n_rows in state["unfollowed"]} | followed
+        saved_ids = {call: [call - before] * n_rows for call, n_rows in state["unfollowed"]}
+        self._unfollowed = saved_ids | followed
         self._calls += before
 
     def truncated(self) -> list[float]:
