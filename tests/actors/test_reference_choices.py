@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from tensordict.nn import InteractionType, TensorDictModule
 from torch import nn
 from torch.distributions import Categorical
+from torch.distributions import OneHotCategorical as OneHot
+from torchrl.modules import OneHotCategorical
 
 from tests.adapters import adapted_actor
 from tests.helpers import (
@@ -27,6 +30,7 @@ from torchrl_kl import (
     FrozenActor,
     KLConstrainedTransform,
     KLKeys,
+    KLPenaltyLoss,
     KLRewardTransform,
     ReferenceModelLogProbTransform,
 )
@@ -52,6 +56,29 @@ def test_the_keys_are_those_of_the_policy():
     after = KLConstrainedTransform(actor, 0.1, reference=other)(batch)["next"]
     expected = batch["logp"] - other.log_prob(batch.select("observation", "action"))
     assert_same(after["kl"].squeeze(-1), expected.detach())
+
+
+@pytest.mark.parametrize("kinds", [(OneHotCategorical, Categorical), (Categorical, OneHot)])
+def test_a_reference_with_actions_of_another_encoding_is_refused(kinds):
+    """In any batch shape, also where numbers and vectors would be broadcast."""
+    policy, reference = (
+        probabilistic_actor(
+            TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), ["observation"], ["logits"]),
+            in_keys=["logits"],
+            distribution_class=kind,
+            return_log_prob=True,
+        )
+        for kind in kinds
+    )
+    for shape in [(), (1,), (N_ACTIONS,), (2, N_ACTIONS)]:
+        batch = TensorDict(observation=torch.randn(*shape, N_OBS), batch_size=shape)
+        batch = policy(batch).set("next", TensorDict(reward=torch.zeros(*shape, 1)))
+        stack = KLConstrainedTransform(policy, 0.1, reference=reference)
+        loss = KLPenaltyLoss(policy, 0.1, reference=reference, gradient="k2")
+        for score in (stack, loss):
+            with pytest.raises(ValueError, match="policy and reference must have the same actions"):
+                score(batch)
+        KLPenaltyLoss(policy, 0.1, reference=reference)(batch)  # which reads no action
 
 
 def scoring_actor() -> Any:

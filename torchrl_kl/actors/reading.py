@@ -16,10 +16,18 @@ from tensordict.nn import (
     TensorDictParams,
 )
 from torch import Tensor, nn
-from torch.distributions import Distribution
+from torch.distributions import Categorical, Distribution
+from torch.distributions import OneHotCategorical as OneHot
 from torch.overrides import TorchFunctionMode
 from torchrl.envs.utils import exploration_type
-from torchrl.modules import ConsistentDropoutModule, DTActor, OnlineDTActor
+from torchrl.modules import (
+    ConsistentDropoutModule,
+    DTActor,
+    MaskedCategorical,
+    MaskedOneHotCategorical,
+    OneHotCategorical,
+    OnlineDTActor,
+)
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling, sum_action_dims
 from torchrl_kl._torchrl import indices_of
@@ -27,6 +35,9 @@ from torchrl_kl._torchrl import indices_of
 _PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
 DIST_METHODS = ("get_dist", "get_dist_params", "build_dist_from_params")
 _LOG_PROBS = [kind.log_prob for kind in _PROBABILISTIC]
+# Whether their actions are one-hot vectors, and not numbers.
+_ONE_HOT = dict.fromkeys((Categorical, MaskedCategorical), False)
+_ONE_HOT |= dict.fromkeys((OneHot, OneHotCategorical, MaskedOneHotCategorical), True)
 
 
 def check_actor(actor: nn.Module) -> None:
@@ -264,7 +275,7 @@ def _log_prob(
         dist = _get_dist(actor, inputs, plain)
         if isinstance(dist, CompositeDistribution):
             return actor.log_prob(_with(inputs, actions), dist=dist)
-        return dist.log_prob(actions[action_keys[0]])
+        return log_prob_of(dist, actions[action_keys[0]])
     # Parts that are drawn one after another are scored each after those before it. (The actor's
     # `log_prob` draws the earlier parts anew and scores the later ones after those.)
     log_probs = TensorDict(batch_size=inputs.batch_size)
@@ -279,6 +290,22 @@ def _log_prob(
             log_prob = TensorDict().set(find_log_prob_keys(module)[0], log_prob)
         log_probs.update(log_prob)
     return log_probs
+
+
+def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
+    """The log-prob of an action (*B, ...); ValueError if it is a number where `dist` has vectors.
+
+    Or a vector for numbers: both are broadcast, to the log-prob of other actions.
+    """
+    one_hot = _ONE_HOT.get(type(dist))
+    if one_hot is not None and action.ndim != len(dist.batch_shape) + one_hot:
+        kind, other = ("one-hot vectors", "numbers") if one_hot else ("numbers", "one-hot vectors")
+        raise ValueError(
+            f"policy and reference must have the same actions, got {type(dist).__name__} of shape "
+            f"{tuple(dist.batch_shape)}, which takes {kind}, for actions of shape "
+            f"{tuple(action.shape)}: if these are {other}, build both with the same class."
+        )
+    return dist.log_prob(action)
 
 
 def _with(inputs: TensorDictBase, entries: dict[NestedKey, Any]) -> TensorDictBase:

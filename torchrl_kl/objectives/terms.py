@@ -28,6 +28,7 @@ from torchrl_kl._tensordict import (
     sum_action_dims,
 )
 from torchrl_kl.actors.policy import Acting
+from torchrl_kl.actors.reading import log_prob_of
 from torchrl_kl.functional import kl_exact, kl_k1, kl_k2, kl_k3, sum_after, sum_before
 from torchrl_kl.functional.numbers import working_dtype
 
@@ -102,7 +103,7 @@ class Steps(NamedTuple):
         # Under the policy and the reference, and log w_t, 0 where a step does not count: (*B) each.
         action, recorded = cast(Tensor, self.action), cast(Tensor, self.recorded)
         log_prob = self._sum(self.policy.log_prob(action))
-        ref_log_prob = self._sum(self.reference.log_prob(action))
+        ref_log_prob = self._sum(log_prob_of(self.reference, action))
         return log_prob, ref_log_prob, self._masked(log_prob - self._sum(recorded.detach()))
 
     def _masked(self, values: Tensor) -> Tensor:
