@@ -287,6 +287,16 @@ def test_in_an_env_a_plan_per_step_compares_neighbouring_steps():
     assert (before_the_plan == 0).all()
 
 
+def test_rewards_that_depend_on_the_policy_are_kept_without_their_graph():
+    """An env that is differentiated through; the stack can still be copied in each step."""
+    actor = make_actor("normal")
+    stack = KLConstrainedTransform(actor, PlannedKLController(0.3))
+    env = with_transforms(WalkEnv((3,), discrete=False), stack)
+    assert play(env, moved(actor), 5)["next", "reward"].requires_grad
+    copied = copy.deepcopy(stack)
+    assert copied.feed.rewards.returns.sums.equal(stack.feed.rewards.returns.sums)
+
+
 def test_random_and_deterministic_steps_in_an_env_plan_nothing(actor):
     stack = KLConstrainedTransform(actor, controller())
     env = TransformedEnv(DigitLanguageEnv(reward_fn=reward_of, batch_size=(60,), seed=0), stack)

@@ -61,7 +61,7 @@ class EnvReturns:
             if entry is not None:  # which a later transform may have cast
                 known = known & (left.to(entry) == entry)
         totals = step + torch.where(known, sums[:2], torch.nan)
-        self.sums = torch.cat([totals, torch.stack([each.to(totals) for each in after])])
+        self.sums = torch.cat([totals, torch.stack([each.detach().to(totals) for each in after])])
         return totals[0], totals[1]
 
     def number_block(self, plan: RewardPlan, like: Tensor) -> Tensor:
