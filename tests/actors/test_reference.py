@@ -157,6 +157,11 @@ def test_attaching_it_leaves_the_policy_where_and_as_it_is():
 # What cannot be a reference.
 
 
+class HasDistOnly(nn.Module):
+    def get_dist(self, tensordict):
+        return Categorical(tensordict["logits"])
+
+
 @pytest.mark.parametrize(
     "policy",
     [
@@ -164,8 +169,9 @@ def test_attaching_it_leaves_the_policy_where_and_as_it_is():
         Actor(nn.Linear(3, 2)),
         sequence(TensorDictModule(nn.Linear(3, 2), ["observation"], ["action"])),
         lambda td: td,
+        HasDistOnly(),
     ],
-    ids=["module", "deterministic", "sequential", "function"],
+    ids=["module", "deterministic", "sequential", "function", "no-log-prob"],
 )
 @pytest.mark.parametrize("make", [FrozenActor, ReferenceModelLogProbTransform, KLRewardTransform])
 def test_what_has_no_distribution_is_refused(make, policy: Any):

@@ -32,6 +32,7 @@ from torchrl_kl import (
     CausalLMCritic,
     ConstantKLController,
     KLConstrainedTransform,
+    PlannedKLController,
     ResponseKLTransform,
     as_steps,
 )
@@ -344,6 +345,24 @@ class TestErrors:
         transform = self.make_transform()
         with pytest.raises(RuntimeError, match="a second penalty would count it twice"):
             transform(transform(self.make_batch()))
+
+    @pytest.mark.parametrize("plans", [False, True])
+    def test_advantages_without_the_penalty_are_refused(self, plans):
+        model, batch = GPT(vocab_size=11, block_size=8), self.make_batch()
+        batch["advantage"] = torch.ones(1, 1)
+        controller = PlannedKLController(0.5) if plans else 0.1
+        with pytest.raises(RuntimeError, match="has 'advantage' already, computed from rewards"):
+            ResponseKLTransform(model, controller)(batch)
+        assert ResponseKLTransform(model, 0.0)(batch)["next", "kl"] == 0  # which only measures
+
+    def test_every_id_of_the_vocabulary_is_read_and_no_other(self):
+        batch = self.make_batch()
+        batch["tokens", "full"][0, -2:] = torch.tensor([0, 10])
+        assert self.make_transform()(batch)["log_probs", "full"][0, -2:].isfinite().all()
+        for wrong in (-1, 11):
+            batch["tokens", "full"][0, -1] = wrong
+            with pytest.raises(ValueError, match="must be ids of the model's vocabulary, 0 to 10"):
+                self.make_transform()(batch)
 
     def test_rewards_of_tokens_are_refused(self):
         for reward in (torch.ones(1, 4, 1), torch.nested.nested_tensor([torch.ones(2)])):
