@@ -6,7 +6,11 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.gpt_helpers import sharp
 from tests.helpers import WalkEnv, make_actor, moved, play
@@ -47,6 +51,23 @@ class TestFingerprint:
         weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}
         same = {"b": weights["b"], "a": weights["a"].t().contiguous().t().requires_grad_()}
         assert fingerprint(copy.deepcopy(model).eval(), same).equal(fingerprint(model, weights))
+
+    def test_of_a_weight_that_holds_others_it_reads_all(self):
+        model, first, second = nn.Linear(2, 2), torch.zeros(2, 2), torch.ones(2, 2)
+        pairs = [TwoTensor(first, second), TwoTensor(first, 2 * second), TwoTensor(second, second)]
+        prints = [fingerprint(model, {"a": pair}) for pair in pairs]
+        assert len({bytes(each.tolist()) for each in prints}) == 3
+        assert fingerprint(model, {"a": TwoTensor(first, second)}).equal(prints[0])
+
+    def test_of_a_sharded_weight_it_is_that_of_the_whole(self):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            whole = torch.arange(6.0).view(2, 3)
+            sharded = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
+            prints = [fingerprint(nn.Linear(2, 2), {"a": each}) for each in (whole, sharded)]
+        finally:
+            dist.destroy_process_group()
+        assert prints[0].equal(prints[1])
 
 
 class TestFrozen:

@@ -15,6 +15,7 @@ from torchrl_kl import (
     ConstantKLController,
     ExponentialKLController,
     KLController,
+    KLStatistics,
     PIDKLController,
     TargetKLController,
 )
@@ -375,3 +376,19 @@ class TestRulesOfSubclasses:
         value = self.make(torch.tensor(0.5)).update(1.0, 1)
         assert type(value) is float
         assert value == 0.5
+
+
+def test_compiled_callers_move_it():
+    """PyTorch 2.13 drops edits of 0-dim float64 tensors from the code that it compiles."""
+    controller, pool = AdaptiveKLController(0.3, 0.5, 10), KLStatistics()
+
+    @torch.compile(backend="aot_eager")
+    def measure(values: torch.Tensor) -> torch.Tensor:
+        pool.reset().add(values)
+        controller.update(pool.mean, 2)
+        return values + 1
+
+    for expected in (0.312, 0.32448):
+        measure(torch.tensor([0.8, 1.0]))
+        assert pool.sum.item() == pytest.approx(1.8)
+        assert controller.coeff.item() == pytest.approx(expected)

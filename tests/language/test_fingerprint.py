@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 from torch.nn.utils.prune import random_unstructured
 from torch.testing import assert_close
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.gpt_helpers import sharp
 from tests.language.models import (
@@ -251,6 +252,19 @@ def test_tensors_of_any_dtype(dtype):
     other: Any = model.other
     other.data[1] = value[1] + 1 if dtype == torch.int64 else torch.zeros(()).to(dtype)
     assert not fingerprint.values().equal(before)
+
+
+def test_a_weight_that_holds_others():
+    """As those of quantized or sharded models do."""
+    model = make_model("gpt")
+    parts = torch.zeros(3, 2), torch.ones(3, 2)
+    model.register_buffer("other", TwoTensor(*parts))
+    fingerprint = Fingerprint(model)
+    for part in parts:
+        before = fingerprint.values()
+        assert fingerprint.values().equal(before)
+        part.data.add_(1.0)
+        assert not fingerprint.values().equal(before)
 
 
 def test_weights_made_in_inference_mode():

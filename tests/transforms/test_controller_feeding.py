@@ -1,5 +1,6 @@
 """What the controller is told, and when."""
 
+import copy
 import math
 from functools import partial
 from typing import cast
@@ -276,3 +277,19 @@ def test_another_controller_is_refused(make, name):
         setattr(fed, name, others[name])
     assert fed.controller.coeff.item() == 0.1
     assert fed.statistics is fed.feed.statistics
+
+
+@pytest.mark.slow
+def test_a_compiled_stack_moves_and_plans_as_one_that_is_not():
+    def stack() -> KLConstrainedTransform:
+        controller = AdaptiveKLController("plan", 0.5, 1000, per="step")
+        return KLConstrainedTransform(make_actor(), controller, time_dim=-1)
+
+    plain = stack()
+    compiled = copy.deepcopy(plain)
+    call = torch.compile(compiled, backend="aot_eager")
+    for _ in range(3):
+        batch = play(WalkEnv((8,)), policy()).detach()
+        assert_close(call(batch.clone())["next", "reward"], plain(batch)["next", "reward"])
+        assert_close(compiled.controller.coeff, plain.controller.coeff)
+    assert not plain.controller.planning

@@ -18,6 +18,7 @@ from torchrl_kl._feeding.sums import digests, state_keys, sum_trajectories
 from torchrl_kl.controllers import KLController, TargetKLController
 from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.controllers.trajectories import OpenTrajectories
+from torchrl_kl.functional.numbers import uncompiled
 
 _BLOCK = 16  # neighbouring steps whose rewards a plan compares
 _NATS_SHOWN = 2.0  # so much KL of whole trajectories a few hundred of them can show
@@ -112,6 +113,7 @@ class RewardFeed:
             cast(TargetKLController, controller).observe_rewards(rewards, **about)
             self.withheld = not controller.planning
 
+    @uncompiled
     def add_batch(
         self,
         controller: KLController,

@@ -6,6 +6,8 @@ from hashlib import sha256
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _OTHER_STATE = (
     "`state_dict` has a reference that does not fit its fingerprint: its weights were changed "
@@ -76,10 +78,22 @@ def fingerprint(model: nn.Module, weights: dict[str, Tensor]) -> Tensor:
     for name, module in model.named_modules():
         digest.update(f"{name}:{type(module).__qualname__};".encode())
     for name, value in sorted(weights.items()):
-        value = value.detach().cpu().contiguous()
         digest.update(f"{name}:{value.dtype}{tuple(value.shape)};".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+        # Each process holds a part of a sharded weight: the hash is that of the whole, as is saved.
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        for part in plain_parts_of(whole):
+            part = part.detach().cpu().contiguous()
+            digest.update(part.reshape(-1).view(torch.uint8).numpy().data)
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+
+
+def plain_parts_of(value: Tensor) -> list[Tensor]:
+    """The plain tensors that hold a value, such as a quantized or sharded weight; or the value."""
+    if not is_traceable_wrapper_subclass(value):
+        return [value]
+    names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    held = [getattr(value, name) for name in names]  # a sharded weight also holds its mesh
+    return [part for each in held if isinstance(each, Tensor) for part in plain_parts_of(each)]
 
 
 def has_adapters(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrl_kl.controllers.plan import Plan, RewardPlan
-from torchrl_kl.functional.numbers import Float64State, check_number
+from torchrl_kl.functional.numbers import Float64State, check_number, uncompiled
 
 Per = Literal["trajectory", "step"]
 InitCoeff = float | Literal["plan"]
@@ -95,6 +95,7 @@ class KLController(Float64State, ABC):
         """Whether it waits for rewards, from which it plans its coefficient."""
         return self.plan is not None and not bool(self.plan.made)
 
+    @uncompiled
     def update(
         self, kl: float | Tensor, n_steps: int, *, standard_error: float | Tensor | None = None
     ) -> float:
@@ -234,6 +235,7 @@ class TargetKLController(KLController):
             self.plan = RewardPlan(self.target)
         self.deadband = deadband
 
+    @uncompiled
     def observe_rewards(
         self,
         rewards: Tensor,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrl_kl.controllers.reweighting import Reweighted
-from torchrl_kl.functional.numbers import Float64State, check_number
+from torchrl_kl.functional.numbers import Float64State, check_number, uncompiled
 
 _LARGEST_ERROR = 0.25  # standard error of log(coeff) above which more samples are waited for
 _FEWEST = 16  # samples that must carry the weight, before and after the rewards reweight them
@@ -142,6 +142,7 @@ class RewardPlan(Float64State):
         self.samples = torch.cat([self.samples, new])
         return self
 
+    @uncompiled
     def new_groups(self, n: int) -> float:
         """The first of `n` numbers that follow one another, all negative, for groups of this pool.
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrl_kl.functional.numbers import Float64State, check_mask
+from torchrl_kl.functional.numbers import Float64State, check_mask, uncompiled
 
 
 class KLStatistics(Float64State):
@@ -41,6 +41,7 @@ class KLStatistics(Float64State):
         for name in ("sum", "sum_of_squares"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
 
+    @uncompiled
     def add(self, values: Tensor, *, mask: Tensor | None = None) -> KLStatistics:
         """Pools values in float64; returns this object.
 
@@ -72,6 +73,7 @@ class KLStatistics(Float64State):
         of_squares.add_(squares)
         return self
 
+    @uncompiled
     def merge(self, other: KLStatistics) -> KLStatistics:
         """Adds the values of another object (of a worker, on any device); returns this object.
 
@@ -87,6 +89,7 @@ class KLStatistics(Float64State):
             buffer.add_(addend.to(buffer.device))
         return self
 
+    @uncompiled
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> KLStatistics:
         """Pools over all processes of `group` (by default all), each of which must call this.
 
@@ -105,6 +108,7 @@ class KLStatistics(Float64State):
             buffer.copy_(total)
         return self
 
+    @uncompiled
     def reset(self) -> KLStatistics:
         """Forgets everything, in place; returns this object."""
         for buffer in self.buffers():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from operator import ge, gt, le, lt
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _BOUNDS = {"above": gt, "at_least": ge, "below": lt, "at_most": le}
 
 
@@ -35,6 +37,12 @@ class Float64State(nn.Module):
             if buffer is not None and after is not None and after.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(after.device)
         return self
+
+
+def uncompiled(method: _Method) -> _Method:
+    """Leaves a method that edits 0-dim float64 state as it is when its caller is compiled."""
+    # The code that PyTorch 2.13 makes of it edits a copy: the state would never change.
+    return cast(_Method, torch.compiler.disable(method))
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchrl_kl.actors.identity import has_adapters
+from torchrl_kl.actors.identity import has_adapters, plain_parts_of
 
 
 class Values(NamedTuple):
@@ -74,8 +74,8 @@ class Fingerprint:
         self._counting = [t for t in self._tensors if not t.is_inference()]
         self._pointers = [t.data_ptr() for t in self._tensors]
         self._views: dict[Any, list[Tensor]] = {}
-        for tensor in self._tensors:
-            values = tensor.detach()
+        for part in (part for tensor in self._tensors for part in plain_parts_of(tensor)):
+            values = part.detach()
             if values.dtype in (torch.float16, torch.bfloat16):
                 values = values.view(torch.int16)  # autocast to another dtype refuses to join them
             for view in _elements(values):
