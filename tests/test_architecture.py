@@ -88,7 +88,7 @@ ARROWS: dict[str, set[str]] = {
     "controllers": {"functional"},
     "exact": {"functional"},
     "actors": {"_tensordict", "_torchrl", "functional"},
-    "_feeding": {"_tensordict", "controllers"},
+    "_feeding": {"_tensordict", "controllers", "functional"},
     "transforms": {
         *("_feeding", "_tensordict", "_torchrl"),
         *("actors", "controllers", "functional"),
