@@ -237,6 +237,28 @@ class TestFloat64:
         assert_close(batch["next", "kl"], torch.zeros(2, 12, 1).double(), rtol=0, atol=tolerance)
 
 
+class Stored(nn.Linear):
+    """A layer of which the weight is kept in float8."""
+
+    def __init__(self):
+        super().__init__(3, 4)
+        self.weight = nn.Parameter(self.weight.detach().to(torch.float8_e4m3fn), False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(value, self.weight.to(value.dtype), self.bias)
+
+
+def test_weights_that_are_stored_in_one_byte():
+    actor = make_actor()
+    other = make_actor()
+    layer = other.module[0].module = Stored()
+    batch = play(WalkEnv((2,)), actor)
+    after = KLConstrainedTransform(actor, 0.1, reference=other)(batch)
+    logits = layer(batch["observation"]).detach()
+    expected = Categorical(logits=logits).log_prob(batch["action"])
+    assert_close(after["next", "ref_log_prob"], expected)
+
+
 class ShowingEnv(WalkEnv):
     """WalkEnv, which shows its observation under another key, too."""
 

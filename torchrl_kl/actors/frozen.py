@@ -387,9 +387,9 @@ _OTHER_WEIGHTS = (
 
 
 def weight_dtype(actor: nn.Module) -> torch.dtype:
-    """Dtype of the first weights of an actor, or else the default."""
-    floating = (p.dtype for p in actor.parameters() if p.is_floating_point())
-    return next(floating, torch.get_default_dtype())
+    """Dtype of the first weights of an actor (in one byte they are only stored), or the default."""
+    floating = (p for p in actor.parameters() if p.is_floating_point() and p.element_size() > 1)
+    return next((p.dtype for p in floating), torch.get_default_dtype())
 
 
 @contextmanager
