@@ -387,9 +387,9 @@ _OTHER_WEIGHTS = (
 
 
 def weight_dtype(actor: nn.Module) -> torch.dtype:
-    """Dtype of the first weights of an actor (in one byte they are only stored), or the default."""
-    floating = (p for p in actor.parameters() if p.is_floating_point() and p.element_size() > 1)
-    return next((p.dtype for p in floating), torch.get_default_dtype())
+    """Dtype of the first weights of an actor, of those of several bytes if any, or the default."""
+    floating = [p.dtype for p in actor.parameters() if p.is_floating_point()]  # one byte: stored
+    return min(floating, key=lambda one: one.itemsize == 1, default=torch.get_default_dtype())
 
 
 @contextmanager
