@@ -47,9 +47,9 @@ class RunCheckpoint(Checkpoint):
     Use it, with TorchRL's `CheckpointRotation`, for all that changes in a run: modules, optimizers,
     schedulers, TorchRL's `GlobalRNGState()`, the stack, `torch.Generator`s, envs with a state,
     replay buffers, and tensors, dictionaries and lists, which are updated in place: their keys and
-    values, which may be tensors, tuples and plain values too, come back as they were. TorchRL's own
-    formats check no checksums and may read pickles, or turn keys into strings and tensors into
-    lists.
+    values, which may be tensors, tuples and plain values too, come back as they were, but as new
+    objects. TorchRL's own formats check no checksums and may read pickles, or turn keys into
+    strings and tensors into lists.
 
     You may rely on: whenever the process is killed, even while it saves, and wherever the disk is
     full, the file has the older checkpoint or the new one, as a whole. A file that was changed or
