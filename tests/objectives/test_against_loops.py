@@ -115,3 +115,27 @@ def test_an_action_that_only_the_reference_forbids_and_nobody_took(gradient, wei
         out = make()(batch)  # which only measures
         assert out["kl"] == torch.inf
         assert_close(out["loss_kl"], torch.zeros(2, 12))
+
+
+def test_an_action_that_nobody_took_is_not_read_from_samples():
+    """The gradient "k2" sees only actions that were taken, also next to an invalid step."""
+    batch = off_policy()
+    batch["collector", "mask"][0] = True
+    without = batch.clone()
+    without["collector", "mask"][0, 1] = False
+    batch["action_log_prob"][0, 1] = torch.nan
+    state, other = batch["observation"][0, 2], (batch["action"][0, 2] + 1) % 4
+
+    def make(**kwargs: Any) -> Any:
+        loss = make_loss(gradient="k2", reduction="none", **kwargs)
+        loss.reference.actor[0].module.register_forward_hook(
+            lambda _, args, logits: logits.masked_fill(
+                (args[0] == state).all(-1, keepdim=True) & (torch.arange(4) == other), -torch.inf
+            )
+        )
+        return loss
+
+    expected = make()(without)
+    with pytest.warns(UserWarning, match="'action_log_prob' has 1 of 24"):
+        out = make(on_invalid="mask")(batch)
+    assert_close(dict(out), dict(expected))
