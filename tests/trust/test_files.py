@@ -289,11 +289,17 @@ class TestStates:
         )
 
     def test_the_versions_of_module_states_come_back(self, tmp_path):
-        one, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-        one(torch.randn(5, 2))
-        RunCheckpoint(norm=one).save(tmp_path / "run")
-        RunCheckpoint(norm=other).load(tmp_path / "run")
-        assert other.num_batches_tracked == 1
+        class Newer(nn.Linear):
+            _version, found = 3, None
+
+            def _load_from_state_dict(self, state, prefix, metadata, *args):
+                self.found = metadata.get("version")
+                super()._load_from_state_dict(state, prefix, metadata, *args)
+
+        RunCheckpoint(part=Newer(1, 1)).save(tmp_path / "run")
+        loaded = Newer(1, 1)
+        RunCheckpoint(part=loaded).load(tmp_path / "run")
+        assert loaded.found == 3
 
     def test_plain_values_are_updated_in_place(self, tmp_path):
         saved, found, curve = {"step": 3, "best": 0.1}, {"step": 0, "other": 1}, [1.0]
