@@ -13,6 +13,7 @@ from torchrl_kl import (
     ExponentialKLController,
     KLConstrainedTransform,
     KLController,
+    KLStatistics,
     PIDKLController,
     PlannedKLController,
 )
@@ -111,6 +112,35 @@ def test_a_state_that_is_assigned_keeps_the_tensors(dtype):
     assert all(one is other for one, other in zip(before, loaded.buffers(), strict=True))
     assert [one.item() for one in before] == [value.item() for value in state.values()]
     assert {one.dtype for one in loaded.buffers()} == {torch.float64}
+
+
+class Trend(ExponentialKLController):
+    """Its own buffer is set anew, not in place, and was registered as an integer."""
+
+    def __init__(self):
+        super().__init__(1.0, 0.5)
+        self.register_buffer("mean", torch.tensor(0))
+
+    def _next_coeff(self, kl, n_steps):
+        before = self.mean
+        self.mean = 0.5 * before + 0.5 * kl
+        return self.coeff.item() + (self.mean - before).item()
+
+
+def test_a_buffer_of_a_subclass_that_is_set_anew_leaves_the_former_one():
+    assert Trend().update(0.7, 1) == pytest.approx(1.35)
+
+
+def test_a_parameter_is_no_coefficient():
+    with pytest.raises(TypeError, match="`coeff` must be a number, got Parameter"):
+        ExponentialKLController(1.0, 0.5).coeff = torch.nn.Parameter(torch.ones(()))
+
+
+def test_a_state_is_assigned_to_what_was_built_on_the_meta_device():
+    with torch.device("meta"):
+        pool = KLStatistics()
+    pool.load_state_dict(KLStatistics().add(torch.tensor([1.0, 2.0])).state_dict(), assign=True)
+    assert pool.mean == 1.5
 
 
 def test_what_was_pooled_in_another_unit_is_not_loaded():

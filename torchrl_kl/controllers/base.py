@@ -64,9 +64,11 @@ class KLController(Float64State, ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "coeff":  # as one number, in place: transforms, losses and workers have it
-            value = value.tolist() if isinstance(value, Tensor) else value
-            value = self.coeff.new_tensor(check_number(name, value, at_least=0.0))
-        elif name in self._ranges:
+            # A parameter would be read here, but never learned: it is no number.
+            value = value.tolist() if type(value) is Tensor else value
+            self.coeff.fill_(check_number(name, value, at_least=0.0))
+            return
+        if name in self._ranges:
             bounds = {
                 kind: getattr(self, bound) if isinstance(bound, str) else bound
                 for kind, bound in self._ranges[name].items()

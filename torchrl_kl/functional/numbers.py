@@ -17,16 +17,13 @@ _BOUNDS = {"above": gt, "at_least": ge, "below": lt, "at_most": le}
 class Float64State(nn.Module):
     """A module whose buffers move between devices but keep their dtype, even in `module.half()`.
 
-    A tensor of the same shape that is assigned to a buffer, as by `load_state_dict(assign=True)`,
-    is copied into it: others may have the buffer, too.
+    `load_state_dict(assign=True)` changes them in place, too: others may have them.
     """
 
-    def __setattr__(self, name, value):
-        buffer = self.__dict__.get("_buffers", {}).get(name)
-        if isinstance(buffer, Tensor) and isinstance(value, Tensor) and buffer.shape == value.shape:
-            buffer.copy_(value.detach())
-        else:
-            super().__setattr__(name, value)
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if not any(buffer.is_meta for buffer in self.buffers(recurse=False)):  # those hold nothing
+            local_metadata = local_metadata | {"assign_to_params_buffers": False}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _apply(self, fn, recurse=True):
         before = dict(self._buffers)
