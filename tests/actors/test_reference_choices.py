@@ -27,6 +27,7 @@ from tests.helpers import (
     with_transforms,
 )
 from torchrl_kl import (
+    AdaptiveKLController,
     FrozenActor,
     KLConstrainedTransform,
     KLKeys,
@@ -75,7 +76,9 @@ def test_a_reference_with_actions_of_another_encoding_is_refused(kinds):
         batch = policy(batch).set("next", TensorDict(reward=torch.zeros(*shape, 1)))
         stack = KLConstrainedTransform(policy, 0.1, reference=reference)
         loss = KLPenaltyLoss(policy, 0.1, reference=reference, gradient="k2")
-        for score in (stack, loss):
+        controller = AdaptiveKLController("plan", 0.5, 1000, per="step")
+        planned = KLPenaltyLoss(policy, controller, reference=reference)
+        for score in (stack, loss, planned.update_controller):
             with pytest.raises(ValueError, match="policy and reference must have the same actions"):
                 score(batch)
         KLPenaltyLoss(policy, 0.1, reference=reference)(batch)  # which reads no action

@@ -124,7 +124,7 @@ def drawn_log_ratio(
     """Log of the ratio of the policy that drew the actions to the reference, nats, of `shape`."""
     # That policy may be an earlier one, whose log-prob is what was recorded.
     log_prob = policy.log_prob(action).detach() if recorded is None else recorded.detach()
-    ref_log_prob = reference.log_prob(action)
+    ref_log_prob = log_prob_of(reference, action)
     return sum_action_dims(log_prob, shape) - sum_action_dims(ref_log_prob, shape)
 
 
