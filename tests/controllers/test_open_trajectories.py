@@ -163,9 +163,10 @@ class TestIdentity:
     def test_what_former_collectors_left_truncated_delays_nothing(self):
         trajectories = OpenTrajectories()
 
-        def collect(n_batches, value):
+        def collect(n_batches, value, ids_apart=1):
             for n in range(n_batches):
-                row = self.one(n, 10 * value + n, value + n, is_init=True, truncated=[True])
+                flags = {"is_init": True, "truncated": [True]}
+                row = self.one(ids_apart * n, 10 * value + n, value + n, **flags)
                 yield self.add(trajectories, row)[1]
 
         assert [*collect(2, 10.0)] == [[], [10.0]]
@@ -175,6 +176,8 @@ class TestIdentity:
         resumed.load_state_dict(trajectories.state_dict())
         trajectories = resumed
         assert [*collect(4, 30.0)] == [[24.0], [30.0], [31.0], [32.0]]
+        # Ids are left out where a collector resets its envs between batches.
+        assert [*collect(5, 40.0, 2)] == [[21.0], [40.0], [33.0], [42.0], [43.0]]
 
     def test_joined_batches_of_a_collector_that_begins_do_not_follow_those_of_another(self):
         """Later rows have later ids than what the other has left, but the first ones do not."""

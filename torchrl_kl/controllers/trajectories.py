@@ -183,17 +183,17 @@ class OpenTrajectories:
         """The totals of truncated trajectories that are over, since this batch follows theirs."""
         calls = {one.call for one in links.resumed.values()}
         # If it goes on with none at all, it follows one that waits to be followed and that has
-        # earlier ids in all rows: those of a collector that begins are not later ones. It is the
-        # earliest, but for those that end before the id before its own, as of a former collector.
+        # earlier ids in all rows: those of a collector that begins are not later ones. Of several,
+        # as of other collectors, it is the one whose ids end nearest to where its own begin.
         if judge and not calls:
-            earlier = (
+            earlier = [
                 call
                 for call, ids in self._unfollowed.items()
                 if all(map(lt, ids, chain(first_ids, repeat(first_ids[-1]))))
-            )
-            lowest = min(first_ids)
-            distant = {call: max(self._unfollowed[call]) + 1 < lowest for call in earlier}
-            calls = set(sorted(distant, key=lambda call: distant[call])[:1])
+            ]
+            expected = min(first_ids) - 1
+            earlier.sort(key=lambda call: abs(max(self._unfollowed[call]) - expected))
+            calls = set(earlier[:1])
         for call in calls:
             self._unfollowed.pop(call, None)
         if judge or calls:
