@@ -29,6 +29,7 @@ from torchrl_kl import (
     as_steps,
     sample_responses,
 )
+from torchrl_kl.monitor import sampler_check
 from torchrl_kl.monitor.diagnosis import N_ALTERNATIVES, log_ratios, take
 from torchrl_kl.monitor.texts import TEXT_CONDITIONS, TextFaults, insert
 
@@ -169,7 +170,7 @@ class TestCutTokens:
         ((n, message),) = found
         assert n > 0
         assert message.condition == "tokens_cut"
-        assert f"No response has the end token {END}, though by the actor's" in message.text
+        assert f"is the end token {END}, though by the actor's" in message.text
         assert "name `eos_token` here and for `as_steps`" in message.text
 
     def test_several_end_tokens_are_missed(self):
@@ -193,7 +194,7 @@ class TestCutTokens:
                 ]
                 texts |= of_samples(monitor(texts_of(list(prompts), parts[0], parts[1])))
             assert set(texts) == ({"tokens_cut"} if cut else set())
-        assert "No response has the end tokens 1 and 2, though" in texts["tokens_cut"]
+        assert "is one of the end tokens 1 and 2, though" in texts["tokens_cut"]
 
     def test_end_tokens_that_are_suppressed_are_not_cut_out(self):
         model = make_gpt()
@@ -217,6 +218,21 @@ class TestCutTokens:
             )
         assert set(said) == {"sampler_disagrees"}
         assert "the sampler seems to suppress it (min_new_tokens" in said["sampler_disagrees"]
+
+    def test_end_tokens_that_only_first_steps_lack_are_not_cut_out(self, monkeypatch):
+        """Of a large vocabulary, only the first steps of the responses are looked at."""
+        monkeypatch.setattr(sampler_check, "_TABLE_SIZE", N_TOKENS * 32)
+        model = make_gpt()
+        monitor, said, n_ended = texts_monitor(model), {}, 0
+        for _ in range(10):
+            rows = [row for row in zip(*sample_texts(model, 64), strict=True) if row[1][0] != END]
+            prompts, responses, recorded = (list(part) for part in zip(*rows[:32], strict=True))
+            n_ended += sum(int(row[-1] == END) for row in responses)
+            said |= of_samples(monitor(texts_of(prompts, responses, recorded)))
+        assert n_ended
+        assert set(said) == {"sampler_disagrees"}
+        assert "None of 32 tokens that were looked at is the end token" in said["sampler_disagrees"]
+        assert "As other tokens of this batch are, the sampler" in said["sampler_disagrees"]
 
     def test_tokens_are_put_in_before_a_step(self):
         model = make_gpt()

@@ -69,7 +69,8 @@ class TextCheck(SamplerCheck):
         lengths = counted.sum(1)
         counts[4] = min(counts[4] or int(lengths.max()), int(lengths.min()))
         counts[5] = max(counts[5], int(lengths.max()))
-        condition, finding = self._unlike_model(table, pooled, same_length=counts[4] == counts[5])
+        drawn = None if counts[4] == counts[5] else steps.get(self.action_keys[0])[counted]
+        condition, finding = self._unlike_model(table, pooled, drawn)
         looks[condition] = looks[condition] or finding
         return looks
 
@@ -90,9 +91,12 @@ class TextCheck(SamplerCheck):
         return table._replace(index=places[rows][:, first].flatten()[table.index])
 
     def _unlike_model(
-        self, table: Any, pooled: PooledEvidence | None, *, same_length: bool
+        self, table: Any, pooled: PooledEvidence | None, drawn: Tensor | None
     ) -> tuple[str, Finding | None]:
-        """A condition, and what speaks for it: tokens that the model did not draw, or never."""
+        """A condition, and what speaks for it: tokens that the model did not draw, or never.
+
+        `drawn`: all tokens of the batch; None if all responses have the same length.
+        """
         best, finding = self._unlike_actor(table, pooled, (self._ends, self._pads))
         tokens = {NEVER_EOS: self._ends, NEVER_PAD: self._pads}.get(best)
         if finding is None or not tokens:
@@ -100,8 +104,11 @@ class TextCheck(SamplerCheck):
         name = "end" if best == NEVER_EOS else "pad"
         ids = [token for token in tokens if token < table.log_probs.shape[-1]]
         expected = table.log_probs[:, ids].exp().sum().item()
-        nats = finding[1]["evidence"]
-        return never_drawn(tokens, name, expected, nats, same_length=same_length)
+        nats, why = finding[1]["evidence"], "all responses have the same length"
+        if drawn is not None:
+            seen = bool(torch.isin(drawn, drawn.new_tensor(tokens)).any())
+            why = "other tokens of this batch are" if seen else None
+        return never_drawn(tokens, name, len(table.index), expected, nats, why)
 
 
 def _advise(finding: Finding, advice: str) -> Finding:

@@ -223,25 +223,26 @@ def _from_a_place_on(differs: Tensor, gap: Tensor) -> Finding:
 
 
 def never_drawn(
-    tokens: tuple[int, ...], name: str, expected: float, nats: float, *, same_length: bool
+    tokens: tuple[int, ...], name: str, n_steps: int, expected: float, nats: float, why: str | None
 ) -> tuple[str, Finding]:
-    """Of tokens that no response has, though the actor gives them a probability.
+    """Of tokens that none of `n_steps` has, though the actor gives them a probability.
 
-    `expected`: the sum of these probabilities; `nats`: the evidence. Returns a condition, too: the
-    sampler draws no such token if responses have the `same_length`, else it was cut out.
+    `expected`: the sum of these probabilities; `nats`: the evidence. Returns a condition, too:
+    `why` the sampler seems to suppress them, or they were cut out.
     """
-    which = f"token {tokens[0]}" if len(tokens) == 1 else f"tokens {' and '.join(map(str, tokens))}"
+    ids = " and ".join(map(str, tokens))
+    which = f"the {name} token {ids}" if len(tokens) == 1 else f"one of the {name} tokens {ids}"
     start = (
-        f"No response has the {name} {which}, though by the actor's probabilities this batch "
-        f"should have about {expected:.2g}; by chance this happens with a probability of at most "
-        f"{chance(nats)}. "
+        f"None of {n_steps} tokens that were looked at is {which}, though by the actor's "
+        f"probabilities about {expected:.2g} should be; by chance this happens with a probability "
+        f"of at most {chance(nats)}. "
     )
     figures = {"evidence": nats, "expected": expected}
-    if same_length:
+    if why is not None:
         text = (
-            f"The sampler and the actor disagree. {start}As all responses have the same length, "
-            "the sampler seems to suppress it (min_new_tokens, ignore_eos, suppress_tokens, or "
-            "top-k). Let the actor give it no probability either, or let the sampler draw it."
+            f"The sampler and the actor disagree. {start}As {why}, the sampler seems to suppress "
+            "it (min_new_tokens, ignore_eos, suppress_tokens, or top-k). Let the actor give it no "
+            "probability either, or let the sampler draw it."
         )
         return "sampler_disagrees", (text, figures)
     return "tokens_cut", (f"Tokens were cut out of responses. {start}{_KEEP_TOKENS}", figures)
