@@ -14,9 +14,10 @@ far, and `--resume` continues with the same numbers as without a stop.
 
 Glossary of the metrics (in log/<run>, one value per batch of responses):
     proxy, gold    mean rewards, in standard deviations above the mean of the language model
-    kl             mean of sum_t log pi - log pi_ref over a response, nats
+    kl             mean of sum_t KL(pi || pi_ref) of the next token over a response, nats
     coeff          the coefficient that the batch was penalized with, reward per nat
-    perplexity     of the responses under the language model: exp of minus the mean log-prob
+    perplexity     of the responses under the language model at the temperature of the policy:
+                   exp of minus the mean log-prob
     distinct_2     different pairs of neighbouring tokens per pair, over all responses of the batch
     kl_old_policy  mean of log pi_old - log pi per token at the last update on a batch, nats
 """
