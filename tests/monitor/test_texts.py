@@ -131,6 +131,17 @@ class TestFirstToken:
         assert "the actor's at temperature 0.7. Divide" in said["sampler_disagrees"]
         assert "TransformersWrapper records log-probs at temperature 1" in said["sampler_disagrees"]
 
+    def test_zeros_of_a_cold_sampler_are_its_own(self):
+        """Where one token is all but certain for the sampler, its log-prob is recorded as 0."""
+        model = make_gpt()
+        prompts, responses, recorded = sample_texts(model, temperature=0.05)
+        zeros = torch.stack([row[0] for row in recorded]) == 0
+        assert zeros.any()
+        assert not zeros.all()
+        said = of_samples(texts_monitor(model)(texts_of(prompts, responses, recorded)))
+        assert set(said) == {"sampler_disagrees"}
+        assert "the actor's at temperature 0.05" in said["sampler_disagrees"]
+
     def test_zeros_alone_are_another_fault(self):
         model = make_gpt()
         prompts, responses, recorded = sample_texts(model)
