@@ -6,11 +6,16 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import InteractionType, TensorDictModule
+from tensordict.nn import (
+    CompositeDistribution,
+    InteractionType,
+    NormalParamExtractor,
+    TensorDictModule,
+)
 from torch import nn
-from torch.distributions import Categorical
+from torch.distributions import Bernoulli, Categorical, Normal
 from torch.distributions import OneHotCategorical as OneHot
-from torchrl.modules import OneHotCategorical
+from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 
 from tests.adapters import adapted_actor
 from tests.helpers import (
@@ -23,6 +28,7 @@ from tests.helpers import (
     make_actor,
     play,
     probabilistic_actor,
+    sequence,
     total,
     with_transforms,
 )
@@ -82,6 +88,57 @@ def test_a_reference_with_actions_of_another_encoding_is_refused(kinds):
             with pytest.raises(ValueError, match="policy and reference must have the same actions"):
                 score(batch)
         KLPenaltyLoss(policy, 0.1, reference=reference)(batch)  # which reads no action
+
+
+@pytest.mark.parametrize("kind", [IndependentNormal, TanhNormal, Normal, Bernoulli])
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+def test_a_reference_with_actions_of_another_size_is_refused(kind, sizes):
+    """One number is broadcast to several, and the log-prob is that of other actions."""
+
+    def actor(size: int) -> Any:
+        keys = ["logits"] if kind is Bernoulli else ["loc", "scale"]
+        parts = [] if kind is Bernoulli else [NormalParamExtractor()]
+        net = nn.Sequential(nn.Linear(N_OBS, len(keys) * size), *parts)
+        module = TensorDictModule(net, ["observation"], keys)
+        options = {"distribution_class": kind, "return_log_prob": True}
+        return probabilistic_actor(module, in_keys=keys, **options)
+
+    policy, reference = map(actor, sizes)
+    for shape in [(), (1,), (2, 3)]:
+        batch = policy(TensorDict(observation=torch.randn(*shape, N_OBS), batch_size=shape))
+        batch["next"] = TensorDict(reward=torch.zeros(*shape, 1))
+        stack = KLConstrainedTransform(policy, 0.1, reference=reference)
+        loss = KLPenaltyLoss(policy, 0.1, reference=reference, gradient="k2")
+        for score in (stack, loss):
+            with pytest.raises(ValueError, match="policy and reference must have the same actions"):
+                score(batch)
+
+
+@pytest.mark.parametrize("kinds", [(OneHotCategorical, Categorical), (Categorical, OneHot)])
+def test_a_part_of_an_action_in_another_encoding_is_refused(kinds):
+    def actor(kind: type) -> Any:
+        heads = [
+            TensorDictModule(
+                nn.Linear(N_OBS, N_ACTIONS), ["observation"], [("params", name, "logits")]
+            )
+            for name in "ab"
+        ]
+        return probabilistic_actor(
+            sequence(*heads),
+            in_keys=["params"],
+            out_keys=["a", "b"],
+            distribution_class=CompositeDistribution,
+            distribution_kwargs={"distribution_map": {"a": Categorical, "b": kind}},
+            return_log_prob=True,
+        )
+
+    policy, reference = map(actor, kinds)
+    for shape in [(), (1,), (N_ACTIONS, N_ACTIONS)]:
+        batch = policy(TensorDict(observation=torch.randn(*shape, N_OBS), batch_size=shape))
+        batch["next"] = TensorDict(reward=torch.zeros(*shape, 1))
+        KLConstrainedTransform(policy, 0.1)(batch)
+        with pytest.raises(ValueError, match="policy and reference must have the same actions"):
+            KLConstrainedTransform(policy, 0.1, reference=reference)(batch)
 
 
 def scoring_actor() -> Any:

@@ -16,18 +16,10 @@ from tensordict.nn import (
     TensorDictParams,
 )
 from torch import Tensor, nn
-from torch.distributions import Categorical, Distribution
-from torch.distributions import OneHotCategorical as OneHot
+from torch.distributions import Categorical, Distribution, OneHotCategorical
 from torch.overrides import TorchFunctionMode
 from torchrl.envs.utils import exploration_type
-from torchrl.modules import (
-    ConsistentDropoutModule,
-    DTActor,
-    MaskedCategorical,
-    MaskedOneHotCategorical,
-    OneHotCategorical,
-    OnlineDTActor,
-)
+from torchrl.modules import ConsistentDropoutModule, DTActor, LLMMaskedCategorical, OnlineDTActor
 
 from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling, sum_action_dims
 from torchrl_kl._torchrl import indices_of
@@ -35,9 +27,9 @@ from torchrl_kl._torchrl import indices_of
 _PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
 DIST_METHODS = ("get_dist", "get_dist_params", "build_dist_from_params")
 _LOG_PROBS = [kind.log_prob for kind in _PROBABILISTIC]
-# Whether their actions are one-hot vectors, and not numbers.
-_ONE_HOT = dict.fromkeys((Categorical, MaskedCategorical), False)
-_ONE_HOT |= dict.fromkeys((OneHot, OneHotCategorical, MaskedOneHotCategorical), True)
+# Those that do not all say by their `event_shape` whether actions are numbers or one-hot vectors.
+_CATEGORICAL = (Categorical, LLMMaskedCategorical, OneHotCategorical)
+_LIBRARIES = ("tensordict", "torch", "torchrl")
 
 
 def check_actor(actor: nn.Module) -> None:
@@ -274,6 +266,8 @@ def _log_prob(
     if not return_composite:
         dist = _get_dist(actor, inputs, plain)
         if isinstance(dist, CompositeDistribution):
+            for key, part in dist.dists.items():
+                check_shape(part, actions[unravel_key(key)])
             return actor.log_prob(_with(inputs, actions), dist=dist)
         return log_prob_of(dist, actions[action_keys[0]])
     # Parts that are drawn one after another are scored each after those before it. (The actor's
@@ -293,19 +287,31 @@ def _log_prob(
 
 
 def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
-    """The log-prob of an action (*B, ...); ValueError if it is a number where `dist` has vectors.
+    """The log-prob of an action (*B, ...); ValueError if it has not the shape of those of `dist`.
 
-    Or a vector for numbers: both are broadcast, to the log-prob of other actions.
+    It would be broadcast, to the log-prob of other actions.
     """
-    one_hot = _ONE_HOT.get(type(dist))
-    if one_hot is not None and action.ndim != len(dist.batch_shape) + one_hot:
-        kind, other = ("one-hot vectors", "numbers") if one_hot else ("numbers", "one-hot vectors")
-        raise ValueError(
-            f"policy and reference must have the same actions, got {type(dist).__name__} of shape "
-            f"{tuple(dist.batch_shape)}, which takes {kind}, for actions of shape "
-            f"{tuple(action.shape)}: if these are {other}, build both with the same class."
-        )
+    check_shape(dist, action)
     return dist.log_prob(action)
+
+
+def check_shape(dist: Distribution, action: Tensor) -> None:
+    """ValueError for actions of another shape than those of a distribution of a library."""
+    name, n = type(dist).__name__, len(dist.batch_shape)
+    if type(dist).__module__.partition(".")[0] not in _LIBRARIES:
+        return  # the user's own may not say its shape
+    takes, batch, event = "actions", action.shape[:n], action.shape[n:]
+    if isinstance(dist, _CATEGORICAL):
+        takes = "one-hot vectors" if "OneHot" in name else "numbers"
+        fits = len(event) == ("OneHot" in name)
+    else:
+        fits = event == dist.event_shape
+    if batch != dist.batch_shape or not fits:
+        raise ValueError(
+            f"policy and reference must have the same actions, got {name}, which takes {takes} of "
+            f"shape {tuple(dist.batch_shape + dist.event_shape)}, for actions of shape "
+            f"{tuple(action.shape)}: build both for actions of one kind and number."
+        )
 
 
 def _with(inputs: TensorDictBase, entries: dict[NestedKey, Any]) -> TensorDictBase:
