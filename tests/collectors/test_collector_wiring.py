@@ -154,7 +154,8 @@ class TestOneProcess:
     @WHERE
     @pytest.mark.parametrize("make_env", [walk, corridor])
     def test_a_stack_may_serve_two_collectors_in_turn(self, where, make_env):
-        stack, _ = spied()
+        stack, controller = spied()
+        finished = []
         arguments: Any = {"where": where, "frames_per_batch": 15, "total_frames": 60}
         collectors = [
             kl_collector(Collector, make_env, policy(), stack, **arguments) for _ in range(2)
@@ -167,6 +168,11 @@ class TestOneProcess:
                     sums[trajectory] += step["next", "kl"].item()
                     running = step["next", "episode_kl"].item()
                     assert running == pytest.approx(sums[trajectory], abs=1e-5)
+                    if step["next", "done"]:
+                        finished.append(running)
+        assert sum(n for _, n in controller.calls) == len(finished)
+        told = sum(kl * n for kl, n in controller.calls)
+        assert told == pytest.approx(sum(finished), abs=1e-4)
 
     def test_two_plain_collectors_need_a_stream_each(self):
         """Ids and states of the two are equal: without streams, nothing would tell them apart."""
