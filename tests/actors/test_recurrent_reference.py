@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 from torch.distributions import Categorical
 from torch.testing import assert_close
@@ -249,6 +249,23 @@ def test_the_last_call_is_carried_on_only_by_the_step_that_follows():
     # The step that does follow is carried on.
     transform(without_kl(batch[:6]))
     assert_same(ref_log_prob(transform, without_kl(batch[6:])), batch["next", "ref_log_prob"][6:])
+
+
+def test_a_nested_observation_tells_too_which_step_follows():
+    actor, key = make_actor("lstm"), ("sensors", "observation")
+    env = with_transforms(WalkEnv((), longest=40), *memory_of(actor))
+    batch = collect(env, moved(actor), frames=9, batches=1, seed=3)[0]
+    for step in (batch, batch["next"]):
+        step[key] = step.pop("observation")
+    reads = TensorDictModule(nn.Identity(), in_keys=[key], out_keys=["observation"])
+    nested = ProbabilisticTensorDictSequential(reads, *actor)
+    whole = ref_log_prob(ReferenceModelLogProbTransform(nested), batch.clone())
+    transform = ReferenceModelLogProbTransform(nested)
+    transform(batch[:6].clone())
+    with pytest.raises(RuntimeError, match="begins inside a trajectory and the state"):
+        transform(batch[3:9].clone())
+    transform(batch[:6].clone())
+    assert_same(ref_log_prob(transform, batch[6:].clone()), whole[6:])
 
 
 def test_two_recurrent_references_do_not_share_a_state():

@@ -239,6 +239,8 @@ def test_attaching_and_casting_leave_the_policy_where_and_as_it_is():
     assert actor.training
     assert all(p.dtype == torch.float32 and p.device.type == "cpu" for p in actor.parameters())
     assert actor[0].module.up.weight.requires_grad
+    actor.double()
+    assert switched.reference.dtype == torch.float64  # that of the policy, whenever it is asked
 
 
 @pytest.mark.parametrize("training", [True, False])
