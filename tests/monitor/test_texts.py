@@ -313,6 +313,21 @@ class TestOtherTokens:
         assert monitor.counts["retokenised"].batches == 0
         assert monitor.counts["tokens_cut"].batches == 0
 
+    def test_a_temperature_is_not_taken_for_it_where_prompts_are_longer_than_responses(self):
+        model = make_gpt()
+        batch = texts_of(*sample_texts(model, 16, 6, temperature=0.7, shortest=20))
+        (message,) = texts_monitor(model)(batch)
+        assert message.condition == "sampler_disagrees"
+        assert "the actor's at temperature 0.7. Divide" in message.text
+
+    def test_a_difference_at_the_last_tokens_alone_is_not_taken_for_it(self):
+        model = make_gpt()
+        prompts, responses, recorded = sample_texts(model)
+        for row in recorded:
+            row[-1] -= 1.0
+        (message,) = texts_monitor(model)(texts_of(prompts, responses, recorded))
+        assert message.condition == "sampler_disagrees"
+
 
 class TestSampler:
     """Log-probs of temperature 1, whatever was sampled at."""

@@ -34,10 +34,13 @@ def texts_of(prompts: list[Any], responses: list[Any], log_probs: list[Any]) -> 
     return lazy_stack(rows)
 
 
-def sample_texts(model: GPT, n: int = 16, n_tokens: int = 30, *, temperature: float = 1.0) -> Any:
+def sample_texts(
+    model: GPT, n: int = 16, n_tokens: int = 30, *, temperature: float = 1.0, shortest: int = 2
+) -> Any:
     """Prompts, responses that end with the end token or are cut off, and their log-probs."""
     actor = CausalLMActor(model, temperature=temperature)
-    starts = [torch.randint(2, N_TOKENS, (int(size),)) for size in torch.randint(2, 6, (n,))]
+    sizes = torch.randint(shortest, shortest + 4, (n,)).tolist()  # of the prompts
+    starts = [torch.randint(2, N_TOKENS, (size,)) for size in sizes]
     steps = sample_responses(actor, starts, n_tokens, pad_token=PAD, eos_token=END)
     mask = steps["collector", "mask"]
     responses = [row[keep] for row, keep in zip(steps["action"], mask, strict=True)]
