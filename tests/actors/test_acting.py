@@ -32,6 +32,9 @@ def test_a_step_in_which_one_action_is_allowed_is_not_that_of_a_random_policy(ac
     batch = actor(TensorDict(observation=torch.randn(3, 3), mask=mask, batch_size=3))
     acting, log_prob = Acting.of(actor, FrozenActor(actor).recorded), batch["action_log_prob"]
     assert acting.random_steps(batch, log_prob, None) is None
+    told_nothing = batch.select("observation", "action", "action_log_prob")
+    assert acting.random_steps(told_nothing, log_prob, None) is None
+    assert acting.random_steps(batch[:0], log_prob[:0], None) is None
     # A frame of a random policy: the collector has filled in zeros, and no mask forces its action.
     batch["mask"][0] = True
     random = acting.random_steps(batch, log_prob, None)

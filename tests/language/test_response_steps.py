@@ -118,6 +118,21 @@ class TestSteps:
         log_probs = ResponseKLTransform(gpt, COEFF, **options)(batch)["log_probs", "full"]
         assert log_probs.isfinite().sum(1).tolist() == [2, 3, 4]
 
+    def test_an_end_token_alone_is_a_response_where_prompts_end_with_one_too(self):
+        full = torch.tensor([[5, 6, 3, 3, 3, 3], [5, 6, 3, 7, 3, 3]])
+        batch = TensorDict(tokens={"full": full, "prompt": full[:, :3]}, batch_size=2)
+        steps = as_steps(batch, pad_token=3, eos_token=3)
+        assert steps["collector", "mask"].sum(1).tolist() == [1, 2]
+        assert steps["action"][0, 0] == 3
+        assert steps["next", "terminated"].sum((1, 2)).tolist() == [1, 1]
+
+    def test_a_text_of_which_the_mask_leaves_nothing_has_no_response(self):
+        full = torch.tensor([[5, 6, 7, 8], [0, 0, 0, 0]])
+        batch = TensorDict(tokens={"full": full, "prompt": full[:, :2]}, batch_size=2)
+        batch["masks"] = TensorDict(all_attention_mask=full > 0, batch_size=2)
+        steps = as_steps(batch, pad_token=0, eos_token=9)
+        assert steps["collector", "mask"].sum(1).tolist() == [2, 0]
+
     @pytest.mark.parametrize("token", [-1, None])
     def test_a_configuration_without_an_end_token(self, token):
         gpt = GPT(11, 8)
