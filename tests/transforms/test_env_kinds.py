@@ -334,3 +334,15 @@ def test_another_policy_that_steps_the_env_is_refused_after_the_stack(make):
             for actor in (moved(make_actor()), make_actor())
         )
     assert_close(penalty, 0.1 * (policy - reference).unsqueeze(-1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["categorical", "lstm"])
+def test_what_the_env_reads_itself_stays_in_its_spec(kind):
+    actor = make_actor(kind)
+    memory = memory_of(actor) if kind == "lstm" else []
+    env = with_transforms(WalkEnv((2,)), *memory, KLConstrainedTransform(actor, 0.1))
+    before = with_transforms(WalkEnv((2,)), *memory_of(actor)) if memory else WalkEnv((2,))
+    own = before.state_spec
+    assert "observation" in own.keys()
+    for key, spec in own.items(True, True):
+        assert env.state_spec[key] == spec
