@@ -25,14 +25,14 @@ settings.load_profile("torchrl_kl")
 
 # Envs without a seed would draw other states in each run of a test.
 _seeds = itertools.count()
-_set_seed, _np_random = DigitLanguageEnv._set_seed, seeding.np_random
+set_env_seed, _np_random = DigitLanguageEnv._set_seed, seeding.np_random
 
 
 def _any(seed: int | None) -> int:
     return 1000 + next(_seeds) if seed is None else seed
 
 
-DigitLanguageEnv._set_seed = lambda self, seed: _set_seed(self, _any(seed))
+DigitLanguageEnv._set_seed = lambda self, seed: set_env_seed(self, _any(seed))
 seeding.np_random = lambda seed=None: _np_random(_any(seed))
 
 

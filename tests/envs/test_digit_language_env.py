@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, assert_close
 from torchrl.envs import SerialEnv, StepCounter, TransformedEnv, step_mdp
 
+from tests.conftest import set_env_seed
 from tests.laws.env_laws import EnvLaws
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
 
@@ -271,6 +272,10 @@ class TestPrompt:
 
 
 class TestSeeds:
+    @pytest.fixture(autouse=True)
+    def without_seeds_of_the_tests(self, monkeypatch):
+        monkeypatch.setattr(DigitLanguageEnv, "_set_seed", set_env_seed)
+
     @pytest.fixture
     def reset(self):
         return lambda **kwargs: DigitLanguageEnv(batch_size=(8,), **kwargs).reset()["tokens"]
