@@ -1,5 +1,6 @@
 """What the argument `reference` may be: an actor, a FrozenActor, a context; and what it may not."""
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,11 +11,13 @@ from tensordict.nn import (
     CompositeDistribution,
     InteractionType,
     NormalParamExtractor,
+    ProbabilisticTensorDictSequential,
     TensorDictModule,
 )
 from torch import nn
-from torch.distributions import Bernoulli, Categorical, Normal
+from torch.distributions import Bernoulli, Categorical, Independent, Normal
 from torch.distributions import OneHotCategorical as OneHot
+from torch.testing import assert_close
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 
 from tests.adapters import adapted_actor
@@ -139,6 +142,52 @@ def test_a_part_of_an_action_in_another_encoding_is_refused(kinds):
         KLConstrainedTransform(policy, 0.1)(batch)
         with pytest.raises(ValueError, match="policy and reference must have the same actions"):
             KLConstrainedTransform(policy, 0.1, reference=reference)(batch)
+
+
+def test_one_hot_vectors_that_are_one_action_are_scored():
+    """TorchRL's OneHotCategorical has no `event_shape`, and then `Independent` has none of it."""
+
+    def actor(base: Any) -> Any:
+        layers = nn.Sequential(nn.Linear(N_OBS, 2 * 3), nn.Unflatten(-1, (2, 3)))
+        net = TensorDictModule(layers, ["observation"], ["logits"])
+        return probabilistic_actor(
+            net,
+            in_keys=["logits"],
+            distribution_class=lambda logits: Independent(base(logits=logits), 1),
+            default_interaction_type=InteractionType.RANDOM,
+            return_log_prob=True,
+        )
+
+    policy, reference = actor(OneHotCategorical), actor(OneHotCategorical)
+    for shape in [(), (1,), (2, 3)]:
+        batch = policy(TensorDict(observation=torch.randn(*shape, N_OBS), batch_size=shape))
+        batch["next"] = TensorDict(reward=torch.zeros(*shape, 1))
+        scored = KLConstrainedTransform(policy, 0.1, reference=reference)(batch.clone())
+        of_reference = reference[0](batch.clone())["logits"].log_softmax(-1)
+        log_prob = of_reference[batch["action"].bool()].unflatten(0, (*shape, 2)).sum(-1)
+        assert_close(scored["next", "ref_log_prob"].view(shape), log_prob)
+        with pytest.raises(ValueError, match="policy and reference must have the same actions"):
+            KLConstrainedTransform(policy, 0.1, reference=actor(Categorical))(batch)
+
+
+class Prior(ProbabilisticTensorDictSequential):
+    """A reference that is the same in all states."""
+
+    def get_dist(self, *args: Any, **kwargs: Any) -> Any:
+        return Normal(torch.zeros(2), torch.ones(2))
+
+
+def test_a_reference_may_be_the_same_in_all_states():
+    net = nn.Sequential(nn.Linear(N_OBS, 4), NormalParamExtractor())
+    module = TensorDictModule(net, ["observation"], ["loc", "scale"])
+    options = {"distribution_class": Normal, "return_log_prob": True}
+    policy = probabilistic_actor(module, in_keys=["loc", "scale"], **options)
+    for shape in [(), (1,), (3, 5)]:
+        batch = policy(TensorDict(observation=torch.randn(*shape, N_OBS), batch_size=shape))
+        batch["next"] = TensorDict(reward=torch.zeros(*shape, 1))
+        scored = KLConstrainedTransform(policy, 0.1, reference=Prior(*policy))(batch)
+        log_prob = -0.5 * (batch["action"] ** 2 + math.log(2 * math.pi)).sum(-1)
+        assert_close(scored["next", "ref_log_prob"].view(shape), log_prob)
 
 
 def scoring_actor() -> Any:

@@ -16,7 +16,7 @@ from tensordict.nn import (
     TensorDictParams,
 )
 from torch import Tensor, nn
-from torch.distributions import Categorical, Distribution, OneHotCategorical
+from torch.distributions import Categorical, Distribution, Independent, OneHotCategorical
 from torch.overrides import TorchFunctionMode
 from torchrl.envs.utils import exploration_type
 from torchrl.modules import ConsistentDropoutModule, DTActor, LLMMaskedCategorical, OnlineDTActor
@@ -297,20 +297,23 @@ def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
 
 def check_shape(dist: Distribution, action: Tensor) -> None:
     """ValueError for actions of another shape than those of a distribution of a library."""
-    name, n = type(dist).__name__, len(dist.batch_shape)
+    while isinstance(dist, Independent):  # which has the same actions
+        dist = dist.base_dist
+    name, batch = type(dist).__name__, dist.batch_shape
     if type(dist).__module__.partition(".")[0] not in _LIBRARIES:
         return  # the user's own may not say its shape
-    takes, batch, event = "actions", action.shape[:n], action.shape[n:]
     if isinstance(dist, _CATEGORICAL):
-        takes = "one-hot vectors" if "OneHot" in name else "numbers"
-        fits = len(event) == ("OneHot" in name)
-    else:
-        fits = event == dist.event_shape
-    if batch != dist.batch_shape or not fits:
+        takes, n_dims = ("one-hot vectors", 1) if "OneHot" in name else ("numbers", 0)
+        fits = action.shape[: len(batch)] == batch and action.ndim == len(batch) + n_dims
+    else:  # one without the dimensions of the batch is the same for all of it
+        shape = batch + dist.event_shape
+        takes = f"actions of shape {tuple(shape)}"
+        fits = action.shape[action.ndim - len(shape) :] == shape
+    if not fits:
         raise ValueError(
-            f"policy and reference must have the same actions, got {name}, which takes {takes} of "
-            f"shape {tuple(dist.batch_shape + dist.event_shape)}, for actions of shape "
-            f"{tuple(action.shape)}: build both for actions of one kind and number."
+            f"policy and reference must have the same actions, got {name} of shape {tuple(batch)}, "
+            f"which takes {takes}, for actions of shape {tuple(action.shape)}: build both for "
+            "actions of one kind and number."
         )
 
 
