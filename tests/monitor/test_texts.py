@@ -243,7 +243,7 @@ class TestCutTokens:
         assert n_ended
         assert set(said) == {"sampler_disagrees"}
         assert "None of 32 tokens that were looked at is the end token" in said["sampler_disagrees"]
-        assert "As other tokens of this batch are, the sampler" in said["sampler_disagrees"]
+        assert "As this batch has it in other places, the sampler" in said["sampler_disagrees"]
 
     def test_tokens_are_put_in_before_a_step(self):
         model = make_gpt()

@@ -107,7 +107,7 @@ class TextCheck(SamplerCheck):
         nats, why = finding[1]["evidence"], "all responses have the same length"
         if drawn is not None:
             seen = bool(torch.isin(drawn, drawn.new_tensor(tokens)).any())
-            why = "other tokens of this batch are" if seen else None
+            why = "this batch has it in other places" if seen else None
         return never_drawn(tokens, name, len(table.index), expected, nats, why)
 
 
