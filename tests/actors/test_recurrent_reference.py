@@ -258,7 +258,8 @@ def test_a_nested_observation_tells_too_which_step_follows():
     for step in (batch, batch["next"]):
         step[key] = step.pop("observation")
     reads = TensorDictModule(nn.Identity(), in_keys=[key], out_keys=["observation"])
-    nested = ProbabilisticTensorDictSequential(reads, *actor)
+    modules: list[Any] = [reads, *actor]
+    nested = ProbabilisticTensorDictSequential(*modules)
     whole = ref_log_prob(ReferenceModelLogProbTransform(nested), batch.clone())
     transform = ReferenceModelLogProbTransform(nested)
     transform(batch[:6].clone())

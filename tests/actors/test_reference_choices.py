@@ -102,7 +102,7 @@ def test_a_reference_with_actions_of_another_size_is_refused(kind, sizes):
         keys = ["logits"] if kind is Bernoulli else ["loc", "scale"]
         parts = [] if kind is Bernoulli else [NormalParamExtractor()]
         net = nn.Sequential(nn.Linear(N_OBS, len(keys) * size), *parts)
-        module = TensorDictModule(net, ["observation"], keys)
+        module = TensorDictModule(net, ["observation"], [*keys])
         options = {"distribution_class": kind, "return_log_prob": True}
         return probabilistic_actor(module, in_keys=keys, **options)
 
