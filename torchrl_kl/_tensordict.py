@@ -54,7 +54,8 @@ class KLKeys:
         episode_kl: running sum of the measured KL; by default next to `kl`.
         reward: the reward that is penalized.
         task_reward, kl_coeff: the reward before the penalty, and the coefficient; next to `reward`.
-        done: the end of a trajectory, where the env resets; next to `reward`, or else at the root.
+        done: the end of a trajectory, where the env resets; by default next to `reward`, or else
+            at the root.
         top_k: where TopKActor records its k most likely actions; by default next to `log_prob`.
 
     Example:

@@ -30,10 +30,9 @@ class RecurrentMemory:
 
     def __init__(self, in_keys: list[NestedKey], init_key: NestedKey | None):
         self.in_keys, self.init_key = in_keys, init_key
-        self._left: list[dict[int | None, _Left]] = []  # one of each batch, the latest one last
-        self._followed: list[
-            dict[int | None, _Left]
-        ] = []  # of these, by the latest batch that went on
+        # One of each batch, the latest one last; and those that the latest batch went on with.
+        self._left: list[dict[int | None, _Left]] = []
+        self._followed: list[dict[int | None, _Left]] = []
 
     def first_states(
         self, tensordict: TensorDictBase, specs: list[TensorSpec], zero_states: bool, carry: bool

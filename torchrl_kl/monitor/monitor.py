@@ -81,7 +81,7 @@ class KLMonitor:
     A batch may be one of TorchRL's LLM API (before or after ResponseKLTransform) or its form that
     `as_steps` makes. Then `actor` is `CausalLMActor(wrapper.model, temperature=...)`, with the
     temperature of the sampler. Of the responses of such batches, the KL is looked at where it is
-    measured; with `per="step"` it is that of a response by the mean number of tokens in its batch.
+    measured; with `per="step"` it is divided by the mean number of tokens of the batch.
 
     A number after "+-" is a standard error of independent steps (trajectories); of agents with own
     KLs, each has its own. An episode ends when the monitor looked for its condition `window` times
