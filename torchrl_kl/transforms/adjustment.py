@@ -39,7 +39,8 @@ class RewardAdjustmentTransform(PenaltyTransform):
     steps is checked only for a controller that is fed trajectories. With gamma < 1 the penalty
     is the discounted KL, but the controller steers the undiscounted one. A trajectory that is
     truncated in the last step of a batch, where a collector may have cut it, is told with the next
-    batch that moves the controller: those of the last batch of a run are not told.
+    batch that moves the controller: those of the last batch of a run are not told, nor are a few
+    where ids are out of order, as in batches of `trajs_per_batch` (a `postproc` runs before that).
 
     Keys:
         reads ("next", "reward"), ("next", "kl") and, if present, ("next", "kl_estimate"), which is
