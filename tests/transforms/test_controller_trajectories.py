@@ -312,6 +312,8 @@ def test_what_a_saved_state_left_truncated_is_told_once(resumed):
     first = RewardAdjustmentTransform(SpyController(), update_every=1)
     stream = first.new_stream()
     first.observe(batch(0), stream)
+    with pytest.raises(KeyError, match="done"):  # of another collector, which is then not the last
+        first.observe(batch(0).exclude(("next", "done")), first.new_stream())
     second = RewardAdjustmentTransform(SpyController(), update_every=1) if resumed else first
     second.load_state_dict(first.state_dict())
     second.observe(batch(1), second.new_stream() if resumed else stream)

@@ -81,7 +81,6 @@ class ControllerFeed(nn.Module):
         move = move and trace
         needs_trajectories = move and self.adaptive and self.controller.per == "trajectory"
         stream = self.stream if stream is None else stream
-        self._latest = stream if move else self._latest
         before, running, finished = stream.copy(), None, values.new_zeros(0)
         if td.find_time_dim(tensordict, time_dim) is not None:
             step = cast(TensorDictBase, tensordict.get("next"))
@@ -99,7 +98,7 @@ class ControllerFeed(nn.Module):
             pooled = (values, mask) if self.controller.per == "step" else (finished,)
             try:
                 self.pool(*pooled)
-                self._truncated = []
+                self._truncated, self._latest = [], stream
             except Exception:  # also one of the user's own controller
                 # The user may repair the batch and pass it again.
                 stream.restore(before)
