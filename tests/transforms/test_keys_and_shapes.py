@@ -188,7 +188,7 @@ def test_a_reward_of_several_trailing_dimensions_is_refused(make, place, shape):
         )
 
     with pytest.raises(
-        ValueError, match=f"{shapes}: .* reduce a reward of several trailing dimensions to one"
+        ValueError, match=f"{shapes}: .* give the reward one trailing dimension, of size 1"
     ):
         penalize()
 

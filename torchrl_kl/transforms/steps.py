@@ -137,7 +137,7 @@ def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey
         raise ValueError(
             f"the KL and {reward_key!r} must have the same shape, got {tuple(kl)} and "
             f"{tuple(reward)}: the KL would be broadcast; sum it over agents for a shared reward "
-            "(`sum_agents=True`), and reduce a reward of several trailing dimensions to one."
+            "(`sum_agents=True`), and give the reward one trailing dimension, of size 1."
         )
 
 
