@@ -78,9 +78,9 @@ class ResponseKLTransform(PenaltyTransform):
             where it is and not copied, so that the transform sees it learn.
         controller: a KLController, or a float for a constant coefficient, reward per nat. A
             trajectory is a response; with `per="step"` it is fed nats per token.
-        reference: another model (or an actor) to copy and freeze; None: `model` as it is now; or,
-            without a copy, a callable that returns a context manager in which `model` is the
-            reference, such as PEFT's `model.disable_adapter`.
+        reference: another model (or an actor, which keeps its own temperature) to copy and freeze;
+            None: `model` as it is now; or, without a copy, a callable that returns a context
+            manager in which `model` is the reference, such as PEFT's `model.disable_adapter`.
         estimator: what is measured, as for KLConstrainedTransform. "exact" and "top_k" need nothing
             that the policy records.
         temperature: that of the sampler, by which logits of policy and reference are divided. Where
