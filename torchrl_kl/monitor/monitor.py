@@ -98,7 +98,7 @@ class KLMonitor:
     You may rely on: while the actions are drawn from the policy, each test of the samples reports
     "sampler_disagrees" in a batch with a probability of at most 1e-6, however small or correlated
     the batch. Half of that is for the pooled evidence, wrong in at most one of 2 million runs,
-    however long. You may not rely on it for frames of a random policy: begin after them.
+    however long. You may not rely on it for frames of a random policy, or `on_invalid="mask"`.
 
     State: `state_dict`, plain numbers.
 

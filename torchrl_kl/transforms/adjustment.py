@@ -53,7 +53,8 @@ class RewardAdjustmentTransform(PenaltyTransform):
     State: the controller's; the pool since its last update; the sums of trajectories that batches
     left open, but not those in an env, which are entries of its data. While a controller plans, the
     task rewards of both, which in an env a reset sets to 0. Those of clones are not saved: a plan
-    leaves out the trajectories that they had begun. `freeze` is not saved.
+    leaves out the trajectories that they had begun. `freeze` is not saved, nor which trajectories
+    that an env left open have an action that was not drawn: when they end, they are counted.
 
     Args:
         controller, update_every, keys, time_dim, on_invalid: as for KLConstrainedTransform.
