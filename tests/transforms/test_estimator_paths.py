@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from torch.distributions import Categorical, OneHotCategorical
+from torch.testing import assert_close
 from torchrl.collectors import Collector
 from torchrl.collectors.utils import split_trajectories
 from torchrl.data import LazyTensorStorage, ReplayBuffer
@@ -157,6 +158,18 @@ def test_padding_is_no_distribution_even_where_torch_checks_its_parameters():
     bound = rounding_of("normal", "exact", moved(actor), actor, batch).max()
     assert_within(after[mask], expected, bound)
     assert (after[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_padding_of_a_lazy_stack_is_that_of_the_dense_batch(dim):
+    # As many rows, steps and actions: a mask would fit the parameters of a part of the stack, too.
+    actor = make("categorical")
+    batch = play(WalkEnv((N_ACTIONS,)), moved(actor), N_ACTIONS)
+    batch["collector", "mask"] = torch.arange(N_ACTIONS).unsqueeze(-1) >= torch.arange(N_ACTIONS)
+    transform = stack(actor, "exact", time_dim=-1)
+    expected = transform(batch)["next", "kl_estimate"]
+    lazy = lazy_stack([*batch.unbind(dim)], dim)
+    assert_close(transform(lazy)["next", "kl_estimate"], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("estimator", "kind"), EXACT + TOP_K)

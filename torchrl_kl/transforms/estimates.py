@@ -108,10 +108,9 @@ class ExactEstimate(Estimate):
         _check_shapes(params, step.of_reference)
         if mask is not None:
             # Padding has no valid parameters (a scale of 0, say): take the reference's there.
-            params = params.apply(
-                lambda p, ref: torch.where(td.expand_right(mask, p.shape), p, ref),
-                step.of_reference,
-            )
+            for key, param in params.items(True, True):  # which of a lazy stack are whole, too
+                counts = td.expand_right(mask, param.shape)
+                params.set(key, torch.where(counts, param, step.of_reference.get(key)))
         policy = dist_module.get_dist(params)
         reference = self.ref_dist_module.get_dist(step.of_reference)
         # One of them may be a Normal, (*B, n), and the other an Independent one, (*B).
