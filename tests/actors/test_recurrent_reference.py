@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributions import Categorical
 from torch.testing import assert_close
 from torchrl.collectors import Collector
+from torchrl.collectors.utils import split_trajectories
 from torchrl.envs import SerialEnv
 from torchrl.modules import set_recurrent_mode
 
@@ -101,6 +102,27 @@ def test_batches_carried_on_from_the_last_call_equal_the_env(kind):
     assert carried
     whole: Any = torch.cat(batches, 1)
     assert_same(whole["next", "ref_log_prob"], step_by_step(actor, whole))
+
+
+@recurrent
+def test_rows_that_are_padded_are_carried_on_too(kind):
+    """Each row is one trajectory: one that a batch leaves open has padding behind it."""
+    actor = make_actor(kind)
+    env = with_transforms(
+        SerialEnv(2, lambda: WalkEnv(longest=9)),
+        *memory_of(actor),
+        KLConstrainedTransform(actor, 0.1),
+    )
+    outside = KLConstrainedTransform(actor, 0.1, time_dim=-1)
+    carried = False
+    for batch in collect(env, moved(actor), frames=12, batches=5):
+        rows = split_trajectories(without_kl(batch), prefix="collector")
+        mask = rows["collector", "mask"]
+        carried |= bool((mask[:, 0] & ~mask[:, -1] & ~rows["is_init"][:, 0, 0]).any())
+        after, inside = outside(rows), split_trajectories(batch, prefix="collector")
+        for name in ("ref_log_prob", "kl", "episode_kl", "reward"):
+            assert_same(after["next", name][mask], inside["next", name][mask])
+    assert carried
 
 
 @recurrent

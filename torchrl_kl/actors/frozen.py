@@ -300,8 +300,8 @@ class FrozenActor(Identified):
     ) -> None:
         specs = list(self.state_specs().values())
         states = self._memory.first_states(tensordict, specs, zero_states, carry)
-        for key, state in zip(self.own_state_keys, states, strict=True):
-            inputs.set(key, state)
+        inputs.update(dict(zip(self.own_state_keys, states, strict=True)))
+        self._memory.end_before_padding(tensordict, inputs)
 
     def _prepare(self, inputs: TensorDictBase) -> None:
         # `inputs` is a shallow copy: the data keep their keys and dtypes.

@@ -80,9 +80,9 @@ class RecurrentMemory:
         waiting = [left for left in self._left if all(left is not one for one in self._followed)]
         self._left = [*waiting[1 - _CALLS :], {}]
         n_steps, n_batch = tensordict.batch_size[-1], tensordict.batch_dims
-        # (R,): padding is at the end of a row, so that the valid steps count to the last of them.
-        mask = tensordict.get(MASK_KEY, torch.ones_like(ids, dtype=torch.bool))
-        last = mask.reshape(-1, n_steps).sum(-1) - 1
+        last = _last_valid(
+            tensordict.get(MASK_KEY, torch.ones_like(ids, dtype=torch.bool)), n_steps
+        )
         rows = torch.arange(len(last), device=ids.device)
         # (R, ...), from (*R, T, ...).
         ends = [state.reshape(-1, n_steps, *state.shape[n_batch:])[rows, last] for state in states]
@@ -91,6 +91,19 @@ class RecurrentMemory:
         for row, trajectory in enumerate(ids.reshape(-1, n_steps)[rows, last].tolist()):
             states_of_row = [end[row].detach().clone() for end in ends]
             self._left[-1][trajectory] = _Left(states_of_row, observed[row])
+
+    def end_before_padding(self, tensordict: TensorDictBase, inputs: TensorDictBase) -> None:
+        """Sets `is_init` in `inputs` where the padding of a row begins.
+
+        TorchRL's modules leave a state only where a trajectory ends, which padding would hide.
+        """
+        mask = tensordict.get(MASK_KEY, None)
+        if mask is None or self.init_key is None:
+            return
+        n_steps, is_init = tensordict.batch_size[-1], inputs.get(self.init_key)
+        steps = torch.arange(n_steps, device=mask.device)
+        padded = (steps == _last_valid(mask, n_steps).unsqueeze(-1) + 1) & (steps > 0)  # (R, T)
+        inputs.set(self.init_key, is_init | padded.view(is_init.shape))
 
     def _state_before(
         self, trajectory: int | None, first: TensorDictBase, again: list[dict[int | None, _Left]]
@@ -124,3 +137,9 @@ class RecurrentMemory:
             "ReferenceModelLogProbTransform into the env, which records the state of each step."
         )
         require_order(tensordict, keys, may_differ, fix)
+
+
+def _last_valid(mask: Tensor, n_steps: int) -> Tensor:
+    """The last valid step of each row, -1 if there is none, (R,); padding is behind it."""
+    steps = torch.arange(n_steps, device=mask.device)
+    return torch.where(mask.reshape(-1, n_steps), steps, -1).amax(-1)
