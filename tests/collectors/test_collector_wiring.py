@@ -99,6 +99,15 @@ class TestOneProcess:
         assert len(controller.calls) == 4
 
     @WHERE
+    def test_a_change_by_hand_reaches_the_first_batch_too(self, where):
+        stack, controller = spied()
+        arguments: Any = {"where": where, "frames_per_batch": 15, "total_frames": 15}
+        collector = kl_collector(Collector, walk, policy(), stack, **arguments)
+        controller.coeff.fill_(0.7)
+        (batch,) = collector
+        assert_close(batch["next", "kl_coeff"], torch.full((3, 5, 1), 0.7))
+
+    @WHERE
     @pytest.mark.parametrize("estimator", ["exact", "top_k"])
     def test_the_controller_is_told_the_estimate_and_the_penalty_is_k1(self, where, estimator):
         stack, controller = spied("step", estimator=estimator)
@@ -375,9 +384,10 @@ class TestRefusals:
         with pytest.raises(ValueError, match="one callable or one per worker, got 2 for 3"):
             kl_collector(MultiSyncCollector, [walk] * 2, policy(), stack, **arguments)
 
-    @pytest.mark.parametrize("n_stacked", [0, 1])
-    def test_rows_joined_along_time(self, n_stacked):
-        shape = (1, 4)[1 - n_stacked :]
+    @pytest.mark.parametrize(
+        ("n_stacked", "shape"), [(WatchedCollector._n_stacked, (4,)), (1, (1, 4))]
+    )
+    def test_rows_joined_along_time(self, n_stacked, shape):
         collector: Any = SimpleNamespace(_cat_results=0, _n_stacked=n_stacked)
         batch = TensorDict(
             observation=torch.ones(*shape, 3), next=TensorDict(batch_size=shape), batch_size=shape
