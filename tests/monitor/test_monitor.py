@@ -4,6 +4,7 @@ import io
 import logging
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -94,6 +95,19 @@ class TestEpisodes:
                 monitors[0](batch.exclude(missing))
             assert monitors[0](batch) == monitors[1](batch)
         assert monitors[0].state_dict() == monitors[1].state_dict()
+
+    def test_a_look_that_is_interrupted_leaves_no_trace(self):
+        policy = make_actor()
+        stack = KLConstrainedTransform(policy, ExponentialKLController(1.0, 0.1))
+        monitor = KLMonitor(stack.controller, actor=policy, check_every=1)
+        for batch in collect(WalkEnv((4,)), policy, frames=40, batches=2, postproc=stack):
+            before = monitor.state_dict()
+            handle = policy.register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                monitor(batch)
+            handle.remove()
+            assert monitor.state_dict() == before
+            monitor(batch)
 
     def test_a_shorter_window_keeps_the_latest(self):
         monitor, shorter = KLMonitor(per_step(), window=3), KLMonitor(per_step(), window=2)

@@ -99,7 +99,7 @@ class ControllerFeed(nn.Module):
             try:
                 self.pool(*pooled)
                 self._truncated, self._latest = [], stream
-            except Exception:  # also one of the user's own controller
+            except BaseException:  # also of the user's own controller, or Ctrl-C
                 # The user may repair the batch and pass it again.
                 stream.restore(before)
                 raise

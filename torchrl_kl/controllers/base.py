@@ -284,7 +284,7 @@ class TargetKLController(KLController):
             self.plan.add(rewards, groups=groups, log_ratios=log_ratios, lengths=lengths)
             plan = self.plan.solve()
             coeff = self.plan.cautious_coeff if plan is None else self._begin(plan)
-        except Exception:  # the same rewards may come again, for another target
+        except BaseException:  # the same rewards may come again, for another target
             self.plan.samples = before
             raise
         self.coeff.fill_(coeff)

@@ -189,7 +189,7 @@ class KLMonitor:
         before = copy.deepcopy(self._state), self._open_trajectories.copy()
         try:
             looks = self._look_responses(batch) if has_texts(batch) else self._look_steps(batch)
-        except Exception:  # the batch may be mended and passed again
+        except BaseException:  # the batch may be mended and passed again
             self._state, self._open_trajectories = before
             raise
         self._state.n_batches += 1
