@@ -322,6 +322,17 @@ def test_the_loss_plans_from_the_rewards_of_a_batch(actor):
         KLPenaltyLoss(actor, controller()).update_controller(batch)
 
 
+def test_whole_rows_are_no_padded_ones_for_a_loss_either(actor):
+    """Texts of a collector may begin in the states in which others, with other ids, were left."""
+    batch, ids = collect(actor, 200), torch.arange(200)[:, None].expand(-1, 2)
+    loss, stack = KLPenaltyLoss(actor, controller()), KLConstrainedTransform(actor, controller())
+    for number, piece in enumerate(batch.split(2, dim=1)):
+        piece["collector", "traj_ids"] = ids + 200 * number
+        loss.update_controller(piece)
+        stack(piece)
+        assert loss.controller.coeff == stack.controller.coeff
+
+
 def test_the_loss_plans_with_the_log_probs_of_the_policy_that_drew_the_actions(actor):
     batch, later = collect(moved(actor, scale=0.05), 200), moved(actor, seed=2, scale=0.2)
     stack = KLConstrainedTransform(later, controller(), reference=actor)

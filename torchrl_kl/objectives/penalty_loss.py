@@ -300,7 +300,7 @@ class KLPenaltyLoss(Fed, LossModule):
             )
         covered = expand_right(mask, reward.shape)
         reward, log_ratio = (torch.where(covered, one, 0.0) for one in (reward, log_ratio))
-        given = (tensordict, reward, log_ratio, mask)
+        given = (tensordict, reward, log_ratio, None if mask.all() else mask)
         self.feed.rewards.add_batch(self.controller, *given, stream=self.feed.stream, **self._order)
 
     # Properties, since `gradient` and `weights` may be set later.
