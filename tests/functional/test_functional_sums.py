@@ -176,6 +176,11 @@ class TestSumOverTrajectories:
         assert complete.tolist() == [False]
         assert not done.any()
 
+    def test_a_long_trajectory_is_rounded_once(self):
+        values = torch.full((100_000,), 0.1)
+        totals, _ = sum_over_trajectories(values, torch.zeros(100_000, dtype=torch.bool))
+        assert totals.tolist() == [(100_000 * values[0].double()).float().item()]
+
     def test_refusals(self):
         values, done = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
         message = (

@@ -105,7 +105,7 @@ def sum_over_trajectories(
     index = ends.cumsum(0) - ends.long()
     counts = torch.ones_like(ends) if mask is None else mask.flatten()
     number = index.new_zeros(int(ends.sum())).index_add(0, index, counts.long())
-    addends = torch.where(counts, values.flatten(), 0.0).to(working_dtype(values.dtype))
+    addends = torch.where(counts, values.flatten(), 0.0).double()
     totals = addends.new_zeros(len(number)).index_add(0, index, addends).to(values.dtype)
     complete = done.flatten()[ends]
     return totals[number > 0], complete[number > 0]
