@@ -389,7 +389,7 @@ class TestErrors:
         with set_exploration_type(kind):
             assert actor(state)["logits"].equal(torch.ones(2, 3))
 
-    @pytest.mark.parametrize("kind", ["bert", "gru", "length"])
+    @pytest.mark.parametrize("kind", ["bert", "gru", "length", "middle"])
     def test_models_that_see_later_tokens(self, kind):
         if kind == "bert":
             sizes = {**SIZES, "is_decoder": False}
@@ -397,6 +397,11 @@ class TestErrors:
         elif kind == "length":  # not what later tokens are, but how many
             model = Plain()
             model.register_forward_hook(lambda _, inputs, output: output * inputs[0].shape[1])
+        elif kind == "middle":  # all but the first two tokens do
+            model = Plain()
+            model.register_forward_hook(
+                lambda _, inputs, output: torch.cat([output[:, :2], output[:, 2:].flip(1)], 1)
+            )
         else:
             model = Plain()
             model.gru = nn.GRU(8, 8, batch_first=True, bidirectional=True)

@@ -55,10 +55,10 @@ def check_causal(lm: CausalLM) -> None:
     texts = None if lm.causal else _texts(lm)
     if texts is None:
         return
-    tokens, each, weight = texts
+    tokens, _, weight = texts
     shorter = tokens[:, :-1]  # some models read tokens otherwise in texts of another length
     with torch.autocast(weight.device.type, enabled=False), evaluating(lm):
-        lm.causal = _close(lm(shorter, each), lm(tokens, each), weight.dtype)
+        lm.causal = _close(lm(shorter), lm(tokens)[:, :-1], weight.dtype)
     if not lm.causal:
         raise ValueError(
             "`model` must be causal, but its outputs depend on later tokens: use a decoder, in "
