@@ -102,7 +102,7 @@ class TestEpisodes:
         monitor = KLMonitor(stack.controller, actor=policy, check_every=1)
         for batch in collect(WalkEnv((4,)), policy, frames=40, batches=2, postproc=stack):
             before = monitor.state_dict()
-            handle = policy.register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
+            handle = policy[0].module.register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 monitor(batch)
             handle.remove()
