@@ -84,7 +84,9 @@ class CausalLMActor(ProbabilisticActor):
 
     A text that fills `tokens` may be longer than the model reads: rollouts call the policy on it
     and discard the result. Hugging Face's models may be built in train mode: call `eval()` to turn
-    dropout off, or the recorded log-probs are those of a policy with noise.
+    dropout off, or the recorded log-probs are those of a policy with noise. Whether it is causal,
+    and may be cached, is tried with five tokens: what a model does only in longer texts (Doge
+    beyond its `keep_window_size`) is not noticed.
 
     Args:
         model: its outputs are the logits of tokens 0 to V - 1.
