@@ -1,5 +1,6 @@
 """Calling any causal language model: families, wrappers, precisions, and what is refused."""
 
+import math
 import shutil
 from functools import partial
 from typing import Any
@@ -389,7 +390,7 @@ class TestErrors:
         with set_exploration_type(kind):
             assert actor(state)["logits"].equal(torch.ones(2, 3))
 
-    @pytest.mark.parametrize("kind", ["bert", "gru", "length", "middle"])
+    @pytest.mark.parametrize("kind", ["bert", "gru", "banned", "length", "middle"])
     def test_models_that_see_later_tokens(self, kind):
         if kind == "bert":
             sizes = {**SIZES, "is_decoder": False}
@@ -405,6 +406,10 @@ class TestErrors:
         else:
             model = Plain()
             model.gru = nn.GRU(8, 8, batch_first=True, bidirectional=True)
+            if kind == "banned":  # whose logit must not be the magnitude that rounding is told by
+                model.head.register_forward_hook(
+                    lambda *args: args[-1].index_fill(-1, torch.tensor(0), -math.inf)
+                )
         actor = CausalLMActor(sharp(model).eval())
         for _ in range(2):
             with pytest.raises(ValueError, match="`model` must be causal, but its outputs depend"):
