@@ -126,6 +126,20 @@ def test_rows_that_are_padded_are_carried_on_too(kind):
 
 
 @recurrent
+def test_a_mask_with_holes_does_not_hide_where_rows_end(kind):
+    actor = make_actor(kind)
+    env = with_transforms(
+        WalkEnv((2,), longest=9), *memory_of(actor), KLConstrainedTransform(actor, 0.1)
+    )
+    outside = KLConstrainedTransform(actor, 0.1)
+    for batch in collect(env, moved(actor), frames=12, batches=5):
+        rows, counted = without_kl(batch), torch.arange(6).expand(2, 6) != 2
+        rows["collector", "mask"] = counted
+        after = outside(rows)["next", "ref_log_prob"]
+        assert_same(after[counted], batch["next", "ref_log_prob"][counted])
+
+
+@recurrent
 @pytest.mark.parametrize("evaluated_by", ["rollout", "collector"])
 def test_batches_are_carried_on_past_evaluations_in_between(kind, evaluated_by):
     actor = make_actor(kind)
