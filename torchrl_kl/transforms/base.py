@@ -174,7 +174,7 @@ class KLTransform(Transform):
         if taken:
             raise RuntimeError(
                 f"the env has {taken}, the state of another recurrent reference, which this would "
-                "overwrite: score one of them on the collector's batches."
+                "overwrite: score one of them on the collector's batches, without these entries."
             )
         self.declare_states(spec, reference)
 
