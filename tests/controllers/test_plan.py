@@ -5,6 +5,7 @@ import io
 import math
 import re
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -358,6 +359,15 @@ def test_a_plan_outside_the_bounds_is_refused():
     controller = PIDKLController("plan", 0.1)
     with pytest.raises(ValueError, match="the planned coefficient must lie within .*: move"):
         controller.observe_rewards(torch.tensor([0.0, 1000.0] * 50))
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_rewards_at_which_a_plan_was_interrupted_are_not_counted(error):
+    plan = (controller := PIDKLController("plan", 0.1)).plan
+    assert plan is not None
+    with mock.patch.object(plan, "solve", side_effect=error), pytest.raises(error):
+        controller.observe_rewards(torch.randn(100))
+    assert not len(plan.samples)
 
 
 def test_with_a_number_rewards_change_nothing():
