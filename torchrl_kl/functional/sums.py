@@ -1,6 +1,6 @@
 """Sums and means over the steps that count, and over trajectories that follow one another in a row.
 
-*B is any leading shape; T is time, the last dimension. Half precision is added up in float32.
+*B: any leading shape; T: time, the last dimension. Half precision is added up in float32 at least.
 """
 
 from __future__ import annotations
