@@ -76,6 +76,14 @@ def test_a_worker_between_ends_with_the_learner(folder, is_reaped):
 
 def test_a_learner_of_another_machine_is_not_looked_for(folder):
     with worker_between() as (parent, _):
-        Thread(target=lambda: (time.sleep(0.5), os.kill(parent.pid, signal.SIGTERM))).start()
+        alive = []
+
+        def end() -> None:
+            time.sleep(0.5)
+            alive.append(not processes._is_gone(parent.pid))
+            os.kill(parent.pid, signal.SIGTERM)
+
+        Thread(target=end).start()
         follow(parent, 2**22 + 1)  # above the highest number of a process
     assert folder.exists()
+    assert alive == [True]
