@@ -39,8 +39,8 @@ def sample_responses(
 ) -> TensorDict:
     """Samples a response to each prompt, in the layout that collectors of a text env return.
 
-    The batch is (N, T), with time last; each text is read once. KL stacks, GAE, KLMonitor and
-    KLPenaltyLoss take it whole; other losses need `batch[batch["collector", "mask"]]`.
+    The batch is (N, T), with time last; each text is read once. KL stacks, KLMonitor, KLPenaltyLoss
+    and GAE (no `average_gae`) take it whole; other losses need `batch[batch["collector", "mask"]]`.
 
     Keys (under the names that the actor has):
         "tokens": (N, T, L), whole texts: prompt, response, then `pad_token`.
