@@ -40,8 +40,10 @@ from torchrl_kl import (
 SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
 PRAISE = ["good", "great", "fine", "lovely"]
 QUESTIONS = ["how was the film", "is the book short", "how is the end", "was it a long dull story"]
+# TorchRL uses a template only if it marks what was generated; ChatML if not.
 TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} <end> "
+    "{% for message in messages %}<{{ message['role'] }}> "
+    "{% generation %}{{ message['content'] }} <end> {% endgeneration %}"
     "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 QUICK = {"batches": 4, "group": 4}
