@@ -41,6 +41,7 @@ class RewardAdjustmentTransform(PenaltyTransform):
     truncated in the last step of a batch, where a collector may have cut it, is told with the next
     batch that moves the controller: those of the last batch of a run are not told, nor are a few
     where ids are out of order, as in batches of `trajs_per_batch` (a `postproc` runs before that).
+    What was pooled for an update that the controller refuses is dropped.
 
     Keys:
         reads ("next", "reward"), ("next", "kl") and, if present, ("next", "kl_estimate"), which is
