@@ -219,17 +219,18 @@ class TestTheDead:
         assert workers._find_failed() == "worker 1 (stopped by a signal, then killed)"
 
     def test_only_processes_are_looked_at(self):
-        workers = Workers(1)
+        workers: Any = Workers(1)
         workers.jobs = [SimpleNamespace(exitcode=1)]  # of another launcher
         assert workers._processes() == workers.procs
         assert workers._pids() == [1]
 
     def test_a_call_that_waits_for_a_dead_worker_is_left(self, monkeypatch):
         monkeypatch.setattr(watched, "POLL_SECONDS", 0.02)
-        workers, over = Workers(None, None), Event()
+        workers: Any = Workers(None, None)
+        over = Event()
         Thread(target=lambda: (time.sleep(0.2), setattr(workers.procs[1], "code", 1))).start()
         with pytest.raises(RuntimeError, match="worker 1 .exit code 1. died"):
-            workers._watch(lambda: over.wait(60) and None)
+            workers._watch(lambda: over.wait(60))
         with pytest.raises(RuntimeError, match="worker 1"):
             workers._watch(lambda: pytest.fail("it is called although a worker is dead"))
         over.set()
