@@ -116,19 +116,11 @@ class Functional(nn.Module):
             return self.empty[0](observation)
 
 
-def checkpointed() -> Any:
-    """As gradient checkpointing in transformers does with embeddings that may be frozen."""
-    embedding = nn.Linear(N_OBS, 5)
-    embedding.register_forward_hook(lambda *args: args[-1].requires_grad_())
-    return actor_of(nn.Sequential(embedding, nn.Linear(5, N_ACTIONS)))
-
-
 OWNED: dict[str, Callable[[], Any]] = {
     "registered": make_actor,
     "frozen": frozen_head,
     "compiled": lambda: actor_of(torch.compile(Head(), backend="eager")),
     "functional": lambda: actor_of(Functional()),
-    "checkpointed": checkpointed,
 }
 
 

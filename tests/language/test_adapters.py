@@ -286,8 +286,7 @@ class TestWeightsThatLearn:
                 transform(batch)
         KLConstrainedTransform(actor, 0.1)(batch)  # of a copy
 
-    @pytest.mark.parametrize("checkpointing", [False, True])
-    def test_a_value_head_may_learn(self, checkpointing):
+    def test_a_value_head_may_learn(self):
         """Also with `reference.get_dist`, which the exact estimator calls."""
         base, model = make_model("llama"), WithValueHead(make_model("llama"))
         model.lm = peft.get_peft_model(model.lm, config_of("llama"))
@@ -298,8 +297,6 @@ class TestWeightsThatLearn:
             strict=True,
         ):
             parameter.data.copy_(weight)
-        if checkpointing:  # which does this, too
-            model.lm.enable_input_require_grads()
         actor = CausalLMActor(model)
         batch = sample_responses(actor, random_texts(3)[:, :4], 3, pad_token=0, return_logits=True)
         for estimator in ("k1", "exact"):

@@ -25,7 +25,6 @@ from torchrl_kl._tensordict import (
     sibling,
 )
 from torchrl_kl.actors import reading
-from torchrl_kl.actors.gradients import learns, reads_weights
 from torchrl_kl.actors.identity import Identified
 from torchrl_kl.actors.moving import MasterWeights
 from torchrl_kl.actors.policy import ActingPolicy
@@ -352,9 +351,10 @@ class FrozenActor(Identified):
         before = {name: value.clone() for name, value in self._statistics().items()}
         # Compiled parts would be compiled once more.
         if not (self.requires_grad or reading.has_compiled_parts(self.actor)):
+            with torch.enable_grad():
+                differentiable = reading.requires_grad(read(inputs.detach()))
             # Where none of its own weights requires a gradient, what does has it from others.
-            others = reads_weights(lambda: read(inputs.detach()))
-            if others and not learns(self.actor):
+            if differentiable and not reading.learns(self.actor):
                 warnings.warn(_OTHER_WEIGHTS, stacklevel=2)
         # Again, as later passes: with gradients an LSTM of PyTorch rounds otherwise.
         result, after = read(inputs), self._statistics()

@@ -13,6 +13,7 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
+    TensorDictParams,
 )
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, OneHotCategorical
@@ -81,6 +82,24 @@ def has_compiled_parts(actor: nn.Module) -> bool:
         "_orig_mod" in part._modules or getattr(part, "_compiled_call_impl", None) is not None
         for part in actor.modules()
     )
+
+
+def learns(actor: nn.Module) -> bool:
+    """Whether a parameter requires a gradient, or one that TensorDict's `to_module` made of it."""
+    # In a pass it makes others, of the same memory, that require gradients as those of the module.
+    parts = [part for part in actor.modules() if isinstance(part, TensorDictParams)]
+    made = [value for part in parts for value in part.values(True, True)]
+    return any(parameter.requires_grad for parameter in (*actor.parameters(), *made))
+
+
+def requires_grad(value: Any) -> bool:
+    """Whether a tensor requires a gradient, or one in a tuple, dictionary or distribution."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, Distribution):
+        value = vars(value)
+    parts = value.values() if isinstance(value, dict) else value
+    return isinstance(value, dict | tuple) and any(map(requires_grad, parts))
 
 
 def check_kept_inputs(policy: Any, reader: Any) -> None:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from torchrl_kl.actors.frozen import FrozenActor, Read, scoring_mode
-from torchrl_kl.actors.gradients import reads_weights
 from torchrl_kl.actors.identity import weights_without_adapters
 from torchrl_kl.actors.policy import Borrowed, evaluating
-from torchrl_kl.actors.reading import has_compiled_parts
+from torchrl_kl.actors.reading import has_compiled_parts, requires_grad
 
 Switch = Callable[[], AbstractContextManager[Any]]
 
@@ -68,7 +67,9 @@ class SwitchedActor(FrozenActor):
         weights = self._weights().items()
         learning = [name for name, weight in weights if weight.requires_grad]
         if learning and not has_compiled_parts(self.actor):  # which would be compiled once more
-            learning = learning if reads_weights(lambda: read(inputs.detach())) else []
+            with torch.enable_grad():
+                result = read(inputs.detach())
+            learning = learning if requires_grad(result) else []
         if learning:
             raise ValueError(
                 "`reference` must not learn, but with the adapters switched off, the policy has "
