@@ -1,6 +1,5 @@
 """Calling any causal language model: families, wrappers, precisions, and what is refused."""
 
-import math
 import shutil
 from functools import partial
 from typing import Any
@@ -408,7 +407,11 @@ class TestErrors:
             model.gru = nn.GRU(8, 8, batch_first=True, bidirectional=True)
             if kind == "banned":  # whose logit must not be the magnitude that rounding is told by
                 model.head.register_forward_hook(
-                    lambda *args: args[-1].index_fill(-1, torch.tensor(0), -math.inf)
+                    lambda *args: (
+                        args[-1]
+                        .index_fill(-1, torch.tensor(0), -torch.inf)
+                        .index_fill(-1, torch.tensor(1), torch.finfo(torch.float32).min)
+                    )
                 )
         actor = CausalLMActor(sharp(model).eval())
         for _ in range(2):
