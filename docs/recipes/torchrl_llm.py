@@ -15,13 +15,18 @@ from torchrl_kl import (
     as_steps,
 )
 
-# A toy tokenizer and model; in practice, AutoTokenizer and AutoModelForCausalLM. TorchRL uses the
-# chat template of a tokenizer only if it has `{% generation %}`, and ChatML if not.
+# A toy tokenizer and model; in practice, AutoTokenizer and AutoModelForCausalLM.
 QUESTIONS = ["how was the film", "was the book good"]
 WORDS = ["<pad>", "<end>", *sorted(set(" ".join([*QUESTIONS, "user assistant"]).split()))]
+TEMPLATE = (  # TorchRL uses a template only if it marks what was generated; ChatML if not
+    "{% for m in messages %}{{ m['role'] }} {% generation %}{{ m['content'] }} <end> "
+    "{% endgeneration %}{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+)
 words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<pad>"))
 words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=words, pad_token="<pad>", eos_token="<end>", chat_template=TEMPLATE
+)
 torch.manual_seed(0)
 size = {"vocab_size": len(WORDS), "hidden_size": 32, "num_hidden_layers": 2}
 model = LlamaForCausalLM(LlamaConfig(**size, pad_token_id=0, eos_token_id=1)).eval()
