@@ -1,6 +1,5 @@
 """The arguments with which `kl_collector` builds the collectors of TorchRL; none is built here."""
 
-import importlib
 import sys
 from typing import Any
 from unittest import mock
@@ -13,9 +12,9 @@ from torchrl.collectors.distributed import DistributedCollector, RayCollector
 
 from tests.helpers import WalkEnv, make_actor, policy
 from torchrl_kl import KLConstrainedTransform, kl_collector
+from torchrl_kl.collectors.kl_collector import _WATCHED
 from torchrl_kl.collectors.links import restore_trajectories
 
-WATCHED = vars(importlib.import_module("torchrl_kl.collectors.kl_collector"))["_WATCHED"]
 here = pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
 remote = pytest.mark.parametrize("kind", [DistributedCollector, RayCollector])
 
@@ -24,7 +23,7 @@ def arguments(kind: Any, **kwargs: Any) -> dict[str, Any]:
     given: dict[str, Any] = {}
     stack = KLConstrainedTransform(make_actor(), 0.1)
     kwargs = {"frames_per_batch": 15, "total_frames": 30} | kwargs
-    with mock.patch.dict(WATCHED, {kind: lambda *_, **all_of_them: given.update(all_of_them)}):
+    with mock.patch.dict(_WATCHED, {kind: lambda *_, **all_of_them: given.update(all_of_them)}):
         kl_collector(kind, WalkEnv, policy(), stack, **kwargs)
     return given
 

@@ -267,6 +267,7 @@ class TestPrompt:
         env = DigitLanguageEnv(batch_size=(3,))
         td = step(env, env.reset(), 1)
         assert env.reset(td)["position"].tolist() == [5, 5, 5]
+        # TorchRL's own refusal, of all envs that do not declare such resets.
         with pytest.raises(NotImplementedError, match="does not support deterministic resets"):
             env.reset(td, set_state=True)
 

@@ -80,7 +80,7 @@ def kl_of_distributions(
         policy, reference = _fill(policy, mask), _fill(reference, mask)
     try:
         kl = _kl(policy, reference)
-    except NotImplementedError:
+    except NotImplementedError:  # PyTorch's, for a pair without a formula
         raise TypeError(
             "`policy` and `reference` must be a pair of distributions with a registered KL "
             f"divergence, got {_name(policy)} and {_name(reference)}: register one with "
@@ -229,7 +229,7 @@ def _kl_of_transformed(policy: Any, reference: Any) -> Tensor:
     if policy.transforms != reference.transforms:
         try:  # a pair with a formula for its class, such as Gumbel and Gumbel
             return _registered_kl(policy, reference)
-        except NotImplementedError:
+        except NotImplementedError:  # PyTorch's, for a pair without one
             raise ValueError(
                 f"`policy` and `reference` must share one bijection, got {_name(policy)} and "
                 f"{_name(reference)} with different transforms: give both the same parameters."
