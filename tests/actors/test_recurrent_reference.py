@@ -305,16 +305,85 @@ def test_a_nested_observation_tells_too_which_step_follows():
     assert_same(ref_log_prob(transform, batch[6:].clone()), whole[6:])
 
 
-def test_two_recurrent_references_do_not_share_a_state():
-    one, two = make_actor("lstm"), make_actor("lstm", seed=5)
-    transforms = [
-        ReferenceModelLogProbTransform(one),
-        ReferenceModelLogProbTransform(two, keys=KLKeys(ref_log_prob="other")),
-    ]
+@recurrent
+@pytest.mark.parametrize("place", ["env", "batch"])
+@pytest.mark.parametrize("keys", [KLKeys.named("second"), KLKeys(ref_log_prob="other")])
+def test_two_recurrent_references_do_not_share_a_state(kind, place, keys):
+    one, two = make_actor(kind), make_actor(kind, seed=5)
+    second = ReferenceModelLogProbTransform(two, keys=keys)
+    inside = [ReferenceModelLogProbTransform(one), *([second] if place == "env" else [])]
+    env = with_transforms(SerialEnv(2, WalkEnv), *memory_of(one), *inside)
+    batch = play(env, moved(one))
+    batch = batch if place == "env" else second(batch)
+    assert_same(batch["next", "ref_log_prob"], step_by_step(one, batch))
+    written = keys.resolve().ref_log_prob
+    assert_same(batch["next", written], step_by_step(two, batch))
+    states = {"second_ref_h", "other_h"} & {str(key) for key in batch.keys()}
+    assert len(states) == (place == "env")
+
+
+def test_a_reference_that_two_stacks_use_has_one_state():
+    actor = make_actor("lstm")
+    frozen = FrozenActor(actor)
+    first = ReferenceModelLogProbTransform(actor, reference=frozen)
+    second = ReferenceModelLogProbTransform(actor, reference=frozen, keys=KLKeys.named("second"))
+    batch = play(with_transforms(WalkEnv((2,)), *memory_of(actor), first), moved(actor))
+    batch = batch.reshape(-1)  # where only the recorded state tells what was before
+    assert_same(second(batch)["next", "second_ref_log_prob"], batch["next", "ref_log_prob"])
+    both = (first.clone(), second)
     with pytest.raises(
-        RuntimeError, match=r"\['ref_h', 'ref_c'\], the state of another recurrent reference"
+        RuntimeError, match=r"\['ref_h', 'ref_c'\].* a recurrent reference of its own"
     ):
-        play(with_transforms(WalkEnv((2,)), *memory_of(one), *transforms), moved(one))
+        with_transforms(WalkEnv((2,)), *memory_of(actor), *both).reset()
+
+
+@recurrent
+def test_a_mark_inside_a_trajectory_is_not_taken_for_its_beginning(kind):
+    # A SliceSampler sets "is_init" wherever a slice begins.
+    actor = make_actor(kind)
+    env = with_transforms(WalkEnv((2,), longest=9), *memory_of(actor))
+    batch = play(env, moved(actor), 20)
+    whole = ref_log_prob(ReferenceModelLogProbTransform(actor), batch)
+    for start in (0, 3):  # of the rows, or inside of them
+        sliced = batch[:, 7 - start :].clone()
+        sliced["is_init"][:, start] = True
+        assert not batch["is_init"][:, 7].any()
+        refused = pytest.raises(RuntimeError, match="SliceSampler .*`init_key=None`.* is unknown")
+        with refused:
+            ReferenceModelLogProbTransform(actor)(sliced)
+        frozen: Any = FrozenActor(actor)
+        with refused:
+            frozen.get_dist(sliced, timed=True)
+        ReferenceModelLogProbTransform(actor, zero_states=True)(sliced)
+    padded = batch.clone()
+    padded["is_init"][:, 7] = True
+    padded["collector", "mask"] = (torch.arange(20) < 7).expand(2, 20)
+    after = ref_log_prob(ReferenceModelLogProbTransform(actor), padded)
+    assert_same(after[:, :7], whole[:, :7])
+
+
+@recurrent
+def test_where_observations_repeat_the_state_of_the_policy_tells_collectors_apart(kind):
+    class Corridor(WalkEnv):
+        """Looks the same everywhere but where it begins."""
+
+        def _step(self, tensordict):
+            out = super()._step(tensordict)
+            out["observation"] = torch.ones_like(out["observation"])
+            return out
+
+    actor, policy = make_actor(kind), moved(make_actor(kind))
+    frozen = FrozenActor(actor)
+    stacks = [KLConstrainedTransform(actor, 0.1, reference=frozen) for _ in range(2)]
+    env = with_transforms(Corridor((), longest=40), *memory_of(actor))
+    streams = [collect(env, policy, frames=5, batches=2, seed=seed) for seed in (3, 4)]
+    for number in range(2):
+        for stack, stream in zip(stacks, streams, strict=True):
+            assert (stream[number]["collector", "traj_ids"] == 0).all()
+            after = ref_log_prob(stack, stream[number])
+            whole: Any = torch.cat(stream).unsqueeze(0)
+            expected = step_by_step(actor, whole)[0].unflatten(0, (2, 5))[number]
+            assert_same(after, expected)
 
 
 def test_gradients_of_one_batch_do_not_run_into_the_next():

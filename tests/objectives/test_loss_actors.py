@@ -235,6 +235,7 @@ class TestRecurrent:
     @staticmethod
     def recorded(kind: str) -> tuple[Any, Any, Any]:
         """Policy, reference, and a batch that carries the state of both, step by step."""
+        # A loss reads that of the reference only if it is given it as a FrozenActor.
         reference = make_actor(kind)
         policy = moved(reference)
         env = with_transforms(
@@ -246,7 +247,9 @@ class TestRecurrent:
     @pytest.mark.parametrize("gradient", ["step", "k2"])
     def test_rows_and_shuffled_steps_give_the_same(self, kind, gradient):
         policy, reference, batch = self.recorded(kind)
-        loss = KLPenaltyLoss(policy, 1.0, reference=reference, gradient=gradient, reduction="none")
+        loss = KLPenaltyLoss(
+            policy, 1.0, reference=FrozenActor(reference), gradient=gradient, reduction="none"
+        )
         per_step = loss(batch)["loss_kl"]
         states = [key for key in batch.keys() if str(key).startswith("ref_")]
         # The reference runs through the rows by itself.
@@ -258,9 +261,9 @@ class TestRecurrent:
     def test_sequence_runs_through_memory_too(self):
         policy, reference, batch = self.recorded("lstm")
         values = [
-            KLPenaltyLoss(policy, 1.0, reference=reference, gradient=gradient, weights="step")(
-                batch
-            )["loss_kl"]
+            KLPenaltyLoss(
+                policy, 1.0, reference=FrozenActor(reference), gradient=gradient, weights="step"
+            )(batch)["loss_kl"]
             for gradient in ("step", "sequence")
         ]
         assert_close(values[0], values[1])  # one value, two gradients
@@ -274,7 +277,7 @@ class TestRecurrent:
         policy, reference, batch = self.recorded("lstm")
         grads = []
         for data in (batch, batch.reshape(-1)):
-            loss: Any = KLPenaltyLoss(copy.deepcopy(policy), 1.0, reference=reference)
+            loss: Any = KLPenaltyLoss(copy.deepcopy(policy), 1.0, reference=FrozenActor(reference))
             loss(data)["loss_kl"].backward()
             grads.append(torch.cat([parameter.grad.flatten() for parameter in loss.parameters()]))
         assert (grads[0] - grads[1]).norm() > 0.01 * grads[0].norm()
@@ -282,7 +285,7 @@ class TestRecurrent:
     def test_an_unknown_state_is_refused(self):
         policy, reference, batch = self.recorded("lstm")
         bare = batch.exclude("ref_h", "ref_c")
-        loss = KLPenaltyLoss(policy, 1.0, reference=reference)
+        loss = KLPenaltyLoss(policy, 1.0, reference=FrozenActor(reference))
         with pytest.raises(
             RuntimeError, match=r"its state \['ref_h', 'ref_c'\] is not in the data"
         ):
@@ -291,6 +294,16 @@ class TestRecurrent:
         assert not starts[:, 1].any()
         with pytest.raises(RuntimeError, match="begins inside a trajectory and the state"):
             loss(bare[:, 1:])
+
+    @pytest.mark.parametrize("kind", ["lstm", "gru"])
+    def test_the_recorded_state_of_another_reference_is_not_read(self, kind):
+        policy, _, batch = self.recorded(kind)
+        loss = KLPenaltyLoss(policy, 1.0, reference=make_actor(kind, seed=5), reduction="none")
+        states = [key for key in batch.keys() if str(key).startswith("ref_")]
+        per_step = loss(batch)["loss_kl"]
+        assert_same(per_step, loss(batch.exclude(*states))["loss_kl"])
+        with pytest.raises(RuntimeError, match="its state .* give its `reference` to a loss"):
+            loss(batch.reshape(-1))
 
     def test_a_row_is_not_scored_from_the_state_at_its_own_end(self):
         # A corridor that looks the same everywhere, and a reference that a stack has just used.
@@ -330,7 +343,7 @@ class TestRecurrent:
         ):
             KLPenaltyLoss(policy, 1.0, reference=reference)(inside)
         loss = KLPenaltyLoss(policy, 1.0, reference=FrozenActor(reference, zero_states=True))
-        first = inside.clone()
+        first = inside.exclude("h", "c")
         first["is_init"][:, 0] = True  # from which a reference begins with a zero state
         frozen = FrozenActor(reference).get_dist(first, timed=True)
         with torch.no_grad(), set_recurrent_mode(True):

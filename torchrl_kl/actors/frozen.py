@@ -19,8 +19,6 @@ from torchrl.modules.utils import get_primers_from_module
 from torchrl_kl._tensordict import (
     LogProbKeys,
     as_tuple,
-    existing_keys,
-    expand_right,
     is_fake,
     sibling,
 )
@@ -48,7 +46,9 @@ class FrozenActor(Identified):
     You may rely on: only `update_reference` changes its weights; no gradient reaches it without
     `requires_grad`. `.to(dtype)` casts its weights and state, and observations when they are read:
     the reference of a policy in float32 may be in bfloat16. The hidden state of a recurrent
-    reference is under its own keys, `ref_<name>` next to `<name>`.
+    reference is under its own keys: `ref_<name>` next to `<name>`, or for a stack that writes
+    `second_ref_log_prob`, `second_ref_<name>`; the first stack that uses it decides. You may not
+    rely on two references that have the same names on one batch: each reads what is recorded.
 
     State: the weights, under `actor`; the fp32 averages behind half-precision ones, under `master`;
     `fingerprint`, a hash of the weights and of the classes of the modules. It is checked when a
@@ -92,6 +92,7 @@ class FrozenActor(Identified):
     _policy_dtypes: frozenset[torch.dtype | None] = frozenset()
     _plain: Sequence[bool] = ()  # see `plain_parts`; not of another's actor, which may change
     _looked = False  # whether it was looked for weights that it uses but does not own
+    _prefix: str | None = None  # of its states, once a stack uses it
 
     def __init__(
         self,
@@ -141,6 +142,12 @@ class FrozenActor(Identified):
         alike = reading.read_alike(policy, self.actor)
         self._policy_dtypes = self._policy_dtypes | {weight_dtype(policy) if alike else None}
 
+    def name_states(self, ref_log_prob: NestedKey) -> None:
+        """Names its states after what it writes, so that no two of them on a batch are shared."""
+        if self._prefix is None:
+            self._prefix = as_tuple(ref_log_prob)[-1].removesuffix("_log_prob")
+            self._find_keys()
+
     def _hold(self, actor: nn.Module) -> None:
         """Takes a copy of `actor` as its weights."""
         self.actor: ProbabilisticTensorDictSequential = reading.copy_actor(actor)  # type: ignore[assignment]
@@ -154,13 +161,15 @@ class FrozenActor(Identified):
         # A state is what the actor reads, and writes into "next" for its next step. On the policy's
         # state the reference would score with the memory of another network.
         self.state_keys = [key for key in actor_in if unravel_key(("next", key)) in actor_out]
-        self.own_state_keys = [sibling(key, f"ref_{as_tuple(key)[-1]}") for key in self.state_keys]
+        own = f"{self._prefix or 'ref'}_"
+        self.own_state_keys = [sibling(key, own + as_tuple(key)[-1]) for key in self.state_keys]
         states = (*self.state_keys, *self.action_keys)
         self.in_keys = [key for key in reading.read_keys(self.actor) if key not in states]
         self._init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
         self._cast_keys = [*self.in_keys, *self.state_keys]
         self._input_keys = [*self.in_keys, *self.action_keys, *self.own_state_keys]
-        self._memory = RecurrentMemory(self.in_keys, self._init_key)
+        states = self.state_keys, self.own_state_keys
+        self._memory = RecurrentMemory(self.in_keys, self._init_key, *states)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -222,7 +231,7 @@ class FrozenActor(Identified):
     def step(self, inputs: TensorDictBase) -> Score:
         """Scores actions (*B) step by step; RuntimeError without the state of a recurrent actor."""
         if self.state_keys:
-            self._use_states(inputs)
+            self._memory.keep_states(inputs)
         return self._score(inputs, recurrent=False)
 
     def trajectories(self, tensordict: TensorDictBase) -> Score:
@@ -252,7 +261,7 @@ class FrozenActor(Identified):
         if self.state_keys and timed:
             self._set_first_states(tensordict, inputs, self.zero_states, carry=False)
         elif self.state_keys:
-            self._use_states(inputs)
+            self._memory.keep_states(inputs)
         self._prepare(inputs)
         with self.scoring(timed):
             return self._look(self.actor.get_dist, inputs)
@@ -276,24 +285,6 @@ class FrozenActor(Identified):
 
     def _carries_states(self, inputs: TensorDictBase) -> bool:
         return all(inputs.get(key, None) is not None for key in self.own_state_keys)
-
-    def _use_states(self, inputs: TensorDictBase) -> None:
-        missing = [key for key in self.own_state_keys if inputs.get(key, None) is None]
-        if missing:
-            raise RuntimeError(
-                f"the reference is recurrent and its state {missing} is not in the data, got "
-                f"{existing_keys(inputs)}: put KLConstrainedTransform or "
-                "ReferenceModelLogProbTransform into the env, or "
-                'pass batches whose last dimension is time (named "time", or `time_dim=`).'
-            )
-        # States are zero where a trajectory begins, where an actor may insert a learned one. A
-        # SliceSampler sets `is_init` elsewhere too, where the state must not be replaced.
-        is_init = None if self._init_key is None else inputs.get(self._init_key, None)
-        if is_init is not None and self._init_key is not None:
-            for key in self.own_state_keys:
-                state = inputs.get(key).flatten(inputs.batch_dims)
-                is_init = is_init & ~expand_right(state.bool().any(-1), is_init.shape)
-            inputs.set(self._init_key, is_init)
 
     def _set_first_states(
         self, tensordict: TensorDictBase, inputs: TensorDictBase, zero_states: bool, carry: bool

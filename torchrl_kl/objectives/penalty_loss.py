@@ -167,6 +167,8 @@ class KLPenaltyLoss(Fed, LossModule):
             raise TypeError(f"`loss` must be a LossModule or None, got {type(loss).__name__}.")
         super().__init__()
         self.reference = as_reference(actor, reference)
+        if self.reference is not reference:  # no stack has recorded its states
+            self.reference.name_states("loss_ref_log_prob")
         self.acting, actions = Acting.of(actor, self.reference.recorded), self.reference.action_keys
         if len(actions) > 1:
             raise ValueError(f"`actor` must have one action, got {actions}: use one loss for each.")
@@ -204,10 +206,8 @@ class KLPenaltyLoss(Fed, LossModule):
     def in_keys(self) -> list[NestedKey]:
         """What `forward` reads, in the order of its positional arguments."""
         keys = [*self.actor_network.in_keys, self.tensor_keys.action]
-        if self._reads_actions:
-            keys.append(self.tensor_keys.sample_log_prob)
-        if self._reads_trajectories:
-            keys.append(self._done_key)
+        keys += [self.tensor_keys.sample_log_prob] if self._reads_actions else []
+        keys += [self._done_key] if self._reads_trajectories else []
         others = [] if self.loss is None else self.loss.in_keys  # which may be the same
         return list(dict.fromkeys(unravel_key(key) for key in (*keys, *others)))
 

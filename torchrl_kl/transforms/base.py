@@ -159,7 +159,8 @@ class KLTransform(Transform):
         if taken:
             raise RuntimeError(
                 f"{type(self).__name__} would overwrite {taken}, which the env has already: give "
-                'this transform other keys, such as `keys=KLKeys.named("second")`.'
+                'this transform other keys, such as `keys=KLKeys.named("second")`, and a recurrent '
+                "reference of its own."
             )
 
     def declare_states(self, spec: Composite, reference: FrozenActor) -> None:
@@ -169,13 +170,8 @@ class KLTransform(Transform):
             td.add_spec(spec, key, (*batch_size, *leaf.shape), leaf.dtype, batch_size)
 
     def declare_reference(self, spec: Composite, reference: FrozenActor) -> None:
-        """Adds that state to the observation spec; RuntimeError if another reference did so."""
-        taken = [key for key in reference.own_state_keys if key in spec.keys(True, True)]
-        if taken:
-            raise RuntimeError(
-                f"the env has {taken}, the state of another recurrent reference, which this would "
-                "overwrite: score one of them on the collector's batches, without these entries."
-            )
+        """Adds that state to the observation spec; RuntimeError if it is there already."""
+        self.claim(spec, reference.own_state_keys)
         self.declare_states(spec, reference)
 
     def log_prob_shape(self) -> torch.Size:

@@ -73,6 +73,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         options["recompute_log_prob"] = recompute_log_prob
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, **options)
         self.keys = keys.resolve(frozen.log_prob_key)
+        frozen.name_states(self.keys.ref_log_prob)
         # TorchRL wants each of the out_keys in the env's specs.
         super().__init__(
             in_keys=[*frozen.in_keys, *frozen.action_keys],

@@ -112,6 +112,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
     ) -> None:
         if not isinstance(sum_agents, bool):
             raise TypeError(f"`sum_agents` must be True or False, got {sum_agents!r}.")
+        reference.name_states(keys.ref_log_prob)
         # In the order of the values in `_write`.
         self._written = [keys.ref_log_prob, keys.kl] if record else []
         if estimator != "k1":
