@@ -313,6 +313,11 @@ def test_the_loss_plans_from_the_rewards_of_a_batch(actor):
     batch, loss = collect(actor, 200), KLPenaltyLoss(actor, controller())
     expected = coeff_for_budget(totals(batch), 0.3)
     assert loss.update_controller(batch) == pytest.approx(expected, **SAME)
+    padded: Any = torch.cat([batch, batch[:9]])  # a new one
+    padded["next", "reward"][200:] = torch.nan
+    padded["collector", "mask"] = torch.arange(209)[:, None].expand(209, 4) < 200
+    planned = KLPenaltyLoss(actor, controller()).update_controller(padded)
+    assert planned == pytest.approx(expected, **SAME)
     other = KLPenaltyLoss(actor, controller())
     other.set_keys(reward="other")
     with pytest.raises(KeyError, match="'other' is not in the data.*name it with"):

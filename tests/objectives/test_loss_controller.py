@@ -43,6 +43,21 @@ class TestController:
                 loss(batch)["loss_kl"].backward()
             assert controller.calls == []
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_it_may_move_before_backward(self, dtype):
+        """The gradient is with the coefficient of `forward`, also where no cast has copied it."""
+        actor, reference = make_actor().to(dtype), moved(make_actor()).to(dtype)
+        batch, grads = play(WalkEnv((2,), dtype=dtype), actor), []
+        for moves in (False, True):
+            controller = SpyController(per="step", step=0.25)
+            loss = KLPenaltyLoss(actor, controller, reference=reference)
+            out = loss(batch)
+            if moves:
+                loss.update_controller(batch)
+            grads.append(torch.autograd.grad(out["loss_kl"], list(loss.parameters())))
+        assert controller.coeff > out["kl_coeff"]
+        assert_close(*grads, rtol=0, atol=0)
+
     def test_per_step_it_is_told_the_mean_over_valid_steps(self):
         controller = SpyController(per="step", step=0.25)
         loss, batch = make_loss(controller=controller), rollout()

@@ -20,7 +20,6 @@ from torchrl_kl._feeding import ControllerFeed, Fed
 from torchrl_kl._tensordict import (
     RECORD_LOG_PROB,
     as_tuple,
-    expand_right,
     find_time_dim,
     get_required,
     holder_batch_size,
@@ -239,7 +238,7 @@ class KLPenaltyLoss(Fed, LossModule):
             refuse_penalized(tensordict, self.tensor_keys.kl_coeff)
         # (*B) each; the coefficient is 0-dim.
         value, kl, mask = self._terms(tensordict)
-        coeff = coeff.to(value)
+        coeff = coeff.to(value, copy=True)  # of now: autograd keeps it until `backward`
         # A coefficient of 0 adds nothing, not even infinity.
         penalty = torch.where(coeff == 0, 0.0, coeff * value)
         loss_kl, kl = reduce_steps(penalty, mask, self.reduction), reduce_steps(kl, mask, "mean")
@@ -272,17 +271,18 @@ class KLPenaltyLoss(Fed, LossModule):
         """
         with evaluating(self.actor_network):
             _, kl, mask = self._terms(tensordict)
+            counted = None if mask.all() else mask
             if self.controller.planning:
-                self._plan(tensordict, mask)
+                self._plan(tensordict, counted)
         if self.controller.per == "step":
             self.feed.pool(kl[mask])
         else:
             require_time(tensordict, self.time_dim, "a controller that counts nats per trajectory")
             read_done(tensordict, self._done_key)
-            self.feed.add_batch(tensordict, kl, None if mask.all() else mask, **self._order)
+            self.feed.add_batch(tensordict, kl, counted, **self._order)
         return self.controller.coeff.item()
 
-    def _plan(self, tensordict: TensorDictBase, mask: Tensor) -> None:
+    def _plan(self, tensordict: TensorDictBase, mask: Tensor | None) -> None:
         """Gives the task rewards of a batch (*B) to a controller that plans from them."""
         step = cast(TensorDictBase, tensordict.get("next"))
         fix = "the coefficient is planned from it; name it with `set_keys(reward=...)`."
@@ -298,9 +298,7 @@ class KLPenaltyLoss(Fed, LossModule):
                 f"the reward must have the shape {tuple(log_ratio.shape)} of the log-prob of the "
                 f"actions and a trailing 1, got {tuple(reward.shape)}: give `init_coeff` a number."
             )
-        covered = expand_right(mask, reward.shape)
-        reward, log_ratio = (torch.where(covered, one, 0.0) for one in (reward, log_ratio))
-        given = (tensordict, reward, log_ratio, None if mask.all() else mask)
+        given = (tensordict, reward, log_ratio, mask)
         self.feed.rewards.add_batch(self.controller, *given, stream=self.feed.stream, **self._order)
 
     # Properties, since `gradient` and `weights` may be set later.
