@@ -1,5 +1,6 @@
 """Collectors whose reference moves, or is the policy itself, in one process and in many."""
 
+import contextlib
 import copy
 import faulthandler
 import functools
@@ -73,6 +74,20 @@ def test_a_state_that_is_loaded_reaches_the_workers_too(where):
         )
         if index == 0:
             stack.load_state_dict(other.state_dict())
+
+
+@WHERE
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_state_that_is_loaded_after_the_collector_was_built_is_a_run_that_goes_on(where, loads):
+    actor = make_actor()
+    stack: Any = KLConstrainedTransform(actor, 0.1)
+    collector = collector_of(Collector, actor, stack, where, frames_per_batch=120, total_frames=120)
+    actor.load_state_dict(moved(actor, scale=1.0).state_dict())
+    if loads:
+        stack.load_state_dict(copy.deepcopy(stack.state_dict()))
+    said = "the policy's weights have changed"
+    with contextlib.nullcontext() if loads else pytest.warns(UserWarning, match=said):
+        next(iter(collector))  # warnings are errors
 
 
 def by_assignment(actor: Any, other: Any) -> None:

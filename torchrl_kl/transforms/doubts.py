@@ -51,7 +51,7 @@ class FirstSteps:
     def __init__(self, policy: nn.Module, acting: Acting, reference: FrozenActor, *, copied: bool):
         # Not the policy itself: it must not be saved, moved or copied with a transform.
         self._policy: Any = weakref.ref(policy)
-        self.copied = copied  # whether the reference is a copy of it, so that the KL begins at 0
+        self.copied = [copied]  # whether the reference is a copy of it: the KL then begins at 0
         self._recorded, self._state_keys = reference.recorded, reference.state_keys
         self._forgets = False  # whether the data lacks the state of a recurrent policy
         # An actor of another class may draw and score as it likes.
@@ -60,7 +60,7 @@ class FirstSteps:
         self._gap, self._draws = 0.0, 0
 
     def __deepcopy__(self, memo: dict) -> FirstSteps:
-        other = copy.copy(self)
+        other = copy.copy(self)  # with the same list: no copy expects what one no longer does
         other._policy = self._policy
         return other
 
@@ -119,7 +119,7 @@ class FirstSteps:
                 "them (another temperature or mask)? The KL is off by up to as much."
             )
         policy: nn.Module | None = self._policy and self._policy()
-        if policy is None or not self.copied or not size > _GAP:
+        if policy is None or not self.copied[0] or not size > _GAP:
             return ""
         first = f"the first {self._count} steps have a KL of {mean:.2g} nats per step, although "
         if _same_weights(policy, reference):

@@ -247,4 +247,4 @@ class ScoringTransform(KLTransform):
 
 def _expect_any(transform: ScoringTransform, _: object = None) -> None:
     if transform._first is not None:
-        transform._first.copied = False
+        transform._first.copied[0] = False
