@@ -30,6 +30,11 @@ class TopTwo(Categorical):
         super().__init__(logits=logits.masked_fill(logits < logits.topk(2).values[..., -1:], -INF))
 
 
+class TopOne(Categorical):
+    def __init__(self, logits):
+        super().__init__(logits=logits.masked_fill(logits < logits.amax(-1, keepdim=True), -INF))
+
+
 class TopP(Categorical):
     """The most likely actions until 0.8 is reached."""
 

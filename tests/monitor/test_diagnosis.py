@@ -69,11 +69,27 @@ class TestCause:
         kept = torch.linspace(0.5, 0.9, 700).double()
         scored = take(self.log_probs, self.action)
         said = self.cause(scored - kept.log())
-        assert f"keep {kept.mean():.0%} of the actor's probability on average" in said
-        assert (
-            "no recorded log-prob is larger than the actor's: the actor seems to mask actions"
-            in self.cause(scored + kept.log())
-        )
+        assert "is smaller than the actor's: the sampler seems to draw from fewer actions" in said
+        said = self.cause(scored + kept.log())
+        assert "is larger than the actor's: the actor seems to give probability to fewer" in said
+
+    @pytest.mark.parametrize("temperature", [0.7, 0.9, 1.3, 2.0])
+    def test_a_temperature_and_top_k_at_once(self, temperature):
+        """Each of the two kept actions may be likelier than under the actor."""
+        ranked = self.log_probs.sort(-1, descending=True)
+        kept, place = ranked.values[:, :2], torch.arange(700)[:, None] % 2
+        recorded = (kept / temperature).log_softmax(-1).gather(-1, place).squeeze(-1)
+        action = ranked.indices.gather(-1, place).squeeze(-1)
+        likelier = recorded >= take(self.log_probs, action)
+        said = find_cause(self.log_probs[likelier], action[likelier], recorded[likelier], {}, 1e-3)
+        assert "fewer actions (a mask, top-k or top-p), perhaps with a temperature, too" in said
+
+    @pytest.mark.parametrize("scale", [1, 20])
+    def test_the_most_likely_action_each_time(self, scale):
+        """Its log-prob is 0, which every temperature near 0 explains, too."""
+        log_probs = (scale * self.log_probs).log_softmax(-1)
+        said = find_cause(log_probs, log_probs.argmax(-1), torch.zeros(700).double(), {}, 1e-3)
+        assert said.startswith("the sampler takes the most likely action each time.")
 
     def test_top_k_holds_the_actions_that_it_draws(self):
         """The mass of the 2 most likely, for the least likely action, which top-k never draws."""
@@ -264,6 +280,12 @@ class TestPooledEvidence:
                 assert evidence.logsumexp(-1) > math.log(2e6)
                 assert evidence.max() <= 30
         assert evidence.logsumexp(-1) < 3
+
+    def test_an_impossible_action_is_the_most_evidence(self):
+        log_probs = torch.tensor([[0.5, 0.5, 0.0]]).double().log()
+        evidence = PooledEvidence().add(log_ratios(log_probs, torch.tensor([2])))
+        assert evidence.max() == 30
+        assert not evidence.isnan().any()
 
     def test_the_top_ks_grow(self):
         assert sorted(set(TOP_KS)) == list(TOP_KS)

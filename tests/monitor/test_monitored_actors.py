@@ -29,6 +29,7 @@ from tests.helpers import (
 from tests.monitor.samplers import (
     Tempered,
     actor_drawing,
+    masked_actor,
     scored_again,
     watch,
 )
@@ -106,6 +107,43 @@ class TestNegative:
             f"(the exact KL on the same states is {exact:.3g}). This is sampling noise"
             in message.text
         )
+
+    def test_the_exact_kl_of_agents_is_that_of_all_where_their_k1_is(self):
+        reference, env = make_actor(agents=True), WalkEnv((4,), n_agents=3, shared_reward=True)
+        policy = moved(reference, scale=0.1)
+        stack = KLConstrainedTransform(
+            reference, 0.1, sum_agents=True, keys=KLKeys(reward="reward")
+        )
+        batch = next(
+            batch
+            for seed in range(50)
+            if (batch := stack(play(env, policy, steps=4, seed=seed)))["next", "kl"].mean() < -1e-3
+        )
+        monitor = KLMonitor(
+            stack.controller,
+            actor=policy,
+            reference=stack.reference,
+            keys=KLKeys(kl="kl", reward="reward"),
+        )
+        (message,) = monitor(batch)
+        with torch.no_grad():
+            p, q = (
+                actor.get_dist(batch.select(("agents", "observation"))).logits.log_softmax(-1)
+                for actor in (policy, reference)
+            )
+        exact = (p.exp() * (p - q)).sum((-1, -2)).mean().item()
+        assert_close(message.figures["exact_kl"], exact, rtol=1e-4, atol=1e-7)
+        assert_close(message.figures["kl"], batch["next", "kl"].double().mean().item())
+
+    @pytest.mark.filterwarnings("ignore:.*got invalid numbers")
+    def test_a_mean_without_the_infinite_ones_is_not_judged(self):
+        """Of actions of which the reference has a half, those that it has are likelier there."""
+        policy, reference = make_actor(), masked_actor(make_actor())
+        stack = KLConstrainedTransform(policy, 0.1, reference=reference, on_invalid="mask")
+        for options in ({}, {"actor": policy}):
+            batch = stack(play(WalkEnv((8,)), policy, steps=200))
+            assert batch["next", "kl"].sum() < -100
+            assert KLMonitor(stack.controller, **options)(batch) == []
 
     def test_the_exact_kl_leaves_padding_out(self):
         reference = make_actor()

@@ -1,5 +1,6 @@
 """A sampler and an actor that disagree: what KLMonitor finds in batches of real actors."""
 
+import copy
 import math
 import re
 from typing import Any
@@ -25,6 +26,7 @@ from tests.monitor.samplers import (
     Cooler,
     LeavesOutTheMostLikely,
     Tempered,
+    TopOne,
     TopP,
     TopTwo,
     actor_drawing,
@@ -47,11 +49,12 @@ class TestCauses:
                 Tempered,
                 "the recorded log-probs are the actor's at temperature 0.7. Divide",
             ),
+            (TopOne, "the sampler takes the most likely action each time. Let it draw"),
             (TopTwo, "over its 2 most likely actions: top-k sampling with k = 2"),
             (TopP, "top-p sampling. Sample without top-p"),
             (
                 LeavesOutTheMostLikely,
-                "no recorded log-prob is smaller than the actor's: the sampler seems to mask",
+                "no recorded log-prob is smaller than the actor's: the sampler seems to draw from",
             ),
             (Both, "it cannot be told from the numbers"),
         ],
@@ -252,6 +255,20 @@ class TestPooling:
             said[0].text,
         )
         assert said[0].figures["evidence"] >= math.log(2e6)
+
+    @pytest.mark.parametrize("scale", [0.25, 1.0, 9.0])
+    def test_modes_are_no_low_temperature(self, scale):
+        actor = sharp(make_actor(), scale=scale)
+        stack = KLConstrainedTransform(moved(self.actor(), seed=5), 0.1)
+        played = play(WalkEnv((200,)), actor_drawing(TopOne, actor), steps=8)
+        batch, said = stack(scored_again(played, actor)), []
+        monitor = KLMonitor(ConstantKLController(0.1), actor=actor)
+        unsaid = copy.deepcopy(monitor.state_dict()["conditions"])
+        for one in batch.unbind(0):
+            said += [m.text for m in monitor(one) if "disagrees" in m.condition]
+            monitor.load_state_dict(monitor.state_dict() | {"conditions": unsaid})  # say it again
+        assert len(said) > 100
+        assert all("They look like the most likely action each time" in text for text in said)
 
     def test_clean_batches_are_not_reported(self):
         monitor = KLMonitor(ConstantKLController(0.1), actor=self.actor())

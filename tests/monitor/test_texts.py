@@ -415,6 +415,9 @@ class TestTarget:
         ((count, total, _),) = monitor.state_dict()["pools"]
         assert count == 16 - n_left_out
         assert_close(total, scored["next", "kl"].double().sum().item())
+        # As where those that are left out would be infinite.
+        scored["next", "kl"] = torch.where(rewards.isnan(), 0.0, -9.0)
+        assert not texts_monitor(model)(scored)
 
     @pytest.mark.parametrize("source", ["argument", "generation_config"])
     def test_several_end_tokens(self, source):

@@ -27,6 +27,7 @@ SAMPLERS = (
     *(f"top-p sampling with p near {p:g}" for p in TOP_PS),
     *("a sampler that never draws the end token", "a sampler that never draws the pad token"),
 )
+GREEDY = len(TEMPERATURES)
 NEVER_EOS, NEVER_PAD = len(SAMPLERS) - 2, len(SAMPLERS) - 1
 N_ALTERNATIVES = len(SAMPLERS)
 _LEAST = -1e5  # replaces -inf where it is multiplied: 0 * -inf is NaN
@@ -87,8 +88,9 @@ def _fit_temperature(
     log_probs: Tensor, action: Tensor, recorded: Tensor, limit: float
 ) -> float | None:
     """Fits `recorded = log_softmax(log_probs / T)[action]`: Gauss-Newton in 1 / T from a grid."""
-    # One parameter can fit one or two numbers, whatever their cause.
-    if take(log_probs, action).round(decimals=4).unique().numel() < 3:
+    # One parameter can fit one or two numbers, whatever their cause; near 0 it fits zeros.
+    few = take(log_probs, action).round(decimals=4).unique().numel() < 3
+    if few or not bool((recorded.abs() > limit).any()):
         return None
     logits = log_probs.clamp_min(_LEAST)
 
@@ -115,6 +117,8 @@ def _truncation(log_probs: Tensor, scored: Tensor, gap: Tensor, limit: float) ->
     # Top-k: one k fits every step.
     if bool(fits.all(0).any()):
         k = int(fits.all(0).int().argmax()) + 1
+        if k == 1:
+            return "the sampler takes the most likely action each time. Let it draw actions."
         return (
             f"the recorded log-probs are the actor's over its {k} most likely actions: top-k "
             f"sampling with k = {k}. Sample without top-k, or truncate the actor too."
@@ -145,13 +149,13 @@ def _subset(recorded: Tensor, gap: Tensor, limit: float) -> str | None:
         return None
     found = None
     if gap.min() >= -limit:
-        found = (
-            "smaller than the actor's: the sampler seems to mask actions and to keep "
-            f"{(-gap).exp().mean().item():.0%} of the actor's probability on average"
-        )
+        found = "smaller than the actor's: the sampler seems to draw from fewer actions"
     elif gap.max() <= limit:
-        found = "larger than the actor's: the actor seems to mask actions that the sampler may draw"
-    return found and f"no recorded log-prob is {found}. Give both the same mask, top-k or top-p."
+        found = "larger than the actor's: the actor seems to give probability to fewer actions"
+    return found and (
+        f"no recorded log-prob is {found} (a mask, top-k or top-p), perhaps with a temperature, "
+        "too. Give both the same."
+    )
 
 
 def log_ratios(
@@ -212,6 +216,8 @@ class PooledEvidence:
         # The stakes of all batches add up to 1, so the wealth is a martingale from the start.
         stake = -math.log(self.n_batches * (self.n_batches + 1) * N_ALTERNATIVES)
         wealth = torch.tensor([self.log_wealth, [stake] * N_ALTERNATIVES], dtype=torch.float64)
-        evidence = (wealth.logsumexp(0) + ratios.cpu()).clamp_max(_MOST_WEALTH)
+        # Infinite if the actor cannot have drawn an action.
+        evidence = (wealth.logsumexp(0) + ratios.cpu()).clamp_max(1e9)
+        evidence -= (evidence.max() - _MOST_WEALTH).clamp_min(0.0)  # of all: their order remains
         self.log_wealth = evidence.tolist()
         return evidence

@@ -32,7 +32,7 @@ from torchrl_kl.monitor.messages import (
     advice,
     bounds_reached,
 )
-from torchrl_kl.monitor.sampler_check import default_tolerance
+from torchrl_kl.monitor.sampler_check import counted_steps, default_tolerance
 from torchrl_kl.monitor.text_check import TextCheck
 from torchrl_kl.monitor.texts import per_token
 
@@ -69,8 +69,8 @@ class KLMonitor:
       (over steps with `per="step"`), is above 2 times or below 0.5 times the controller's target,
       and 4 standard errors away from the target where it is of more than one value.
     - "coeff_at_max", "coeff_at_min": the coefficient is at a bound of the controller.
-    - "kl_not_finite": some steps have an infinite or NaN KL; they are left out of all means, as
-      those that a stack with `on_invalid="mask"` has left out.
+    - "kl_not_finite": some steps have an infinite or NaN KL. They are left out of all means, as
+      those that a stack with `on_invalid="mask"` has left out; no mean k1 without them is judged.
     - "negative_noise": the mean k1 is negative, as a sample mean near the reference can be.
     - "sampler_disagrees": the recorded log-probs are not the actor's, or the actions were not drawn
       from it. For categorical actions, the message names the cause where it can be told.
@@ -98,7 +98,7 @@ class KLMonitor:
     You may rely on: while the actions are drawn from the policy, each test of the samples reports
     "sampler_disagrees" in a batch with a probability of at most 1e-6, however small or correlated
     the batch. Half of that is for the pooled evidence, wrong in at most one of 2 million runs,
-    however long. You may not rely on it for frames of a random policy, or `on_invalid="mask"`.
+    however long. You may not rely on it for frames of a random policy.
 
     State: `state_dict`, plain numbers.
 
@@ -111,7 +111,7 @@ class KLMonitor:
     Args:
         controller: the controller of the run, with its target and its bounds.
         actor: the policy that is trained.
-        reference: `stack.reference`, for the exact KL (of each agent) where mean k1 is negative.
+        reference: `stack.reference`, for the exact KL where the mean k1 is negative.
         window: how many batches the mean KL is taken over.
         check_every: the log-probs are recomputed in one of so many batches.
         tolerance: nats a recomputed log-prob may differ by. None: 1e-3, or 0.05 in half precision.
@@ -253,7 +253,7 @@ class KLMonitor:
         looks = self._look_finite(kl, counted)
         if not math.isnan(self.controller.target):
             looks |= self._look_target(self._measured(batch, counted, counting))
-        k1 = kl[counted].double()
+        k1 = kl.double().where(counted, math.inf)[counted_steps(batch, kl)]  # inf: left out
         return looks | self._look_samples(batch, k1, k1.numel(), texts)
 
     def _look_responses(self, batch: TensorDictBase) -> Looks:
@@ -265,7 +265,7 @@ class KLMonitor:
         if kl is None:
             return self._look_samples(steps, torch.zeros(0), 0, steps)
         kl, log_prob = kl.detach().reshape(-1), steps.get("action_log_prob", None)
-        counted = n_tokens > 0
+        counted = answered = n_tokens > 0
         if log_prob is not None:  # NaN in a response that the stack has left out
             left_out = (kl == 0).to(log_prob.device) & log_prob.isnan().any(1)
             steps, counted = cast(TensorDict, steps[~left_out]), counted & ~left_out
@@ -276,7 +276,7 @@ class KLMonitor:
             if self.controller.per == "step":
                 measured = per_token(measured, n_tokens)
             looks |= self._look_target(measured, "responses")
-        k1 = kl[counted].double()
+        k1 = kl.double().where(counted, math.inf)[answered]
         return looks | self._look_samples(batch, k1, int(n_tokens.sum()), steps, "response")
 
     def _look_finite(self, kl: Tensor, counted: Tensor, of: str = "steps") -> Looks:
@@ -386,7 +386,7 @@ class KLMonitor:
         error = f" +- {k1.std().item() / math.sqrt(count):.2g}" if count > 1 else ""
         text = f"The mean k1 of this batch is {mean:.3g}{error} nats per {of} over {count} {of}s"
         if exact_kl is not None:
-            figures["exact_kl"] = exact_kl
+            figures["exact_kl"] = exact_kl = exact_kl / count  # of agents together, as k1 may be
             text += f" (the exact KL on the same states is {exact_kl:.3g})"
         # E[exp(-sum of k1)] = E_pi[product of pi_ref / pi] <= 1 on the policy's own actions, so
         # that a sum below -a has a probability of at most exp(-a).

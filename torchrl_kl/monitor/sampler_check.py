@@ -80,7 +80,7 @@ class SamplerCheck:
     def report(
         self, batch: TensorDictBase, pooled: PooledEvidence, *, due: bool, negative: bool
     ) -> tuple[Finding | None, float | None]:
-        """What speaks against the samples of a batch (*B), and the exact KL where it is computed.
+        """What speaks against the samples of a batch (*B); the sum of the exact KL if computed.
 
         The actor is evaluated if it is this batch's turn (`due`) or the mean k1 is `negative`. The
         evidence of the batch is added to that of earlier ones, `pooled`.
@@ -108,7 +108,7 @@ class SamplerCheck:
             # A TypeError or ValueError means that no closed form is known.
             with contextlib.suppress(TypeError, ValueError):
                 kl = td.sum_action_dims(kl_exact(cast(Distribution, dist), ref_dist), counted.shape)
-                exact_kl = kl.double()[counted].mean().item()
+                exact_kl = kl.double()[counted].sum().item()
         return fault, exact_kl
 
     def _score(self, batch: TensorDictBase, timed: bool) -> tuple[Tensor, Distribution | None]:
@@ -210,6 +210,9 @@ class SamplerCheck:
             if together.logsumexp(-1) > evidence.logsumexp(-1):
                 evidence, where = together, f"{pooled.n_batches} batches"
         nats, best = evidence.logsumexp(-1).item(), int(evidence.argmax())
+        # Temperatures so low that they draw nothing else are as likely.
+        if evidence[diagnosis.GREEDY] > evidence[best] - 0.01:
+            best = diagnosis.GREEDY
         if nats < _BEYOND_CHANCE:
             return best, None
         text = (
