@@ -191,7 +191,7 @@ def test_an_actor_that_was_trained_before_is_copied(make):
     assert_same(reference.step(reference.inputs(step)).log_prob, step["action_log_prob"].detach())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")  # deprecated, of either kind
 def test_an_actor_in_torchscript_is_copied():
     traced: Any = torch.jit.trace(nn.Linear(N_OBS, N_ACTIONS), torch.zeros(2, N_OBS))
     actor = actor_of(traced)
