@@ -355,6 +355,14 @@ class TestPretrained:
             gpt.save_pretrained(tmp_path)
         assert_close(GPT.from_pretrained(tmp_path).state_dict(), old.state_dict())
 
+    def test_tied_weights_are_equal_and_no_longer_tied(self, tmp_path):
+        gpt = sharp(GPT(11, 10)).eval()
+        gpt.head.weight = gpt.token_embedding.weight
+        gpt.save_pretrained(tmp_path)
+        same, tokens = GPT.from_pretrained(tmp_path), make_texts(3)
+        assert_close(same(tokens), gpt(tokens), rtol=0.0, atol=0.0)
+        assert same.head.weight is not same.token_embedding.weight
+
     def test_integer_weights(self, tmp_path):
         GPT(11, 8).save_pretrained(tmp_path)
         edit_weights(tmp_path, lambda w: w.update({name: w[name].long() for name in w}))

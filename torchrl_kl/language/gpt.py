@@ -193,7 +193,8 @@ class GPT(nn.Module):
         """Writes `config.json` and `model.safetensors`, so that the two always belong together.
 
         Whenever a save fails or its process is killed, the folder has the older model or the new
-        one. Only one process may save to a folder at a time.
+        one. Only one process may save to a folder at a time. Weights that you have tied are saved
+        under each name: they are equal when they are loaded, and no longer tied.
 
         Raises:
             ValueError: the weights do not share one floating-point dtype, or are not those of a
@@ -202,7 +203,8 @@ class GPT(nn.Module):
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: value.contiguous() for name, value in self.state_dict().items()}
+        layout = torch.contiguous_format
+        weights = {name: w.clone(memory_format=layout) for name, w in self.state_dict().items()}
         _check_dtypes(weights)
         self._check_parts()
         content = save(weights)
