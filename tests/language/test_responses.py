@@ -364,6 +364,18 @@ class TestErrors:
             with pytest.raises(ValueError, match="must be ids of the model's vocabulary, 0 to 10"):
                 self.make_transform()(batch)
 
+    def test_every_id_must_be_in_the_vocabulary_of_the_reference_too(self):
+        """Vocabularies are often padded to sizes of their own: the tokens of a batch tell."""
+        model, small = (GPT(size, 8) for size in (11, 9))
+        transform = ResponseKLTransform(model, 0.1, reference=small, pad_token=0)
+        batch = self.make_batch()
+        batch["tokens", "full"][0, -1] = 8
+        assert transform(batch)["next", "kl"].isfinite().all()
+        batch["tokens", "full"][0, -1] = 9
+        text = r"0 to 8, got \d to 9: .* of policy and reference \(vocabularies of \[11, 9\] tokens"
+        with pytest.raises(ValueError, match=text):
+            transform(batch)
+
     def test_rewards_of_tokens_are_refused(self):
         for reward in (torch.ones(1, 4, 1), torch.nested.nested_tensor([torch.ones(2)])):
             batch = self.make_batch(reward=reward)

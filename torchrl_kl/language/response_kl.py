@@ -96,7 +96,8 @@ class ResponseKLTransform(PenaltyTransform):
 
     Raises:
         TypeError: `model` is not a module, or is a wrapper of TorchRL.
-        KeyError, ValueError: as `as_steps` does, or if there is no reward.
+        KeyError, ValueError: as `as_steps` does, if there is no reward, or if `model` or
+            `reference` lacks a token.
         RuntimeError: if it is put into an env, or the rewards were penalized before.
 
     Example:
@@ -204,15 +205,18 @@ class ResponseKLTransform(PenaltyTransform):
         return batch.set("next", following)
 
     def _check_ids(self, tokens: Tensor) -> None:
-        """ValueError unless (N, L) are in the vocabulary; the model does not read the last one."""
-        vocab_size = self._policy.held.reader.lm.vocab_size
+        """ValueError unless policy and reference have (N, L); they do not read the last token."""
+        actors = (self._policy.held, self.reference.actor)
+        models = [actor.reader.lm for actor in actors if isinstance(actor, CausalLMActor)]
+        sizes = [model.vocab_size for model in models if model.vocab_size is not None]
         low, high = (int(value) for value in tokens.aminmax()) if len(tokens) else (0, 0)
-        most = high if vocab_size is None else vocab_size - 1
+        most = min(sizes, default=high + 1) - 1
         if low < 0 or high > most:
             raise ValueError(
                 f"('tokens', 'full') must be ids of the model's vocabulary, 0 to {most}, got {low} "
-                f"to {high}: sample with the tokenizer of this model. Shorter texts are filled "
-                f"with `pad_token` = {self.pad_token}, which must be one of the ids, too."
+                f"to {high}: sample with the tokenizer of policy and reference (vocabularies of "
+                f"{sizes} tokens). Shorter texts are filled with `pad_token` = {self.pad_token}, "
+                "which must be one of the ids, too."
             )
 
     def _score(self, steps: TensorDict) -> KLStep:
