@@ -1,6 +1,7 @@
 """Calling any causal language model: families, wrappers, precisions, and what is refused."""
 
 import shutil
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -119,6 +120,20 @@ class Plain(nn.Module):
 
     def forward(self, ids):
         return self.head(self.gru(self.embedding(ids))[0])
+
+
+class Bag(nn.Module):
+    """The sum of the tokens so far, or of all of them; the last two tokens are banned."""
+
+    def __init__(self, sees_later, banned):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, VOCAB)
+        self.sees_later, self.banned = sees_later, banned
+
+    def forward(self, ids):
+        values = self.embedding(ids)
+        sums = values.sum(1, keepdim=True) if self.sees_later else values.cumsum(1)
+        return sums.expand_as(values).index_fill(-1, torch.tensor([9, 10]), self.banned)
 
 
 class Wrapped(nn.Module):
@@ -389,7 +404,16 @@ class TestErrors:
         with set_exploration_type(kind):
             assert actor(state)["logits"].equal(torch.ones(2, 3))
 
-    @pytest.mark.parametrize("kind", ["bert", "gru", "banned", "length", "middle"])
+    @pytest.mark.parametrize("banned", [-1e4, -65504.0, -1e9, -3e38, -torch.inf])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_banned_tokens_do_not_hide_later_tokens(self, dtype, banned):
+        """A banned token's logit is no magnitude that rounding is told by."""
+        for sees_later in (True, False):
+            actor = CausalLMActor(sharp(Bag(sees_later, banned)).eval().to(dtype))
+            with pytest.raises(ValueError, match="must be causal") if sees_later else nullcontext():
+                step(actor, random_texts(3), [5, 6, 7])
+
+    @pytest.mark.parametrize("kind", ["bert", "gru", "length", "middle"])
     def test_models_that_see_later_tokens(self, kind):
         if kind == "bert":
             sizes = {**SIZES, "is_decoder": False}
@@ -405,14 +429,6 @@ class TestErrors:
         else:
             model = Plain()
             model.gru = nn.GRU(8, 8, batch_first=True, bidirectional=True)
-            if kind == "banned":  # whose logit must not be the magnitude that rounding is told by
-                model.head.register_forward_hook(
-                    lambda *args: (
-                        args[-1]
-                        .index_fill(-1, torch.tensor(0), -torch.inf)
-                        .index_fill(-1, torch.tensor(1), torch.finfo(torch.float32).min)
-                    )
-                )
         actor = CausalLMActor(sharp(model).eval())
         for _ in range(2):
             with pytest.raises(ValueError, match="`model` must be causal, but its outputs depend"):
