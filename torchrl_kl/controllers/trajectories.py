@@ -31,10 +31,10 @@ _MIN_OPEN = 256  # trajectories that may be open at once, at least
 _OPEN_PER_ROW = 64  # and for each row of a batch: that of so many asynchronous workers
 _RENUMBERED = (
     "a padded row neither begins with its trajectory nor goes on with one under the id of an "
-    "earlier batch: MultiSyncCollector(split_trajs=True) numbers the trajectories of each batch "
-    "anew, so their KL cannot be added up. Use kl_collector(..., split_trajs=True), or torchrl's "
-    "`split_trajectories` on batches collected without that option. (If the rows do begin with "
-    "their trajectories, an InitTracker in the env says so.)"
+    "earlier batch, so its KL cannot be added up. MultiSyncCollector(split_trajs=True) numbers "
+    "the trajectories of each batch anew: use kl_collector(..., split_trajs=True), or torchrl's "
+    "`split_trajectories` on batches collected without that option. If batches were left out, pass "
+    "them all; if rows do begin with their trajectories, an InitTracker in the env says so."
 )
 
 _Key = tuple[int, bytes]  # id, or -1 - row where it is about to change; digest of the state
