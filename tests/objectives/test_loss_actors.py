@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 from torch.testing import assert_close
 from torchrl.modules import MaskedCategorical, OneHotCategorical, ValueOperator, set_recurrent_mode
-from torchrl.objectives import ClipPPOLoss, DiscreteSACLoss, KLPENPPOLoss
+from torchrl.objectives import ClipPPOLoss, DiscreteSACLoss, KLPENPPOLoss, SACLoss, TQCLoss
 
 from tests.helpers import (
     N_ACTIONS,
@@ -70,6 +70,20 @@ class TestAroundALoss:
     def test_a_loss_of_another_actor_does_not_give_it_its_policy(self):
         batch, other = self.batch(), self.ppo(moved(make_actor(), seed=5))
         assert_close(make_loss(loss=other)(batch)["kl"], make_loss()(batch)["kl"])
+
+    @pytest.mark.parametrize("cls", [SACLoss, TQCLoss])
+    def test_a_loss_that_builds_an_entry_late_is_restored(self, cls):
+        def build(seed: int) -> Any:
+            actor = moved(make_actor("normal"), seed=seed)
+            critic = ValueOperator(nn.Linear(N_OBS, 1), in_keys=["observation"])
+            options: Any = {} if cls is SACLoss else {"num_qvalue_nets": 2}
+            inner = cls(actor, critic, target_entropy=-1.0, **options)
+            return KLPenaltyLoss(actor, 0.5, loss=inner)
+
+        saved, fresh = build(1), build(2)
+        for loss in (fresh, copy.deepcopy(build(3))):
+            loss.load_state_dict(saved.state_dict())
+            assert_same(dict(loss.state_dict()), dict(saved.state_dict()))
 
     def test_a_copy_has_one_policy_too(self):
         actor, batch = moved(make_actor()), self.batch()

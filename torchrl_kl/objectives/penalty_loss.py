@@ -34,6 +34,7 @@ from torchrl_kl.objectives.terms import (
     Reduction,
     Steps,
     Weights,
+    build_late,
     check_options,
     drawn_log_ratio,
     find_last_steps,
@@ -176,6 +177,7 @@ class KLPenaltyLoss(Fed, LossModule):
         self.loss, self.guard = loss, Guard(on_invalid)
         if loss is not None:
             self.actor_network_params = find_shared(self.actor_network_params, loss)
+            self.register_load_state_dict_pre_hook(build_late)
         self.gradient: Gradient = gradient
         self.weights: Weights = weights or ("trajectory" if gradient == "sequence" else "step")
         self.reduction: Reduction = reduction

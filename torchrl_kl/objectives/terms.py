@@ -169,6 +169,11 @@ def find_shared(params: Any, loss: nn.Module) -> TensorDictParams:
     return params
 
 
+def build_late(loss: Any, *_: Any) -> None:
+    """Lets the loss inside build what SACLoss builds only when its state is asked for."""
+    loss.loss.state_dict()
+
+
 def finite_padding(
     tensordict: TensorDictBase, mask: Tensor, keys: Iterable[NestedKey]
 ) -> TensorDictBase:
