@@ -21,6 +21,10 @@ from torchrl_kl._tensordict import (
 _CALLS = 4  # that may wait to be followed: of training batches, and of others in between
 
 
+class UnknownStateError(RuntimeError):
+    """The state of a recurrent reference is not known where it would have to begin."""
+
+
 class _Left(NamedTuple):
     """Where a batch left a trajectory: the reference's states there, and what was observed next."""
 
@@ -52,7 +56,7 @@ class RecurrentMemory:
         """Sets `is_init` only where a trajectory begins; RuntimeError if a state is missing."""
         missing = [key for key in self.own_state_keys if inputs.get(key, None) is None]
         if missing:
-            raise RuntimeError(
+            raise UnknownStateError(
                 f"the reference is recurrent and its state {missing} is not in the data, got "
                 f"{existing_keys(inputs)}: put KLConstrainedTransform or "
                 "ReferenceModelLogProbTransform into the env, and give its `reference` to a loss, "
@@ -98,7 +102,7 @@ class RecurrentMemory:
         for row in (~begins).reshape(-1).nonzero().flatten().tolist():
             known = self._state_before(first_ids[row], observed[row], again) if carry else None
             if known is None and not zero_states:
-                raise RuntimeError("a row of the batch begins inside a trajectory" + _UNKNOWN)
+                raise UnknownStateError("a row of the batch begins inside a trajectory" + _UNKNOWN)
             for state, first in zip(states, known or (), strict=False):
                 state[row, 0] = first
         self._followed = self._followed or again  # past evaluations, too
@@ -157,7 +161,7 @@ class RecurrentMemory:
         counted = is_init & tensordict.get(MASK_KEY, is_init)  # (*R, T)
         for state in tensordict.select(*self.state_keys, strict=False).values(True, True):
             if bool((counted & _remembers(state, counted.ndim)).any()):
-                raise RuntimeError(_MARKED + _UNKNOWN)
+                raise UnknownStateError(_MARKED + _UNKNOWN)
 
     def _check_order(self, tensordict: TensorDictBase) -> None:
         # Memory would run through a shuffled batch in that order.
@@ -191,7 +195,7 @@ def _remembers(state: Tensor, n_batch: int) -> Tensor:
 _MARKED = (
     "the batch has `is_init` True where the recorded state of the policy is not zero: a "
     "SliceSampler marks each slice so (not with `init_key=None`), and a primer with another "
-    "`default_value` each trajectory. Neither begins from zeros,"
+    "`default_value` each trajectory. Neither need begin from zeros,"
 )
 _UNKNOWN = (
     " and the state of the recurrent reference is unknown there: put KLConstrainedTransform or "

@@ -111,7 +111,8 @@ class KLMonitor:
     Args:
         controller: the controller of the run, with its target and its bounds.
         actor: the policy that is trained.
-        reference: `stack.reference`, for the exact KL where the mean k1 is negative.
+        reference: `stack.reference`, for the exact KL where the mean k1 is negative (not where the
+            state of a recurrent one is unknown).
         window: how many batches the mean KL is taken over.
         check_every: the log-probs are recomputed in one of so many batches.
         tolerance: nats a recomputed log-prob may differ by. None: 1e-3, or 0.05 in half precision.
@@ -183,7 +184,7 @@ class KLMonitor:
 
         Raises:
             KeyError: if the KL, or what the actor reads, is not in the batch.
-            RuntimeError: if trajectories need a time dimension, or a recurrent state is not known.
+            RuntimeError: if trajectories need a time dimension.
             ValueError: if the steps of trajectories do not follow one another.
         """
         before = copy.deepcopy(self._state), self._open_trajectories.copy()

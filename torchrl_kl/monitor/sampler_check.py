@@ -17,6 +17,7 @@ from torchrl_kl import _tensordict as td
 from torchrl_kl.actors import reading
 from torchrl_kl.actors.frozen import FrozenActor, weight_dtype
 from torchrl_kl.actors.policy import evaluating
+from torchrl_kl.actors.recurrent import UnknownStateError
 from torchrl_kl.functional.estimators import kl_exact
 from torchrl_kl.monitor import diagnosis
 from torchrl_kl.monitor.diagnosis import Finding, PooledEvidence
@@ -104,11 +105,13 @@ class SamplerCheck:
         fault = fault or unlike
         exact_kl = None
         if fault is None and negative and self.reference is not None:
-            ref_dist = self.reference.get_dist(batch, timed=timed)
-            # A TypeError or ValueError means that no closed form is known.
-            with contextlib.suppress(TypeError, ValueError):
-                kl = td.sum_action_dims(kl_exact(cast(Distribution, dist), ref_dist), counted.shape)
-                exact_kl = kl.double()[counted].sum().item()
+            with contextlib.suppress(UnknownStateError):
+                ref_dist = self.reference.get_dist(batch, timed=timed)
+                # A TypeError or ValueError means that no closed form is known.
+                with contextlib.suppress(TypeError, ValueError):
+                    kl = kl_exact(cast(Distribution, dist), ref_dist)
+                    kl = td.sum_action_dims(kl, counted.shape)
+                    exact_kl = kl.double()[counted].sum().item()
         return fault, exact_kl
 
     def _score(self, batch: TensorDictBase, timed: bool) -> tuple[Tensor, Distribution | None]:
