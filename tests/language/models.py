@@ -63,6 +63,12 @@ def make_model(kind: str, seed: int = 0, dropout: float = 0.0) -> Any:
     return sharp(model, seed).eval()
 
 
+def checkpoint(model: Any) -> None:
+    """Recomputes activations in the backward pass; transformers before 5.23 call it otherwise."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)()
+
+
 def make_actor(kind: str, seed: int = 0, **kwargs) -> Any:
     return CausalLMActor(make_model(kind, seed), **kwargs).eval()
 

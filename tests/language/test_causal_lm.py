@@ -88,6 +88,7 @@ def make_family(name: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:keys and values of this model cannot be cached:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name):
     actor = CausalLMActor(make_family(name))

@@ -22,6 +22,7 @@ from tests.language.models import (
     VOCAB,
     Passes,
     check_step,
+    checkpoint,
     first_layer,
     make_actor,
     make_model,
@@ -367,7 +368,7 @@ class TestCheckpointing:
     @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
     def test_steps(self, kind):
         model = make_model(kind)
-        model.activation_checkpointing_enable()
+        checkpoint(model)
         actor, texts = CausalLMActor(model.train()), random_texts(3)
         for n in (4, 5, 6):
             check_step(actor, texts, [n, n, n])

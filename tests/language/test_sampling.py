@@ -17,6 +17,7 @@ from tests.language.models import (
     VOCAB,
     Passes,
     T,
+    checkpoint,
     equal,
     every_kind,
     make_actor,
@@ -177,7 +178,7 @@ class TestNumbers:
         expected = sample(make_actor("llama"), ragged())
         actor = make_actor("llama", **({"cache_bytes": 0} if off == "cache_bytes" else {}))
         if off == "checkpointing":
-            actor.reader.lm.model.activation_checkpointing_enable()
+            checkpoint(actor.reader.lm.model)
         if off != "cache_bytes":
             actor.train()
         batch = sample(actor, ragged())
