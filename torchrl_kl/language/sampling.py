@@ -49,7 +49,7 @@ def sample_responses(
         ("collector", "mask"): (N, T), False after the end, where log-probs and logits are 0.
         ("next", "reward"): (N, T, 1), that of the text at its last token, and 0 elsewhere.
         ("next", "done"), ("next", "terminated"), ("next", "truncated"): (N, T, 1), at that token;
-        a response without an end token is truncated.
+        a response without an end token is truncated, unless `eos_token` is None.
         ("next", "tokens"), ("next", "position"): what a critic reads.
 
     Args:
