@@ -266,7 +266,7 @@ FrozenActor(ACTOR).update_reference(nn.Sequential(ACTOR))
 FrozenActor(LSTM).trajectories(batch()).log_prob.shape
     KeyError: 'is_init' is not in the data
 FrozenActor(LSTM).step(FrozenActor(LSTM).inputs(batch())).log_prob.shape
-    RuntimeError: the reference is recurrent and its state ['ref_h', 'ref_c'] is not in
+    UnknownStateError: the reference is recurrent and its state ['ref_h', 'ref_c'] is not in
 stack(reference=FrozenActor(ACTOR), chunk_size=2)
     ValueError: `chunk_size` must be given to the FrozenActor that is the reference
 stack(reference=FrozenActor(ACTOR), keys=KLKeys(log_prob="x"))

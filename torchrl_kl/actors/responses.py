@@ -55,7 +55,7 @@ def as_steps(
         step. The last token of a turn in a dialog has the next turn's first state as next state.
 
     Args:
-        batch: any batch size, of N elements in all.
+        batch: any batch size, of N elements. A single pad token on a prompt's right is not noticed.
         pad_token: id that fills texts after the response; it may be `eos_token`. Padded tensors (no
             lazy stacks) without an attention mask are padded with it, too: prompts of several
             tokens that begin with it need a mask. None: 0, for batches with a mask or unpadded.

@@ -27,6 +27,9 @@ You may rely on:
   remains then, nor if the loop is left without `shutdown()`.
 - The last dimension of a batch is time and has that name.
 
+You may not rely on what padding holds with "workers": where `preemptive_threshold` has cut a batch,
+TorchRL's buffers leave older steps there. ("collector", "mask") leaves them out.
+
 Defaults are TorchRL's, except `auto_register_policy_transforms=False`, a `num_threads` that does
 not change the threads of this process, `use_buffers=False` with `set_truncated=True`,
 `launcher="mp"`, a free `tcp_port` and one thread per worker (DistributedCollector), and

@@ -111,8 +111,7 @@ class KLMonitor:
     Args:
         controller: the controller of the run, with its target and its bounds.
         actor: the policy that is trained.
-        reference: `stack.reference`, for the exact KL where the mean k1 is negative (not where the
-            state of a recurrent one is unknown).
+        reference: `stack.reference`: the exact KL where mean k1 is negative, if its state is known.
         window: how many batches the mean KL is taken over.
         check_every: the log-probs are recomputed in one of so many batches.
         tolerance: nats a recomputed log-prob may differ by. None: 1e-3, or 0.05 in half precision.
