@@ -177,6 +177,22 @@ def test_a_batch_that_was_refused_and_repaired_goes_on_with_the_same_state(kind,
 
 
 @recurrent
+def test_a_refused_mark_forgets_no_state(kind):
+    actor = make_actor(kind)
+    env = with_transforms(WalkEnv((2,), longest=20), *memory_of(actor))
+    transform = ReferenceModelLogProbTransform(actor)
+    first, second = (b.clone() for b in collect(env, moved(actor), frames=6, batches=2))
+    assert not second["is_init"][:, 0].any()
+    transform(first)
+    log_prob = ref_log_prob(transform, second.clone())
+    marked = second.clone()
+    marked["is_init"].fill_(True)
+    with pytest.raises(RuntimeError, match="SliceSampler"):
+        transform(marked)
+    assert ref_log_prob(transform, second).equal(log_prob)
+
+
+@recurrent
 @pytest.mark.parametrize("zero_states", [False, True])
 def test_a_batch_that_begins_inside_a_trajectory(kind, zero_states):
     actor = make_actor(kind)

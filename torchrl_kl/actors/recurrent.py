@@ -82,15 +82,15 @@ class RecurrentMemory:
                 "with an empty time dimension: leave such batches out."
             )
         self._check_order(tensordict)
-        again = self._followed
-        if carry:
-            self._followed = []
         begins = torch.zeros(shape[:-1], dtype=torch.bool, device=tensordict.device)
         if self.init_key is not None:
             is_init = tensordict.get(self.init_key).reshape(shape)
             begins = is_init[..., 0]
             if not zero_states:
                 self._check_marks(tensordict, is_init)
+        again = self._followed
+        if carry:
+            self._followed = []
         # One id and one observation for each row: (R,), R = begins.numel().
         ids = tensordict.get(TRAJECTORY_KEY, None)
         first_ids = [None] * begins.numel() if ids is None else ids[..., 0].reshape(-1).tolist()
