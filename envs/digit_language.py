@@ -31,8 +31,8 @@ class DigitLanguage:
         window: number of recent digits from which a response digit is drawn.
 
     Raises:
-        TypeError: a size is not an int, or a method gets ids that are not an int64 tensor.
-        ValueError: a size is below 1, or a method gets ids of a wrong shape or with wrong values.
+        TypeError: a method gets ids that are not an int64 tensor.
+        ValueError: a size is not an int of at least 1, or ids have a wrong shape or wrong values.
 
     Example:
         >>> import torch
@@ -53,10 +53,8 @@ class DigitLanguage:
     def __post_init__(self):
         for field in fields(self):
             size = getattr(self, field.name)
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise TypeError(f"`{field.name}` must be an int, got {type(size).__name__}.")
-            if size < 1:
-                raise ValueError(f"`{field.name}` must be at least 1, got {size}.")
+            if type(size) is not int or size < 1:
+                raise ValueError(f"`{field.name}` must be an int of at least 1, got {size!r}.")
 
     @property
     def separator(self) -> int:
@@ -95,7 +93,7 @@ class DigitLanguage:
 
         `generator` must be on the device of `prompts`; by default the global one is used.
         """
-        self._check_prompts(prompts)
+        check_ids("prompts", prompts, self.vocab_size, self.prompt_length)
         size = (*prompts.shape[:-1], 1)
         # (*B, P + R): without the separator, which is never drawn, the window is a slice.
         digits = torch.cat([prompts, prompts.new_empty(*size[:-1], self.response_length)], -1)
@@ -144,7 +142,7 @@ class DigitLanguage:
 
     def preferred_token(self, prompts: Tensor) -> Tensor:
         """Preferred first response digit, the last prompt digit plus one: (*B, P) -> (*B,)."""
-        self._check_prompts(prompts)
+        check_ids("prompts", prompts, self.vocab_size, self.prompt_length)
         return (prompts[..., -1] + 1) % self.vocab_size
 
     def preference(self, tokens: Tensor) -> Tensor:
@@ -152,9 +150,6 @@ class DigitLanguage:
         self._check_texts(tokens)
         preferred = self.preferred_token(tokens[..., : self.prompt_length])
         return (tokens[..., self.context_length] == preferred).to(torch.float32)
-
-    def _check_prompts(self, prompts: Tensor) -> None:
-        check_ids("prompts", prompts, self.vocab_size, self.prompt_length)
 
     def _check_texts(self, tokens: Tensor) -> None:
         check_ids("tokens", tokens, self.n_tokens, self.text_length)
@@ -178,14 +173,11 @@ def check_ids(name: str, ids: Tensor, n_ids: int, length: int | None = None) -> 
     check_range(name, ids, 0, n_ids - 1, fix)
 
 
-def check_range(name: str, values: Tensor, least: int, most: int, fix: str) -> int:
-    """The highest value, or `least` without any; ValueError unless all are in [least, most]."""
-    if values.numel() == 0:
-        return least
-    low, high = (int(value) for value in values.aminmax())
+def check_range(name: str, values: Tensor, least: int, most: int, fix: str) -> None:
+    """ValueError unless all values are in [least, most]."""
+    low, high = (int(value) for value in values.aminmax()) if values.numel() else (least, most)
     if low < least or high > most:
         raise ValueError(
             f"`{name}` must be between {least} and {most}, got values between {low} and {high}: "
             f"{fix}."
         )
-    return high

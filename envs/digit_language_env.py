@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -23,12 +22,11 @@ class DigitLanguageEnv(EnvBase):
     A step depends only on the tensordict. Rows that a `_step` mask excludes keep their text and
     `terminated`, and have reward 0. A finished row must be reset before it is stepped.
 
-    Only reset is random. A seed gives the same prompts on every device; without one it is system
-    entropy. A copy (`deepcopy`, `pickle`) continues from the same state: seed copies differently,
-    as `set_seed` of `SerialEnv` and `ParallelEnv` does.
+    Only reset is random. A seed gives the same prompts on every device. A copy continues from the
+    same state: seed copies differently, as `set_seed` of `SerialEnv` and `ParallelEnv` does.
 
-    State: that of the generator, as `generator`, (N,) uint8. A `TransformedEnv` does not save the
-    state of its `base_env`. What is being written is in the tensordict only.
+    State: that of the generator, as `generator`, (N,) uint8. What is being written is in the
+    tensordict only.
 
     `reset(prompt=prompts)` starts from the given int64 digits (*B, P), or (P,) for all rows; with
     `SerialEnv` and `ParallelEnv` it is `reset(list_of_kwargs=[{"prompt": ...}, ...])`.
@@ -44,13 +42,12 @@ class DigitLanguageEnv(EnvBase):
         prompts: (N, P) int64 digits, drawn with equal probability. Default: all prompts.
         reward_fn: maps finished texts (N, L) int64 to rewards (N,), without gradients. The env does
             not move a model or set it to eval mode. Default: `language.preference`.
-        batch_size: shape `*B` of the texts, without a dimension of 0.
+        batch_size: shape `*B` of the texts.
         device: device of the texts.
-        seed: seed of the generator.
+        seed: seed of the generator; by default system entropy.
 
     Raises:
-        TypeError: an argument or a result of `reward_fn` has the wrong type, or reset another one.
-        ValueError: an argument, an action, a position or a reward has a wrong shape or value.
+        ValueError: a prompt, an action, a position or a reward has a wrong shape or value.
         RuntimeError: a finished row is stepped.
 
     Example:
@@ -63,7 +60,6 @@ class DigitLanguageEnv(EnvBase):
         [5, 7, 1, 5, 10, 10, 10, 10, 10]
     """
 
-    language: DigitLanguage
     reward_fn: Callable[[Tensor], Tensor]
 
     def __init__(
@@ -77,14 +73,6 @@ class DigitLanguageEnv(EnvBase):
         seed: int | None = None,
     ):
         language = DigitLanguage() if language is None else language
-        if not isinstance(language, DigitLanguage):
-            raise TypeError(f"`language` must be a DigitLanguage or None, got {language!r}.")
-        reward_fn = language.preference if reward_fn is None else reward_fn
-        if not callable(reward_fn):
-            raise TypeError(f"`reward_fn` must be callable, got {type(reward_fn).__name__}.")
-        batch_size = torch.Size(batch_size)
-        if any(size < 1 for size in batch_size):
-            raise ValueError(f"`batch_size` must have dimensions of at least 1, got {batch_size}.")
         if prompts is not None:
             check_ids("prompts", prompts, language.vocab_size, language.prompt_length)
             if prompts.ndim != 2 or len(prompts) == 0:
@@ -92,39 +80,29 @@ class DigitLanguageEnv(EnvBase):
                     f"`prompts` must have shape (N, {language.prompt_length}) with N >= 1, got "
                     f"{tuple(prompts.shape)}: stack the prompts along dimension 0."
                 )
-        super().__init__(device=device, batch_size=batch_size)
-        self.language, self.prompts = language, None if prompts is None else prompts.clone()
+        super().__init__(device=device, batch_size=torch.Size(batch_size))
+        self.language = language
+        self.prompts = None if prompts is None else prompts.clone()
         # Not a submodule, so the env's train(), to() and state_dict() do not affect a user's model.
-        object.__setattr__(self, "reward_fn", reward_fn)
+        object.__setattr__(self, "reward_fn", reward_fn or language.preference)
         # On the CPU, so that a seed gives the same prompts on every device.
         self._generator = torch.Generator(device="cpu")
         self._set_seed(seed)
-        self._make_specs()
-
-    def _make_specs(self) -> None:
-        language, batch_size, device = self.language, self.batch_size, self.device
         first, last = language.context_length, language.text_length
-        # Texts are (*B, L), flags and rewards (*B, 1).
-        text_shape, flag_shape = torch.Size((*batch_size, last)), torch.Size((*batch_size, 1))
+        batch_size, device = self.batch_size, self.device
         self.observation_spec = Composite(
-            tokens=Categorical(language.n_tokens, shape=text_shape, device=device),
+            tokens=Categorical(language.n_tokens, shape=(*batch_size, last), device=device),  # type: ignore[arg-type]
             position=Bounded(first, last, shape=batch_size, dtype=torch.int64, device=device),
             shape=batch_size,
             device=device,
         )
-        # A step reads its state from the tensordict only.
         self.state_spec = self.observation_spec.clone()
         self.action_spec = Categorical(language.n_tokens, shape=batch_size, device=device)
-        self.reward_spec = Unbounded(flag_shape, dtype=torch.float32, device=device)
-        flag = Categorical(2, shape=flag_shape, dtype=torch.bool, device=device)
-        flags = {"done": flag, "terminated": flag.clone()}
-        self.done_spec = Composite(flags, shape=batch_size, device=device)
+        shape = torch.Size((*batch_size, 1))
+        self.reward_spec = Unbounded(shape, dtype=torch.float32, device=device)
 
     def _set_seed(self, seed: int | None) -> None:
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
+        self._generator.manual_seed(torch.Generator().seed() if seed is None else seed)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -138,13 +116,11 @@ class DigitLanguageEnv(EnvBase):
         others = {name: state_dict[name] for name in state_dict if name != f"{prefix}generator"}
         super()._load_from_state_dict(others, prefix, *args)
 
-    def _reset(
-        self, tensordict: TensorDictBase | None, *, prompt: Tensor | None = None, **kwargs: Any
+    def _reset(  # type: ignore[override]
+        self, tensordict: TensorDictBase | None, *, prompt: Tensor | None = None
     ) -> TensorDictBase:
-        if kwargs:
-            raise TypeError(f"`reset` takes `prompt` and no other argument, got {sorted(kwargs)}.")
-        language, batch_size = self.language, self.batch_size
-        length, generator = language.prompt_length, self._generator
+        language, batch_size, generator = self.language, self.batch_size, self._generator
+        length = language.prompt_length
         if prompt is not None:
             check_ids("prompt", prompt, language.vocab_size, length)
             if prompt.shape not in ((length,), (*batch_size, length)):
@@ -168,20 +144,15 @@ class DigitLanguageEnv(EnvBase):
         tokens, position, action = (tensordict[key] for key in ("tokens", "position", "action"))
         stepped = tensordict.get("_step", None)  # (*B) or (*B, 1); None: all rows
         if stepped is None:
-            self._check_step(position, action)
-            tokens = tokens.scatter(-1, position.unsqueeze(-1), action.unsqueeze(-1))
-            position = position + 1
-        else:
-            stepped = stepped.reshape(self.batch_size)
-            self._check_step(position, action, stepped)
-            # Excluded rows may be finished, without a slot to write to, or have any action.
-            slot = position.clamp(max=self.language.text_length - 1).unsqueeze(-1)
-            written = tokens.scatter(-1, slot, action.unsqueeze(-1))
-            tokens = torch.where(stepped.unsqueeze(-1), written, tokens)
-            position = position + stepped
-        output = self._output(tokens, position)
-        finished = output["terminated"].squeeze(-1)
-        finished = finished if stepped is None else finished & stepped
+            stepped = torch.ones_like(position, dtype=torch.bool)
+        stepped = stepped.reshape(self.batch_size)
+        self._check_step(position, action, stepped)
+        # Excluded rows may be finished, without a slot to write to, or have any action.
+        slot = position.clamp(max=self.language.text_length - 1).unsqueeze(-1)
+        written = tokens.scatter(-1, slot, action.unsqueeze(-1))
+        tokens = torch.where(stepped.unsqueeze(-1), written, tokens)
+        output = self._output(tokens, position + stepped)
+        finished = output["terminated"].squeeze(-1) & stepped
         return output.set("reward", self._reward(tokens, finished).unsqueeze(-1))
 
     def _output(self, tokens: Tensor, position: Tensor) -> TensorDict:
@@ -203,8 +174,6 @@ class DigitLanguageEnv(EnvBase):
         texts = tokens[finished]  # (N, L)
         with torch.no_grad():
             values = self.reward_fn(texts)
-        if not isinstance(values, Tensor):
-            raise TypeError(f"`reward_fn` must return a tensor, got {type(values).__name__}.")
         if values.shape != texts.shape[:1]:
             raise ValueError(
                 f"`reward_fn` must return one reward per text, shape {tuple(texts.shape[:1])} for "
@@ -213,22 +182,18 @@ class DigitLanguageEnv(EnvBase):
         reward[finished] = values.to(reward)
         return reward
 
-    def _check_step(self, position: Tensor, action: Tensor, stepped: Tensor | None = None) -> None:
+    def _check_step(self, position: Tensor, action: Tensor, stepped: Tensor) -> None:
         language = self.language
         if action.shape != self.batch_size or action.dtype != torch.int64:
             raise ValueError(
                 f"`action` must have shape {tuple(self.batch_size)} and dtype torch.int64, got "
                 f"{tuple(action.shape)} and {action.dtype}: use `argmax(-1)` of one-hot actions."
             )
-        if stepped is not None:
-            position, action = position[stepped], action[stepped]
-        first, last, most = language.context_length, language.text_length, language.n_tokens - 1
         fix = f"the tokens are {language.vocab_size} digits and the separator"
-        check_range("action", action, 0, most, fix)
-        fix = "step a tensordict from reset or step of an env with this language"
-        if check_range("position", position, first, last, fix) == last:
+        check_range("action", action[stepped], 0, language.n_tokens - 1, fix)
+        if n_finished := int((position[stepped] >= language.text_length).sum()):
             raise RuntimeError(
-                f"cannot step a finished text, got {int((position == last).sum())} with `position` "
-                f"{last}: reset these rows (see `step_and_maybe_reset`) or exclude them by a "
-                "`_step` mask."
+                f"cannot step a finished text, got {n_finished} with `position` "
+                f"{language.text_length}: reset these rows (see `step_and_maybe_reset`) or exclude "
+                "them by a `_step` mask."
             )

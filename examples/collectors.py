@@ -4,14 +4,10 @@ A language model is improved towards {0, 1} for its first digit, with a coeffici
 KL to 0.5 nats per response. `--collector` says who writes the responses: this process, or workers
 that wait for the learner or do not, as processes of this machine, over torch.distributed (gloo), or
 as actors of Ray. `--where` says who evaluates the reference: the learner on the batches that
-arrive, or the workers at each step.
+arrive, or worker processes at each step.
 
-Printed at the end:
-    frames per second  tokens written and learnt from, per second since the first was asked for
-    coefficients       of the first step and of the last, and how many batches mix coefficients
-    KL                 of the final policy, exact, nats per response
-    exact regret       how much more the best policy gains, at the coefficient whose optimum has a
-                       KL of 0.5 nats; in reward
+Printed at the end are tokens per second, the first and the last coefficient, how many batches mix
+several, the exact KL of the final policy, and its exact regret.
 """
 
 from __future__ import annotations
@@ -19,33 +15,21 @@ from __future__ import annotations
 import copy
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+import digit_rlhf
 import torch
-from digit_job import (
-    PPO,
-    DigitOptions,
-    LanguageModelTraining,
-    add_separator,
-    next_token,
-    split_prompts,
-)
-from running import Count, Positive, read_options
+from digit_exact import LANGUAGE, add_separator, next_token
+from digit_rlhf import PPO, split_prompts, train_language_model
+from running import JobOptions, Run, open_folder, read_options
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.collectors.distributed import DistributedCollector, RayCollector
-from tqdm import tqdm
 
-from torchrl_kl import (
-    GPT,
-    AdaptiveKLController,
-    Enumeration,
-    KLConstrainedTransform,
-    KLController,
-    kl_collector,
-)
-from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
+from torchrl_kl import GPT, AdaptiveKLController, Enumeration, KLConstrainedTransform, kl_collector
+from torchrl_kl.envs import DigitLanguageEnv
 
 COLLECTORS = {
     "sync": Collector,
@@ -54,144 +38,90 @@ COLLECTORS = {
     "ray": RayCollector,
     "gloo": DistributedCollector,
 }
-
-
-QUICK = {
-    "lm_iterations": 40,
-    "batches": 4,
-    "ppo_responses": 64,
-    "exact_prompts": 1,
-    "heldout_prompts": 50,
-}
+RECIPE = digit_rlhf.Args(ppo_minibatch=256, ppo_decay="linear")
+QUICK = {"lm_iterations": 40, "batches": 4, "responses": 64, "exact_prompts": 1}
 
 
 @dataclass(frozen=True)
-class Options(DigitOptions):
+class Args(JobOptions):
     """What can be set from the command line."""
 
-    collector: Literal["sync", "multi-sync", "multi-async", "ray", "gloo"] = "sync"
-    """Who writes the responses."""
-    where: Literal["learner", "workers"] = "learner"
-    """Who evaluates the reference."""
-    workers: Count = 2
-    """Workers of all collectors but sync."""
-    batches: Count = 120
-    """Batches of responses."""
-    ray_address: str = ""
-    """Address of a Ray cluster, auto on its machines; a local Ray is started if it is empty."""
-    reference: str = ""
-    """Folder of a language model to begin with; one is trained if it is empty."""
-    target_kl: Positive = 0.5
-    """KL that the coefficient steers to, nats per response."""
-    init_coeff: Positive = 0.05
-    """Where the coefficient starts, far from the answer."""
-    horizon: Positive = 8192.0
-    """Responses in which the coefficient can grow by a factor of e."""
-    exact_prompts: Count = 16
-    """Held-out prompts over which the exact values are taken."""
+    out: Path = Path("runs/collectors")  # Folder of the log, which must be new or empty.
+    collector: Literal["sync", "multi-sync", "multi-async", "ray", "gloo"] = "sync"  # The writer.
+    where: Literal["learner", "workers"] = "learner"  # Who evaluates the reference.
+    batches: int = 120  # Batches of responses.
+    responses: int = 512  # Responses per batch.
+    reference: str = ""  # Folder of a language model to begin with; one is trained if it is empty.
+    lm_iterations: int = 960  # Updates of the language model that is trained.
+    target_kl: float = 0.5  # KL that the coefficient steers to, nats per response.
+    init_coeff: float = 0.05  # Where the coefficient starts, far from the answer.
+    horizon: float = 8192.0  # Responses in which the coefficient can grow by a factor of e.
+    exact_prompts: int = 16  # Held-out prompts over which the exact values are taken.
 
 
-def load_language_model(language: DigitLanguage, prompts: torch.Tensor, options: Options) -> GPT:
-    if options.reference:
-        return GPT.from_pretrained(options.reference)
-    training = LanguageModelTraining(language, prompts, options)
-    bar = tqdm(range(options.lm_iterations), desc="language model", disable=None)
-    for step in bar:
-        loss = training.update()
-        if step % 10 == 0:
-            bar.set_postfix_str(f"loss {loss:.3f} nats per token")
-    return training.gpt.eval()
-
-
-def make_controller(options: Options) -> KLController:
-    init_coeff, target, horizon = options.init_coeff, options.target_kl, options.horizon
-    return AdaptiveKLController(init_coeff, target, horizon, clip=1.0)
-
-
-def make_collector(
-    ppo: PPO,
-    stack: KLConstrainedTransform,
-    language: DigitLanguage,
-    prompts: torch.Tensor,
-    options: Options,
-):
+def make_collector(ppo: PPO, stack: KLConstrainedTransform, prompts: torch.Tensor, args: Args):
     # A batch of asynchronous workers comes from one of them; the others share it.
-    n_workers = 1 if options.collector == "sync" else options.workers
-    responses = options.ppo_responses // (n_workers if options.collector == "multi-sync" else 1)
-    make_envs = [
-        partial(
-            DigitLanguageEnv,
-            language,
-            prompts=prompts,
-            batch_size=(responses,),
-            seed=options.seed + worker,
-        )
-        for worker in range(n_workers)
-    ]
-    os.environ.setdefault(
-        "RAY_worker_niceness", "0"
-    )  # at Ray's 15 a learner that uses all cores would starve them
-    local = {"num_cpus": n_workers, "include_dashboard": False, "log_to_driver": False}
-    cluster = {"address": options.ray_address, "log_to_driver": False}
-    ray = {"ray_init_config": cluster if options.ray_address else local}
-    frames = options.ppo_responses * language.response_length
+    n_workers = 1 if args.collector == "sync" else args.processes
+    responses = args.responses // (n_workers if args.collector == "multi-sync" else 1)
+    make_env = partial(DigitLanguageEnv, LANGUAGE, prompts=prompts, batch_size=(responses,))
+    make_envs = [partial(make_env, seed=args.seed + worker) for worker in range(n_workers)]
+    # At Ray's niceness of 15 a learner that uses all cores would starve the workers.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray = {"num_cpus": n_workers, "include_dashboard": False, "log_to_driver": False}
+    options: dict[str, Any] = {"ray_init_config": ray} if args.collector == "ray" else {}
+    frames = args.responses * LANGUAGE.response_length
     return kl_collector(
-        COLLECTORS[options.collector],
+        COLLECTORS[args.collector],
         make_envs,
         ppo.actor,
         stack,
-        where=options.where,
+        where=args.where,
         num_workers=n_workers,
         frames_per_batch=frames,
-        total_frames=frames * options.batches,
-        **(ray if options.collector == "ray" else {}),
+        total_frames=frames * args.batches,
+        **options,
     )
 
 
 def main() -> None:
-    options = read_options(Options, __doc__, {"quick": QUICK})
-    torch.manual_seed(options.seed)
-    torch.set_num_threads(options.threads)
-    language = DigitLanguage()
-    prompts, heldout = split_prompts(language, options)
-    language_model = load_language_model(language, prompts, options)
+    args = read_options(Args, __doc__, quick=QUICK)
+    open_folder(args)
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    recipe = replace(RECIPE, lm_iterations=args.lm_iterations)
+    prompts, heldout = split_prompts(recipe.heldout_prompts)
+    if args.reference:
+        language_model = GPT.from_pretrained(args.reference)
+    else:
+        language_model = train_language_model(Run("language_model", args), prompts, recipe)
     policy = copy.deepcopy(language_model)
-    ppo = PPO(policy, language, options.batches, options)
-    stack = KLConstrainedTransform(ppo.actor, make_controller(options))
-    collector = make_collector(ppo, stack, language, prompts, options)
-    seen, frames, start = [], 0, time.perf_counter()
-    bar = tqdm(collector, desc=f"PPO, {options.collector}", total=options.batches, disable=None)
+    ppo = PPO(policy, args.batches, recipe)
+    controller = AdaptiveKLController(args.init_coeff, args.target_kl, args.horizon, clip=1.0)
+    stack = KLConstrainedTransform(ppo.actor, controller)
+    collector = make_collector(ppo, stack, prompts, args)
+    run, seen = Run("ppo", args), []
+    batches, start = iter(collector), time.perf_counter()
     try:
-        for batch in bar:
-            coeffs = batch["next", "kl_coeff"].flatten()
-            seen.append((coeffs[0].item(), coeffs[-1].item(), coeffs.unique().numel()))
-            frames += batch.numel()
-            if batch.ndim == 3:  # (worker, response, token)
-                batch = batch.flatten(0, 1)
-            values = ppo.update(batch)
+        for step in run.steps(args.batches):
+            batch = next(batches)
+            seen.append(batch["next", "kl_coeff"].flatten())
+            # (worker, response, token) of several workers
+            values = ppo.update(batch.flatten(0, 1) if batch.ndim == 3 else batch)
             collector.update_policy_weights_()
-            bar.set_postfix_str(
-                "reward {reward:.2f}, KL {kl_reference:.2f} nats, coeff {coeff:.3f}".format(
-                    **values
-                )
-            )
-    except KeyboardInterrupt:
-        raise SystemExit(f"Stopped after {len(seen)} of {options.batches} batches.") from None
+            run.log(step, "reward {reward:.2f}, KL {kl_reference:.2f}, coeff {coeff:.3f}", **values)
     finally:
         collector.shutdown()
-    seconds = time.perf_counter() - start
-
-    contexts = add_separator(heldout, language)[: options.exact_prompts]
-    exact = Enumeration(
-        next_token(language_model), language.preference, contexts, language.response_length
-    )
-    target_coeff = exact.solve_coeff(options.target_kl)
+    seconds, frames = time.perf_counter() - start, sum(coeffs.numel() for coeffs in seen)
+    contexts = add_separator(heldout[: args.exact_prompts])
+    reference, n_tokens = next_token(language_model), LANGUAGE.response_length
+    exact = Enumeration(reference, LANGUAGE.preference, contexts, n_tokens)
+    target_coeff = exact.solve_coeff(args.target_kl)
     final = exact.values(next_token(policy.eval()), target_coeff)
-    print(f"{options.collector}, reference with the {options.where}")
+    mixed = sum(len(coeffs.unique()) > 1 for coeffs in seen)
+    print(f"{args.collector}, reference with the {args.where}")
     print(f"frames per second  {frames / seconds:.0f}")
-    mixed = f"{sum(count > 1 for *_, count in seen)} of {len(seen)} batches"
-    print(f"coefficients       {seen[0][0]:.3f} ... {seen[-1][1]:.3f}; several in {mixed}")
-    print(f"KL                 {final.kl:.3f} (target {options.target_kl:g})")
+    print(f"coefficients       {seen[0][0]:.3f} ... {seen[-1][-1]:.3f}; several in {mixed} batches")
+    print(f"KL                 {final.kl:.3f} (target {args.target_kl:g})")
     print(f"exact regret       {final.regret:.4f} at coefficient {target_coeff:.3f}")
 
 

@@ -1,13 +1,11 @@
 """GRPO on chats with TorchRL's LLM API, and a coefficient that holds the KL at a target.
 
 A tiny Llama with random weights answers questions, and is rewarded for the share of words of praise
-in its answers. ChatEnv, TransformersWrapper, LLMCollector, MCAdvantage and GRPOLoss are TorchRL's.
-ResponseKLTransform scores each batch once: it writes the log-probs that GRPOLoss reads, and the KL
-of each response. Its coefficient of 0 leaves the rewards as they are, since GRPO would divide a
-penalty by the standard deviation of its group. KLPenaltyLoss adds the KL to the loss, and its
-controller steers the coefficient to a KL of `--target-kl`. Printed at the end are means over the
-last quarter of the batches: the reward, in [0, 1], the KL of the policy to the model that it began
-as, and the coefficient of the KL in the loss.
+in its answers. ResponseKLTransform scores each batch once: it writes the log-probs that GRPOLoss
+reads, and the KL of each response. Its coefficient of 0 leaves the rewards as they are, since GRPO
+would divide a penalty by the standard deviation of its group. KLPenaltyLoss adds the KL to the
+loss, and its controller steers the coefficient. Printed at the end are means over the last quarter
+of the batches: the reward, in [0, 1], the KL, and the coefficient.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from running import Count, Options, Positive, read_options
+from running import Options, read_options
 from tensordict import TensorDict, TensorDictBase, set_list_to_stack
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
@@ -50,21 +48,15 @@ QUICK = {"batches": 4, "group": 4}
 
 
 @dataclass(frozen=True)
-class ChatOptions(Options):
+class Args(Options):
     """What can be set from the command line."""
 
-    batches: Count = 100
-    """Batches of answers, with one update on each."""
-    group: Count = 8
-    """Answers to each question, among which GRPO compares."""
-    lr: Positive = 1e-3
-    """Learning rate."""
-    target_kl: Positive = 1.0
-    """KL that the coefficient steers to, nats per response."""
-    init_coeff: Positive = 0.5
-    """Where the coefficient starts."""
-    horizon: Positive = 640.0
-    """Responses in which the coefficient can grow by a factor of e."""
+    batches: int = 100  # Batches of answers, with one update on each.
+    group: int = 8  # Answers to each question, among which GRPO compares.
+    lr: float = 1e-3  # Learning rate.
+    target_kl: float = 1.0  # KL that the coefficient steers to, nats per response.
+    init_coeff: float = 0.5  # Where the coefficient starts.
+    horizon: float = 640.0  # Responses in which the coefficient can grow by a factor of e.
 
 
 def make_tokenizer() -> Any:
@@ -77,15 +69,13 @@ def make_tokenizer() -> Any:
 
 
 def make_model(tokenizer: Any) -> LlamaForCausalLM:
-    size: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 64}
-    size |= {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    return LlamaForCausalLM(LlamaConfig(**size, **tokens)).eval()
+    config: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 64}
+    config |= {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return LlamaForCausalLM(LlamaConfig(**config)).eval()
 
 
-def make_collector(
-    model, tokenizer: Any, measure: ResponseKLTransform, args: ChatOptions
-) -> LLMCollector:
+def make_collector(model, tokenizer: Any, measure: ResponseKLTransform, args: Args) -> LLMCollector:
     n = len(QUESTIONS) * args.group
     loader = DataLoader(
         QUESTIONS * args.batches,  # type: ignore[arg-type]
@@ -119,14 +109,14 @@ def make_collector(
 
 @set_list_to_stack(True)
 def main() -> None:
-    args = read_options(ChatOptions, __doc__, {"quick": QUICK})
+    args = read_options(Args, __doc__, quick=QUICK)
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     tokenizer = make_tokenizer()
     measure = ResponseKLTransform(model := make_model(tokenizer), 0.0)
     controller = AdaptiveKLController(args.init_coeff, args.target_kl, args.horizon, clip=1.0)
-    options: dict[str, Any] = {"gradient": "sequence", "reference": measure.reference}
-    penalty = KLPenaltyLoss(CausalLMActor(model), controller, **options)
+    actor, reference = CausalLMActor(model), measure.reference
+    penalty = KLPenaltyLoss(actor, controller, gradient="sequence", reference=reference)
     reads = {"tokenizer": tokenizer, "input_mode": "tokens", "generate": False}
     scorer: Any = TransformersWrapper(model, pad_output=True, **reads)
     objective = GRPOLoss(scorer, kl_to_ref_coeff=None, entropy_bonus=False)

@@ -5,11 +5,10 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,47 +23,21 @@ def load(path: str) -> Any:
         return importlib.import_module(file.stem)
 
 
-class Run(NamedTuple):
-    """A finished run: the folder that it wrote to, what it printed, and how to repeat it."""
-
-    out: Path
-    printed: str
-    repeat: Callable[..., str]  # called with further options
-
-
-def lanes(path: str, smallest: str, quick: str = "") -> Any:
-    """A fixture with a Run of a script, one for each lane of the tests.
-
-    In the default lane it runs in this process with the options `smallest`, in the slow lane from
-    the command line with `--quick` and the options `quick`.
-    """
-
-    @pytest.fixture(
-        scope="module", params=["smallest", pytest.param("quick", marks=pytest.mark.slow)]
-    )
-    def finished(request, tmp_path_factory) -> Run:
-        folder = tmp_path_factory.mktemp(Path(path).stem)
-
-        def run(more: str = "") -> str:
-            if request.param == "quick":
-                return run_command(path, folder, f"--out out --quick {quick} {more}")
-            return run_here(path, folder, f"--out out {smallest} {more}")
-
-        return Run(folder / "out", run(), run)
-
-    return finished
+def submit(fn: Any, *args: Any) -> Any:
+    """Works when it is asked, as no executor does: a new process imports torch for seconds."""
+    result = fn(*args)
+    return SimpleNamespace(result=lambda: result)
 
 
 def run_here(path: str, folder: Path, options: str) -> str:
     """Runs the `main` of a script in this process, in a folder; what it printed."""
     script, printed = load(path), io.StringIO()
+    pool = SimpleNamespace(submit=submit, map=map)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.chdir(folder)
         patch.setattr(sys, "argv", [path, *options.split()])
-        # A new process imports torch for seconds.
-        for module in (script, sys.modules.get("running")):
-            if hasattr(module, "ProcessPoolExecutor"):
-                patch.setattr(module, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+        if hasattr(script, "workers"):
+            patch.setattr(script, "workers", lambda _: nullcontext(pool))
         script.main()
     return printed.getvalue()
 

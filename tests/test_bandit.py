@@ -86,33 +86,9 @@ def test_k3_penalty_diverges():
     assert math.isnan(lowest[-1])
 
 
-@pytest.mark.parametrize("penalty", [kl_k2, exact_penalty], ids=["k2", "exact"])
-def test_the_other_penalties_diverge_slowly(penalty):
-    lowest = [policy.min().item() for policy in train(penalty, 401)]
-    # At most like the logarithm of the number of updates; k3 falls by 100.
-    assert -math.log(4) < lowest[400] - lowest[200] < 0
-
-
 def test_only_k1_is_at_rest_at_the_optimum():
     assert_close(
         direction(optimum(), kl_k1), torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-15
     )
     for penalty in (kl_k2, kl_k3, exact_penalty):
         assert direction(optimum(), penalty)[0] > 0.05
-
-
-def test_near_the_reference_only_k1_pulls_back():
-    """The contribution of the penalty to the update, compared with -beta grad KL."""
-    logits = (REF_LOG_PROB + 0.01 * torch.randn(4, dtype=torch.float64)).requires_grad_()
-    log_prob = logits.log_softmax(-1)
-    truth = (
-        -BETA * torch.autograd.grad((log_prob.exp() * (log_prob - REF_LOG_PROB)).sum(), logits)[0]
-    )
-    task = direction(logits, lambda log_prob, _: torch.zeros_like(log_prob))
-    pulls = {
-        penalty: direction(logits, penalty) - task
-        for penalty in (kl_k1, kl_k2, kl_k3, exact_penalty)
-    }
-    assert_close(pulls[kl_k1], truth, rtol=0, atol=1e-15)
-    for penalty in (kl_k2, kl_k3, exact_penalty):
-        assert pulls[penalty].norm() < 0.05 * truth.norm()

@@ -1,8 +1,8 @@
 """The private names of PyTorch and of Hugging Face that the package uses.
 
 A failure names the version that has changed one. Those that _torchrl.py uses are in
-test_torchrl_private.py and collectors/test_private_processes.py. Here are also the methods that
-TorchRL and PyTorch call by name, which would never run again if they were renamed.
+test_torchrl_private.py. Here are also the methods that TorchRL and PyTorch call by name, which
+would never run again if they were renamed.
 """
 
 import inspect
@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributions import Categorical
 from torchrl.envs import EnvBase, Transform, TransformedEnv
 from torchrl.modules import MaskedCategorical
-from torchrl.weight_update import WeightStrategy
 
 CHANGED = f"torch {torch.__version__} or what is built on it has renamed or changed it"
 
@@ -32,7 +31,6 @@ CHANGED = f"torch {torch.__version__} or what is built on it has renamed or chan
         (nn.Module, "_apply", nn.Module.to),
         (nn.Module, "_save_to_state_dict", nn.Module.state_dict),
         (nn.Module, "_load_from_state_dict", nn.Module.load_state_dict),
-        (WeightStrategy, "apply_weights", None),
     ],
 )
 def test_methods_that_are_called_by_name(owner, name, caller):
@@ -59,11 +57,6 @@ def test_the_version_of_a_tensor_counts_its_edits():
     before = tensor._version
     tensor.add_(1)
     assert tensor._version == before + 1, CHANGED
-
-
-def test_the_metadata_of_a_state_dict():
-    state: Any = nn.BatchNorm1d(2).state_dict()
-    assert state._metadata[""]["version"] == 2, CHANGED
 
 
 def test_the_parameter_of_a_categorical():

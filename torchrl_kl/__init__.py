@@ -4,9 +4,7 @@ import sys as _sys
 from importlib import util as _util
 from os import path as _path
 
-from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.actors import FrozenActor, TopKActor
-from torchrl_kl.checkpoint import RunCheckpoint
 from torchrl_kl.collectors import kl_collector
 from torchrl_kl.controllers import (
     AdaptiveKLController,
@@ -20,16 +18,9 @@ from torchrl_kl.controllers import (
     coeff_for_budget,
 )
 from torchrl_kl.exact import Enumeration, ExactValues, PolicyValues, exact_kl
-from torchrl_kl.functional import (
-    kl_exact,
-    kl_k1,
-    kl_k2,
-    kl_k3,
-    kl_top_k,
-    masked_mean,
-    masked_sum,
-    sum_over_trajectories,
-)
+from torchrl_kl.functional.estimators import kl_exact, kl_k1, kl_k2, kl_k3, kl_top_k
+from torchrl_kl.functional.sums import masked_mean, masked_sum, sum_over_trajectories
+from torchrl_kl.keys import KLKeys
 from torchrl_kl.language import (
     GPT,
     CausalLMActor,
@@ -76,7 +67,6 @@ __all__ = [
     "ReferenceModelLogProbTransform",
     "ResponseKLTransform",
     "RewardAdjustmentTransform",
-    "RunCheckpoint",
     "TargetKLController",
     "TopKActor",
     "as_steps",

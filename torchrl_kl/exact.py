@@ -117,8 +117,8 @@ class Enumeration:
         log_probs, rewards: (P, V**R), of the responses in lexicographic order; under the reference.
 
     Raises:
-        TypeError: prompts or outputs are not tensors, or a size is not an int.
-        ValueError: too many texts, or a wrong shape, dtype or value of prompts or outputs.
+        TypeError: prompts or outputs are not tensors.
+        ValueError: too many texts, or a wrong size, shape, dtype or value.
 
     Example:
         >>> import torch
@@ -266,9 +266,8 @@ def exact_kl(
     """KL(policy || reference) at each response position, averaged over the prompts.
 
     sum_c policy(c) sum_v policy(v | c) (log policy(v | c) - log reference(v | c)), over the
-    contexts c that the policy can write: if these are few, V and P may be too large for
-    `Enumeration`, which explains the arguments and errors. Here `max_texts` is the maximum
-    number of contexts of one length. The sum over positions is the KL per response.
+    contexts c that the policy can write, of one length at most `max_texts`. The other arguments and
+    errors are those of `Enumeration`. The sum over positions is the KL per response.
 
     Returns:
         (R,) float64, nats; inf where the policy can write a token that the reference cannot.
@@ -366,7 +365,5 @@ def _check_sizes(prompts: Tensor, response_length: int, chunk_size: int) -> None
             f"{tuple(prompts.shape)} of {prompts.dtype}: one prompt needs a leading dimension of 1."
         )
     for name, size in {"response_length": response_length, "chunk_size": chunk_size}.items():
-        if type(size) is not int:
-            raise TypeError(f"`{name}` must be an int, got {type(size).__name__}.")
-        if size < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {size}.")
+        if type(size) is not int or size < 1:
+            raise ValueError(f"`{name}` must be an int of at least 1, got {size!r}.")

@@ -27,7 +27,7 @@ actor = ProbabilisticActor(
 )
 controller = AdaptiveKLController(init_coeff=0.1, target=0.01, horizon=10_000, per="step")
 stack = KLConstrainedTransform(actor, controller)
-monitor = KLMonitor(controller, actor=actor, reference=stack.reference)
+monitor = KLMonitor(controller, actor=actor)
 out = args.out or mkdtemp()
 options = {"offline": True, "project": "torchrl_kl"} if args.logger == "wandb" else {}
 logger = get_logger(args.logger, logger_name=out, experiment_name="run", wandb_kwargs=options)

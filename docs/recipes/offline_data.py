@@ -39,6 +39,8 @@ with torch.no_grad():
 print(f"your policy, exact    {kl_exact(own, other).mean():.3f} nats per step")
 
 # 3. The log-probs were not recorded: a model of the logger is asked for them.
-score = ReferenceModelLogProbTransform(logger, reference=reference, recompute_log_prob=True)
-scored = score(sample.exclude("action_log_prob", "logits"))
+sample = buffer.sample().exclude("action_log_prob", "logits")
+with torch.no_grad():
+    sample["action_log_prob"] = logger.get_dist(sample.copy()).log_prob(sample["action"])
+scored = ReferenceModelLogProbTransform(logger, reference=reference)(sample)
 print(f"reference's log-prob {scored['next', 'ref_log_prob'].mean():.3f} nats per action")

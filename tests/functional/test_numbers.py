@@ -1,4 +1,4 @@
-"""Equations solved by bisection, bounds of numbers, and state that a cast leaves in float64."""
+"""Equations solved by bisection, checks of numbers, and state that a cast leaves in float64."""
 
 import math
 
@@ -7,23 +7,20 @@ import torch
 
 from torchrl_kl.functional.numbers import (
     Float64State,
+    check_finite,
+    check_integers,
     check_number,
     solve_decreasing,
-    working_dtype,
 )
 
 
 class TestSolveDecreasing:
-    @pytest.mark.parametrize("root", [1e-300, 1e-9, 0.3, 1.0, 7e5, 1e307])
-    @pytest.mark.parametrize("factor", [1.0, 1.5, 2.0, 1e9])
+    @pytest.mark.parametrize("root", [1e-300, 0.3, 1e307])
+    @pytest.mark.parametrize("factor", [1.0, 1.5, 1e9])
     def test_a_hyperbola(self, root, factor):
         high = min(root * factor, 1e308)
         x = solve_decreasing(lambda x: root / x, 1.0, high)
         assert x == pytest.approx(root, rel=2e-12, abs=0)
-
-    def test_an_exponential(self):
-        x = solve_decreasing(lambda x: math.exp(-x), 0.25, 50.0)
-        assert x == pytest.approx(math.log(4), rel=2e-12, abs=0)
 
     def test_where_the_function_jumps(self):
         x = solve_decreasing(lambda x: float(x < 0.7), 0.5, 3.0)
@@ -50,15 +47,39 @@ class TestCheckNumber:
             check_number("x", value)
 
 
-def test_half_precision_is_computed_in_single():
-    assert working_dtype(torch.bfloat16) == working_dtype(torch.float16) == torch.float32
-    assert working_dtype(torch.float32) == torch.float32
-    assert working_dtype(torch.float64) == torch.float64
-
-
 def test_a_cast_leaves_the_values_of_the_state():
     state = Float64State()
     state.register_buffer("exact", torch.tensor(0.1, dtype=torch.float64))
     state.register_buffer("nothing", None)
     assert state.half().get_buffer("exact").item() == 0.1
     assert state.nothing is None
+
+
+class TestCheckFinite:
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_the_entry_the_count_and_the_first_place_are_named(self, bad):
+        values = torch.zeros(2, 3, 4)
+        values[1, 2, [0, 3]] = bad
+        message = (
+            rf"^Stack needs finite numbers, but \('next', 'kl'\) has 2 of 24 that are not, the "
+            rf"first {bad} at \(1, 2, 0\). A log-prob is -inf where"
+        )
+        mask = torch.ones(2, 3, dtype=torch.bool)
+        for counts in (None, mask):
+            with pytest.raises(ValueError, match=message):
+                check_finite("Stack", {"fine": values[0], ("next", "kl"): values}, counts)
+        mask[1, 2] = False
+        check_finite("Stack", {"kl": values, "absent": None}, mask)
+
+    def test_numbers_whose_sum_overflows_are_finite(self):
+        check_finite("Stack", {"kl": torch.full((3,), 1e308, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [([1], "`x` must be a tensor, got list"), (torch.ones(1), "int64 or int32, got torch.float32")],
+)
+def test_check_integers(tensor, message):
+    check_integers("x", torch.ones(1, dtype=torch.int32))
+    with pytest.raises(TypeError, match=message):
+        check_integers("x", tensor)

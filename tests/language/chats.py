@@ -40,7 +40,10 @@ TEMPLATE = (
 )
 PAD, END = "<|pad|>", "<|im_end|>"
 QUESTIONS = ["tell me of the film", "was it good", "a strange story with a bad end"]
-MODELS = ["gpt2", "llama", "qwen2"]
+MODELS: list[Any] = [
+    "llama",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt2", "qwen2")),
+]
 MODES = ["history", "text", "tokens"]
 COEFF = 0.3
 # TorchRL 0.14.1 calls cross_entropy with arguments that are deprecated, PEFT 0.21 transformers.

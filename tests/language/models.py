@@ -22,7 +22,11 @@ from tests.gpt_helpers import sharp
 from torchrl_kl import KLConstrainedTransform
 from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic, sample_responses
 
-KINDS = ["gpt", "gpt2", "llama", "llama-eager", "qwen2"]
+# The other families run with `-m slow`.
+KINDS: list[Any] = [
+    *("gpt", "llama"),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt2", "llama-eager", "qwen2")),
+]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 PAD, EOS, T = 0, 3, 8  # of sampled responses: two tokens, and the most steps
 VOCAB, LENGTH = 11, 20  # those of DigitLanguageEnv; the longest text
@@ -143,11 +147,6 @@ def check_step(actor: Any, tokens: torch.Tensor, position: Any, model: Any = Non
 
 def cache_of(actor: Any) -> Any:
     return actor.reader._cache
-
-
-def cached_bytes(actor: Any) -> int:
-    """Of all keys and values."""
-    return sum(texts.n_bytes for texts in cache_of(actor)._sets.values())
 
 
 def equal(n: int = 6) -> torch.Tensor:

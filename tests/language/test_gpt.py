@@ -1,22 +1,17 @@
-"""GPT against PyTorch's transformer, and its files on disk."""
+"""GPT against PyTorch's transformer, and its file on disk."""
 
-import json
-import shutil
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save
 from torch import nn
 from torch.testing import assert_close
 
 from tests.gpt_helpers import blocks_of, make_texts, sharp
 from torchrl_kl.language import GPT
-from torchrl_kl.language.blocks import SMALL_PRODUCT, Block
 
 
 class TestGPT:
@@ -55,13 +50,6 @@ class TestGPT:
         assert output.shape == (*shape, length, 2)
         rows = torch.stack([gpt(row) for row in tokens]) if n else torch.empty(0, length, 2)
         assert_close(output.reshape(-1, length, 2), rows)
-        maps = gpt.attention_maps(tokens.view(*shape, length))
-        assert maps.shape == (*shape, 3, 3, length, length)
-
-    @pytest.mark.parametrize("n_embd", [6, SMALL_PRODUCT])  # attention of one position has two ways
-    def test_no_text_of_one_token(self, n_embd):
-        gpt = GPT(11, 8, n_layer=1, n_head=1, n_embd=n_embd)
-        assert gpt(torch.zeros(0, 1, dtype=torch.long)).shape == (0, 1, 11)
 
     def test_gpt2_initialisation(self):
         torch.manual_seed(0)
@@ -86,17 +74,12 @@ class TestGPT:
         gpt(tokens)
         maps = gpt.attention_maps(tokens)
         assert maps.shape == (4, 3, 3, 8, 8)
+        assert not maps.requires_grad
+        assert (maps.triu(1) == 0).all()
         for layer, (attention, x, expected) in enumerate(seen[:3]):
             value = attention.query_key_value(x)[..., 96:].unflatten(-1, (3, 16))
             mixed = torch.einsum("nhts,nshd->nthd", maps[:, layer], value)
             assert_close(attention.project(mixed.flatten(2)), expected)
-
-    def test_attention_maps_are_causal_distributions(self):
-        maps = sharp(GPT(11, 8)).double().attention_maps(make_texts(4)[:, :8])
-        assert_close(maps.sum(-1), torch.ones(4, 3, 3, 8, dtype=torch.float64))
-        assert (maps.triu(1) == 0).all()
-        assert (maps.tril() >= 0).all()
-        assert not maps.requires_grad
 
     def test_dropout(self):
         tokens = make_texts(4)[:, :8]
@@ -105,24 +88,6 @@ class TestGPT:
         same = sharp(GPT(11, 8))
         assert_close(same(tokens), same(tokens), rtol=0.0, atol=0.0)
         assert_close(gpt.eval()(tokens), same(tokens))
-
-    @pytest.mark.parametrize("part", ["embedding", "attention", "residual"])
-    def test_dropout_acts_everywhere(self, part):
-        gpt, tokens = sharp(GPT(11, 8, n_layer=1, dropout=0.5)), make_texts(4)[:, :8]
-        block = blocks_of(gpt)[0]
-        if part != "embedding":
-            gpt.dropout = 0.0
-        if part != "attention":
-            block.attention.dropout = 0.0
-        if part != "residual":
-            block.dropout = 0.0
-        assert (gpt(tokens) - gpt(tokens)).abs().max() > 0.01
-
-    @pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules:FutureWarning")
-    def test_compiles_without_graph_break(self):
-        gpt, tokens = sharp(GPT(11, 8)), make_texts(4)[:, :8]
-        compiled = torch.compile(gpt, fullgraph=True, backend="eager")
-        assert_close(compiled(tokens), gpt(tokens))
 
     @pytest.mark.parametrize(
         ("kwargs", "error", "text"),
@@ -153,10 +118,8 @@ class TestGPT:
         ],
     )
     def test_bad_tokens(self, tokens, error, text):
-        gpt = GPT(11, 8)
-        for call in (gpt, gpt.attention_maps):
-            with pytest.raises(error, match=text):
-                call(tokens)
+        with pytest.raises(error, match=text):
+            GPT(11, 8)(tokens)
 
 
 @contextmanager
@@ -171,19 +134,18 @@ def full_disk(limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def edit_config(folder: Path, **changes):
-    file = folder / "config.json"
-    config = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+def equal_models(one: GPT, other: GPT) -> bool:
+    weights = one.state_dict(), other.state_dict()
+    same = weights[0].keys() == weights[1].keys()
+    return same and all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def edit_weights(folder: Path, edit):
-    """Changes the weights file and the digest in the config, so that the two belong together."""
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    edit(weights)
-    save_file(weights, file)
-    edit_config(folder, weights_sha256=sha256(file.read_bytes()).hexdigest())
+class Elephant(GPT):
+    pass
+
+
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
 
 
 class TestPretrained:
@@ -197,163 +159,49 @@ class TestPretrained:
         assert same.config == gpt.config
         assert not same.training
         assert all(parameter.requires_grad for parameter in same.parameters())
-        assert_close(dict(same.state_dict()), dict(gpt.state_dict()), rtol=0.0, atol=0.0)
+        assert equal_models(same, gpt)
         tokens = make_texts(3)
         assert_close(same(tokens), gpt.eval()(tokens), rtol=0.0, atol=0.0)
 
-    @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-    def test_missing_file(self, tmp_path, name):
-        GPT(11, 8).save_pretrained(tmp_path)
-        (tmp_path / name).unlink()
-        with pytest.raises(
-            FileNotFoundError, match=f"`folder` must contain .*{name} does not exist"
-        ):
-            GPT.from_pretrained(tmp_path)
-
     @pytest.mark.parametrize(
-        ("change", "text"),
+        ("damage", "text"),
         [
-            ({"class": "Elephant"}, "`class` must be 'GPT', got 'Elephant'"),
-            ({"n_header": 3}, "its keys must be class and .*'n_header'"),
-            ({"n_head": 0}, "`n_head` must be at least 1, got 0"),
-            ({"n_embd": "48"}, "`n_embd` must be an int, got str"),
-            ({"block_size": 9}, "does not contain a valid GPT.*size mismatch"),
-            ({"n_out": 12}, "does not contain a valid GPT.*size mismatch"),
-            ({"n_layer": 2}, "`n_layer` must be the 3 blocks of model.safetensors, got 2"),
-            ({"n_layer": "3"}, "`n_layer` must be the 3 blocks of model.safetensors, got '3'"),
-            ({"n_embd": 3 * 10**30}, "does not contain a valid GPT"),
-            ({"n_head": None}, "its keys must be class and .*'n_head'.*, got"),
-            ({"weights_sha256": None}, "its keys must be class and .*'weights_sha256'.*, got"),
+            (lambda file: file.write_bytes(b"no tensors"), "SafetensorError: .*[Hh]eader"),
+            (lambda file: file.write_bytes(save({"x": torch.ones(1)})), "KeyError: 'config'"),
+            (lambda _: Elephant(11, 8).save_pretrained(_.parent), "by the class Elephant"),
+            (cut_off, "SafetensorError"),
         ],
     )
-    def test_bad_config(self, tmp_path, change, text):
+    def test_damaged_files(self, tmp_path, damage, text):
         GPT(11, 8).save_pretrained(tmp_path)
-        edit_config(tmp_path, **change)
-        with pytest.raises(ValueError, match=f"(?s){text}"):
+        damage(tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"must be an undamaged file that GPT\.save.*{text}"):
             GPT.from_pretrained(tmp_path)
 
-    @pytest.mark.parametrize(
-        ("name", "content", "text"),
-        [
-            ("config.json", b"{", "does not contain a valid GPT: Expecting"),
-            ("config.json", b"[]", "`class` must be 'GPT', got None"),
-            ("model.safetensors", b"no tensors", "is not the file that config.json was saved with"),
-        ],
-    )
-    def test_damaged_file(self, tmp_path, name, content, text):
-        GPT(11, 8).save_pretrained(tmp_path)
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=text):
+    def test_missing_file(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="must contain model.safetensors, but .* does"):
             GPT.from_pretrained(tmp_path)
 
-    def test_subclass_is_another_class(self, tmp_path):
-        class Bigger(GPT):
-            pass
-
-        Bigger(11, 8).save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match="`class` must be 'GPT', got 'Bigger'"):
-            GPT.from_pretrained(tmp_path)
-        assert type(Bigger.from_pretrained(tmp_path)) is Bigger
-
-    def test_subclass_with_arguments_of_its_own_is_saved(self, tmp_path):
-        class Wide(GPT):
-            def __init__(self, factor: int):
-                super().__init__(11, 8, n_embd=3 * factor)
-                self.scale = nn.Parameter(torch.ones(factor))
-
-        gpt = Wide(2)
-        gpt.save_pretrained(tmp_path)
-        assert_close(load_file(tmp_path / "model.safetensors"), dict(gpt.state_dict()))
-
-    def test_weights_file_that_is_not_in_the_format(self, tmp_path):
-        GPT(11, 8).save_pretrained(tmp_path)
-        (tmp_path / "model.safetensors").write_bytes(b"no tensors")
-        edit_config(tmp_path, weights_sha256=sha256(b"no tensors").hexdigest())
-        with pytest.raises(ValueError, match="does not contain a valid GPT: .*[Hh]eader"):
-            GPT.from_pretrained(tmp_path)
-
-    @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-    def test_files_of_two_saves_are_not_one_model(self, tmp_path, name):
-        # The same sizes of the files and of the weights: only the digest tells the two apart.
-        for seed, folder in enumerate(("one", "other")):
-            sharp(GPT(11, 8), seed).save_pretrained(tmp_path / folder)
-        shutil.copy(tmp_path / "other" / name, tmp_path / "one" / name)
-        with pytest.raises(ValueError, match="is not the file that config.json was saved with"):
-            GPT.from_pretrained(tmp_path / "one")
-
-    @pytest.mark.parametrize("limit", [100, 2000])
-    def test_failed_save_leaves_the_old_model(self, tmp_path, limit):
-        """The config has about 200 bytes, so the disk is full before it or after it."""
+    @pytest.mark.parametrize("limit", [0, 2000])
+    def test_a_full_disk_leaves_the_old_model(self, tmp_path, limit):
         old = sharp(GPT(11, 8, n_head=3))
         old.save_pretrained(tmp_path)
         with full_disk(limit), pytest.raises(OSError, match="File too large"):
             GPT(11, 8, n_head=6).save_pretrained(tmp_path)
-        assert sorted(file.name for file in tmp_path.iterdir()) == [
-            "config.json",
-            "model.safetensors",
-        ]
+        assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
         loaded = GPT.from_pretrained(tmp_path)
         assert loaded.config == old.config
-        assert_close(dict(loaded.state_dict()), dict(old.state_dict()), rtol=0.0, atol=0.0)
+        assert equal_models(loaded, old)
 
-    def test_saves_over_an_older_model(self, tmp_path):
+    def test_saves_over_an_older_model_and_one_that_was_killed(self, tmp_path):
         new = sharp(GPT(11, 8, n_head=6, n_layer=1), seed=1)
-        for gpt in (GPT(11, 8), new):
-            gpt.save_pretrained(tmp_path)
+        GPT(11, 8).save_pretrained(tmp_path)
+        (tmp_path / "model.safetensors.unfinished").write_bytes(b"half of")
+        new.save_pretrained(tmp_path)
+        assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
         loaded = GPT.from_pretrained(tmp_path)
         assert loaded.config == new.config
-        assert_close(dict(loaded.state_dict()), dict(new.state_dict()), rtol=0.0, atol=0.0)
-
-    def test_many_blocks_in_the_config_are_refused_before_they_are_built(
-        self, tmp_path, monkeypatch
-    ):
-        GPT(11, 8).save_pretrained(tmp_path)
-        edit_config(tmp_path, n_layer=20_000)
-        built = "torchrl_kl.language.gpt.Block"
-        monkeypatch.setattr(built, lambda *_: pytest.fail("a block was built"))
-        with pytest.raises(ValueError, match="must be the 3 blocks .* got 20000"):
-            GPT.from_pretrained(tmp_path)
-
-    @pytest.mark.parametrize(
-        ("name", "dtype"),
-        [("head.weight", torch.bfloat16), ("blocks.0.mlp_norm.bias", torch.int64)],
-    )
-    def test_weights_of_several_dtypes(self, tmp_path, name, dtype):
-        gpt = GPT(11, 8)
-        gpt.save_pretrained(tmp_path)
-
-        def cast_one(weights):
-            weights[name] = weights[name].to(dtype)
-
-        edit_weights(tmp_path, cast_one)
-        found = ", ".join(sorted([f"'{dtype}'", "'torch.float32'"]))
-        text = rf"must share one floating-point dtype, got \[{found}\]"
-        with pytest.raises(ValueError, match=text):
-            GPT.from_pretrained(tmp_path)
-        gpt.head.double()
-        with pytest.raises(ValueError, match=r"got \['torch.float32', 'torch.float64'\]"):
-            gpt.save_pretrained(tmp_path / "new")
-        assert not list((tmp_path / "new").iterdir())
-
-    @pytest.mark.parametrize(
-        ("change", "names"),
-        [
-            (lambda gpt: setattr(gpt, "head", nn.Linear(48, 12, bias=False)), "'head.weight'"),
-            (lambda gpt: setattr(gpt, "head", nn.Linear(48, 11)), "'head.bias'"),
-            (lambda gpt: nn.utils.parametrizations.weight_norm(gpt.head), "'head.parametrizations"),
-            (lambda gpt: gpt.blocks.append(Block(3, 3, 48, 0.0)), "'blocks.3.attention"),
-            (lambda gpt: get_peft_model(gpt, LoraConfig(target_modules=["head"])), "'head.base_"),
-        ],
-    )
-    def test_parts_that_could_not_be_loaded_are_not_saved(self, tmp_path, change, names):
-        old, gpt = sharp(GPT(11, 8)), GPT(11, 8)
-        old.save_pretrained(tmp_path)
-        change(gpt)
-        with pytest.raises(
-            ValueError, match=rf"a GPT of its sizes, but \[{names}.* merge adapters"
-        ):
-            gpt.save_pretrained(tmp_path)
-        assert_close(GPT.from_pretrained(tmp_path).state_dict(), old.state_dict())
+        assert equal_models(loaded, new)
 
     def test_tied_weights_are_equal_and_no_longer_tied(self, tmp_path):
         gpt = sharp(GPT(11, 10)).eval()
@@ -362,9 +210,3 @@ class TestPretrained:
         same, tokens = GPT.from_pretrained(tmp_path), make_texts(3)
         assert_close(same(tokens), gpt(tokens), rtol=0.0, atol=0.0)
         assert same.head.weight is not same.token_embedding.weight
-
-    def test_integer_weights(self, tmp_path):
-        GPT(11, 8).save_pretrained(tmp_path)
-        edit_weights(tmp_path, lambda w: w.update({name: w[name].long() for name in w}))
-        with pytest.raises(ValueError, match=r"floating-point dtype, got \['torch.int64'\]"):
-            GPT.from_pretrained(tmp_path)

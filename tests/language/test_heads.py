@@ -1,15 +1,12 @@
 """The heads of the GPT on single states and whole trajectories, and within TorchRL."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
-from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import set_recurrent_mode
-from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
 from tests.gpt_helpers import (
@@ -25,7 +22,6 @@ from tests.gpt_helpers import (
     states_of,
     trajectories,
 )
-from torchrl_kl.envs import DigitLanguageEnv
 from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic, CausalLMRewardModel
 
 
@@ -36,10 +32,6 @@ def ordered() -> Any:
 def several_responses_in_a_row() -> Any:
     states = ordered()
     return torch.cat([states[:3], states[3:]], dim=1)
-
-
-def cut_at_both_ends() -> Any:
-    return several_responses_in_a_row()[:, 2:7]
 
 
 def shuffled() -> Any:
@@ -77,7 +69,6 @@ def with_extra_leading_dimensions() -> Any:
 LAYOUTS = [
     ordered,
     several_responses_in_a_row,
-    cut_at_both_ends,
     shuffled,
     one_prompt_and_positions_that_continue,
     a_shorter_text_between_two_that_differ,
@@ -108,13 +99,6 @@ class TestStates:
         expected = [gpt(text[:n])[-1] for text, n in zip(flat["tokens"], lengths, strict=True)]
         assert_same(value.reshape(-1, 1), torch.stack(expected))
 
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_both_modes_give_the_same_log_probs(self, layout):
-        actor, states = make_actor(), layout()
-        step, recurrent = (logits_of(actor, states, mode) for mode in (False, True))
-        assert step.shape == (*states.shape, 11)
-        assert_same(recurrent, step)
-
     def test_a_trajectory_costs_one_row(self):
         actor = make_actor()
         assert rows_read(actor, ordered(), recurrent=True) == [6]
@@ -129,17 +113,6 @@ class TestStates:
         other["tokens"] = torch.where(unwritten, make_texts(24, 5).view(6, 4, 9), states["tokens"])
         expected = logits_of(actor, states, recurrent)
         assert_same(logits_of(actor, other, recurrent), expected)
-
-    def test_gradients_are_the_same_in_both_modes(self):
-        actor, states = make_actor().double(), several_responses_in_a_row()
-        weight = torch.randn(*states.shape, 11, dtype=torch.float64)
-        parameters = list(actor.parameters())
-        step, recurrent = (
-            torch.autograd.grad((logits_of(actor, states, mode) * weight).sum(), parameters)
-            for mode in (False, True)
-        )
-        assert all(gradient.abs().max() > 1e-3 for gradient in step)
-        assert_close(recurrent, step)
 
     @pytest.mark.parametrize("recurrent", [False, True])
     def test_one_state_and_no_state(self, recurrent):
@@ -184,11 +157,6 @@ class TestStates:
         with pytest.raises(error, match=text):
             make_actor()(TensorDict(state))
 
-    def test_a_critic_values_no_text_that_it_cannot_read(self):
-        critic = CausalLMCritic(GPT(11, 8, n_out=1))
-        with pytest.raises(ValueError, match=r"`position` must lie in 0..8, got 5 to 9"):
-            critic(states_of(make_texts(2)))
-
 
 class TestHeads:
     def test_actor_keys(self):
@@ -203,30 +171,6 @@ class TestHeads:
         assert_close(out["agents", "action_log_prob"], expected.amax(-1))
         silent = make_actor(return_log_prob=False)(ordered())
         assert set(silent.keys()) == {"tokens", "position", "logits", "action"}
-
-    def test_actor_samples_its_distribution(self):
-        actor, n = make_actor(), 20_000
-        state = ordered()[0, 0]
-        torch.manual_seed(0)
-        # In recurrent mode all these equal states share one row of the GPT.
-        with set_exploration_type(ExplorationType.RANDOM), set_recurrent_mode(True):
-            actions = actor(state.expand(n).clone())["action"]
-        frequency = torch.bincount(actions, minlength=11) / n
-        probs = logits_of(actor, state, False).softmax(-1)
-        assert ((frequency - probs).abs() < 5 * (probs * (1 - probs) / n).sqrt() + 1 / n).all()
-
-    def test_copy_state_dict_and_dtype(self):
-        actor, states = make_actor(), ordered()
-        expected = logits_of(actor, states, False)
-        twin = copy.deepcopy(actor)
-        fresh = CausalLMActor(GPT(11, 8))
-        fresh.load_state_dict(actor.state_dict())
-        sharp(actor, seed=9)
-        assert_close(logits_of(twin, states, False), expected)
-        assert_close(logits_of(fresh, states, False), expected)
-        doubled = logits_of(twin.to(torch.float64), states, True)
-        assert doubled.dtype == torch.float64
-        assert_same(doubled.float(), expected)
 
     def test_reward_model(self):
         gpt, texts = sharp(GPT(12, 10, n_out=1)), make_texts(6)
@@ -288,75 +232,3 @@ class TestInTorchRL:
         assert_close(
             critic(states)["state_value"].reshape(6, 4, 1), expected["next", "state_value"]
         )
-
-    # Torch has no batching rule for this kernel and loops; the numbers are what counts here.
-    @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-    def test_gae_with_vmap(self):
-        actor, critic = make_actor(), make_critic()
-        expected = scored_batch(actor, critic, deactivate_vmap=True, shifted=False)
-        with set_recurrent_mode(True):
-            batch = scored_batch(actor, critic, deactivate_vmap=False, shifted=False)
-        assert_same(batch["advantage"], expected["advantage"])
-
-    def test_ppo_loss_is_that_of_single_steps(self, monkeypatch):
-        actor, critic = make_actor(), make_critic()
-        batch = scored_batch(actor, critic, deactivate_vmap=True, shifted=False)
-        loss = ClipPPOLoss(actor, critic, normalize_advantage=False)
-        order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
-        layouts = [batch, batch.reshape(-1), batch.reshape(-1)[order]]
-        fast = [losses(loss, layout) for layout in layouts]
-        monkeypatch.setattr("torchrl_kl.language.reader.recurrent_mode", lambda: False)
-        for value, layout in zip(fast, layouts, strict=True):
-            assert_same(value, losses(loss, layout))
-            assert_same(value, fast[0])
-
-    def test_ppo_updates_every_weight(self):
-        actor, critic = make_actor(), make_critic()
-        batch = scored_batch(actor, critic, deactivate_vmap=True, shifted=False)
-        loss = ClipPPOLoss(actor, critic)
-        before = [parameter.clone() for parameter in loss.parameters()]
-        optimizer = torch.optim.SGD(loss.parameters(), lr=0.01)
-        out = loss(batch)
-        (out["loss_objective"] + out["loss_critic"] + out["loss_entropy"]).backward()
-        optimizer.step()
-        assert len(before) == 2 * len(list(actor.parameters()))
-        for old, new in zip(before, loss.parameters(), strict=True):
-            assert not torch.equal(old, new)
-
-    def test_rollout_waits_for_rows_that_ended(self):
-        actor, env = make_actor(), DigitLanguageEnv(batch_size=[2], seed=0)
-        start: Any = env.reset()
-        start["tokens"][0, 5:7], start["position"][0] = 3, 7  # Row 0 is two tokens ahead.
-        rollout = env.rollout(
-            10,
-            actor,
-            tensordict=start,
-            auto_reset=False,
-            break_when_any_done=False,
-            break_when_all_done=True,
-        )
-        assert rollout["next", "position"][:, -1].tolist() == [LENGTH, LENGTH]
-        assert rollout.shape == (2, 4)
-
-    # TorchRL warns of its own classes when its collectors are imported.
-    @pytest.mark.filterwarnings("ignore:Creating .*WeightUpdaterBase:DeprecationWarning")
-    def test_collected_log_probs_are_found_again(self):
-        from torchrl.collectors import Collector
-
-        actor = make_actor()
-        reward_model = CausalLMRewardModel(sharp(GPT(12, 10, n_out=1)), end_token=11)
-        env = DigitLanguageEnv(batch_size=[3], seed=0, reward_fn=reward_model)
-        torch.manual_seed(0)
-        collector = Collector(
-            env, actor, frames_per_batch=18, total_frames=36, auto_register_policy_transforms=False
-        )
-        # Six steps of texts with four tokens: rows end and begin inside a response.
-        for batch in collector:
-            recorded = batch["action_log_prob"]
-            with set_recurrent_mode(True):
-                again = actor.log_prob(batch.select("tokens", "position", "action"))
-            assert_same(again, recorded)
-            ended = batch["next", "done"].squeeze(-1)
-            scores = reward_model(batch["next", "tokens"][ended])
-            assert_same(batch["next", "reward"][ended].squeeze(-1), scores)
-        collector.shutdown()

@@ -3,14 +3,13 @@
 import copy
 import pickle
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 from torch.testing import assert_close
 
+from tests.gpt_helpers import sharp
 from tests.language.chats import (
     COEFF,
     DEPRECATED,
@@ -22,7 +21,6 @@ from tests.language.chats import (
     make_tokenizer,
     make_wrapper,
     rows_of,
-    rows_of_log_probs,
     sample_chats,
 )
 from torchrl_kl import (
@@ -30,7 +28,6 @@ from torchrl_kl import (
     AdaptiveKLController,
     CausalLMActor,
     CausalLMCritic,
-    ConstantKLController,
     KLConstrainedTransform,
     PlannedKLController,
     ResponseKLTransform,
@@ -119,48 +116,6 @@ class TestAgainstLogits:
         k1, _ = expected_of(batch, model, reference, 0.7)
         assert_close(transform(batch)["next", "kl"].flatten(), k1, atol=1e-4, rtol=0)
 
-    def test_top_k_of_all_tokens_is_exact(self):
-        tokenizer = make_tokenizer()
-        model, reference = (make_model("qwen2", tokenizer, seed) for seed in (0, 1))
-        batch = sample_chats(model, tokenizer)
-        chosen: list[dict[str, Any]] = [{"estimator": "exact"}, {"estimator": "top_k"}]
-        exact, top_k = (
-            ResponseKLTransform(model, COEFF, reference=reference, top_k=1000, **options)(batch)[
-                "next", "kl_estimate"
-            ]
-            for options in chosen
-        )
-        assert_close(top_k, exact, atol=1e-4, rtol=0)
-
-    def test_chunks_change_nothing(self):
-        tokenizer = make_tokenizer()
-        model, reference = (make_model("gpt2", tokenizer, seed) for seed in (0, 1))
-        batch = sample_chats(model, tokenizer)
-        options = {"reference": reference, "estimator": "exact"}
-        whole = ResponseKLTransform(model, COEFF, **options)(batch)["next"]
-        parts = ResponseKLTransform(model, COEFF, chunk_size=1, **options)(batch)["next"]
-        for key in ("kl", "kl_estimate", "reward"):
-            assert_close(parts[key], whole[key], atol=1e-5, rtol=0)
-
-    def test_end_token_that_is_the_pad_token_counts_in_padded_batches(self):
-        tokenizer = make_tokenizer(pad_is_eos=True)
-        end = tokenizer.eos_token_id
-        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
-        prompt = torch.tensor([[end, 5, 6], [4, 5, 6]])  # the first is padded on the left
-        full = torch.tensor([[end, 5, 6, 9, end, end], [4, 5, 6, 9, 8, 7]])
-        attended = torch.tensor([[0, 1, 1, 1, 0, 0], [1] * 6]).bool()
-        batch = TensorDict(
-            tokens=TensorDict(full=full, prompt=prompt, batch_size=2),
-            masks=TensorDict(all_attention_mask=attended, batch_size=2),
-            next=TensorDict(reward=torch.ones(2, 1), batch_size=2),
-            batch_size=2,
-        )
-        result = ResponseKLTransform(model, COEFF, reference=reference)(batch)
-        scored = result["log_probs", "full"].isfinite()
-        assert scored.tolist() == [[False] * 3 + [True] * 2 + [False], [False] * 3 + [True] * 3]
-        first, _ = expected_kl(model, reference, full[0, 1:5], [2, 3])
-        assert_close(result["next", "kl"][0].item(), first, atol=1e-4, rtol=0)
-
     def test_texts_whose_end_tokens_torchrl_cut_out_of_the_prompt(self):
         tokenizer = make_tokenizer(pad_is_eos=True)
         model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
@@ -178,6 +133,27 @@ class TestAgainstLogits:
             assert scored.sum() == len(response)
             assert scored[len(scored) - len(response) :].all()
 
+    def test_top_k_is_exact_on_k_tokens_and_k1_on_the_others(self):
+        model, reference = (sharp(GPT(11, 8), seed).eval() for seed in (0, 1))
+        full = torch.randint(11, (6, 8))
+        batch = TensorDict(tokens={"full": full, "prompt": full[:, :3]}, batch_size=6)
+        batch["next"] = TensorDict(reward=torch.ones(6, 1), batch_size=6)
+        transform = ResponseKLTransform(
+            model, COEFF, reference=reference, estimator="top_k", top_k=2, temperature=0.7
+        )
+        with torch.no_grad():
+            one, other = (
+                (lm(full[:, :-1])[:, 2:] / 0.7).log_softmax(-1) for lm in (model, reference)
+            )
+        said, expected = full[:, 3:], torch.zeros(6, 1)
+        for i in range(6):
+            for t in range(5):
+                top, token = one[i, t].topk(2).indices.tolist(), int(said[i, t])
+                ratio = one[i, t] - other[i, t]
+                expected[i] += sum(one[i, t, k].exp() * ratio[k] for k in top)
+                expected[i] += 0.0 if token in top else ratio[token]
+        assert_close(transform(batch)["next", "kl_estimate"], expected, atol=1e-4, rtol=0)
+
 
 class TestReward:
     @pytest.mark.parametrize("padded", [False, True])
@@ -194,51 +170,6 @@ class TestReward:
         assert (result["kl_coeff"] == COEFF).all()
         assert "kl" not in batch["next"]
         assert batch.get("log_probs").get("full", None) is None
-
-    def test_steps_sum_to_the_penalized_reward(self):
-        tokenizer = make_tokenizer()
-        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
-        batch = sample_chats(model, tokenizer, reward=2.0)
-        result = ResponseKLTransform(model, COEFF, reference=reference)(batch)["next"]
-        actor, other = CausalLMActor(model), CausalLMActor(reference)
-        steps = as_steps(batch, pad_token=0)
-        log_probs = [rows_of_log_probs(one, steps) for one in (actor, other)]
-        steps["action_log_prob"] = log_probs[0]
-        penalized = KLConstrainedTransform(actor, COEFF, reference=other)(steps)["next", "reward"]
-        sums = torch.where(steps["collector", "mask"], penalized[..., 0], 0).sum(1)
-        assert_close(sums, result["reward"].flatten(), atol=1e-4, rtol=0)
-        totals = torch.where(steps["collector", "mask"], log_probs[0] - log_probs[1], 0).sum(1)
-        assert_close(sums, 2.0 - COEFF * totals, atol=1e-4, rtol=0)
-
-    def test_log_probs_have_the_width_of_the_tokens(self):
-        tokenizer = make_tokenizer()
-        model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
-        for padded in (False, True):
-            batch = sample_chats(model, tokenizer, pad_output=padded)
-            result = ResponseKLTransform(model, COEFF, reference=reference)(batch)
-            ours = rows_of(result, "log_probs", "full")
-            theirs = rows_of(result["next"], "ref_log_probs", "full")
-            for i, full in enumerate(rows_of(batch, "tokens", "full")):
-                scored = ours[i].isfinite()
-                assert len(ours[i]) == len(theirs[i]) == len(full)
-                assert scored.equal(theirs[i].isfinite())
-                total = (ours[i] - theirs[i])[scored].sum()
-                assert_close(total, result["next", "kl"][i].sum(), atol=1e-4, rtol=0)
-
-    def test_empty_responses_have_no_kl_and_do_not_move_the_controller(self):
-        model = GPT(vocab_size=11, block_size=8)
-        rows = [([1, 2, 3, 4], 2), ([1, 2], 2)]
-        tokens = [
-            TensorDict(full=torch.tensor(full), prompt=torch.tensor(full[:n])) for full, n in rows
-        ]
-        batch = TensorDict(tokens=lazy_stack(tokens), batch_size=2)
-        batch["next"] = TensorDict(reward=torch.tensor([[1.0], [2.0]]), batch_size=2)
-        controller = AdaptiveKLController(0.1, target=1.0, horizon=100)
-        transform = ResponseKLTransform(model, controller, update_every=2)
-        result = transform(batch)["next"]
-        assert result["kl"].tolist() == [[0.0], [0.0]]
-        assert result["reward"].tolist() == [[1.0], [2.0]]
-        assert transform.statistics.count == 1
 
     @pytest.mark.parametrize("chunk_size", [None, 1])
     @pytest.mark.parametrize("estimator", ["k1", "exact", "top_k"])
@@ -261,31 +192,8 @@ class TestReward:
         assert steps.shape == (batch.batch_size.numel(), 1)
         assert not steps["collector", "mask"].any()
 
-    def test_a_lazy_stack_of_nothing_is_refused(self):
-        row = TensorDict(tokens=TensorDict(full=torch.tensor([1, 2])))
-        batch: Any = lazy_stack([row])[:0]
-        transform = ResponseKLTransform(GPT(vocab_size=11, block_size=8), 0.1)
-        for read in (transform, partial(as_steps, pad_token=0)):
-            with pytest.raises(ValueError, match="got a lazy stack of no elements"):
-                read(batch)
-
 
 class TestReference:
-    def test_adapters_off(self):
-        tokenizer = make_tokenizer()
-        base = make_model("llama", tokenizer)
-        plain = copy.deepcopy(base)
-        model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"]))
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.3)
-        batch = sample_chats(plain, tokenizer)
-        transform = ResponseKLTransform(model, COEFF, reference=model.disable_adapter)
-        k1, _ = expected_of(batch, model.eval(), plain)
-        assert_close(transform(batch)["next", "kl"].flatten(), k1, atol=1e-4, rtol=0)
-        assert not list(transform.reference.parameters())
-        assert k1.abs().min() > 1e-3
-
     def test_policy_learns_and_reference_stays(self):
         tokenizer = make_tokenizer()
         model = make_model("qwen2", tokenizer)
@@ -312,15 +220,23 @@ class TestReference:
         names = set(dict(transform.named_parameters()))
         assert all(name.startswith("reference.") for name in names)
 
-    def test_state_is_restored(self):
-        tokenizer = make_tokenizer()
-        model, other = (make_model("llama", tokenizer, seed) for seed in (0, 1))
-        batch = sample_chats(model, tokenizer)
-        first = ResponseKLTransform(model, COEFF, reference=other)
-        second = ResponseKLTransform(model, COEFF)
-        second.load_state_dict(first.state_dict())
-        results = [one(batch)["next", "kl"] for one in (first, second)]
-        assert results[0].equal(results[1])
+    def test_responses_to_equal_prompts_are_a_group_of_a_plan(self, monkeypatch):
+        full = torch.tensor([[1, 2, 3, 4], [5, 2, 6, 7], [1, 2, 8, 9], [1, 2, 0, 0]])
+        rewards = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+        tokens = TensorDict(full=full, prompt=full[:, :2], batch_size=4)
+        batch = TensorDict(tokens=tokens, next={"reward": rewards}, batch_size=4)
+        transform = ResponseKLTransform(
+            GPT(11, 8), PlannedKLController(0.5), reference=GPT(11, 8), pad_token=0
+        )
+        given = {}
+        monkeypatch.setattr(
+            transform.feed, "plan_from", lambda _, rewards, **rest: given.update(rest, r=rewards)
+        )
+        result = transform(batch)["next"]
+        assert given["r"].tolist() == [1.0, 2.0, 3.0]  # the last response is empty
+        assert given["groups"].tolist() == [0.0, 1.0, 0.0]
+        assert given["lengths"].tolist() == [2, 2, 2]
+        assert_close(given["log_ratios"], result["kl"][:3, 0])
 
 
 class TestErrors:
@@ -355,27 +271,6 @@ class TestErrors:
             ResponseKLTransform(model, controller)(batch)
         assert ResponseKLTransform(model, 0.0)(batch)["next", "kl"] == 0  # which only measures
 
-    def test_every_id_of_the_vocabulary_is_read_and_no_other(self):
-        batch = self.make_batch()
-        batch["tokens", "full"][0, -2:] = torch.tensor([0, 10])
-        assert self.make_transform()(batch)["log_probs", "full"][0, -2:].isfinite().all()
-        for wrong in (-1, 11):
-            batch["tokens", "full"][0, -1] = wrong
-            with pytest.raises(ValueError, match="must be ids of the model's vocabulary, 0 to 10"):
-                self.make_transform()(batch)
-
-    def test_every_id_must_be_in_the_vocabulary_of_the_reference_too(self):
-        """Vocabularies are often padded to sizes of their own: the tokens of a batch tell."""
-        model, small = (GPT(size, 8) for size in (11, 9))
-        transform = ResponseKLTransform(model, 0.1, reference=small, pad_token=0)
-        batch = self.make_batch()
-        batch["tokens", "full"][0, -1] = 8
-        assert transform(batch)["next", "kl"].isfinite().all()
-        batch["tokens", "full"][0, -1] = 9
-        text = r"0 to 8, got \d to 9: .* of policy and reference \(vocabularies of \[11, 9\] tokens"
-        with pytest.raises(ValueError, match=text):
-            transform(batch)
-
     def test_rewards_of_tokens_are_refused(self):
         for reward in (torch.ones(1, 4, 1), torch.nested.nested_tensor([torch.ones(2)])):
             batch = self.make_batch(reward=reward)
@@ -407,13 +302,6 @@ class TestErrors:
     def test_counts(self, name, value):
         with pytest.raises(ValueError, match=f"`{name}` must be an int of at least 1, got"):
             self.make_transform(**{name: value})
-
-    def test_ragged_batches_are_told_from_fake_ones(self):
-        tokenizer = make_tokenizer()
-        batch = sample_chats(make_model("llama", tokenizer), tokenizer)
-        actor = CausalLMActor(GPT(vocab_size=48, block_size=64))
-        with pytest.raises(KeyError, match="'action_log_prob' is not in the data"):
-            KLConstrainedTransform(actor, ConstantKLController(0.1))(batch)
 
     def test_copies_in_other_processes_are_refused(self):
         with pytest.raises(pickle.PicklingError, match="cannot be sent to another process"):

@@ -157,6 +157,7 @@ class EnvLaws(ABC):
     def test_specs_are_exact_in_serial_env(self, batch_size):
         check_specs(SerialEnv(2, partial(self.make_env, batch_size)))
 
+    @pytest.mark.slow
     def test_parallel_env_does_what_serial_env_does(self):
         factory = partial(self.make_env, (3,))
         serial = SerialEnv(2, factory)

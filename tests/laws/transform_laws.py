@@ -2,7 +2,6 @@
 
 import io
 import pickle
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
@@ -37,7 +36,6 @@ any_batch = pytest.mark.parametrize("batch_size", [(), (2,), (2, 3)], ids=str)
 # Python 3.12 warns of a fork of a process with threads; these workers run none of the parent's.
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 LONGEST = 4  # steps of a trajectory
-REFUSAL = r"inside the workers of a ParallelEnv.*TransformedEnv\(ParallelEnv"
 parallel = partial(ParallelEnv, 2, mp_start_method="fork")
 KINDS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda batch: batch,
@@ -54,7 +52,7 @@ def check_specs(env: EnvBase) -> None:
 
 def names(tensordict: Any) -> set[str]:
     """The leaves at the root of a tensordict, scratch entries included."""
-    return {key for key in tensordict.keys() if key != "next"}
+    return set(tensordict.keys()) - {"next"}
 
 
 class TransformLaws(ABC):
@@ -63,9 +61,8 @@ class TransformLaws(ABC):
     Everything that has numbers has other numbers with another `seed`.
     """
 
-    writes: frozenset[
-        str
-    ]  # the entries that the transform adds to "next", and to the root of an env
+    writes: frozenset[str]  # what it adds to "next", and in an env to the root
+    in_env: frozenset[str] = frozenset()  # what it adds only in an env
     drops: frozenset[str] = frozenset()  # the entries that it takes from a batch
     penalizes = False  # whether it changes the reward
     actor: Any = None  # the reference, where it is not the default one
@@ -147,25 +144,23 @@ class TransformLaws(ABC):
         changed = {name for name in kept if (after["next", name] != batch["next", name]).any()}
         assert changed == ({"reward"} if self.penalizes else set())
 
-    def test_composed(self):
+    def test_composed_and_as_a_module(self):
         batch = self.batch()
-        self.compare(compose(compose(self.make()))(batch), self.make()(batch))
+        for around in (compose(compose(self.make())), nn.Sequential(self.make().train())):
+            self.compare(around(batch), self.make()(batch))
 
     def test_reset_and_step_in_env(self):
         earlier = with_transforms(WalkEnv((2,)), *self.before()) if self.before() else WalkEnv((2,))
         env = self.env()
         start = env.reset()
-        assert names(start) == names(earlier.reset()) | self.writes
-        for name in self.writes:
+        written = self.writes | self.in_env
+        assert names(start) == names(earlier.reset()) | written
+        for name in written:
             assert (start[name] == 0).all()
         step = env.step(self.policy()(start))
         before = earlier.step(self.policy()(earlier.reset()))
-        assert names(step) == names(before) | self.writes
-        assert names(step["next"]) == names(before["next"]) - self.drops | self.writes
-
-    def test_as_a_module(self):
-        batch = self.batch()
-        self.compare(nn.Sequential(self.make())(batch), self.make()(batch))
+        assert names(step) == names(before) | written
+        assert names(step["next"]) == names(before["next"]) - self.drops | written
 
     @pytest.mark.parametrize("appended", [False, True])
     def test_in_a_replay_buffer(self, appended):
@@ -198,9 +193,10 @@ class TransformLaws(ABC):
         self.compare(self.outside(inside), inside)
         assert (inside["next", "reward"] == bare["next", "reward"]).all() != self.penalizes
 
-    @any_batch
-    def test_everything_seen_is_in_the_specs(self, batch_size):
-        env = self.env(batch_size)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_everything_seen_is_in_the_specs(self, dtype):
+        self.actor = make_actor().to(dtype)
+        env = self.env(dtype=dtype)
         for step in play(env, self.policy()).unbind(-1):
             for spec, data in (
                 (env.observation_spec, step.select(*env.observation_keys)),
@@ -208,14 +204,6 @@ class TransformLaws(ABC):
                 (env.full_reward_spec, step["next"].select(*env.reward_keys)),
             ):
                 assert spec.contains(data)
-
-    def test_double_precision_env_and_actor(self):
-        self.actor = make_actor().double()
-        env = self.env(dtype=torch.float64)
-        check_specs(env)
-        step = play(env, self.policy(), 1)["next"]
-        for name in self.writes:
-            assert step[name].dtype == env.observation_spec[name].dtype
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_batch_call_never_writes_into_its_input(self, kind):
@@ -251,7 +239,7 @@ class TransformLaws(ABC):
         if how != "clone":
             copied = copies[how](transform).state_dict()
             for name, value in transform.state_dict().items():
-                assert value.data_ptr() != copied[name].data_ptr()
+                assert not value.numel() or value.data_ptr() != copied[name].data_ptr()
 
     @pytest.mark.parametrize(
         "how", [deepcopy, lambda env: pickle.loads(pickle.dumps(env))], ids=["deepcopy", "pickle"]
@@ -272,12 +260,6 @@ class TransformLaws(ABC):
         file.seek(0)
         compose(other).load_state_dict(torch.load(file, weights_only=True))
         self.compare(other(batch), expected)
-
-    def test_state_dict_of_an_env(self):
-        one = self.env()
-        other = with_transforms(WalkEnv((2,)), *self.before(), self.make(seed=1))
-        other.load_state_dict(one.state_dict())
-        self.compare(play(other, self.policy()), play(one, self.policy()))
 
     def test_a_partial_reset_leaves_the_other_rows_alone(self):
         env, mask = self.env((3,), longest=9), torch.tensor([[False], [True], [False]])
@@ -309,7 +291,7 @@ class TransformLaws(ABC):
             torch.compiler.reset()  # other classes compile the same functions; few results are kept
             compiled = torch.compile(step, fullgraph=True, backend="eager")
             actual, expected = (f(given.clone(), following.clone()) for f in (compiled, step))
-        assert names(actual) == names(expected) >= self.writes
+        assert names(actual) == names(expected) >= self.writes | self.in_env
         assert_close_td(actual, expected, atol=1e-6, rtol=1e-5)
 
     def test_a_batch_without_next_is_refused(self):
@@ -318,17 +300,9 @@ class TransformLaws(ABC):
         ):
             self.make()(self.batch().exclude("next"))
 
-    def test_train_mode_changes_nothing(self):
-        batch = self.batch()
-        self.compare(self.make().train()(batch), self.make()(batch))
-
 
 class WorkerLaws(TransformLaws):
-    """The same, and what holds in and around the processes of a ParallelEnv.
-
-    SerialEnv does the same work in one process: two classes are enough to show that nothing is lost
-    on the way to a worker.
-    """
+    """The same, and what holds in and around the processes of a ParallelEnv."""
 
     @forks
     def test_specs_in_parallel_env(self):
@@ -340,15 +314,6 @@ class WorkerLaws(TransformLaws):
         finally:
             env.close()
         self.compare(self.outside(inside), inside)
-
-    @forks
-    def test_a_worker_without_the_log_prob_refuses_to_step(self, capfd):
-        env = parallel(partial(self.env, ()))
-        with pytest.raises(RuntimeError, match="worker [01] dead"):
-            play(env, self.policy())
-        with pytest.raises(RuntimeError, match="At least one process failed"):
-            env.close()
-        assert re.search(REFUSAL, capfd.readouterr().err, re.DOTALL)
 
     @forks
     def test_specs_around_parallel_env(self):

@@ -71,71 +71,33 @@ def test_value_kl_and_gradient(gradient, weights):
 
 
 @pytest.mark.parametrize(("gradient", "weights"), OPTIONS)
-def test_an_invalid_step_is_left_out_alone_and_the_batch_stays_as_it_was(gradient, weights):
+@pytest.mark.parametrize("coeff", [0.0, 0.5])
+def test_a_number_that_is_not_finite_is_named(gradient, weights, coeff):
     batch = off_policy()
     batch["collector", "mask"][0] = True
-    without = batch.clone()
-    without["collector", "mask"][0, 1] = False
-    batch["observation"][0, 1] = batch["next", "observation"][0, 0] = torch.nan
-    before = batch.clone()
-    options: Any = {"gradient": gradient, "weights": weights, "reduction": "none"}
-    expected = make_loss(**options)(without)
-    with pytest.warns(UserWarning, match="'log_prob'|'kl'"):  # where it came from
-        out = make_loss(on_invalid="mask", **options)(batch)
-    assert_close(dict(out), dict(expected))
-    for key in before.keys(True, True):
-        assert_close(batch[key], before[key], equal_nan=True)
+    loss = make_loss(controller=coeff, gradient=gradient, weights=weights)
+    wrong = batch.clone()
+    wrong["observation"][0, 1] = wrong["next", "observation"][0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"'(log_prob|kl)' has .* the first nan at \(0, 1\)"):
+        loss(wrong)
+    if "action_log_prob" in loss.in_keys:
+        batch["action_log_prob"][0, 1] = torch.nan
+        with pytest.raises(ValueError, match=r"'action_log_prob' has 1 of 24 .* nan at \(0, 1\)"):
+            loss(batch)
 
 
-@pytest.mark.parametrize(("gradient", "weights"), [one for one in OPTIONS if one[0] != "k2"])
-@pytest.mark.parametrize("controller", [0.0, 0.5])
-def test_an_action_that_only_the_reference_forbids_and_nobody_took(gradient, weights, controller):
-    batch = off_policy()
+@pytest.mark.parametrize(("gradient", "weights"), OPTIONS)
+def test_an_infinite_kl_is_measured_with_a_coefficient_of_0_and_else_an_error(gradient, weights):
+    batch, options = off_policy(), {"gradient": gradient, "weights": weights}
     batch["collector", "mask"][0] = True
-    without = batch.clone()
-    without["collector", "mask"][0, 2] = False
-    state, other = batch["observation"][0, 2], (batch["action"][0, 2] + 1) % 4
-
-    def forbid(module: Any, args: Any, logits: Tensor) -> Tensor:
-        there = (args[0] == state).all(-1, keepdim=True) & (torch.arange(4) == other)
-        return logits.masked_fill(there, -torch.inf)
-
-    def make(**kwargs: Any) -> Any:
-        loss = make_loss(
-            gradient=gradient, weights=weights, reduction="none", controller=controller, **kwargs
-        )
-        loss.reference.actor[0].module.register_forward_hook(forbid)
-        return loss
-
-    expected = make()(without)
-    with pytest.warns(UserWarning, match="'kl' has 1 of 24"):
-        out = make(on_invalid="mask")(batch)
-    assert_close(dict(out), dict(expected))
-    if controller == 0:
-        out = make()(batch)  # which only measures
-        assert out["kl"] == torch.inf
-        assert_close(out["loss_kl"], torch.zeros(2, 12))
-
-
-def test_an_action_that_nobody_took_is_not_read_from_samples():
-    """The gradient "k2" sees only actions that were taken, also next to an invalid step."""
-    batch = off_policy()
-    batch["collector", "mask"][0] = True
-    without = batch.clone()
-    without["collector", "mask"][0, 1] = False
-    batch["action_log_prob"][0, 1] = torch.nan
-    state, other = batch["observation"][0, 2], (batch["action"][0, 2] + 1) % 4
-
-    def make(**kwargs: Any) -> Any:
-        loss = make_loss(gradient="k2", reduction="none", **kwargs)
-        loss.reference.actor[0].module.register_forward_hook(
-            lambda _, args, logits: logits.masked_fill(
-                (args[0] == state).all(-1, keepdim=True) & (torch.arange(4) == other), -torch.inf
-            )
-        )
-        return loss
-
-    expected = make()(without)
-    with pytest.warns(UserWarning, match="'action_log_prob' has 1 of 24"):
-        out = make(on_invalid="mask")(batch)
-    assert_close(dict(out), dict(expected))
+    losses: Any = [make_loss(controller=coeff, **options) for coeff in (0.0, 0.5)]
+    for loss in losses:
+        with torch.no_grad():
+            loss.reference.actor[0].module.bias[batch["action"][0, 2]] = -torch.inf
+    out = losses[0](batch)
+    assert out["kl"] == torch.inf
+    assert out["loss_kl"] == 0
+    out["loss_kl"].backward()
+    assert all(parameter.grad is None for parameter in losses[0].parameters())
+    with pytest.raises(ValueError, match="'kl' has .* the first inf at"):
+        losses[1](batch)

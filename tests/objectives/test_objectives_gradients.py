@@ -113,30 +113,19 @@ def test_sequence_has_the_gradient_of_the_exact_kl_between_texts(weights):
         make_loss(gradient="sequence", weights=weights), batch_of(POLICY), POLICY
     )
     assert_close(value, sequence_kl(POLICY))
-    assert relative_error(grad, gradient(sequence_kl)) < 1e-6
+    assert relative_error(grad, gradient(sequence_kl)) < 1e-12
 
 
 def test_step_alone_misses_the_effect_on_later_states():
     value, grad = expected(make_loss(gradient="step"), batch_of(POLICY), POLICY)
     assert_close(value, sequence_kl(POLICY))
-    assert relative_error(grad, along_states_of(POLICY, step_kl)) < 1e-6
+    assert relative_error(grad, along_states_of(POLICY, step_kl)) < 1e-12
     assert relative_error(grad, gradient(sequence_kl)) > 0.2
 
 
 def test_k2_has_the_gradient_of_step():
     _, grad = expected(make_loss(gradient="k2"), batch_of(POLICY), POLICY)
-    assert relative_error(grad, along_states_of(POLICY, step_kl)) < 1e-6
-
-
-@pytest.mark.filterwarnings('ignore:gradient="k3" minimises:UserWarning')
-def test_k3_has_the_gradient_of_the_other_divergence():
-    def reverse(logits):
-        ref, own = REFERENCE.log_softmax(-1), logits.log_softmax(-1)
-        return (ref.exp() * (ref - own)).sum(-1)[CONTEXTS]
-
-    _, grad = expected(make_loss(gradient="k3"), batch_of(POLICY), POLICY)
-    assert relative_error(grad, along_states_of(POLICY, reverse)) < 1e-6
-    assert relative_error(grad, along_states_of(POLICY, step_kl)) > 0.2
+    assert relative_error(grad, along_states_of(POLICY, step_kl)) < 1e-12
 
 
 class TestOffPolicy:
@@ -145,7 +134,7 @@ class TestOffPolicy:
     def test_sequence_is_exact_with_the_ratios_of_the_way(self):
         value, grad = expected(make_loss(gradient="sequence"), batch_of(OLD), OLD)
         assert_close(value, sequence_kl(POLICY))
-        assert relative_error(grad, gradient(sequence_kl)) < 1e-6
+        assert relative_error(grad, gradient(sequence_kl)) < 1e-12
 
     def test_sequence_with_the_ratio_of_each_step_is_what_it_says(self):
         later = step_kl(POLICY)
@@ -156,7 +145,7 @@ class TestOffPolicy:
             return (text_probs(OLD)[:, None] * (step_kl(logits) + ratio * later)).sum()
 
         _, grad = expected(make_loss(gradient="sequence", weights="step"), batch_of(OLD), OLD)
-        assert relative_error(grad, gradient(surrogate)) < 1e-6
+        assert relative_error(grad, gradient(surrogate)) < 1e-12
         # And what it says is an approximation.
         assert relative_error(grad, gradient(sequence_kl)) > 0.05
 
@@ -164,7 +153,7 @@ class TestOffPolicy:
     @pytest.mark.parametrize(("weights", "states"), [("step", OLD), ("trajectory", POLICY)])
     def test_a_step_is_taken_over_the_states_that_the_weights_say(self, name, weights, states):
         _, grad = expected(make_loss(gradient=name, weights=weights), batch_of(OLD), OLD)
-        assert relative_error(grad, along_states_of(states, step_kl)) < 1e-6
+        assert relative_error(grad, along_states_of(states, step_kl)) < 1e-12
         other = POLICY if states is OLD else OLD
         assert relative_error(grad, along_states_of(other, step_kl)) > 0.05
 
@@ -186,27 +175,19 @@ class TestEndsOfTrajectories:
     def test_rows_of_several_trajectories_give_the_same(self, weights, sign):
         batch = batch_of(OLD).reshape(9, 9)
         if sign == "traj_ids":
-            del batch["next", "done"]
+            batch["next", "done"][:] = False
             batch["collector", "traj_ids"] = torch.arange(27).reshape(9, 3).repeat_interleave(3, 1)
         loss = make_loss(gradient="sequence", weights=weights, time_dim=-1)
         value, grad = expected(loss, batch, OLD)
         alone = expected(make_loss(gradient="sequence", weights=weights), batch_of(OLD), OLD)
         assert_close((value, grad), alone)
 
-    def test_no_sign_of_ends_is_an_error(self):
-        batch = batch_of(OLD)
-        del batch["next", "done"]
-        with pytest.raises(
-            KeyError, match=r"trajectories end there; name it with `set_keys\(done="
-        ):
-            make_loss(gradient="sequence")(batch)
-
 
 class TestUnit:
     """One coefficient means the same in the reward and in the loss."""
 
-    @pytest.mark.parametrize("coeff", [0.3, 2.0])
-    def test_it_pulls_like_the_penalized_reward_in_ppo(self, coeff):
+    def test_it_pulls_like_the_penalized_reward_in_ppo(self):
+        coeff = 0.3
         # A uniform policy: the mean over all texts is the expectation, so both are exact.
         uniform = torch.zeros_like(POLICY)
         batch = batch_of(uniform)

@@ -1,15 +1,12 @@
-"""Who moves the controller, and who never does."""
+"""Who moves the controller, how often, and the warning where nobody does."""
+
+from typing import Any
 
 import pytest
 import torch
-from tensordict.nn import InteractionType
 from torch.testing import assert_close
 from torchrl.collectors import Collector
-from torchrl.data import (
-    LazyTensorStorage,
-    ReplayBuffer,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import TransformedEnv, check_env_specs
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
@@ -27,86 +24,101 @@ from tests.helpers import (
     with_transforms,
 )
 from torchrl_kl import (
+    AdaptiveKLController,
     KLConstrainedTransform,
+    KLDivergenceTransform,
+    ReferenceModelLogProbTransform,
+    RewardAdjustmentTransform,
 )
 
+any_per = pytest.mark.parametrize("per", ["trajectory", "step"])
+BY_DEFAULT: Any = None
 
-@pytest.mark.parametrize(
-    "exploration",
-    [
-        None,
-        ExplorationType.RANDOM,
-        ExplorationType.MODE,
-        ExplorationType.MEAN,
-        ExplorationType.DETERMINISTIC,
-    ],
-)
+
+# Steps whose actions are samples.
+
+
+@pytest.mark.parametrize("exploration", [None, "random", "mode", "mean", "deterministic"])
 def test_only_steps_with_sampled_actions_move_it(exploration):
     actor, controller = make_actor("normal"), SpyController(per="step")
     stack = KLConstrainedTransform(actor, controller, update_every=1)
     env = with_transforms(WalkEnv((2,), discrete=False), stack)
     with set_exploration_type(exploration):
         env.rollout(3, moved(actor), break_when_any_done=False)
-    assert bool(controller.calls) == (exploration == ExplorationType.RANDOM)
+    assert bool(controller.calls) == (exploration == "random")
 
 
-def test_a_policy_that_samples_by_default_moves_it():
-    actor = make_actor(default_interaction_type=InteractionType.RANDOM)
-    controller = SpyController(per="step")
-    env = with_transforms(WalkEnv((2,)), KLConstrainedTransform(actor, controller, update_every=1))
-    env.rollout(3, moved(actor), break_when_any_done=False)
-    assert len(controller.calls) == 3
+def stack_of(actor: Any, controller: Any) -> list[Any]:
+    return [KLConstrainedTransform(actor, controller, update_every=1)]
 
 
-def test_collectors_move_it():
-    stack, controller = spied("step")
-    collect(with_transforms(WalkEnv((2,)), stack), policy(), frames=8, batches=2)
-    assert total(controller)[0] == 16
+def parts_of(actor: Any, controller: Any) -> list[Any]:
+    adjustment = RewardAdjustmentTransform(controller, update_every=1)
+    return [ReferenceModelLogProbTransform(actor), KLDivergenceTransform(), adjustment]
 
 
-@pytest.mark.parametrize("per", ["step", "trajectory"])
+@any_per
+@pytest.mark.parametrize("make", [stack_of, parts_of], ids=["stack", "parts"])
+@pytest.mark.parametrize("first", [ExplorationType.DETERMINISTIC, "random"], ids=str)
+def test_a_trajectory_is_told_from_its_first_step_on_if_all_were_drawn(first, per, make):
+    """Steps 0 to 2 and 20 are not drawn: nothing of their trajectories is told from there on."""
+    actor, controller = make_actor(), SpyController(per=per)
+    env = with_transforms(WalkEnv((3,), longest=8), *make(actor, controller))
+    behaviour = moved(actor)
+    carried, all_drawn, expected = env.reset(), torch.ones(3, dtype=torch.bool), []
+    for t in range(40):
+        drawn = t >= 3 and t != 20
+        with set_exploration_type(first if not drawn and first != "random" else "random"):
+            if drawn or first != "random":
+                carried = behaviour(carried)
+            else:
+                carried = env.rand_action(carried.exclude("action_log_prob", "logits"))
+            step, carried = env.step_and_maybe_reset(carried)
+        after = step["next"]
+        all_drawn &= drawn
+        assert after["not_drawn"].squeeze(-1).equal(~all_drawn)
+        ended = after["done"].squeeze(-1)
+        fed, counted = ("kl", all_drawn) if per == "step" else ("episode_kl", ended & all_drawn)
+        expected += after[fed].flatten()[counted].tolist()
+        all_drawn |= ended
+    n, told = total(controller)
+    assert n == len(expected) > 10
+    assert_close(told, sum(expected), atol=1e-4, rtol=0)
+
+
+# Frozen, eval, replay, fake data.
+
+
+@any_per
 def test_nothing_moves_it_while_frozen(per):
     stack, controller = spied(per)
+    clone: Any = stack.clone()
+    env, batch = with_transforms(WalkEnv((2,)), stack), play(WalkEnv((2,)), policy())
     assert stack.freeze() is stack
-    env = with_transforms(WalkEnv((2,)), stack)
     play(env, policy())
-    stack_outside, controller_outside = spied(per)
-    stack_outside.freeze()(play(WalkEnv((2,)), policy()))
-    assert not controller.calls + controller_outside.calls
-    assert int(stack.statistics.count) == int(stack_outside.statistics.count) == 0
-    assert stack.unfreeze() is stack
-    play(env, policy())
-    stack_outside.unfreeze()(play(WalkEnv((2,)), policy()))
-    assert controller.calls
-    assert controller_outside.calls
-
-
-@pytest.mark.parametrize("per", ["step", "trajectory"])
-def test_batches_do_not_move_it_after_eval_and_do_again_after_train(per):
-    stack, controller = spied(per)
-    batch = play(WalkEnv((2,)), policy())
-    after = stack.eval()(batch)["next"]
+    after = clone(batch)["next"]  # clones share the feed, and with it the flag
     assert_close(after["reward"], after["task_reward"] - 0.1 * after["kl"])
+    assert clone.frozen
     assert not controller.calls
     assert int(stack.statistics.count) == 0
-    stack.train()(batch)
-    assert len(controller.calls) == 1
+    assert stack.unfreeze() is stack
+    play(env, policy())
+    n = len(controller.calls)
+    clone(batch)
+    assert len(controller.calls) > n > 0
 
 
+@any_per
 @pytest.mark.parametrize("how", ["built", "alone", "appended", "inserted", "cloned"])
-@pytest.mark.parametrize("per", ["step", "trajectory"])
-def test_batches_move_it_after_it_was_in_an_env(per, how):
-    """TorchRL puts the transforms of an env into eval mode, which stopped the controller for good.
-
-    So did an env that was only built to look at its specs.
-    """
+def test_eval_stops_batches_but_the_eval_of_an_env_does_not(per, how):
+    """TorchRL puts the transforms of an env into eval mode, which must not stop the controller."""
     stack, controller = spied(per)
+    env = TransformedEnv(WalkEnv((2,)))
     if how in ("built", "cloned"):
         env = with_transforms(WalkEnv((2,)), stack)
     elif how == "alone":
         env = TransformedEnv(WalkEnv((2,)), stack)
     else:
-        env = TransformedEnv(WalkEnv((2,)))
         env.append_transform(stack) if how == "appended" else env.insert_transform(0, stack)
     check_env_specs(env)
     controller.calls.clear()
@@ -114,87 +126,119 @@ def test_batches_move_it_after_it_was_in_an_env(per, how):
     batch = play(WalkEnv((2,)), policy())
     used(batch)
     assert total(controller)[0] == (batch.numel() if per == "step" else batch["next", "done"].sum())
-    controller.calls.clear()
     used.eval()(batch)
-    assert not controller.calls
+    assert len(controller.calls) == 1
+    used.train()(batch)
+    assert len(controller.calls) == 2
 
 
-def test_a_stack_that_was_in_an_env_is_told_of_no_replay_samples():
-    stack, controller = spied("step")
-    check_env_specs(with_transforms(WalkEnv((2,)), stack))
-    data = play(WalkEnv((2,)), policy()).reshape(-1)
-    replay = ReplayBuffer(
-        storage=LazyTensorStorage(len(data)), batch_size=8, transform=stack.clone()
-    )
-    replay.extend(data)
-    replay.sample()
-    assert not controller.calls
-
-
-@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("prefetch", [None, 2])
-@pytest.mark.parametrize("appended", [False, True])
-@pytest.mark.parametrize("composed", [False, True])
-def test_replay_sampling_never_moves_it(buffer, prefetch, appended, composed):
+@pytest.mark.parametrize("how", ["given", "appended", "composed", "by index"])
+def test_replay_sampling_never_moves_it(how):
     stack, controller = spied("step")
     data = play(WalkEnv((2,)), policy()).reshape(-1)
-    transform = compose(stack) if composed else stack
-    kwargs = {} if appended else {"transform": transform}
-    replay = buffer(storage=LazyTensorStorage(len(data)), batch_size=8, prefetch=prefetch, **kwargs)
-    if appended:
+    transform = compose(stack) if how == "composed" else stack
+    given = None if how == "appended" else transform
+    replay = ReplayBuffer(storage=LazyTensorStorage(len(data)), batch_size=8, transform=given)
+    if how == "appended":
         replay.append_transform(transform)
     replay.extend(data)
-    for _ in range(5):
-        assert (replay.sample()["next", "kl"] != 0).any()
+    sample: Any = replay[:4] if how == "by index" else replay.sample()
+    assert (sample["next", "kl"] != 0).any()
     assert not controller.calls
     assert int(stack.statistics.count) == 0
+    stack.train()(data)  # so a buffer tells a transform that its batches are not new
+    assert total(controller)[0] == 24
 
 
-def test_reading_a_replay_buffer_by_index_never_moves_it():
-    stack, controller = spied("step")
-    data = play(WalkEnv((2,)), policy()).reshape(-1)
-    replay = ReplayBuffer(storage=LazyTensorStorage(len(data)), batch_size=8, transform=stack)
-    replay.extend(data)
-    assert (replay[:4]["next", "kl"] != 0).any()
-    assert not controller.calls
+def test_replay_sampling_leaves_open_trajectories_alone():
+    stack, _ = spied(time_dim=-1)
+    batches = collect(WalkEnv((2,), longest=9), policy(), frames=8, batches=6)
+    sampled, _ = spied(time_dim=-1)
+    for batch in batches:
+        expected = stack(batch)["next", "episode_kl"]
+        assert sampled.train()(batch)["next", "episode_kl"].equal(expected)
+        sampled.eval()(batches[0])
 
 
-@pytest.mark.parametrize("per", ["step", "trajectory"])
+@any_per
 def test_spec_checks_and_fake_data_never_move_it(per):
     stack, controller = spied(per)
     env = with_transforms(WalkEnv((2,), longest=2), stack)
     with set_exploration_type(ExplorationType.RANDOM):
         check_env_specs(env)
-        check_env_specs(env, break_when_any_done=False)
-    stack_outside, controller_outside = spied(per)
-    collector = Collector(
-        WalkEnv((2,)),
-        policy(),
-        frames_per_batch=8,
-        total_frames=8,
-        auto_register_policy_transforms=False,
-    )
+    options: Any = {"frames_per_batch": 8, "total_frames": 8}
+    collector = Collector(WalkEnv((2,)), policy(), auto_register_policy_transforms=False, **options)
     fake = collector.fake_tensordict()
     collector.shutdown()
     assert fake.names[-1] == "time"
-    stack_outside(fake)
-    assert not controller.calls + controller_outside.calls
-    assert int(stack.statistics.count) == int(stack_outside.statistics.count) == 0
-
-
-def test_random_actions_never_move_it():
-    stack, controller = spied("step")
-    after = play(with_transforms(WalkEnv((2,)), stack))["next"]
+    stack(fake)
+    fake["next", "done"] = fake["next", "truncated"] = torch.ones(2, 4, 1, dtype=torch.bool)
+    stack(fake)  # as a collector ends it
     assert not controller.calls
-    assert_close(after["reward"], after["task_reward"], rtol=0, atol=0)
+    assert int(stack.statistics.count) == 0
 
 
-def test_random_warm_up_frames_are_scored_zero_in_the_env_and_not_counted():
-    stack, controller = spied("step")
-    batches = collect(
-        with_transforms(WalkEnv((2,)), stack), policy(), frames=8, batches=3, init_random_frames=16
+# How many values an update waits for.
+
+
+@pytest.mark.parametrize(("per", "needed"), [("trajectory", 16), ("step", 256)])
+def test_in_an_env_it_waits_for_16_trajectories_or_256_steps(per, needed):
+    stack, controller = spied(per, update_every=BY_DEFAULT)
+    after = play(with_transforms(WalkEnv((3,)), stack), policy(), 100)["next"]
+    n = 300 if per == "step" else int(after["done"].sum())
+    assert total(controller)[0] + int(stack.statistics.count) == n >= needed
+    assert all(needed <= one < needed + 3 for _, one in controller.calls)  # up to 3 come at once
+
+
+# A controller that is never fed.
+
+
+def adaptive(per: Any = "trajectory", coeff: Any = 0.1) -> AdaptiveKLController:
+    return AdaptiveKLController(coeff, target=0.1, horizon=100, per=per)
+
+
+def long_batch() -> Any:
+    batch = play(WalkEnv((2,), longest=60), policy(), 2, seed=3)
+    assert not batch["next", "done"].any()
+    return batch
+
+
+def test_ten_batches_without_an_update_warn_once_with_what_came_and_the_fix():
+    stack = KLConstrainedTransform(make_actor(), adaptive(), update_every=7)
+    stack(play(WalkEnv((2,), longest=2), policy(), 2))  # 2 trajectories
+    for _ in range(8):
+        stack(long_batch())  # warnings are errors
+    text = (
+        r"has not been updated for 10 batches: an update waits for 7 finished trajectories, and 2 "
+        r'came\. Lower `update_every`, collect longer batches, use .* per="step"'
     )
-    kl = torch.stack([batch["next", "kl"] for batch in batches])
-    assert (kl[:2] == 0).all()
-    assert (kl[2] != 0).all()
-    assert total(controller)[0] == 8
+    with pytest.warns(UserWarning, match=text):
+        stack(long_batch())
+    for _ in range(12):
+        stack(long_batch())
+    frozen = KLConstrainedTransform(make_actor(), adaptive()).freeze()
+    for other in (frozen, KLConstrainedTransform(make_actor(), 0.1)):
+        for _ in range(12):
+            other(long_batch())  # it is not to move, and not missed
+
+
+@pytest.mark.parametrize(
+    ("per", "text"),
+    [("trajectory", "16 finished trajectories, and 0"), ("step", "256 steps, and 22")],
+)
+def test_ten_thousand_env_steps_without_an_update_warn_once(per, text):
+    stack = KLConstrainedTransform(make_actor(), adaptive(per))
+    stack.feed._idle["env steps"] = 9_989  # as after so many
+    env = with_transforms(WalkEnv((2,), longest=999), stack)
+    play(env, policy(), 10, seed=3)
+    with pytest.warns(UserWarning, match=f"for 10,000 env steps: an update waits for {text} came"):
+        play(env, policy(), 1, seed=3)
+    play(env, policy(), 12, seed=3)
+
+
+def test_a_plan_that_gets_no_rewards_is_warned_of():
+    stack = KLConstrainedTransform(make_actor(), adaptive(coeff="plan"))
+    for _ in range(9):
+        stack(long_batch())
+    with pytest.warns(UserWarning, match="it plans its coefficient from the rewards of finished"):
+        stack(long_batch())

@@ -12,8 +12,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-DEFAULT_CASES = 2_000
-ALL_CASES = int(os.environ.get("PROPERTY_CASES", DEFAULT_CASES))
+ALL_SHARES = 2_000
+ALL_CASES = int(os.environ.get("PROPERTY_CASES", 800))
 # A slow case is a slow machine's, and none of the properties draws large data.
 UNCHECKED = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -21,9 +21,9 @@ completed = 0  # cases of this process whose property held
 
 
 def _settings(share: int, **options: Any) -> settings:
-    """`share`: cases out of DEFAULT_CASES."""
-    number = max(ALL_CASES * share // DEFAULT_CASES, 1)
-    return settings(max_examples=number, suppress_health_check=UNCHECKED, **options)
+    """`share`: cases out of ALL_SHARES."""
+    number = max(ALL_CASES * share // ALL_SHARES, 1)
+    return settings(max_examples=number, suppress_health_check=UNCHECKED, deadline=None, **options)
 
 
 def cases(share: int, **strategies: Any) -> Callable[[Callable[..., None]], Any]:

@@ -1,15 +1,12 @@
 """Tiny training runs that can be saved after every step, made of the package's objects."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.checkpoint import CheckpointRotation, GlobalRNGState
-from torchrl.collectors import Collector, MultiSyncCollector
+from torchrl.collectors import Collector
 from torchrl.envs import TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
@@ -23,24 +20,12 @@ from torchrl_kl import (
     KLMonitor,
     KLPenaltyLoss,
     PIDKLController,
-    RunCheckpoint,
-    kl_collector,
     sample_responses,
 )
 from torchrl_kl.envs import DigitLanguageEnv
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_head": 1, "n_embd": 8}
 FRAMES = 32  # 8 texts of 4 tokens
-
-
-def new_gpt(seed: int = 0) -> GPT:
-    return sharp(GPT(11, 8, n_layer=2, n_head=2, n_embd=8, dropout=0.1), seed)
-
-
-def same_model(one: GPT, other: GPT) -> bool:
-    state, others = one.state_dict(), other.state_dict()
-    same = one.config == other.config and state.keys() == others.keys()
-    return same and all(value.equal(others[name]) for name, value in state.items())
 
 
 class Run(ABC):
@@ -57,7 +42,6 @@ class Run(ABC):
             "model": self.model,
             "optimizer": self.optimizer,
             "schedule": self.schedule,
-            "random": GlobalRNGState(),
         }
         self.steps_done = 0
 
@@ -86,7 +70,7 @@ class Postproc(Run):
 
     def __init__(self, seed: int):
         super().__init__(seed)
-        controller = PIDKLController(0.2, target=0.5, deadband=0.1)
+        controller = PIDKLController(0.2, target=0.5)
         self.stack = KLConstrainedTransform(
             self.policy, controller, reference=self.first, estimator="k3", update_every=12
         )
@@ -142,8 +126,6 @@ class InEnv(Run):
 class OwnLoop(Run):
     """A loop over steps of an env: what is being written is saved as a part, so texts go on."""
 
-    follows = True  # whether the reference follows the policy
-
     def __init__(self, seed: int):
         super().__init__(seed)
         controller = AdaptiveKLController(0.2, target=0.5, horizon=100)
@@ -170,15 +152,8 @@ class OwnLoop(Run):
                 done, self.state = self.env.step_and_maybe_reset(self.policy(self.state))
             logged += self.log(done, self.stack.controller)
         self.learn(done)
-        if self.follows:
-            self.stack.update_reference(self.policy, tau=0.01)
+        self.stack.update_reference(self.policy, tau=0.01)
         return logged
-
-
-class FixedReference(OwnLoop):
-    """The keys and values that the reference has cached are those of texts that go on."""
-
-    follows = False
 
 
 class Loss(Run):
@@ -244,54 +219,25 @@ class Responses(Run):
         return self.log(batch, self.stack.controller)
 
 
-class Workers(Run):
-    """Copies of the stack in the workers of `kl_collector`, which are seeded before each batch."""
-
-    kind: Any = MultiSyncCollector
-
-    def __init__(self, seed: int):
-        super().__init__(seed)
-        controller = AdaptiveKLController(0.2, target=0.5, horizon=100)
-        self.stack = KLConstrainedTransform(self.policy, controller, reference=self.first)
-        # Seeded, since a collector reads texts as soon as it is built, and they are cached.
-        make_env: Callable[[], Any] = partial(DigitLanguageEnv, batch_size=(8,), seed=seed)
-        arguments: dict[str, Any] = {"frames_per_batch": FRAMES, "total_frames": 10**6}
-        self.collector = kl_collector(
-            self.kind, make_env, self.policy, self.stack, where="workers", **arguments
-        )
-        self.batches = iter(self.collector)
-        self.parts |= {"stack": self.stack}
-
-    def step(self) -> list[float]:
-        self.collector.update_policy_weights_()
-        torch.manual_seed(self.steps_done)
-        self.collector.set_seed(self.steps_done)
-        if self.kind is Collector:  # the others begin new texts by themselves
-            self.collector.reset()
-        batch = next(self.batches)
-        self.learn(batch)
-        return self.log(batch, self.stack.controller)
-
-    def close(self) -> None:
-        """Stops processes."""
-        self.collector.shutdown()
+def save(run: Run, path: Path) -> None:
+    """As PyTorch does."""
+    parts = {name: part.state_dict() for name, part in run.parts.items() if name != "generator"}
+    if "generator" in run.parts:
+        parts["generator"] = run.parts["generator"].get_state()
+    state = {"parts": parts, "random": torch.get_rng_state(), "steps_done": run.steps_done}
+    torch.save(state, path)
 
 
-class InProcess(Workers):
-    """The same in one process."""
-
-    kind = Collector
-
-
-def save(run: Run, path: Any) -> None:
-    progress = {"steps_done": run.steps_done}
-    RunCheckpoint(**run.parts, progress=progress).save(path)
-
-
-def load(run: Run, path: Any) -> None:
-    progress: dict[str, int] = {}
-    RunCheckpoint(**run.parts, progress=progress).load(path)
-    run.steps_done = progress["steps_done"]
+def load(run: Run, path: Path) -> None:
+    """Into a run of any seed."""
+    state = torch.load(path, weights_only=True)
+    for name, part in state["parts"].items():
+        if name == "generator":
+            run.parts[name].set_state(part)
+        else:
+            run.parts[name].load_state_dict(part)
+    torch.set_rng_state(state["random"])
+    run.steps_done = state["steps_done"]
 
 
 def go_on(run: Run, until: int) -> list[list[float]]:
@@ -301,22 +247,3 @@ def go_on(run: Run, until: int) -> list[list[float]]:
         logged.append(run.step())
         run.steps_done += 1
     return logged
-
-
-def train(folder: Path, until: int) -> None:
-    """Resumes the run in a folder, and saves it, its model and what it logged after each step."""
-    run, curve = Responses(0), []
-    checkpoint = RunCheckpoint(**run.parts, curve=curve)
-    rotation = CheckpointRotation(folder / "checkpoints", keep_last=2)
-    if rotation.latest() is not None:
-        rotation.load_latest(checkpoint)
-        if len(curve) > 1:  # else it was killed before it saved its first model
-            GPT.from_pretrained(folder / "model")
-    run.steps_done = len(curve)
-    with (folder / "journal").open("a", buffering=1) as journal:
-        print("resumed", run.steps_done, file=journal)
-        while run.steps_done < until:
-            curve += go_on(run, run.steps_done + 1)
-            rotation.save(checkpoint, step=run.steps_done)
-            print("saved", run.steps_done, file=journal)
-            run.model.save_pretrained(folder / "model")

@@ -22,7 +22,7 @@ def threads() -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("kind", "n_threads"),
-    [(runs.Postproc, 1), (runs.InEnv, 1), (runs.Loss, 1), (runs.Responses, 2)],
+    [(runs.Postproc, 1), (runs.Responses, 2)],
 )
 def test_a_repeated_run_is_the_same_bit_for_bit(kind, n_threads, threads):
     threads(n_threads)

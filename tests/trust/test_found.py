@@ -1,6 +1,5 @@
 """What was found by attack, each with the smallest use that shows it."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -9,13 +8,7 @@ from torchrl.envs import ExcludeTransform, RenameTransform, SelectTransform, Tra
 from torchrl.envs.utils import step_mdp
 
 from tests.helpers import WalkEnv, make_actor, moved, play, spied, with_transforms
-from torchrl_kl import (
-    ExponentialKLController,
-    KLConstrainedTransform,
-    KLKeys,
-    PIDKLController,
-    ResponseKLTransform,
-)
+from torchrl_kl import KLConstrainedTransform, KLKeys
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (0,)], ids=str)
@@ -86,36 +79,6 @@ class TestKeys:
         assert keys.kl != keys.task_reward
 
 
-class TestLoadedCoefficients:
-    """A controller took any number from a state, and went on from it."""
-
-    @pytest.mark.parametrize("coeff", [float("nan"), float("inf"), -0.1, 11.0, 1e-5])
-    @pytest.mark.parametrize("assign", [False, True])
-    def test_one_that_no_update_gives_is_refused(self, coeff, assign):
-        controller = ExponentialKLController(0.1, target=0.5)
-        state = {"coeff": torch.tensor(coeff, dtype=torch.float64)}
-        with pytest.raises(RuntimeError, match="`coeff` must (be one finite number|lie within)"):
-            controller.load_state_dict(state, assign=assign)
-        assert controller.coeff.item() == 0.1
-
-    def test_other_numbers_of_the_state_too(self):
-        controller = PIDKLController(0.1, target=0.5)
-        state = copy.deepcopy(controller.state_dict())
-        state["filtered_error"].fill_(torch.nan)
-        with pytest.raises(
-            RuntimeError, match="`filtered_error` must be one finite number, got nan"
-        ):
-            controller.load_state_dict(state)
-        assert controller.filtered_error == 0
-
-    def test_within_a_stack_too(self):
-        stack = KLConstrainedTransform(make_actor(), ExponentialKLController(0.1, target=0.5))
-        state = copy.deepcopy(stack.state_dict())
-        state["feed.controller.coeff"].fill_(torch.nan)
-        with pytest.raises(RuntimeError, match="`coeff` must be one finite number, got nan"):
-            stack.load_state_dict(state)
-
-
 class TestFlags:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
     @pytest.mark.parametrize(
@@ -132,13 +95,3 @@ class TestFlags:
             told.append(controller.calls)
         assert results[0].equal(results[1])
         assert told[0] == told[1] != []
-
-
-def test_tokens_of_a_dialog_are_integers():
-    """Of float tokens, `as_steps` made float actions."""
-    from tests.trust.test_wrong_uses import MODEL, dialog
-
-    batch = dialog()
-    batch["tokens", "full"] = batch["tokens", "full"].float()
-    with pytest.raises(TypeError, match="must be int64 or int32, got torch.float32"):
-        ResponseKLTransform(MODEL, 0.1)(batch)

@@ -70,14 +70,13 @@ class Cached(Machine):
 
     @rule(
         which=st.integers(0, 99),
-        row=st.integers(0, 99),
         how=st.sampled_from(["data", "in place", "assign", "load", "replace", "optimizer"]),
     )
-    def other_weights(self, which: int, row: int, how: str) -> None:
+    def other_weights(self, which: int, how: str) -> None:
         model = self.actor.reader.lm.model
         parameter = self.parameters[which % len(self.parameters)]
         if how == "data":
-            parameter.data[row % len(parameter)] += 0.05
+            parameter.data += 0.05
         elif how == "in place":
             with torch.no_grad():
                 parameter.mul_(1.05)
@@ -125,7 +124,7 @@ class Cached(Machine):
 
 
 def test_a_cache_in_any_order():
-    run(Cached, 140, steps=12)
+    run(Cached, 50, steps=12)
 
 
 def prefix_log_prob(model: Any, text: list[int], n: int, temperature: float) -> float:

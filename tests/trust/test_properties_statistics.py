@@ -1,9 +1,7 @@
 """Properties of KLStatistics, against sums of fractions."""
 
 import copy
-import io
 import math
-import pickle
 from fractions import Fraction
 from typing import Any
 
@@ -12,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from tests.trust.cases import Machine, cases, run
-from torchrl_kl import ExponentialKLController, KLStatistics
+from tests.trust.cases import Machine, run
+from torchrl_kl import KLStatistics
 
 EPS = 2.0**-53
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
@@ -68,7 +66,7 @@ def check(pool: KLStatistics, known: list[Fraction], n_merges: int = 0) -> None:
 
 
 class Pools(Machine):
-    """Several pools that are filled, merged, copied, saved, cast and reset in any order."""
+    """Several pools that are filled, merged and reset in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,25 +116,6 @@ class Pools(Machine):
             self.pools[i].add(values)
         assert self.pools[i].state_dict() == before
 
-    @rule(i=pools, how=st.sampled_from(["deepcopy", "pickle", "state_dict", "half", "inference"]))
-    def carry(self, i: int, how: str) -> None:
-        pool = self.pools[i]
-        if how == "deepcopy":
-            self.pools[i] = copy.deepcopy(pool)
-        elif how == "pickle":
-            self.pools[i] = pickle.loads(pickle.dumps(pool))
-        elif how == "half":
-            assert pool.half() is pool
-        elif how == "state_dict":
-            file = io.BytesIO()
-            torch.save(pool.state_dict(), file)
-            file.seek(0)
-            self.pools[i] = KLStatistics().add(torch.ones(3))
-            self.pools[i].load_state_dict(torch.load(file, weights_only=True))
-        else:
-            with torch.inference_mode():
-                pool.add(torch.ones(0))
-
     @invariant()
     def all_are_exact(self) -> None:
         for pool, known in zip(self.pools, self.known, strict=True):
@@ -144,47 +123,4 @@ class Pools(Machine):
 
 
 def test_pools_in_any_order():
-    run(Pools, 120)
-
-
-def pooled(values: list[float]) -> KLStatistics:
-    return KLStatistics().add(torch.tensor(values, dtype=torch.float64))
-
-
-# Multiples of 1/8 below 2 ** 10: their sums, and those of their squares, are exact.
-eighths = st.integers(-8192, 8191).map(lambda n: n / 8)
-parts = st.lists(st.lists(eighths, max_size=5), min_size=3, max_size=3)
-
-
-@cases(120, values=parts)
-def test_merging_is_associative_and_commutes(values):
-    a, b, c = values
-    left = pooled(a).merge(pooled(b)).merge(pooled(c))
-    right = pooled(a).merge(pooled(b).merge(pooled(c)))
-    turned = pooled(c).merge(pooled(a)).merge(pooled(b))
-    whole = pooled(a + b + c)
-    for other in (right, turned, whole):
-        assert other.state_dict() == left.state_dict()
-
-
-@cases(
-    60,
-    values=st.lists(numbers, min_size=2, max_size=24),
-    workers=st.lists(st.integers(0, 3), min_size=24, max_size=24),
-    order=st.permutations(range(4)),
-)
-def test_a_controller_is_told_the_same_by_any_workers(values, workers, order):
-    pools = [KLStatistics() for _ in range(4)]
-    for value, worker in zip(values, workers, strict=False):
-        pools[worker].add(torch.tensor(value))
-    merged = KLStatistics()
-    for worker in order:
-        merged.merge(pools[worker])
-    whole = KLStatistics().add(torch.tensor(values, dtype=torch.float64))
-    assert merged.count == whole.count
-    split, together = (ExponentialKLController(0.1, target=0.5, gain=0.1) for _ in range(2))
-    size = sum(map(abs, values)) / len(values)
-    # d log(coeff) / d kl = gain / target
-    bound = 0.1 / 0.5 * 2 * (len(values) + 5) * EPS * size + 8 * EPS
-    new = split.update(merged.mean, len(values))
-    assert abs(math.log(new / together.update(whole.mean, len(values)))) <= bound
+    run(Pools, 40)

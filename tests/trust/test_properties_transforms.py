@@ -20,7 +20,7 @@ from tests.helpers import (
     without_kl,
 )
 from tests.trust.cases import cases
-from tests.trust.plain import Expected, Plain, drawn_batches, eps, seeds
+from tests.trust.plain import Expected, Plain, drawn_batches, eps, nested, seeds
 from torchrl_kl import KLConstrainedTransform, KLKeys
 
 
@@ -56,6 +56,9 @@ def test_a_batch_has_the_numbers_of_plain_python(drawn):
     actor = make_actor(agents=agents).double()  # it can read the batch
     controller = SpyController(made["coeff"], per=made["per"])
     stack = make_stack(made, controller, actor)
+    if made["dtype"] == torch.float64:  # that of the policy, which reads no other one
+        for at in (batch, batch["next"]):
+            at[nested(made, "observation")] = at[nested(made, "observation")].double()
     before = batch.clone()
     after = stack(batch)
     assert_close(batch, before, rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Envs with trajectories in plain Python, and what must be told of them, step by step."""
+"""Envs with trajectories in plain Python, and the totals of what ends in them, step by step."""
 
 import random
 from dataclasses import dataclass, field
@@ -22,9 +22,8 @@ class Row:
     counted: list[int] = field(default_factory=list)
 
     def begin(self) -> None:
-        n = self.n_agents
-        self.is_init, self.left = True, [False] * n
-        self.totals, self.counted = [0.0] * n, [0] * n
+        self.is_init, self.left = True, [False] * self.n_agents
+        self.totals, self.counted = [0.0] * self.n_agents, [0] * self.n_agents
 
 
 @dataclass
@@ -39,18 +38,16 @@ class Step:
     counts: bool
     left: list[bool]  # before the step
     over: list[bool]  # after it
-    terminated: bool  # how those that are over now have ended
     sums: list[float]
-    told: list[float]  # totals of those that ended with this step, if any step of them counted
+    totals: list[float]  # of those that ended with this step, if any step of them counted
 
 
 class World:
     """The envs of one collector, which numbers their trajectories as they begin."""
 
-    def __init__(self, name: int, n_rows: int, n_agents: int, *, truncates: bool):
+    def __init__(self, name: int, n_rows: int, n_agents: int):
         self.rows = [Row(1000.0 * name + 100.0 * r, n_agents) for r in range(n_rows)]
-        self.n_agents, self.truncates = n_agents, truncates
-        self.n_ids = 0
+        self.n_agents, self.n_ids = n_agents, 0
         for row in self.rows:
             row.begin()
             self._number(row)
@@ -59,16 +56,20 @@ class World:
         row.trajectory, self.n_ids = self.n_ids, self.n_ids + 1
 
     def play(
-        self, rng: random.Random, n_steps: int, ends: float, counts: float
+        self, rng: random.Random, n_steps: int, ends: float, counts: float, *, cut: bool
     ) -> list[list[Step]]:
-        """The next steps of all rows; trajectories end, and steps count, with a probability."""
+        """The next steps of all rows; trajectories end, and steps count, with a probability.
+
+        `cut`: whether the collector ends all trajectories with the last step, as TorchRL's
+        `set_truncated` does: ids and states go on.
+        """
         played: list[list[Step]] = [[] for _ in self.rows]
-        for _ in range(n_steps):
+        for t in range(n_steps):
             for row, steps in zip(self.rows, played, strict=True):
-                steps.append(self._step(row, rng, ends, counts))
+                steps.append(self._step(row, rng, ends, counts, cut and t == n_steps - 1))
         return played
 
-    def _step(self, row: Row, rng: random.Random, ends: float, counts: float) -> Step:
+    def _step(self, row: Row, rng: random.Random, ends: float, counts: float, cut: bool) -> Step:
         agents = range(self.n_agents)
         value = [rng.randint(-(2**30), 2**30) / 8 for _ in agents]
         counted = rng.random() < counts
@@ -76,11 +77,9 @@ class World:
         for i in agents:
             row.totals[i] += value[i] * counted
             row.counted[i] += counted
-        new = [i for i in agents if over[i] and not row.left[i]]
-        told = [row.totals[i] for i in new if row.counted[i]]
-        terminated = not (self.truncates and rng.random() < 0.5)
-        state = row.name + row.time / 64
-        reset = all(over)
+        new = [i for i in agents if (over[i] or cut) and not row.left[i]]
+        totals = [row.totals[i] for i in new if row.counted[i]]
+        state, reset = row.name + row.time / 64, all(over)
         row.time += 1
         step = Step(
             row.trajectory,
@@ -90,10 +89,9 @@ class World:
             value,
             counted,
             row.left,
-            over,
-            terminated,
+            [each or cut for each in over],
             list(row.totals),
-            told,
+            totals,
         )
         row.is_init = False
         for i in new:
@@ -107,20 +105,16 @@ class World:
 
 
 def make_batch(
-    rows: list[list[Step]], *, is_init: bool, masked: bool, cut: bool, per_agent: bool
+    rows: list[list[Step]], *, is_init: bool, masked: bool, per_agent: bool
 ) -> TensorDict:
-    """The batch (R, T) of a collector; `cut`: whether it writes "truncated" into its last steps."""
+    """The batch (R, T) of a collector."""
     shape = torch.Size([len(rows), len(rows[0])])
 
     def per_step(get: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([[get(step) for step in row] for row in rows], dtype=dtype)
 
     over = per_step(lambda s: s.over, torch.bool)[..., None]  # (R, T, F, 1)
-    terminated = per_step(lambda s: s.terminated, torch.bool)[..., None, None] & over
     left = per_step(lambda s: s.left, torch.bool)[..., None]
-    if cut:
-        over, terminated = over.clone(), terminated.clone()
-        over[:, -1] = True
     batch = TensorDict(
         observation=per_step(lambda s: [s.state], torch.float64),
         collector=TensorDict(
@@ -129,15 +123,13 @@ def make_batch(
         next=TensorDict(
             observation=per_step(lambda s: [s.next_state], torch.float64),
             done=over.all(-2),
-            terminated=terminated.all(-2),
             batch_size=shape,
         ),
         value=per_step(lambda s: s.value, torch.float64),
         batch_size=shape,
     )
     if per_agent:
-        flags = TensorDict(done=over, terminated=terminated, batch_size=shape)
-        batch["next", "agents"] = flags
+        batch["next", "agents"] = TensorDict(done=over, batch_size=shape)
         batch["agents"] = TensorDict(done=left, batch_size=shape)
     if is_init:
         batch["is_init"] = per_step(lambda s: [s.is_init], torch.bool)
@@ -145,27 +137,3 @@ def make_batch(
         batch["collector", "mask"] = per_step(lambda s: s.counts, torch.bool)
     batch.names = [None, "time"]
     return batch
-
-
-@dataclass
-class Told:
-    """What must be told: what ends within a batch at once, a last truncation with the next one."""
-
-    waiting: list[float] = field(default_factory=list)
-
-    def follow(
-        self, rows: list[list[Step]], judge: bool, padded: bool
-    ) -> tuple[list[float], list[float]]:
-        """What is told with a batch, and of that what waited for it.
-
-        `padded`: whether each trajectory is a row, so that all truncations are in last steps.
-        """
-        now, cut = [], []
-        for row in rows:
-            for step in row:
-                waits = not step.terminated and (padded or step is row[-1])
-                (cut if waits else now).extend(step.told)
-        waited = self.waiting if judge else []
-        if judge:
-            self.waiting = cut
-        return now + waited, waited

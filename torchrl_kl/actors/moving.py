@@ -14,8 +14,7 @@ from torchrl_kl.functional.numbers import Float64State
 class MasterWeights(Float64State):
     """The fp32 weights behind half-precision ones, by name; made by the first average."""
 
-    # bfloat16 has 8 significant bits: it would round off a thousandth of the way to other weights.
-    # So the average is kept here, whatever `to(dtype)` does to the actor, and rounded into it.
+    # bfloat16 has 8 significant bits, and would round off a thousandth of the way.
 
     @torch.no_grad()
     def move(self, actor: nn.Module, source: nn.Module, tau: float) -> None:
@@ -34,7 +33,7 @@ class MasterWeights(Float64State):
                 value.copy_(new[name])
                 continue
             if torch.finfo(value.dtype).bits < 32:
-                # Made anew after the weight was loaded or cast: it is not what is kept, rounded.
+                # Begins anew after the weight was loaded or cast, which does not equal it any more.
                 if before is None or not torch.equal(before.to(value), value):
                     before = value.detach().float()
                 master = before.to(value.device)
@@ -65,17 +64,12 @@ def entries_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_entries(own: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-    if own.keys() != new.keys():
-        lacks, has = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
-        raise ValueError(
-            f"`source` must have the weights of the reference, but lacks {lacks[:3]} and has "
-            f"{has[:3]} in addition: pass the policy itself, not what wraps it."
-        )
-    for name, value in new.items():
-        if value.shape != own[name].shape:
+    for name in sorted({*own, *new}):
+        here, there = (tuple(each[name].shape) if name in each else None for each in (own, new))
+        if here != there:
             raise ValueError(
-                f"`source` must have the shapes of the reference, got {tuple(value.shape)} for "
-                f"{name!r}, which has {tuple(own[name].shape)} there: it is another network."
+                f"`source` must have the weights of the reference, got {name!r} of shape {there}, "
+                f"where the reference has {here}: pass the policy, not what wraps it."
             )
-        if bool(value.isnan().any()):
+        if new[name].isnan().any():
             raise ValueError(f"`source` has NaN in {name!r}: the policy has diverged.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -12,21 +11,19 @@ from tensordict.nn import (
     CompositeDistribution,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
-    TensorDictModule,
-    TensorDictParams,
 )
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, OneHotCategorical
-from torch.overrides import TorchFunctionMode
 from torchrl.envs.utils import exploration_type
-from torchrl.modules import ConsistentDropoutModule, DTActor, LLMMaskedCategorical, OnlineDTActor
+from torchrl.modules import LLMMaskedCategorical, set_recurrent_mode
 
-from torchrl_kl._tensordict import LogProbKeys, as_tuple, get_required, sibling, sum_action_dims
 from torchrl_kl._torchrl import indices_of
+from torchrl_kl.actors.policy import evaluating
+from torchrl_kl.keys import LogProbKeys, as_tuple, get_required, sum_action_dims
 
 _PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
 DIST_METHODS = ("get_dist", "get_dist_params", "build_dist_from_params")
-_LOG_PROBS = [kind.log_prob for kind in _PROBABILISTIC]
+_DIST_METHODS = [getattr(ProbabilisticTensorDictSequential, name) for name in DIST_METHODS]
 # Those that do not all say by their `event_shape` whether actions are numbers or one-hot vectors.
 _CATEGORICAL = (Categorical, LLMMaskedCategorical, OneHotCategorical)
 _LIBRARIES = ("tensordict", "torch", "torchrl")
@@ -57,104 +54,37 @@ def check_actor(actor: nn.Module) -> None:
         )
 
 
-class _CopyGraphs(TorchFunctionMode):
-    """Lets `copy.deepcopy` copy tensors with a graph, such as those of a module's last pass."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            value, memo = args
-            return memo.setdefault(id(value), value.detach().clone())
-        return func(*args, **(kwargs or {}))
-
-
-@torch.no_grad()  # a copy of TorchScript's weights would be a part of their graph
-def copy_actor(actor: nn.Module) -> Any:
-    """A deep copy of an actor, without gradients."""
-    with _CopyGraphs():
-        copied = copy.deepcopy(actor)
-    copied.zero_grad()  # it has those of the actor, too
-    return copied
-
-
-def has_compiled_parts(actor: nn.Module) -> bool:
-    """Whether torch.compile was called on a part of an actor, or compiles now."""
-    return torch.compiler.is_compiling() or any(
-        "_orig_mod" in part._modules or getattr(part, "_compiled_call_impl", None) is not None
-        for part in actor.modules()
-    )
-
-
-def learns(actor: nn.Module) -> bool:
-    """Whether a parameter requires a gradient, or one that TensorDict's `to_module` made of it."""
-    # In a pass it makes others, of the same memory, that require gradients as those of the module.
-    parts = [part for part in actor.modules() if isinstance(part, TensorDictParams)]
-    made = [value for part in parts for value in part.values(True, True)]
-    return any(parameter.requires_grad for parameter in (*actor.parameters(), *made))
-
-
-def requires_grad(value: Any) -> bool:
-    """Whether a tensor requires a gradient, or one in a tuple, dictionary or distribution."""
-    if isinstance(value, Tensor):
-        return value.requires_grad
-    if isinstance(value, Distribution):
-        value = vars(value)
-    parts = value.values() if isinstance(value, dict) else value
-    return isinstance(value, dict | tuple) and any(map(requires_grad, parts))
+def weight_dtype(actor: nn.Module) -> torch.dtype:
+    """Dtype of the first weights of an actor, of those of several bytes if any, or the default."""
+    floating = [p.dtype for p in actor.parameters() if p.is_floating_point()]  # one byte: stored
+    return min(floating, key=lambda one: one.itemsize == 1, default=torch.get_default_dtype())
 
 
 def check_kept_inputs(policy: Any, reader: Any) -> None:
     """ValueError if the policy overwrites what `reader`, such as its reference, has to read."""
     keys = (policy.in_keys, policy.out_keys, reader.in_keys)
     spoiled = set.intersection(*({unravel_key(key) for key in each} for each in keys))
-    # TorchRL's modules write back noise that they were given: gSDEModule as scratch, whose name
-    # begins with "_", and dropout its mask.
-    dropouts = [part for part in policy.modules() if isinstance(part, ConsistentDropoutModule)]
-    spoiled -= {unravel_key(key) for part in dropouts for key in part.out_keys[1:]}
-    # A decision transformer hides the action of a step from what it gives for that step.
-    if any(isinstance(part, (DTActor, OnlineDTActor)) for part in policy.modules()):
-        spoiled -= {unravel_key(key) for key in policy.dist_sample_keys}
+    # A name that begins with "_" is scratch, such as the noise of gSDEModule.
     names = sorted(str(key) for key in spoiled if not as_tuple(key)[-1].startswith("_"))
     if names:
         raise ValueError(
-            f"`actor` must leave what it reads as it was, but it writes {names} itself: nobody "
-            "else could tell from the data what it has read. Write to another key, and a memory "
-            'to ("next", name), as TorchRL\'s recurrent modules do.'
+            f"`actor` must leave what it reads as it was, but it writes {names} itself: write to "
+            'another key, and a memory to ("next", name), as TorchRL\'s recurrent modules do.'
         )
-
-
-def read_alike(one: Any, other: Any) -> bool:
-    """Whether two actors have the same inputs and modules of the same classes."""
-    about = (
-        ([unravel_key(key) for key in actor.in_keys], [type(part) for part in actor.modules()])
-        for actor in (one, other)
-    )
-    return next(about) == next(about)
 
 
 def read_keys(actor: Any) -> list[NestedKey]:
     """What an actor reads: its `in_keys` without parameters that its own modules write."""
-    # A module may write ("params", "loc") where the distribution reads "params": TensorDict's
-    # `in_keys` of the whole then list "params", which nobody else writes.
-    outs = (getattr(module, "out_keys", []) for module in actor.modules())
-    written = [as_tuple(key) for keys in outs for key in keys]
+    # A module may write ("params", "loc") where the distribution reads "params", which TensorDict
+    # then lists among the `in_keys` of the whole.
+    written = [as_tuple(key) for part in actor.modules() for key in getattr(part, "out_keys", [])]
     params = [key for part in _probabilistic_modules(actor) for key in part.in_keys]
-
-    def fills(key: NestedKey) -> bool:
-        path = as_tuple(key)
-        return any(len(other) > len(path) and other[: len(path)] == path for other in written)
-
-    return [key for key in actor.in_keys if not (key in params and fills(key))]
-
-
-def trace_keys(actor: Any, recorded: LogProbKeys) -> list[NestedKey]:
-    """Entries that only a forward pass leaves, which show that the policy ran."""
-    known = {unravel_key(key) for key in (*actor.in_keys, *actor.dist_sample_keys, *recorded.keys)}
-    root_keys = [key for key in actor.out_keys if as_tuple(key)[0] != "next"]
-    return [key for key in root_keys if unravel_key(key) not in known]
+    paths = {path[:depth] for path in written for depth in range(1, len(path))}
+    return [key for key in actor.in_keys if not (key in params and as_tuple(key) in paths)]
 
 
 def find_log_prob_keys(actor: Any) -> list[NestedKey]:
-    """Where an actor records the log-prob of each part of its action; ValueError if not apart."""
+    """Where an actor records the log-prob of each part of its action; ValueError if twice there."""
     keys = [unravel_key(key) for key in actor.log_prob_keys]
     if len(set(keys)) < len(keys):
         raise ValueError(
@@ -164,28 +94,24 @@ def find_log_prob_keys(actor: Any) -> list[NestedKey]:
     return keys
 
 
-def log_prob_of_actions(
-    actor: Any,
-    inputs: TensorDictBase,
-    action_keys: Sequence[NestedKey],
-    recorded: LogProbKeys,
-    plain: Sequence[bool] = (),
-) -> Tensor:
-    """The log-prob of the actions in `inputs`, (*B, *A), nats; writes its outputs into `inputs`.
+@torch.no_grad()
+def policy_log_prob(actor: Any, tensordict: TensorDictBase, timed: bool) -> Tensor:
+    """A policy's log-prob of the actions of a batch (*B), nats, (*B, *A), in eval mode."""
+    # Without its other outputs: parameters left in the batch would be taken for inputs.
+    actions = actor.dist_sample_keys
+    inputs = tensordict.select(*read_keys(actor), *actions, strict=False)
+    recorded = LogProbKeys(find_log_prob_keys(actor))
+    with evaluating(actor), set_recurrent_mode(timed):
+        return log_prob_of_actions(actor, inputs, actions, recorded)
 
-    `action_keys`: the actor's `dist_sample_keys`, slow to find; `plain`: its `plain_parts`.
-    """
+
+def log_prob_of_actions(
+    actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey], recorded: LogProbKeys
+) -> Tensor:
+    """The log-prob of the actions in `inputs`, (*B, *A), nats; writes its outputs into `inputs`."""
     batch_size = recorded.batch_size(inputs)
-    log_prob = _log_prob(actor, inputs, action_keys, plain)
+    log_prob = _log_prob(actor, inputs, action_keys)
     if isinstance(log_prob, Tensor):
-        # One sum for several parts, to which the log-prob of one part must not be compared.
-        several = action_keys if len(action_keys) > 1 and len(recorded.keys) == 1 else ()
-        if recorded.keys[0] in [sibling(key, f"{as_tuple(key)[-1]}_log_prob") for key in several]:
-            raise ValueError(
-                "`KLKeys.log_prob` must not be that of one part of the action, got "
-                f"{recorded.keys[0]!r}, while `composite_lp_aggregate` is on: leave it out, or "
-                "call set_composite_lp_aggregate(False)."
-            )
         return sum_action_dims(log_prob, batch_size)
     # A policy that records one sum for all parts has another key than its parts have.
     if recorded.missing(log_prob):
@@ -193,59 +119,90 @@ def log_prob_of_actions(
     return cast(Tensor, recorded.read(log_prob, batch_size))
 
 
-def plain_parts(actor: Any) -> list[bool]:
-    """Which parts of an actor, but its last, are TensorDictModules that only call a network."""
-    # Empty if `get_dist` does more than to run the parts and build the distribution of the last.
-    kinds: Any = (type(actor), ProbabilisticTensorDictSequential)
-    own, theirs = ([getattr(kind, name, None) for name in DIST_METHODS] for kind in kinds)
-    parts = actor.module if own == theirs and not actor.return_composite else None
-    listed = isinstance(parts, nn.ModuleList)
-    if not listed or not isinstance(parts[-1], ProbabilisticTensorDictModule):
-        return []
+def _log_prob(
+    actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey]
+) -> Tensor | TensorDictBase:
+    """One log-prob, or one for each part of the action, under the actor's keys."""
+    composite = getattr(actor, "return_composite", False)
+    if not composite and _has_own_log_prob(actor):
+        return actor.log_prob(inputs)
+    # Before the pass, in which a part may write an action of its own, as gSDEModule does.
+    needed_for = "the reference scores the policy's action."
+    actions = {key: get_required(inputs, key, needed_for) for key in action_keys}
+    if composite:
+        return _log_probs_in_turn(actor, inputs, actions)
+    dist = _get_dist(actor, inputs)
+    if not isinstance(dist, CompositeDistribution):
+        return log_prob_of(dist, actions[action_keys[0]])
+    for key, part in dist.dists.items():
+        _check_shape(part, actions[unravel_key(key)])
+    return actor.log_prob(inputs.update(actions), dist=dist)
 
-    def is_plain(part: nn.Module) -> bool:
-        if type(part) is not TensorDictModule or "_" in part.out_keys:
-            return False
-        # Any hook or option that was set on the part is an entry of `vars` that differs.
-        plain = TensorDictModule(part.module, part.in_keys, part.out_keys)
-        plain.training = part.training
-        return vars(plain) == vars(part)
 
-    return [is_plain(part) for part in parts[:-1]]
+def _log_probs_in_turn(
+    actor: Any, inputs: TensorDictBase, actions: dict[NestedKey, Tensor]
+) -> TensorDictBase:
+    """The log-probs of parts that are drawn one after another, each after those before it."""
+    # The actor's `log_prob` would draw the earlier parts anew and score the later ones after those.
+    log_probs = TensorDict(batch_size=inputs.batch_size)
+    for module in actor.module.children():  # of a ModuleList or a ModuleDict
+        if not isinstance(module, _PROBABILISTIC):
+            module(inputs)
+            continue
+        keys = [key for key in module.dist_sample_keys if key in actions]
+        log_prob = _log_prob(module, inputs.update({key: actions[key] for key in keys}), keys)
+        if isinstance(log_prob, Tensor):
+            log_prob = TensorDict().set(find_log_prob_keys(module)[0], log_prob)
+        log_probs.update(log_prob)
+    return log_probs
 
 
-def _get_dist(actor: Any, inputs: TensorDictBase, plain: Sequence[bool]) -> Distribution:
-    """What `actor.get_dist(inputs)` gives; for a small network most of its time is TensorDict's."""
-    if not plain or exploration_type() is None:
+def _get_dist(actor: Any, inputs: TensorDictBase) -> Distribution:
+    """What `actor.get_dist(inputs)` gives; of a small network, in two thirds of the time."""
+    plain = [getattr(type(actor), name, None) for name in DIST_METHODS] == _DIST_METHODS
+    if not (plain and isinstance(actor.module, nn.ModuleList)) or exploration_type() is None:
         return actor.get_dist(inputs)
-    *parts, last = actor.module
-    for part, is_plain in zip(parts, plain, strict=True):
-        inputs = _call_network(part, inputs) if is_plain else part(inputs)
-    return last.get_dist(inputs)
+    *networks, last = actor.module
+    for network in networks:
+        inputs = network(inputs)
+    return cast(Any, last).get_dist(inputs)
 
 
-def _call_network(part: TensorDictModule, inputs: TensorDictBase) -> TensorDictBase:
-    """What a plain `part(inputs)` does."""
-    values = [inputs.get(key, None) for key in part.in_keys]
-    if not all(isinstance(value, Tensor) for value in values):
-        return part(inputs)
-    written = part.module(*values)
-    outputs = written if isinstance(written, tuple) else (written,)
-    if len(outputs) != len(part.out_keys) or not all(isinstance(one, Tensor) for one in outputs):
-        return TensorDictModule(lambda *_: written, part.in_keys, part.out_keys)(inputs)
-    for key, output in zip(part.out_keys, outputs, strict=True):
-        inputs.set(key, output)
-    return inputs
+def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
+    """The log-prob of an action (*B, ...); ValueError for another shape."""
+    _check_shape(dist, action)
+    return dist.log_prob(action)
 
 
-def has_own_log_prob(actor: Any) -> bool:
+def _check_shape(dist: Distribution, action: Tensor) -> None:
+    """ValueError for actions of another shape than those of a distribution of a library."""
+    while isinstance(dist, Independent):  # which has the same actions
+        dist = dist.base_dist
+    if type(dist).__module__.partition(".")[0] not in _LIBRARIES:
+        return  # the user's own may not say its shape
+    name, batch = type(dist).__name__, dist.batch_shape
+    if isinstance(dist, _CATEGORICAL):
+        n_dims = len(batch) + ("OneHot" in name)
+        fits = action.shape[: len(batch)] == batch and action.ndim == n_dims
+    else:  # one without the dimensions of the batch is the same for all of it
+        shape = batch + dist.event_shape
+        fits = action.shape[action.ndim - len(shape) :] == shape
+    if not fits:
+        raise ValueError(
+            f"policy and reference must have the same actions, got {name} of shape {tuple(batch)} "
+            f"for actions of shape {tuple(action.shape)}: build both for one kind and number."
+        )
+
+
+def _has_own_log_prob(actor: Any) -> bool:
     """Whether the class of an actor has a `log_prob`, which may not be that of its `get_dist`."""
-    return getattr(actor.log_prob, "__func__", None) not in _LOG_PROBS
+    library = [kind.log_prob for kind in _PROBABILISTIC]
+    return getattr(actor.log_prob, "__func__", None) not in library
 
 
 def refuse_own_log_prob(actor: Any) -> None:
     """ValueError if log-probs of the distributions of an actor may not be those of its actions."""
-    if has_own_log_prob(actor):
+    if _has_own_log_prob(actor):
         raise ValueError(
             "`actor` must have the log-prob of its distribution, got "
             f"{type(actor).__name__} with its own `log_prob`, which losses do not call: use "
@@ -253,100 +210,24 @@ def refuse_own_log_prob(actor: Any) -> None:
         )
 
 
-def _log_prob(
-    actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey], plain: Sequence[bool] = ()
-) -> Tensor | TensorDictBase:
-    """One log-prob, or one for each part of the action, under the actor's keys."""
-    return_composite = getattr(actor, "return_composite", False)
-    if not return_composite and has_own_log_prob(actor):
-        return actor.log_prob(inputs)
-    # Before the pass, in which a part may write an action of its own, as gSDEModule does.
-    needed_for = "the reference scores the policy's action."
-    actions = {key: get_required(inputs, key, needed_for) for key in action_keys}
-    if not return_composite:
-        dist = _get_dist(actor, inputs, plain)
-        if isinstance(dist, CompositeDistribution):
-            for key, part in dist.dists.items():
-                check_shape(part, actions[unravel_key(key)])
-            return actor.log_prob(_with(inputs, actions), dist=dist)
-        return log_prob_of(dist, actions[action_keys[0]])
-    # Parts that are drawn one after another are scored each after those before it. (The actor's
-    # `log_prob` draws the earlier parts anew and scores the later ones after those.)
-    log_probs = TensorDict(batch_size=inputs.batch_size)
-    parts = actor.module
-    for module in parts.values() if isinstance(parts, nn.ModuleDict) else parts:
-        if not isinstance(module, _PROBABILISTIC):
-            module(inputs)
-            continue
-        keys = [key for key in module.dist_sample_keys if key in actions]
-        log_prob = _log_prob(module, _with(inputs, {key: actions[key] for key in keys}), keys)
-        if isinstance(log_prob, Tensor):
-            log_prob = TensorDict().set(find_log_prob_keys(module)[0], log_prob)
-        log_probs.update(log_prob)
-    return log_probs
-
-
-def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
-    """The log-prob of an action (*B, ...); ValueError if it has not the shape of those of `dist`.
-
-    It would be broadcast, to the log-prob of other actions.
-    """
-    check_shape(dist, action)
-    return dist.log_prob(action)
-
-
-def check_shape(dist: Distribution, action: Tensor) -> None:
-    """ValueError for actions of another shape than those of a distribution of a library."""
-    while isinstance(dist, Independent):  # which has the same actions
-        dist = dist.base_dist
-    name, batch = type(dist).__name__, dist.batch_shape
-    if type(dist).__module__.partition(".")[0] not in _LIBRARIES:
-        return  # the user's own may not say its shape
-    if isinstance(dist, _CATEGORICAL):
-        takes, n_dims = ("one-hot vectors", 1) if "OneHot" in name else ("numbers", 0)
-        fits = action.shape[: len(batch)] == batch and action.ndim == len(batch) + n_dims
-    else:  # one without the dimensions of the batch is the same for all of it
-        shape = batch + dist.event_shape
-        takes = f"actions of shape {tuple(shape)}"
-        fits = action.shape[action.ndim - len(shape) :] == shape
-    if not fits:
-        raise ValueError(
-            f"policy and reference must have the same actions, got {name} of shape {tuple(batch)}, "
-            f"which takes {takes}, for actions of shape {tuple(action.shape)}: build both for "
-            "actions of one kind and number."
-        )
-
-
-def _with(inputs: TensorDictBase, entries: dict[NestedKey, Any]) -> TensorDictBase:
-    for key, value in entries.items():
-        inputs.set(key, value)
-    return inputs
-
-
-def _probabilistic_modules(actor: nn.Module) -> list[Any]:
-    return [part for part in actor.modules() if isinstance(part, ProbabilisticTensorDictModule)]
-
-
-def own_methods(actor: nn.Module, methods: Sequence[str]) -> list[str]:
-    """Which of these methods of a sequence of modules its class replaces."""
-    kind = type(getattr(actor, "_orig_mod", actor))  # within torch.compile
-    if not issubclass(kind, ProbabilisticTensorDictSequential):
-        return []
-    homes = {name: next(each for each in kind.__mro__ if name in vars(each)) for name in methods}
-    known = ("tensordict", "torchrl", "torchrl_kl")
-    return [name for name in methods if homes[name].__module__.partition(".")[0] not in known]
-
-
 def refuse_own_methods(actor: nn.Module, methods: Sequence[str] = DIST_METHODS) -> None:
     """TypeError if the class of an actor replaces methods that will not be called."""
-    own = own_methods(actor, methods)
+    kind = type(getattr(actor, "_orig_mod", actor))  # within torch.compile
+    if not issubclass(kind, ProbabilisticTensorDictSequential):
+        return
+    libraries = (*_LIBRARIES, "torchrl_kl")
+    homes = {name: getattr(kind, name).__module__.partition(".")[0] for name in methods}
+    own = [name for name, home in homes.items() if home not in libraries]
     if own:
-        kind = type(getattr(actor, "_orig_mod", actor))
         raise TypeError(
             f"`actor` must choose as its parts do, got {kind.__name__} with its own "
             f"{', '.join(own)}, which would not be called: write it into a part, such as the "
             "distribution class."
         )
+
+
+def _probabilistic_modules(actor: nn.Module) -> list[Any]:
+    return [part for part in actor.modules() if isinstance(part, ProbabilisticTensorDictModule)]
 
 
 def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:
@@ -362,17 +243,14 @@ def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:
 
 def written_params(actor: nn.Module) -> list[NestedKey]:
     """Keys of the parameters that the actor writes; others (an action mask) are the env's."""
-    # Before `read_keys`: it refuses a module that has no keys.
-    params = dist_module_of(actor).in_keys
-    read = read_keys(actor)
+    params, read = dist_module_of(actor).in_keys, read_keys(actor)
     return [key for key in params if key not in read]
 
 
-def categorical_log_probs(dist: torch.distributions.Distribution) -> Tensor:
+def categorical_log_probs(dist: Distribution) -> Tensor:
     """Log-probs of all actions, (*B, n_actions); TypeError if the distribution has none."""
-    kinds = (torch.distributions.Categorical, torch.distributions.OneHotCategorical)
     # With `indices` a MaskedCategorical has no column for each action.
-    if not isinstance(dist, kinds) or indices_of(dist) is not None:
+    if not isinstance(dist, (Categorical, OneHotCategorical)) or indices_of(dist) is not None:
         raise TypeError(
             "the top k need a Categorical, OneHotCategorical or MaskedCategorical distribution "
             f'(with a mask, not with indices), got {type(dist).__name__}: use `estimator="exact"`.'

@@ -9,8 +9,8 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from torch import Tensor, nn
 
-from torchrl_kl._tensordict import as_tuple, sibling
 from torchrl_kl.actors import reading
+from torchrl_kl.keys import as_tuple, sibling
 
 RECORDED = ("log_probs", "actions", "in_top_k")
 
@@ -68,15 +68,15 @@ class TopKActor(ProbabilisticTensorDictSequential):
                 f"`actor` must record its log-prob, got the out_keys {out_keys}: build it with "
                 "ProbabilisticActor(..., return_log_prob=True)."
             )
-        # The names of a ModuleDict are in `state_dict`.
-        modules = actor.module
-        named = isinstance(modules, nn.ModuleDict)
-        parts: list[Any] = [OrderedDict(modules.items())] if named else list(modules)
-        options = ("partial_tolerant", "return_composite")
-        given: dict[str, Any] = {option: getattr(actor, option) for option in options}
-        super().__init__(*parts, **given)
+        modules: Any = actor.module
+        named = isinstance(modules, nn.ModuleDict)  # by names that are in `state_dict`
+        parts: Any = [OrderedDict(modules.items())] if named else modules
+        tolerant, composite = actor.partial_tolerant, actor.return_composite
+        super().__init__(*parts, partial_tolerant=tolerant, return_composite=composite)
         # With all its out_keys; unregistered, or its weights would be in `state_dict` twice.
-        self.__dict__["_whole"] = ProbabilisticTensorDictSequential(*parts, **given)
+        self.__dict__["_whole"] = ProbabilisticTensorDictSequential(
+            *parts, partial_tolerant=tolerant, return_composite=composite
+        )
         self.k = k
         self.top_k_key = unravel_key(top_k_key or sibling(log_prob_key, "top_k"))
         self._record_keys = [(*as_tuple(self.top_k_key), name) for name in RECORDED]
@@ -91,7 +91,6 @@ class TopKActor(ProbabilisticTensorDictSequential):
         # On a copy: the logits must not reach the caller's tensordict.
         played = self._whole(tensordict.copy(), **kwargs)
         dist_module = reading.dist_module_of(self)
-        # (*B, V), of which (*B, k) are kept; the number of the action drawn is (*B).
         log_probs = reading.categorical_log_probs(dist_module.get_dist(played))
         n = log_probs.shape[-1]
         if self.k > n:

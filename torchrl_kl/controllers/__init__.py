@@ -1,14 +1,13 @@
 """Measured KL in, coefficient out: rules, the statistics they are fed, planning for a budget."""
 
 from torchrl_kl.controllers.base import KLController, Per, TargetKLController
-from torchrl_kl.controllers.budget import coeff_for_budget
-from torchrl_kl.controllers.plan import RewardPlan
-from torchrl_kl.controllers.planned import PlannedKLController
+from torchrl_kl.controllers.plan import RewardPlan, coeff_for_budget
 from torchrl_kl.controllers.rules import (
     AdaptiveKLController,
     ConstantKLController,
     ExponentialKLController,
     PIDKLController,
+    PlannedKLController,
     as_controller,
     is_constant,
 )

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from abc import abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrl_kl.controllers.base import InitCoeff, KLController, Per, TargetKLController
-from torchrl_kl.controllers.plan import Plan
 from torchrl_kl.functional.numbers import check_number
 
 
 class ConstantKLController(KLController):
     """A coefficient that never moves; with 0 the KL is only measured.
 
-    Args:
-        coeff: reward per nat, at least 0 and finite.
-        per: the unit in which the transforms pool the KL for the log, "trajectory" or "step".
-
-    Raises:
-        ValueError: if `coeff` is negative or not finite.
+    `coeff`: reward per nat, at least 0 and finite, or it is a ValueError; `per`: the unit in which
+    the transforms pool the KL for the log.
 
     Example:
         >>> from torchrl_kl import ConstantKLController
@@ -49,7 +44,7 @@ class AdaptiveKLController(TargetKLController):
     target leaves it unchanged; it stays positive and finite (within the range of float64).
 
     Args:
-        init_coeff, target, deadband, per: as in `TargetKLController`. Ziegler et al. hold 6 nats
+        init_coeff, target, per: as in `TargetKLController`. Ziegler et al. hold 6 nats
             per trajectory of 24 tokens; per step 0.01 is cautious, 0.05 to 0.1 usual.
         horizon: over so many trajectories (steps) the coefficient changes by a factor of at most
             about exp(clip); above 0.
@@ -69,7 +64,6 @@ class AdaptiveKLController(TargetKLController):
         0.202048
     """
 
-    _settings = ("horizon", "clip")
     _ranges = TargetKLController._ranges | {"horizon": {"above": 0.0}, "clip": {"above": 0.0}}
 
     def __init__(
@@ -79,10 +73,9 @@ class AdaptiveKLController(TargetKLController):
         horizon: float,
         *,
         clip: float = 0.2,
-        deadband: float = 0.0,
         per: Per = "trajectory",
     ):
-        super().__init__(init_coeff, target, deadband=deadband, per=per)
+        super().__init__(init_coeff, target, per=per)
         self.horizon, self.clip = horizon, clip
 
     def _next_coeff(self, kl: float, n_steps: int) -> float:
@@ -107,14 +100,9 @@ class _LogKLController(TargetKLController):
     }
 
     def __init__(
-        self,
-        init_coeff: InitCoeff,
-        target: float,
-        min_coeff: float,
-        max_coeff: float,
-        **shared: Any,
+        self, init_coeff: InitCoeff, target: float, min_coeff: float, max_coeff: float, per: Per
     ):
-        super().__init__(init_coeff, target, **shared)
+        super().__init__(init_coeff, target, per=per)
         self.min_coeff = min_coeff
         self.max_coeff = max_coeff
         if not self.planning:
@@ -123,30 +111,22 @@ class _LogKLController(TargetKLController):
     def _check_within(self, name: str, coeff: float) -> None:
         if not self.min_coeff <= coeff <= self.max_coeff:
             raise ValueError(
-                f"{name} must lie within [min_coeff, max_coeff] = {self._bounds}, got "
-                f"{coeff:g}: move the bound or start inside."
+                f"{name} must lie within [min_coeff, max_coeff] = [{self.min_coeff:g}, "
+                f"{self.max_coeff:g}], got {coeff:g}: move the bound or start inside."
             )
 
-    def _begin(self, plan: Plan) -> float:
-        self._check_within("the planned coefficient", plan.coeff)
-        return super()._begin(plan)
+    def _begin(self, planned: float) -> float:
+        self._check_within("the planned coefficient", planned)
+        return planned
 
     @abstractmethod
     def _log_change(self, error: float) -> float:
-        """How far log(coeff) is to move for a relative error of the KL in [-1, 1]."""
+        """How far log(coeff) moves for a relative error of the KL within [-1, 1]."""
 
     def _next_coeff(self, kl: float, n_steps: int) -> float:
         # exp(710) overflows.
         change = min(self._log_change(self._relative_error(kl)), 700.0)
         return min(max(self.coeff.item() * math.exp(change), self.min_coeff), self.max_coeff)
-
-    @property
-    def _bounds(self) -> str:
-        return f"[{self.min_coeff:g}, {self.max_coeff:g}]"
-
-    def extra_repr(self) -> str:
-        """The coefficient, the unit, the target, the settings and the bounds, for `repr`."""
-        return f"{super().extra_repr()}, bounds={self._bounds}"
 
 
 class ExponentialKLController(_LogKLController):
@@ -156,16 +136,13 @@ class ExponentialKLController(_LogKLController):
 
         coeff <- clamp(coeff * exp(gain * clip(kl / target - 1, -1, 1)), min_coeff, max_coeff)
 
-    You may rely on: one update moves it by a factor of at most exp(gain), however many trajectories
-    are in the mean (`n_steps` is not used); it stays within its bounds.
+    You may rely on: one update moves it by a factor of at most exp(gain), whatever `n_steps` is; it
+    stays within its bounds.
 
     Args:
-        init_coeff, target, deadband, per: as in `TargetKLController`; `init_coeff` within bounds.
+        init_coeff, target, per: as in `TargetKLController`; `init_coeff` within bounds.
         gain: the largest change of log(coeff) per update, above 0.
         min_coeff, max_coeff: the bounds of the coefficient, 0 < `min_coeff` <= `max_coeff`.
-
-    Raises:
-        ValueError: if a number is out of its range.
 
     Example:
         >>> from torchrl_kl import ExponentialKLController
@@ -174,7 +151,6 @@ class ExponentialKLController(_LogKLController):
         1.1052
     """
 
-    _settings = ("gain",)
     _ranges = _LogKLController._ranges | {"gain": {"above": 0.0}}
 
     def __init__(
@@ -185,10 +161,9 @@ class ExponentialKLController(_LogKLController):
         gain: float = 0.1,
         min_coeff: float = 1e-4,
         max_coeff: float = 10.0,
-        deadband: float = 0.0,
         per: Per = "trajectory",
     ):
-        super().__init__(init_coeff, target, min_coeff, max_coeff, deadband=deadband, per=per)
+        super().__init__(init_coeff, target, min_coeff, max_coeff, per)
         self.gain = gain
 
     def _log_change(self, error: float) -> float:
@@ -207,8 +182,8 @@ class PIDKLController(_LogKLController):
         move     = ki * error + kp * change + kd * (change - change_before)
         coeff   <- clamp(coeff * exp(move), min_coeff, max_coeff)
 
-    The coefficient is the integral, so nothing winds up at a bound. The filter starts at 0. The
-    default gains suit a policy that takes 5 to 20 updates to respond.
+    Nothing winds up at a bound. The default gains suit a policy that takes 5 to 20 updates to
+    respond.
 
     You may rely on: from the same state a higher KL never gives a lower coefficient; log(coeff)
     moves by at most ki + 2 kp + 4 kd per update (`n_steps` is not used) and stays within bounds.
@@ -217,15 +192,12 @@ class PIDKLController(_LogKLController):
     State: `coeff`, `filtered_error` and `filtered_change`, 0-dim float64 buffers, changed in place.
 
     Args:
-        init_coeff, target, deadband, per: as in `TargetKLController`; `init_coeff` within bounds.
+        init_coeff, target, per: as in `TargetKLController`; `init_coeff` within bounds.
         kp: proportional gain, in [0, 100]: of the filtered error.
         ki: integral gain, in (0, 100]: how fast a lasting error moves log(coeff), per update.
         kd: derivative gain, in [0, 100]: of the change of the filtered error. It amplifies noise.
         smoothing: weight of the past in the moving average of the error, in [0, 1).
         min_coeff, max_coeff: the bounds of the coefficient, 0 < `min_coeff` <= `max_coeff`.
-
-    Raises:
-        ValueError: if a number is out of its range.
 
     Reference:
         A. Stooke, J. Achiam, P. Abbeel, "Responsive Safety in Reinforcement Learning by PID
@@ -240,7 +212,6 @@ class PIDKLController(_LogKLController):
 
     filtered_error: Tensor
     filtered_change: Tensor
-    _settings = ("kp", "ki", "kd", "smoothing")
     # With gains up to 100 one update moves log(coeff) by at most 700, so exp is finite.
     _ranges = _LogKLController._ranges | {
         "kp": {"at_least": 0.0, "at_most": 100.0},
@@ -260,10 +231,9 @@ class PIDKLController(_LogKLController):
         smoothing: float = 0.7,
         min_coeff: float = 1e-4,
         max_coeff: float = 10.0,
-        deadband: float = 0.0,
         per: Per = "trajectory",
     ):
-        super().__init__(init_coeff, target, min_coeff, max_coeff, deadband=deadband, per=per)
+        super().__init__(init_coeff, target, min_coeff, max_coeff, per)
         self.kp, self.ki, self.kd, self.smoothing = kp, ki, kd, smoothing
         for name in ("filtered_error", "filtered_change"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
@@ -276,6 +246,97 @@ class PIDKLController(_LogKLController):
         self.filtered_error.fill_(filtered)
         self.filtered_change.fill_(change)
         return self.ki * error + self.kp * change + self.kd * (change - change_before)
+
+
+class PlannedKLController(TargetKLController):
+    """Needs the target only: plans a first coefficient, searches for the right one, and holds it.
+
+    It starts at 1.2 times the plan (see `observe_rewards`). With `x = sqrt(kl / target)`, which
+    grows evenly where a policy moves evenly,
+
+        coeff <- coeff * exp(0.1 * pace * error),  error = kl / target - 1, within [-1, 1]
+
+    - The error is 0 where x crosses 1 within ten updates: a policy needs time to move.
+    - It is at least what x exceeds 1 by in two updates, if x grows: the brake.
+    - The pace is 1 near the target. Where the KL stays 20 % off and is not on its way, it grows by
+      a quarter per update, up to 5: where chance decides most of the rewards, a plan is a hundred
+      times too high. A search that has gone too far goes back at pace 1.
+    - The coefficient stays within 1e-4 and 1e4 times the first one. At 1e-4 a warning says which KL
+      the policy has, almost without a penalty.
+
+    You may rely on: k times the rewards give k times the coefficient; one update moves it by a
+    factor of at most exp(1/2). You may not rely on a steady KL where it is not steady with a
+    constant coefficient, or where a policy takes more than ten updates to respond.
+
+    State: `coeff`, `first`, `average` (of x), `pace`, 0-dim float64 buffers, changed in place; the
+    plan's samples. A negative pace is that of a search for a lower coefficient.
+
+    Args:
+        target, per: as in `TargetKLController`. Per step 0.01 nats is cautious and 0.2 much; per
+            response 3 nats let a language model change its style.
+        init_coeff: "plan", or a number that is taken for the planned coefficient.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_kl import PlannedKLController
+        >>> controller = PlannedKLController(target=0.1)
+        >>> fair_coin = torch.tensor([0.0, 1.0] * 50)
+        >>> round(controller.observe_rewards(fair_coin), 2)  # 1.2 times 1.06
+        1.27
+        >>> [round(controller.update(kl, n_steps=64), 2) for kl in (0.05, 0.1, 0.12)]
+        [1.27, 1.32, 1.37]
+    """
+
+    first: Tensor
+    average: Tensor
+    pace: Tensor
+
+    def __init__(self, target: float, *, init_coeff: InitCoeff = "plan", per: Per = "trajectory"):
+        super().__init__(init_coeff, target, per=per)
+        for name in ("first", "average", "pace"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
+        self._warned = False
+        if not self.planning:
+            self.coeff.fill_(self._begin(self.coeff.item()))
+
+    def _begin(self, planned: float) -> float:
+        self.first.fill_(min(1.2 * planned, 1e-4 * sys.float_info.max))
+        return self.first.item()
+
+    def _next_coeff(self, kl: float, n_steps: int) -> float:
+        ratio = kl / self.target
+        x = math.sqrt(min(max(ratio, 0.0), 4.0))
+        trend = 0.8 * (x - self.average.item())
+        self.average += (x - self.average) / 5
+        error, later = min(max(ratio - 1, -1.0), 1.0), x + 2.5 * trend
+        off = max(x, later) < 0.9 or min(x, later) > 1.1
+        if (x - 1) * (later - 1) <= 0:
+            error = 0.0
+        if trend > 0 and x + 0.5 * trend > 1:
+            error = max(error, min(x + 0.5 * trend - 1, 1.0))
+        pace = self._next_pace(math.copysign(1.0, error), off)
+        self.pace.fill_(pace)
+        value = self.coeff.item() * math.exp(0.1 * max(1.0, abs(pace) if off else 1.0) * error)
+        low, high = 1e-4 * self.first.item(), 1e4 * self.first.item()
+        if value <= low and not self._warned:
+            self._warned = True
+            warnings.warn(_UNREACHED.format(low, kl, self.per, self.target), stacklevel=4)
+        return min(max(value, low), high)
+
+    def _next_pace(self, way: float, off: bool) -> float:
+        """The pace after an update that moves the coefficient up or down: `way` is 1 or -1."""
+        pace = self.pace.item()
+        if not off:
+            return math.copysign(min(abs(pace), 1.0), pace)
+        if pace * way < 0:
+            return -pace / 25
+        return way * min(1.25 * abs(pace), 5.0) if pace else way
+
+
+_UNREACHED = (
+    "the coefficient is {:.3g}, almost 0, and the KL is {:.3g} nats per {}: without a penalty the "
+    "policy does not reach the target of {:g} either. Lower `target`, or train faster or longer."
+)
 
 
 def is_constant(controller: KLController) -> bool:

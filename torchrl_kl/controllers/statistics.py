@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchrl_kl.functional.numbers import Float64State, check_mask, uncompiled
@@ -87,25 +86,6 @@ class KLStatistics(Float64State):
             raise ValueError("`other` must be another KLStatistics, got this object.")
         for buffer, addend in zip(self.buffers(), other.buffers(), strict=True):
             buffer.add_(addend.to(buffer.device))
-        return self
-
-    @uncompiled
-    def all_reduce(self, group: dist.ProcessGroup | None = None) -> KLStatistics:
-        """Pools over all processes of `group` (by default all), each of which must call this.
-
-        The backend must support the buffers' device. Reset before pooling again: a second call
-        counts every value again. RuntimeError if `torch.distributed` is not initialized.
-        """
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                "`all_reduce` needs an initialized torch.distributed: call "
-                "torch.distributed.init_process_group first, or `merge` objects of one process."
-            )
-        # One message of shape (3,); in float64 the counts are exact up to 2 ** 53.
-        totals = torch.stack([buffer.double() for buffer in self.buffers()])
-        dist.all_reduce(totals, group=group)
-        for buffer, total in zip(self.buffers(), totals, strict=True):
-            buffer.copy_(total)
         return self
 
     @uncompiled

@@ -7,7 +7,7 @@ filled with valid numbers, so that their KL is 0 in value and in gradient, never
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,10 +24,7 @@ from torch.distributions import (
 
 from torchrl_kl.functional.numbers import working_dtype
 
-_UNBROADCASTED = "_unbroadcasted_"
-
-# Each says which actions the columns of a kind of categorical distribution are, or None. TorchRL's
-# kinds are added by `_torchrl.py`, so that this folder needs torch only.
+# Which actions the columns of a categorical distribution are, or None; of TorchRL's, `_torchrl.py`.
 COLUMN_READERS: list[Callable[[Distribution], Tensor | None]] = []
 
 
@@ -35,18 +32,13 @@ def fill_padding(values: Tensor, mask: Tensor | None) -> Tensor:
     """`values` (*B, ...) with 1/2 where the mask (*B) is False: positive, and a probability."""
     if mask is None:
         return values
-    # (*B, 1, ...)
-    rows = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
-    return torch.where(rows, values, 0.5)
+    return torch.where(mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim)), values, 0.5)
 
 
 def split_log_ratio(
     log_prob: Tensor, ref_log_prob: Tensor, counts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability and log-ratio where finite, 0 elsewhere; and where the log-ratio is +inf.
-
-    `counts`, True where an entry counts, is broadcast to their shape. NaN is not replaced.
-    """
+    """Log-probability and log-ratio where finite, 0 elsewhere; and where the log-ratio is +inf."""
     log_ratio = log_prob - ref_log_prob
     # An action that the policy cannot draw does not count: 0 log 0 is 0.
     drawn = log_prob != -torch.inf
@@ -66,7 +58,6 @@ def kl_of_logits(policy: Tensor, reference: Tensor, mask: Tensor | None) -> Tens
         for logits in (policy, reference)
     )
     log_probs, log_ratio, infinite = split_log_ratio(log_probs, ref_log_probs, None)
-    # (*B, V) -> (*B)
     kl = (log_probs.exp() * log_ratio).sum(-1)
     return torch.where(infinite.any(-1), torch.inf, kl).to(dtype)
 
@@ -75,9 +66,14 @@ def kl_of_distributions(
     policy: Distribution, reference: Distribution, mask: Tensor | None
 ) -> Tensor:
     """KL(policy || reference) of shape `batch_shape`, at least float32; the mask was checked."""
-    policy, reference = _in_working_dtype(policy), _in_working_dtype(reference)
-    if mask is not None:
-        policy, reference = _fill(policy, mask), _fill(reference, mask)
+
+    # In half precision the KL of two Normals, a difference of rounded 1s, is off by about 0.01.
+    def prepare(param: Tensor) -> Tensor:
+        param = param.to(working_dtype(param.dtype))
+        of_steps = mask is not None and param.shape[: mask.ndim] == mask.shape
+        return fill_padding(param, mask) if of_steps else param
+
+    policy, reference = _with_params(policy, prepare), _with_params(reference, prepare)
     try:
         kl = _kl(policy, reference)
     except NotImplementedError:  # PyTorch's, for a pair without a formula
@@ -89,47 +85,19 @@ def kl_of_distributions(
     return kl if mask is None else torch.where(mask, kl, 0.0)
 
 
-def _in_working_dtype(dist: Distribution) -> Distribution:
-    # In half precision the KL of two Normals, a difference of rounded 1s, is off by about 0.01.
-    def widen(param: Tensor) -> Tensor:
-        return param.to(working_dtype(param.dtype))
-
-    half = any(param.dtype != working_dtype(param.dtype) for param in _params(dist))
-    return _with_params(dist, widen) if half else dist
-
-
-def _fill(dist: Distribution, mask: Tensor) -> Distribution:
-    """A copy of a distribution, with `fill_padding` of all its parameters and parts."""
-
-    def fill(param: Tensor) -> Tensor:
-        return fill_padding(param, mask) if param.shape[: mask.ndim] == mask.shape else param
-
-    return _with_params(dist, fill)
-
-
-def _params(value: Any) -> Iterator[Tensor]:
-    """All floating-point tensors of a distribution and of its parts."""
-    if isinstance(value, Tensor) and value.is_floating_point():
-        yield value
-    # The parts of a CompositeDistribution are in a dictionary.
-    parts = vars(value) if isinstance(value, Distribution) else value
-    for part in parts.values() if isinstance(parts, dict) else ():
-        yield from _params(part)
-
-
 def _with_params(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a distribution, with all of its `_params` changed."""
+    """A copy of a distribution, with all of its floating-point tensors, and its parts', changed."""
     if isinstance(value, Distribution):
         changed = copy.copy(value)
         for name, part in tuple(vars(value).items()):  # reading some computes and keeps others
-            if name.startswith(_UNBROADCASTED):
+            if name.startswith("_unbroadcasted_"):
                 # Without batch dimensions, a (3, 3) matrix would pass for three rows of 3 numbers.
-                part = getattr(value, name.removeprefix(_UNBROADCASTED))
+                part = getattr(value, name.removeprefix("_unbroadcasted_"))
             elif name == "_capacitance_tril":  # nor has that of LowRankMultivariateNormal
                 part = part.expand(*value.batch_shape, *part.shape[-2:])
             vars(changed)[name] = _with_params(part, change)
         return changed
-    if isinstance(value, dict):
+    if isinstance(value, dict):  # the parts of a CompositeDistribution
         return {name: _with_params(part, change) for name, part in value.items()}
     is_param = isinstance(value, Tensor) and value.is_floating_point()
     return change(value) if is_param else value
@@ -153,8 +121,9 @@ def _kl_of_categoricals(policy: Distribution, reference: Distribution) -> Tensor
     # The gradient of the registered KL is NaN where the policy has a logit of -inf, as masked
     # actions have, and its value is inf where the reference's probability underflows.
     columns, ref_columns = _columns(policy), _columns(reference)
-    alike = columns is ref_columns
-    if columns is not None and ref_columns is not None:
+    if columns is None or ref_columns is None:
+        alike = columns is ref_columns
+    else:
         alike = torch.equal(columns, ref_columns)
     if not alike:
         raise ValueError(
@@ -172,14 +141,12 @@ def _columns(dist: Distribution) -> Tensor | None:
 
 
 def _log_probs(dist: Any) -> Tensor:
-    # (*B, V), from what a categorical distribution was built with. `logits` would not do: from
-    # probabilities they are clamped, so that 0 becomes 1e-7.
-    # Probabilities add up to 1, so that one is positive; log-probabilities never are.
+    # (*B, V), from what a categorical distribution was built with: `logits` of probabilities are
+    # clamped, so that 0 becomes 1e-7. Some probability is positive; log-probabilities never are.
     return _logs(dist._param, (dist._param > 0).any(-1, keepdim=True))
 
 
 def _logs(param: Tensor, are_probs: Tensor) -> Tensor:
-    # The logs of those that are probabilities; the others are logs already.
     drawn = are_probs & (param != 0)
     log_probs = torch.where(drawn, torch.where(drawn, param, 1.0).log(), -torch.inf)
     return torch.where(are_probs, log_probs, param)
@@ -202,7 +169,7 @@ def _log_odds(dist: Any) -> Tensor:
 
 
 def _kl_of_composites(policy: Any, reference: Any) -> Tensor:
-    # tensordict's CompositeDistribution is a mapping of independent parts: their KLs add up.
+    # A CompositeDistribution is a mapping of independent parts: their KLs add up.
     _check_equal("parts", policy, reference, lambda dist: sorted(map(str, dist)))
     n = len(policy.batch_shape)
     first, *others = (_kl(joint(policy[name], n), joint(reference[name], n)) for name in policy)
@@ -227,13 +194,10 @@ def _kl_of_independent(policy: Any, reference: Any) -> Tensor:
 def _kl_of_transformed(policy: Any, reference: Any) -> Tensor:
     # That of the bases: a shared bijection with constant parameters changes no divergence.
     if policy.transforms != reference.transforms:
-        try:  # a pair with a formula for its class, such as Gumbel and Gumbel
-            return _registered_kl(policy, reference)
-        except NotImplementedError:  # PyTorch's, for a pair without one
-            raise ValueError(
-                f"`policy` and `reference` must share one bijection, got {_name(policy)} and "
-                f"{_name(reference)} with different transforms: give both the same parameters."
-            ) from None
+        raise ValueError(
+            f"`policy` and `reference` must share one bijection, got {_name(policy)} and "
+            f"{_name(reference)} with different transforms: give both the same parameters."
+        )
     if not all(transform.bijective for transform in policy.transforms):
         raise ValueError(
             f"`policy` and `reference` must share a bijection, got {_name(policy)}, which maps "
@@ -243,7 +207,7 @@ def _kl_of_transformed(policy: Any, reference: Any) -> Tensor:
 
 
 def _registered_kl(policy: Distribution, reference: Distribution) -> Tensor:
-    # A CompositeDistribution, paired here with another kind, has no event shape at all.
+    # A CompositeDistribution, paired here with another kind, has no event shape.
     _check_equal("event_shape", policy, reference, lambda d: tuple(getattr(d, "_event_shape", ())))
     return kl_divergence(policy, reference)
 

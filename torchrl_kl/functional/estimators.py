@@ -29,8 +29,8 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
         mask: True where a step counts, boolean, shape (*B). Elsewhere it is 0, even of NaN.
 
     Returns:
-        One estimate per step, nats, shape (*B): 0 for a `log_prob` of -inf (the policy cannot draw
-        the action), else +inf with gradient 0 where the reference cannot produce the action.
+        Nats, shape (*B): 0 for a `log_prob` of -inf (the policy cannot draw the action), else +inf
+        with gradient 0 where the reference cannot produce the action.
 
     Raises:
         TypeError: if the log-probabilities are not floating point.
@@ -113,14 +113,12 @@ def kl_exact(
             transformed by a bijection with constant parameters (TanhNormal), tensordict's
             CompositeDistribution, or of any pair registered with torch.
         reference: of the same kind, shape and bijection.
-        mask: True where a step counts, boolean, shape (*B). Elsewhere the KL is 0, even where a
-            parameter is invalid (NaN, or a scale of 0 with `validate_args=False`). What a
-            distribution computed when it was built (Categorical normalizes) keeps its gradient.
+        mask: True where a step counts, boolean, shape (*B). Elsewhere the KL is 0, even of invalid
+            parameters, but what a distribution computed when it was built keeps its gradient.
 
     Returns:
-        The KL of each step, nats, shape (*B), of distributions in at least float32. It is +inf,
-        with gradient 0, where the reference cannot take an action that the policy can, and NaN
-        where a row is not a distribution.
+        Nats, shape (*B); +inf with gradient 0 where the reference cannot take an action that the
+        policy can, NaN where a row is not a distribution. Of distributions, at least float32.
 
     Raises:
         TypeError: if the two are not alike or not floating point, or no KL is registered for them.
@@ -137,7 +135,6 @@ def kl_exact(
         >>> kl_exact(probs.log(), ref_probs.log())
         tensor([0.1438, 1.3863])
     """
-    # Distributions of batch shape (*B), or logits (*B, V).
     if isinstance(policy, Distribution) and isinstance(reference, Distribution):
         check_mask(mask, policy.batch_shape, "the batch shape of `policy`")
         return kl_of_distributions(policy, reference, mask)
@@ -182,8 +179,8 @@ def kl_top_k(
         mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0.
 
     Returns:
-        One estimate per step, nats, shape (*B), computed in at least float32; +inf with gradient 0
-        where the reference lacks an action that counts.
+        Nats, shape (*B), computed in at least float32; +inf with gradient 0 where the reference
+        lacks an action that counts.
 
     Raises:
         TypeError: if the log-probabilities are not floating point.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import ge, gt, le, lt
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,10 @@ _BOUNDS = {"above": gt, "at_least": ge, "below": lt, "at_most": le}
 
 
 class Float64State(nn.Module):
-    """A module whose buffers move between devices but keep their dtype, even in `module.half()`.
-
-    `load_state_dict(assign=True)` changes them in place, too: others may have them.
-    """
+    """A module whose buffers move between devices but keep their dtype, even in `module.half()`."""
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        # In place, also with `assign=True`: others may have these buffers.
         if not any(buffer.is_meta for buffer in self.buffers(recurse=False)):  # those hold nothing
             local_metadata = local_metadata | {"assign_to_params_buffers": False}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
@@ -39,7 +37,7 @@ class Float64State(nn.Module):
 def uncompiled(method: _Method) -> _Method:
     """Leaves a method that edits 0-dim float64 state as it is when its caller is compiled."""
     # The code that PyTorch 2.13 makes of it edits a copy: the state would never change.
-    return cast(_Method, torch.compiler.disable(method))
+    return torch.compiler.disable(method)  # type: ignore[return-value]
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -67,30 +65,48 @@ def check_mask(
     name: str = "mask",
     means: str = "the steps that count",
 ) -> None:
-    """ValueError unless the mask is None, or boolean of the shape of what `of` names.
-
-    TypeError if it is not a tensor.
-    """
-    if mask is not None and not isinstance(mask, Tensor):
+    """ValueError unless the mask is None, or boolean of the shape of what `of` names."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
         raise TypeError(f"`{name}` must be a tensor or None, got {type(mask).__name__}.")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != shape):
+    if mask.dtype != torch.bool or mask.shape != shape:
         raise ValueError(
             f"`{name}` must be boolean of the shape of {of}, {tuple(shape)}, got {mask.dtype} of "
             f"shape {tuple(mask.shape)}: True marks {means}."
         )
 
 
-def solve_decreasing(function: Callable[[float], float], value: float, high: float) -> float:
-    """The x > 0 where a decreasing function is `value`; at `high` > 0 it is at most `value`.
+def check_finite(
+    owner: str, entries: Mapping[Any, Tensor | None], mask: Tensor | None = None
+) -> None:
+    """ValueError if a step that counts, by `mask` (*B), has a NaN or infinite number."""
+    if torch.compiler.is_compiling():  # a compiled step cannot branch on numbers
+        return
+    for key, values in entries.items():
+        # Quick, and finite for all but wrong, or very large, numbers.
+        if values is None or math.isfinite(values.detach().sum(dtype=torch.float64).item()):
+            continue
+        wrong = ~values.detach().isfinite()
+        if mask is not None:
+            wrong = wrong & mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
+        if wrong.any():
+            place = tuple(wrong.nonzero()[0].tolist())
+            raise ValueError(
+                f"{owner} needs finite numbers, but {key!r} has {int(wrong.sum())} of "
+                f"{values.numel()} that are not, the first {values[place].item()} at {place}. A "
+                "log-prob is -inf where the policy or the reference cannot take the action; NaN "
+                "comes from diverged weights or from the env."
+            )
 
-    The relative error of x is 1e-12.
-    """
+
+def solve_decreasing(function: Callable[[float], float], value: float, high: float) -> float:
+    """The x in (0, `high`] where a decreasing function is `value`; its relative error is 1e-12."""
     low = high / 2
     while function(low) < value:
         high, low = low, low / 2
-    # From here on x is in [low, high].
     while high / low > 1 + 1e-12:
-        # The geometric mean, since x may be of any size; high * low could overflow.
+        # The geometric mean, since x may be of any size.
         middle = math.sqrt(high) * math.sqrt(low)
         low, high = (middle, high) if function(middle) >= value else (low, middle)
     return low

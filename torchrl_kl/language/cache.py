@@ -7,51 +7,38 @@ H heads, D width of a head.
 from __future__ import annotations
 
 import warnings
+from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchrl_kl.language.bare import BareView
-from torchrl_kl.language.causal_lm import CausalLM
-from torchrl_kl.language.fingerprint import Fingerprint, Values
-
-
-class CacheTooLargeError(MemoryError):
-    """Keys and values would take more than the bytes that are allowed."""
+from torchrl_kl.actors.policy import evaluating
+from torchrl_kl.language.causal_lm import CausalLM, differ_by_rounding
 
 
 class KeyValueCache:
     """Preallocated keys and values of N texts, which the attention layers of a model share.
 
     A model takes it as `past_key_values`. Each text begins in slot 0, so that texts of any lengths
-    share the buffers. They hold 2 * layers * H * D numbers per row and token.
-
-    Args:
-        n_rows: number of texts (N).
-        capacity: slots per text, the length of the longest one.
-        max_bytes: most bytes of all buffers; None: any number.
-
-    Raises:
-        CacheTooLargeError: in the first call, if the buffers need more than `max_bytes`.
+    up to `capacity` share the buffers, of 2 * layers * H * D numbers per row and token.
     """
 
     is_compileable = False  # asked by Hugging Face's models
 
-    def __init__(self, n_rows: int, capacity: int, max_bytes: int | None = None):
-        self.n_rows, self.capacity, self.max_bytes = n_rows, capacity, max_bytes
+    def __init__(self, n_rows: int, capacity: int):
+        self.n_rows, self.capacity = n_rows, capacity
         self.buffers: list[tuple[Tensor, Tensor]] = []  # of each layer: (N, H, capacity, D)
         self._rows: Tensor | None = None  # those that are read from slot 0; None: all of them
         self._slots: int | Tensor | None = None  # of the next position; None: read from slot 0
         self._width = 0  # how many slots attention reads
-        self._slots_first = 0  # up to this capacity, slots come first in memory
 
     def read_texts(
         self, lm: CausalLM, tokens: Tensor, last: Tensor, rows: Tensor | None = None
     ) -> Tensor:
         """Reads texts (R, W) into `rows`; the outputs (R, n_out) at their positions `last`."""
         self._rows, self._slots, self._width = rows, None, 0
-        self._slots_first = lm.slots_first
         every = torch.arange(len(tokens), device=tokens.device)
         return lm.at(tokens, every, last, past_key_values=self)
 
@@ -79,7 +66,16 @@ class KeyValueCache:
     ) -> tuple[Tensor, Tensor]:
         """Writes new keys and values (R, H, T, D); returns those that attention reads."""
         if layer_idx == len(self.buffers):
-            self._allocate(keys, values)
+            # Zeros, since slots that a mask hides must not hold NaN.
+            pair = (keys, values)
+            # Slots come first in memory, where attention of one position reads them faster.
+            new = [
+                x.new_zeros(self.capacity, self.n_rows, x.shape[1], x.shape[3]).permute(1, 2, 0, 3)
+                if self.capacity <= 48
+                else x.new_zeros(self.n_rows, x.shape[1], self.capacity, x.shape[3])
+                for x in pair
+            ]
+            self.buffers.append((new[0], new[1]))
         held = self.buffers[layer_idx]
         for buffer, new in zip(held, (keys, values), strict=True):
             if isinstance(self._slots, int):
@@ -94,26 +90,6 @@ class KeyValueCache:
         if self._slots is None:
             return keys, values
         return held[0].narrow(2, 0, self._width), held[1].narrow(2, 0, self._width)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(x.numel() * x.element_size() for pair in self.buffers for x in pair)
-
-    def _allocate(self, keys: Tensor, values: Tensor) -> None:
-        # Of keys and of values, whose width differs in some models, and in autocast also the dtype.
-        pair, n_slots = (keys, values), self.capacity
-        sizes = [self.n_rows * x.shape[1] * n_slots * x.shape[3] * x.element_size() for x in pair]
-        needed = self.n_bytes + sum(sizes)
-        if self.max_bytes is not None and needed > self.max_bytes:
-            raise CacheTooLargeError(f"{needed} bytes of keys and values exceed {self.max_bytes}.")
-        # Zeros, since slots that a mask hides must not hold NaN.
-        if n_slots > self._slots_first:
-            buffers = [x.new_zeros(self.n_rows, x.shape[1], n_slots, x.shape[3]) for x in pair]
-        else:
-            buffers = [x.new_zeros(n_slots, self.n_rows, x.shape[1], x.shape[3]) for x in pair]
-            buffers = [buffer.permute(1, 2, 0, 3) for buffer in buffers]
-        self.buffers.append((buffers[0], buffers[1]))
 
     # Hugging Face's models build their masks from these.
 
@@ -130,48 +106,141 @@ class KeyValueCache:
         return self._width or query_length, 0
 
 
-class CachedTexts:
-    """Outputs at the last positions of N texts, with a cache of what was read of them before.
+@torch.inference_mode()
+def may_cache(lm: CausalLM, tokens: Tensor, last: Tensor, even: bool) -> bool:
+    """Whether a model computes the same with a cache as without; if not, it warns and uses none.
 
-    A text of which all but the last token was read costs one position. Others are read anew, alone.
-    Texts are compared in full, so it does not matter where they come from.
+    Compared once for texts of equal lengths (`even`) and once for others, with the shortest and the
+    longest of the texts (N, W) at hand, in eval mode. `last` (N,): the positions that are read.
+    """
+    if not lm.caches or even in lm.compared or tokens.shape[1] < 2:
+        return lm.caches
+    rows = torch.stack([last.argmin(), last.argmax()])
+    tokens, last = tokens[rows], last[rows]
+    every = torch.arange(2, device=rows.device)
+    cache, width = KeyValueCache(*tokens.shape), tokens.shape[1]
+    with torch.autocast(tokens.device.type, enabled=False), evaluating(lm):
+        expected = lm.at(tokens, every, last)
+        try:
+            cache.read_texts(lm, tokens[:, :-1], (last - 1).clamp(min=0))
+            new = tokens.gather(1, last[:, None])[:, 0]
+            output = cache.read_next(lm, new, width - 1 if even else last, width)
+        except Exception as error:  # the model's code may raise anything
+            lm.caches, problem = False, f"raised {type(error).__name__}: {error}"
+        else:
+            lm.caches = differ_by_rounding(output, expected, lm)
+            problem = f"differed by {(output - expected).abs().max().item():.2g}"
+    lm.compared.add(even)
+    if not lm.caches:
+        warnings.warn(
+            f"keys and values of this model cannot be cached, since a pass with them {problem}: "
+            "each step of a rollout reads whole texts.",
+            stacklevel=2,
+        )
+    return lm.caches
+
+
+class WeightsReader:
+    """Tells whether weights, modules, adapters or modes of a model have changed.
+
+    PyTorch does not count edits through `.data`, which many libraries use, nor those of another
+    process: vectors and the diagonals of matrices are compared, too. Hooks count as modules do.
     """
 
-    def __init__(self, tokens: Tensor, values: Values, max_bytes: int | None):
-        self.values = values  # of the weights that read the texts
+    def __init__(self, model: nn.Module):
+        self.model, self._n_replaced = model, 0
+        self._find_tensors()
+
+    def modes(self) -> tuple[Any, ...]:
+        """All that decides what the model computes, other than its tensors."""
+        device = self._tensors[0].device.type if self._tensors else "cpu"
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        adapters = [
+            (layer.disable_adapters, *layer.active_adapters, *getattr(layer, "scaling", {}).items())
+            for layer in self._adapters
+        ]
+        return autocast, *[module.training for module in self._modules], *adapters
+
+    def weights(self) -> list[Any]:
+        """How often tensors were replaced and edited, and elements of them; see `equal`."""
+        parts = [held.get(name) for held, name in self._entries]
+        same = len(parts) == sum(map(len, self._held)) and all(map(is_, parts, self._parts))
+        if not same or [t.data_ptr() for t in self._tensors] != self._pointers:
+            self._n_replaced += 1
+            self._find_tensors()
+        edits = sum(t._version for t in self._counting)
+        return [(self._n_replaced, edits), *map(torch.cat, self._views.values())]
+
+    @staticmethod
+    def equal(one: list[Any], other: list[Any]) -> bool:
+        """Whether no change was seen between two calls of `weights`."""
+        return one[0] == other[0] and all(map(torch.equal, one[1:], other[1:]))
+
+    def _find_tensors(self) -> None:
+        self._modules = list(self.model.modules())
+        kinds = [(m, getattr(type(m), "disable_adapters", None)) for m in self._modules]
+        self._adapters: list[Any] = [m for m, switch in kinds if isinstance(switch, property)]
+        names = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+        self._held = [vars(module)[name] for module in self._modules for name in names]
+        self._entries = [(entries, name) for entries in self._held for name in entries]
+        self._parts = [entries[name] for entries, name in self._entries]
+        tensors = [part for part in self._parts if isinstance(part, Tensor) and part.numel()]
+        self._counting = [t for t in tensors if not t.is_inference()]
+        # Quantized and sharded ones are only counted.
+        self._tensors = [t for t in tensors if not is_traceable_wrapper_subclass(t)]
+        self._pointers = [t.data_ptr() for t in self._tensors]
+        self._views: dict[Any, list[Tensor]] = {}
+        for t in self._tensors:
+            view = t.detach()
+            while view.ndim > 1:
+                view = view.diagonal()
+            if view.element_size() == 2:  # which autocast to another dtype refuses to join
+                view = view.view(torch.int16)
+            kind = view.device, view.dtype, view.is_contiguous()
+            self._views.setdefault(kind, []).append(view.reshape(-1))
+
+
+class CachedTexts:
+    """N texts and what was read of them: one that goes on by a token costs one position.
+
+    Others are read anew, alone. Texts are compared in full: it does not matter where they are from.
+    """
+
+    def __init__(self, tokens: Tensor, weights: list[Any]):
+        self.weights = weights  # that read the texts
         n_rows, capacity = tokens.shape
-        self._cache = KeyValueCache(n_rows, capacity, max_bytes)
+        self.cache = KeyValueCache(n_rows, capacity)
         self._tokens = torch.full_like(tokens, -1)  # the texts that were read
         self._lengths = tokens.new_zeros(len(tokens))  # how much was read of them
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the keys and values."""
-        return self._cache.n_bytes
-
-    def fits(self, tokens: Tensor, values: Values) -> bool:
-        """Whether it holds texts of this shape, read with weights of these `values`."""
+    def fits(self, tokens: Tensor, weights: list[Any]) -> bool:
+        """Whether it holds texts of this shape, read with these weights."""
         held = self._tokens
         same = (held.shape, held.dtype, held.device) == (tokens.shape, tokens.dtype, tokens.device)
-        return same and self.values.equal(values)
+        return same and WeightsReader.equal(self.weights, weights)
 
-    def read(self, lm: CausalLM, tokens: Tensor, length: Tensor) -> Tensor:
-        """Texts (N, L) and their lengths (N,), at least 1, to outputs (N, n_out)."""
+    def read(self, lm: CausalLM, tokens: Tensor, length: Tensor) -> Tensor | None:
+        """Texts (N, L) and their lengths (N,), at least 1, to outputs (N, n_out).
+
+        None if the model does not compute the same with a cache.
+        """
         last = length - 1
         shortest, longest = (int(value) for value in length.aminmax())
         even = shortest == longest
+        if not may_cache(lm, tokens[:, :longest], last, even):
+            return None
         new = tokens[:, longest - 1 : longest] if even else tokens.gather(1, last[:, None])
         stale = self._find_stale(tokens[:, :longest], last, new)
         if len(stale) == len(tokens):
             self._tokens.copy_(tokens)
-            output = self._cache.read_texts(lm, tokens[:, :longest], last)
+            output = self.cache.read_texts(lm, tokens[:, :longest], last)
         else:
             if len(stale):
                 width = int(length[stale].max())
                 self._tokens[stale] = tokens[stale]
-                self._cache.read_texts(lm, tokens[stale, :width], last[stale], stale)
+                self.cache.read_texts(lm, tokens[stale, :width], last[stale], stale)
             slots = longest - 1 if even else last
-            output = self._cache.read_next(lm, new[:, 0], slots, longest)
+            output = self.cache.read_next(lm, new[:, 0], slots, longest)
         self._lengths.copy_(length)
         return output
 
@@ -193,35 +262,21 @@ class RolloutCache:
     Two sets are kept: a policy with adapters may be its own reference while they are off.
     """
 
-    def __init__(self, lm: CausalLM, max_bytes: int | None):
-        self.max_bytes = max_bytes
-        self._fingerprint, self._view = Fingerprint(lm), BareView(lm)
+    def __init__(self, lm: CausalLM):
+        self.lm, self._reader = lm, WeightsReader(lm)
         self._sets: dict[tuple[Any, ...], CachedTexts] = {}  # by modes, the latest one last
-        self._too_large: set[torch.Size] = set()
 
     def read(self, tokens: Tensor, length: Tensor) -> Tensor | None:
         """Outputs (N, n_out) at the end of texts (N, L); None if they may not be cached."""
-        if tokens.shape in self._too_large:
-            return None
-        values, modes = self._fingerprint.values(), self._fingerprint.modes()
+        weights, modes = self._reader.weights(), self._reader.modes()
         texts = self._sets.pop(modes, None)
-        try:
-            with torch.inference_mode():  # PyTorch's fastest
-                if texts is None or not texts.fits(tokens, values):
-                    texts = CachedTexts(tokens, values, self.max_bytes)
-                lm = self._view.get(values.versions[0])
-                output = texts.read(lm, tokens, length)
-        except CacheTooLargeError:
-            self._too_large.add(tokens.shape)
-            warnings.warn(
-                f"the keys and values of {tokens.shape[0]} texts of {tokens.shape[1]} tokens need "
-                f"more than `cache_bytes` = {self.max_bytes}: each step reads whole texts.",
-                stacklevel=2,
-            )
-            return None
+        with torch.inference_mode():  # PyTorch's fastest
+            if texts is None or not texts.fits(tokens, weights):
+                texts = CachedTexts(tokens, weights)
+            output = texts.read(self.lm, tokens, length)
         # Kept only after a pass that ended: one that raised may have written half of its keys.
-        if texts.n_bytes:  # 0 if the model used no cache, as in gradient checkpointing
+        if texts.cache.buffers:  # none if the model used no cache, as in gradient checkpointing
             self._sets[modes] = texts
         while len(self._sets) > 2:
             del self._sets[next(iter(self._sets))]
-        return output.clone()  # a tensor that a loss may use
+        return None if output is None else output.clone()  # a tensor that a loss may use

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_kl.language.bare import of_parts
+from torchrl_kl.actors.policy import evaluating
 
 READ_TOGETHER = 2048  # tokens, without gradients on a CPU
 CACHE_KEYWORDS = {"past_key_values", "position_ids", "attention_mask"}
 
 
-@of_parts
 class CausalLM(nn.Module):
-    """A module that maps token ids (N, T) to outputs (N, T, n_out), such as next-token logits.
+    """A module that maps token ids (N, T) to outputs (N, T, n_out), or to an object's `.logits`.
 
-    The result may have the outputs as `.logits`. Keywords of Hugging Face's models are used where
-    the model's `forward` has them.
-
-    Args:
-        model: a GPT, a Hugging Face model, also with PEFT's adapters or compiled, or any module.
+    Keywords of Hugging Face's models are used where the `forward` of the model has them.
     """
 
     def __init__(self, model: nn.Module):
@@ -36,40 +30,26 @@ class CausalLM(nn.Module):
                 f"{type(model).__name__}: pass the model in it, such as `wrapper.model`."
             )
         self.model = model
-        _check_adapters(model)
-        self._keywords = frozenset(inspect.signature(_innermost(model).forward).parameters)
-        if "decoder_input_ids" in self._keywords:
+        inner, config = _innermost(model), _text_config(_innermost(model))
+        self._keywords = frozenset(inspect.signature(inner.forward).parameters)
+        adapters = getattr(getattr(model, "_orig_mod", model), "peft_config", {}).values()
+        adds_tokens = any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters)
+        if adds_tokens or "decoder_input_ids" in self._keywords:
             raise ValueError(
-                f"`model` must be causal, but {type(_innermost(model)).__name__} has an encoder, "
-                "which sees whole texts: use a decoder alone, a Hugging Face `...ForCausalLM`."
+                "`model` must be causal, with one output per token, but "
+                f"{type(inner).__name__} has an encoder, or an adapter that adds virtual tokens: "
+                "use a Hugging Face `...ForCausalLM`, and adapters of the weights, such as LoRA."
             )
-        # Whether its keys and values may be cached: no longer once a trial of it has failed.
-        self.caches = self._keywords >= CACHE_KEYWORDS and _attends_to_all(model)
-        self.tried = self.causal = False  # whether it was tried if it caches, and found causal
+        # Whether its keys and values may be cached: no longer once its outputs differed.
+        self.caches = self._keywords >= CACHE_KEYWORDS and _attends_to_all(config)
+        self.compared: set[bool] = set()  # for texts of equal lengths, and of different ones
+        self.causal = False  # not known yet
         # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
-        inner = _innermost(model)
-        config = _text_config(inner)
         self.n_out: int | None = getattr(inner, "n_out", None)
         vocab_size = getattr(config, "vocab_size", None)
         self.vocab_size: int | None = getattr(inner, "vocab_size", vocab_size)
-        limit = getattr(inner, "block_size", _most_positions(config))
+        limit = getattr(inner, "block_size", getattr(config, "max_position_embeddings", None))
         self.max_tokens: int | None = limit if limit is None or limit > 0 else None
-        # Up to how many slots attention is faster if those of a cache come first in memory.
-        self.slots_first: int = getattr(inner, "slots_first", 16)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CausalLM:
-        # In half precision, far positions would be rotated by other angles: Hugging Face's
-        # `from_pretrained(dtype=...)` does not round these frequencies either.
-        exact = [
-            (module._buffers, name, value)
-            for module in self.modules()
-            for name, value in module._buffers.items()
-            if value is not None and not value.is_meta and name.endswith("inv_freq")
-        ]
-        super()._apply(fn, recurse)
-        for buffers, name, value in exact:
-            buffers[name] = value.to(cast(Tensor, buffers[name]).device)
-        return self
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, **options: Any) -> Tensor:
         """Outputs at the positions `keep` (K,), or at all: (N, K, n_out), at least float32.
@@ -114,6 +94,34 @@ class CausalLM(nn.Module):
         parts = tokens.split(max(1, READ_TOGETHER // (final + 1)))
         return torch.cat([self(part, keep) for part in parts])[row, last - first]
 
+    @torch.no_grad()
+    def check_causal(self, text: Tensor) -> None:
+        """ValueError if outputs depend on later tokens, looked at once, on a text (T,)."""
+        if self.causal or len(text) < 2:
+            return
+        with torch.autocast(text.device.type, enabled=False), evaluating(self):
+            longer, shorter = self(text[None])[:, :-1], self(text[None, :-1])
+        if not differ_by_rounding(longer, shorter, self):
+            raise ValueError(
+                "`model` must be causal, but its outputs depend on later tokens: use a decoder, in "
+                "Hugging Face's configurations of encoders `is_decoder=True`, and no quantization "
+                "with one scale for all tokens, as by `quantize_dynamic`."
+            )
+        self.causal = True
+
+
+def differ_by_rounding(output: Tensor, expected: Tensor, model: nn.Module) -> bool:
+    """Whether outputs (*B, n_out) of a model differ by no more than the rounding of its weights."""
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    # Models of Hugging Face compute some parts in float32 where their weights are float64.
+    eps = max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes[:1]))
+    # How far a token is below that is never drawn, such as a banned one, does not matter.
+    drawn = [logits > logits.amax(-1, keepdim=True) - 60 for logits in (output, expected)]
+    output, expected = (logits[drawn[0] | drawn[1]] for logits in (output, expected))
+    sizes = expected[expected.isfinite()].abs()
+    atol = eps**0.5 * sizes.max().item() if len(sizes) else 0.0
+    return bool(output.isclose(expected, rtol=eps, atol=atol, equal_nan=True).all())
+
 
 def _innermost(model: nn.Module) -> nn.Module:
     """The module whose `forward` names its arguments, inside PEFT and torch.compile."""
@@ -130,41 +138,8 @@ def _text_config(model: nn.Module) -> Any:
     return config if find is None else find(decoder=True)
 
 
-def _check_adapters(model: nn.Module) -> None:
-    """Refuses PEFT's prompts, which move the positions of outputs, and adapters of later tokens."""
-    model = getattr(model, "_orig_mod", model)
-    for name, config in getattr(model, "peft_config", {}).items():
-        if getattr(config, "num_virtual_tokens", None) and config.peft_type != "PREFIX_TUNING":
-            raise ValueError(
-                f"`model` must have one output per token, but its adapter {name!r} of type "
-                f"{config.peft_type.value} adds {config.num_virtual_tokens} virtual tokens: use an "
-                "adapter of the weights, such as LoRA."
-            )
-        if getattr(config, "alora_invocation_tokens", None):
-            raise ValueError(
-                f"`model` must be causal, but its adapter {name!r} begins at the last tokens "
-                f"{config.alora_invocation_tokens} of a text, so that outputs depend on later "
-                "tokens: use LoRA without `alora_invocation_tokens`."
-            )
-
-
-def _most_positions(config: Any) -> int | None:
-    """How many tokens a Hugging Face model reads, if its configuration says so.
-
-    Of two scales of positions (LongRoPE), as many as have the first one: in a longer text, also
-    the first tokens would have other outputs than they had in a rollout.
-    """
-    limit = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type", rope.get("type")) != "longrope":
-        return limit
-    first = getattr(config, "original_max_position_embeddings", limit)
-    return rope.get("original_max_position_embeddings", first)
-
-
-def _attends_to_all(model: nn.Module) -> bool:
+def _attends_to_all(config: Any) -> bool:
     """Whether all layers attend to the whole text, as a model without a `config` is taken to do."""
-    config = _text_config(_innermost(model))
     layers = getattr(config, "layer_types", None) or ["full_attention"]
     layers = [*layers, *getattr(config, "attention_layers", ())]  # GPT-Neo's name
     slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)

@@ -8,13 +8,9 @@ from torch.distributions import Categorical, Distribution
 
 
 class NextToken(Categorical):
-    """A Categorical over the vocabulary that does little more than a rollout needs.
+    """A Categorical of logits (*B, V) that does little more than a rollout needs.
 
-    Args:
-        logits: (*B, V), normalised or not.
-
-    Raises:
-        ValueError: when it is sampled, if logits of a row are NaN or all of them infinite.
+    ValueError when it is sampled, if logits of a row are NaN or all of them infinite.
     """
 
     def __init__(self, logits: Tensor):
@@ -25,10 +21,8 @@ class NextToken(Categorical):
 
     def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
         """Token ids, (*sample_shape, *B)."""
-        log_probs = self.logits
-        if sample_shape:
-            log_probs = log_probs.expand(*sample_shape, *log_probs.shape)
-        shape = log_probs.shape[:-1]
+        shape = torch.Size((*sample_shape, *self.logits.shape[:-1]))
+        log_probs = self.logits.expand(*shape, -1) if sample_shape else self.logits
         return draw(log_probs.reshape(-1, log_probs.shape[-1])).view(shape)
 
     def log_prob(self, value: Tensor) -> Tensor:

@@ -5,32 +5,23 @@ Axes: B* any leading dimensions, T tokens, N texts (B* flattened).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-from collections import Counter
-from collections.abc import Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from tensordict import is_batchedtensor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchrl_kl.checkpoint import looks_pickled, write_durably
 from torchrl_kl.functional.numbers import check_integers
-from torchrl_kl.language.bare import of_parts
-from torchrl_kl.language.blocks import SLOTS_FIRST, Block, Keep
+from torchrl_kl.language.blocks import Block, Keep
 
-_ARGUMENTS = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_out", "dropout")
-
-_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_NEXT_CONFIG, _NEXT_WEIGHTS = f"{_CONFIG}.next", f"{_WEIGHTS}.next"  # of a save in progress
+_FILE = "model.safetensors"
 
 
 def values_hidden(tensor: Tensor) -> bool:
@@ -38,7 +29,6 @@ def values_hidden(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or is_batchedtensor(tensor)
 
 
-@of_parts
 class GPT(nn.Module):
     """A causal transformer: the output at position t depends on tokens 0..t only.
 
@@ -55,9 +45,7 @@ class GPT(nn.Module):
         dropout: probability in train mode, for embeddings, attention and residual branches.
 
     Raises:
-        TypeError: a size is not an int, or the tokens are not int64 or int32.
-        ValueError: a size, dropout, a length or a token is out of range. Tokens are not checked
-            under torch.compile and torch.vmap.
+        TypeError, ValueError: a size, `dropout`, or tokens are of a wrong type or out of range.
 
     Reference:
         Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3.
@@ -70,7 +58,7 @@ class GPT(nn.Module):
         torch.Size([1, 5, 11])
     """
 
-    slots_first = SLOTS_FIRST  # of a cache that is made for it
+    calls_parts = True
 
     def __init__(
         self,
@@ -120,18 +108,11 @@ class GPT(nn.Module):
         attention_mask: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
     ) -> Tensor:
-        """Outputs at every position: (*B, T) -> (*B, T, n_out), T from 1 to block_size.
+        """Outputs at every position: ids (*B, T) -> (*B, T, n_out), T from 1 to block_size.
 
-        The keywords are those of Hugging Face's causal language models.
-
-        Args:
-            tokens: ids, (*B, T).
-            past_key_values: a cache of keys and values with a method `update`; `tokens` are then
-                the next ones, of the texts that it holds.
-            position_ids: the position of each token in its text, (N, T). Default: 0 to T - 1.
-            attention_mask: (N, 1, T, S), added to the scores of the S cached positions.
-            logits_to_keep: the positions whose outputs are returned: the last ones, if it is a
-                number other than 0, or those of an index (K,). T is then their number.
+        The keywords are those of Hugging Face's causal language models. `attention_mask`
+        (N, 1, T, S) is added to the scores of the S positions in the cache `past_key_values`;
+        `logits_to_keep`: how many of the last positions, or which ones (K,), have outputs.
         """
         x = self._embed(tokens, position_ids)
         keep: Keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
@@ -180,9 +161,7 @@ class GPT(nn.Module):
             )
 
     def _check_ids(self, tokens: Tensor) -> None:
-        if tokens.numel() == 0:
-            return
-        low, high = (value.item() for value in tokens.aminmax())
+        low, high = (int(value) for value in tokens.aminmax()) if tokens.numel() else (0, 0)
         if low < 0 or high >= self.vocab_size:
             raise ValueError(
                 f"`tokens` must lie in 0..{self.vocab_size - 1}, got {low} to {high}: `vocab_size` "
@@ -190,90 +169,55 @@ class GPT(nn.Module):
             )
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `config.json` and `model.safetensors`, so that the two always belong together.
+        """Writes `model.safetensors`, with the sizes in its metadata; OSError if it cannot.
 
-        Whenever a save fails or its process is killed, the folder has the older model or the new
-        one. Only one process may save to a folder at a time. Weights that you have tied are saved
-        under each name: they are equal when they are loaded, and no longer tied.
-
-        Raises:
-            ValueError: the weights do not share one floating-point dtype, or are not those of a
-                model of its sizes, which `from_pretrained` builds: parts were changed or added.
-            OSError: the files cannot be written.
+        If a save fails or its process is killed, the file has the older model or the new one.
+        Weights that you have tied are saved under each name, and no longer tied when loaded.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         layout = torch.contiguous_format
         weights = {name: w.clone(memory_format=layout) for name, w in self.state_dict().items()}
-        _check_dtypes(weights)
-        self._check_parts()
-        content = save(weights)
-        config: dict[str, Any] = {"class": type(self).__name__, **self.config}
-        config["weights_sha256"] = sha256(content).hexdigest()
-        config["config_sha256"] = _config_digest(config)
-        next_config, next_weights = folder / _NEXT_CONFIG, folder / _NEXT_WEIGHTS
-        if next_config.exists() and (old := folder / _WEIGHTS).exists():
-            # A save that was killed half way is completed.
-            os.replace(_find_config(folder, old.read_bytes()), folder / _CONFIG)
+        config = json.dumps({"class": type(self).__name__, **self.config})
+        unfinished = folder / f"{_FILE}.unfinished"
         try:
-            write_durably(next_config, (json.dumps(config, indent=2) + "\n").encode())
-            write_durably(next_weights, content)
+            with unfinished.open("wb") as file:
+                file.write(save(weights, {"config": config}))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, folder / _FILE)
         except BaseException:
-            for file in (next_config, next_weights):
-                file.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
             raise
-        # Between the two, the config of the weights is `next_config`, where it is looked for.
-        os.replace(next_weights, folder / _WEIGHTS)
-        os.replace(next_config, folder / _CONFIG)
-
-    def _check_parts(self) -> None:
-        """ValueError unless `from_pretrained` can read the weights."""
-        if type(self).__init__ is not GPT.__init__:  # which may have a `from_pretrained` of its own
-            return
-        shapes, expected = (
-            {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-            for model in (self, self._empty(self.config))
-        )
-        if shapes != expected:
-            changed = sorted(dict(shapes.items() ^ expected.items()))
-            raise ValueError(
-                f"the weights must be those of a {type(self).__name__} of its sizes, but "
-                f"{changed[:3]} were changed, added or removed: merge adapters, remove "
-                "parametrizations, or save the weights by RunCheckpoint."
-            )
-
-    @classmethod
-    def _empty(cls, config: Mapping[str, Any]) -> GPT:
-        """A model without values in its weights."""
-        with torch.device("meta"):
-            return cls(**{name: config[name] for name in _ARGUMENTS})
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> GPT:
         """Reads what `save_pretrained` wrote, bit for bit, on the CPU and in eval mode.
 
-        Raises:
-            FileNotFoundError: one of the two files is missing.
-            ValueError: a file was changed since it was saved, was saved by another class, or does
-                not belong to the other. No code in a file is run.
+        ValueError if the file is damaged or was saved by another class. No code in it is run.
         """
+        path = Path(folder) / _FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"`folder` must contain {_FILE}, but {path} does not exist: give a folder written "
+                "by `save_pretrained`."
+            )
         try:
-            config, weights = _read_files(Path(folder), cls.__name__)
-            gpt = cls._empty(config)
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                # Copies, since kernels round otherwise where memory is not aligned.
+                weights = {name: file.get_tensor(name).clone() for name in file.keys()}
+            sizes = json.loads(metadata["config"])
+            if (name := sizes.pop("class")) != cls.__name__:
+                raise ValueError(f"it was saved by the class {name}")
+            with torch.device("meta"):
+                gpt = cls(**sizes)
             # `assign` keeps the dtype of the file; a copy would cast to that of the fresh module.
             gpt.load_state_dict(weights, assign=True)
-            # Other heads or another dropout would fit the weights too.
-            if config["config_sha256"] != _config_digest(config):
-                raise ValueError(f"{_CONFIG} was changed since it was saved.")
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"`folder` must contain {_CONFIG} and {_WEIGHTS}, but {error.filename} does "
-                "not exist: give a folder written by `save_pretrained`."
-            ) from error
-        except (TypeError, ValueError, OverflowError, RuntimeError, SafetensorError) as error:
-            name = cls.__name__
+        except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
             raise ValueError(
-                f"`folder` {folder} does not contain a valid {name}: {error}"
+                f"{path} must be an undamaged file that {cls.__name__}.save_pretrained wrote: "
+                f"{type(error).__name__}: {error}."
             ) from error
         return gpt.eval()
 
@@ -289,56 +233,3 @@ def _check_sizes(sizes: dict[str, int], dropout: float) -> None:
         raise ValueError(f"`n_embd` must be a multiple of `n_head`, got {n_embd} and {n_head}.")
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` must lie in [0, 1), got {dropout}.")
-
-
-def _check_dtypes(weights: Mapping[str, Tensor]) -> None:
-    dtypes = {weight.dtype for weight in weights.values()}
-    if len(dtypes) != 1 or not all(dtype.is_floating_point for dtype in dtypes):
-        got = sorted(map(str, dtypes))
-        raise ValueError(f"the weights must share one floating-point dtype, got {got}.")
-
-
-def _config_digest(config: Mapping[str, Any]) -> str:
-    """SHA-256 of all entries but the one that has it."""
-    entries = {key: value for key, value in config.items() if key != "config_sha256"}
-    return sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
-
-
-def _find_config(folder: Path, weights: bytes) -> Path:
-    """The config that was saved with the content of a weights file; else `config.json`."""
-    digest = sha256(weights).hexdigest()
-    for file in (folder / _CONFIG, folder / _NEXT_CONFIG):
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            config = json.loads(file.read_text(encoding="utf-8"))
-            if isinstance(config, dict) and config.get("weights_sha256") == digest:
-                return file
-    return folder / _CONFIG
-
-
-def _read_files(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the weights of a model of class `name`."""
-    content = (folder / _WEIGHTS).read_bytes()
-    config = json.loads(_find_config(folder, content).read_text(encoding="utf-8"))
-    found = config.get("class") if isinstance(config, dict) else None
-    if found != name:
-        raise ValueError(f"`class` must be {name!r}, got {found!r}: load it with that class.")
-    expected = {*_ARGUMENTS, "weights_sha256", "config_sha256"}
-    if config.keys() - {"class"} != expected:
-        raise ValueError(f"its keys must be class and {sorted(expected)}, got {sorted(config)}.")
-    if config["weights_sha256"] != sha256(content).hexdigest():
-        if looks_pickled(content):
-            raise ValueError(
-                f"{_WEIGHTS} is a pickle, which can run code when it is loaded: load it where you "
-                "trust it, and save the model by `save_pretrained`."
-            )
-        raise ValueError(f"{_WEIGHTS} is not the file that {_CONFIG} was saved with.")
-    weights = load(content)
-    _check_dtypes(weights)
-    # Compared before the model is built, which takes minutes for thousands of blocks.
-    sizes = Counter(key.split(".")[1] for key in weights if key.startswith("blocks."))
-    if (n_layer := config["n_layer"]) != len(sizes):
-        n_blocks = len(sizes)
-        raise ValueError(f"`n_layer` must be the {n_blocks} blocks of {_WEIGHTS}, got {n_layer!r}.")
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"the blocks of {_WEIGHTS} must have the same weights, got {sizes}.")
-    return config, weights

@@ -17,7 +17,6 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from torchrl_kl.functional.numbers import check_number
-from torchrl_kl.language.bare import bare
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.distribution import NextToken
 from torchrl_kl.language.reader import StateReader, check_one_per_text
@@ -28,8 +27,8 @@ Keys = Sequence[NestedKey]
 class LogitsReader(StateReader):
     """Next-token logits of each state, divided by the temperature."""
 
-    def __init__(self, model: nn.Module, temperature: float, cache_bytes: int | None):
-        super().__init__(model, clamp_full=True, cache_bytes=cache_bytes)
+    def __init__(self, model: nn.Module, temperature: float):
+        super().__init__(model, clamp_full=True)
         self.temperature = check_number("temperature", temperature, above=0)
         self._check(self.lm.n_out)
 
@@ -55,8 +54,8 @@ class LogitsReader(StateReader):
 class _Value(StateReader):
     """The single output for each state, (*B, 1)."""
 
-    def __init__(self, model: nn.Module, cache_bytes: int | None):
-        super().__init__(model, clamp_full=False, cache_bytes=cache_bytes)
+    def __init__(self, model: nn.Module):
+        super().__init__(model, clamp_full=False)
         _check_one_output(self.lm.n_out)
 
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
@@ -68,28 +67,22 @@ class _Value(StateReader):
 class CausalLMActor(ProbabilisticActor):
     """A causal language model as a policy whose action is the next token.
 
-    The model is a GPT or a Hugging Face causal language model, also with PEFT's adapters, or any
-    module that maps ids (N, T) to logits (N, T, V).
-
     - In TorchRL's recurrent mode (losses set it) a trajectory is scored in one pass, with the same
       log-probs as step by step; states may be shuffled.
-    - In a rollout without gradients (as collectors make it) the keys and values of what was read
-      are cached: a step computes one new position of each text. Texts that do not go on from
-      those of the last step are read anew. The cache is dropped when weights, adapters or modes of
-      the model change. After an edit through `.data` of single elements, or of what is neither a
-      weight nor a module (a layer's `eps`, a replaced `forward`), call `clear_cache`.
-      Texts of N rows take N * L * 2 * layers * heads * (width of a head) numbers. Copies,
-      pickles and `state_dict` do not hold them.
-    - Actions are sampled only where the exploration type is RANDOM, which collectors set.
+    - In a rollout without gradients (as collectors make it) keys and values are cached, in
+      N * L * 2 * layers * heads * (width of a head) numbers for N texts: a step computes one new
+      position of each. Texts that do not go on from the last step are read anew, and all of them
+      after weights, adapters or modes of the model have changed; after an edit of single rows or
+      elements through `.data`, or of a layer's attributes, call `clear_cache`.
+    - A model whose first cached step differs from an uncached pass by more than rounding is warned
+      of, and reads whole texts in each step.
 
-    A text that fills `tokens` may be longer than the model reads: rollouts call the policy on it
-    and discard the result. Hugging Face's models may be built in train mode: call `eval()` to turn
-    dropout off, or the recorded log-probs are those of a policy with noise. Whether it is causal,
-    and may be cached, is tried with five tokens: what a model does only in longer texts (Doge
-    beyond its `keep_window_size`) is not noticed.
+    Call `eval()` on a model with dropout, or the recorded log-probs are those of a policy with
+    noise. Actions are sampled only where the exploration type is RANDOM, which collectors set.
 
     Args:
-        model: its outputs are the logits of tokens 0 to V - 1.
+        model: a GPT or a Hugging Face causal language model, also with PEFT's adapters, or any
+            module that maps ids (N, T) to logits (N, T, V).
         temperature: the logits are divided by it, in rollouts and in losses alike.
         in_keys: text (*B, L) and position (*B,), the number of tokens before the padding.
         action_key: the token (*B,), int64. Its log-prob (*B,), nats, is under this key with
@@ -97,14 +90,11 @@ class CausalLMActor(ProbabilisticActor):
         return_log_prob: whether to write the log-prob.
         return_logits: whether to write the logits (*B, V) under "logits". For a large vocabulary
             they fill the memory of a batch; the exact estimator needs them, the others do not.
-        cache_bytes: most bytes of cached keys and values, beyond which whole texts are read in
-            each step; None: any number; 0: no cache. A policy that is its own reference, its
-            adapters switched off, keeps two caches of at most so many bytes.
 
     Raises:
         TypeError: `model` is not a module, or tokens or position are not int64 or int32.
-        ValueError: `temperature` or `cache_bytes` is out of range, the model has one output, is not
-            causal (tried in a rollout), or cannot read a state; or the exploration type is MEAN.
+        ValueError: `temperature` is out of range, the model has one output, is not causal (seen in
+            a rollout), or cannot read a state; or the exploration type is MEAN.
 
     Example:
         >>> import torch
@@ -125,9 +115,8 @@ class CausalLMActor(ProbabilisticActor):
         action_key: NestedKey = "action",
         return_log_prob: bool = True,
         return_logits: bool = True,
-        cache_bytes: int | None = None,
     ):
-        reader = LogitsReader(model, temperature, cache_bytes)
+        reader = LogitsReader(model, temperature)
         super().__init__(
             TensorDictModule(reader, in_keys=list(in_keys), out_keys=["logits"]),
             in_keys=["logits"],
@@ -145,24 +134,19 @@ class CausalLMActor(ProbabilisticActor):
         self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None = None, **kwargs
     ) -> TensorDictBase:
         """Draws a token for each state; writes it, its log-prob and the logits."""
-        plain, kind = tensordict_out is None and not kwargs, exploration_type()
+        kind = exploration_type()
         if kind == ExplorationType.MEAN:
             raise ValueError(
                 "the exploration type must be RANDOM, or MODE or DETERMINISTIC for the most likely "
                 "token, got MEAN: the mean of token ids is not a token."
             )
-        other = None if self.return_logits else tensordict.get("logits", None)  # of another model
-        if plain and kind == ExplorationType.RANDOM:
-            dist = self.get_dist(tensordict)
-            token = dist.sample()
-            for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
-                tensordict.set(key, value)
-            if not self.return_logits:
-                tensordict.pop("logits")
-            result = tensordict
-        else:
-            result = super().forward(tensordict, tensordict_out, **kwargs)
-        return result if other is None or result is not tensordict else result.set("logits", other)
+        if tensordict_out is not None or kwargs or kind != ExplorationType.RANDOM:
+            return super().forward(tensordict, tensordict_out, **kwargs)
+        dist = self.get_dist(tensordict)
+        token = dist.sample()
+        for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
+            tensordict.set(key, value)
+        return tensordict if self.return_logits else tensordict.exclude("logits", inplace=True)
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> NextToken:
         """The distribution of the next token; writes the logits into the states (*B)."""
@@ -187,21 +171,17 @@ class CausalLMActor(ProbabilisticActor):
 class CausalLMCritic(ValueOperator):
     """A causal language model as a state-value network: V(text so far), one number per state.
 
-    The model is a GPT with `n_out=1`, a Hugging Face `...ForTokenClassification` with
-    `num_labels=1`, or any module that maps ids (N, T) to (N, T, 1).
-
     With GAE built with `deactivate_vmap=True` and called within `set_recurrent_mode(True)`, a
     trajectory needs one pass. The critic also reads finished texts: it must take L tokens.
 
     Args:
-        model: has one output per position.
+        model: a GPT with `n_out=1`, a Hugging Face `...ForTokenClassification` with `num_labels=1`,
+            or any module that maps ids (N, T) to (N, T, 1).
         in_keys: text (*B, L) and position (*B,).
         out_keys: the value (*B, 1).
-        cache_bytes: as for CausalLMActor.
 
     Raises:
-        TypeError: `model` is not a module, or tokens or position are not int64 or int32.
-        ValueError: the model has several outputs, or it cannot read a state.
+        TypeError, ValueError: as for CausalLMActor; the model must have one output.
 
     Example:
         >>> import torch
@@ -218,9 +198,8 @@ class CausalLMCritic(ValueOperator):
         *,
         in_keys: Keys = ("tokens", "position"),
         out_keys: Keys = ("state_value",),
-        cache_bytes: int | None = None,
     ):
-        reader = _Value(model, cache_bytes)
+        reader = _Value(model)
         super().__init__(reader, in_keys=list(in_keys), out_keys=list(out_keys))
 
 
@@ -250,32 +229,25 @@ class _TextScorer(nn.Module):
         rows = torch.arange(len(texts), device=texts.device)
         end = torch.full_like(rows, n_tokens)
         if position is not None:
-            end = _check_ends(position, tokens).flatten().long()
+            check_one_per_text(position, tokens)
+            end = position.flatten().long()
+            if ((end < 0) | (end > n_tokens)).any():
+                raise ValueError(
+                    f"`position` must lie in 0..{n_tokens}, got {end.min()} to {end.max()}: it "
+                    "counts tokens before padding."
+                )
             texts[rows, end] = self.end_token
-        output = bare(self.lm).at(texts, rows, end)
+        output = self.lm.at(texts, rows, end)
         _check_one_output(output.shape[-1])
         return output.view(tokens.shape[:-1])
-
-
-def _check_ends(position: Tensor, tokens: Tensor) -> Tensor:
-    """Numbers of tokens (*B,) of texts (*B, L); raises unless they are from 0 to L."""
-    check_one_per_text(position, tokens)
-    low, high = (int(value) for value in position.aminmax()) if position.numel() else (0, 0)
-    if low < 0 or high > tokens.shape[-1]:
-        raise ValueError(
-            f"`position` must lie in 0..{tokens.shape[-1]}, got {low} to {high}: it counts tokens "
-            "before padding."
-        )
-    return position
 
 
 class CausalLMRewardModel(TensorDictModule):
     """A causal language model that scores whole texts: its output at an end token after the text.
 
-    Call it with a tensordict, or with tokens as the `reward_fn` of an env; as that of
-    sample_responses it scores each text where its response ends. A function that you
-    write as `reward_fn` and that calls this model must also pass the number of tokens of each text;
-    with tokens alone, padding is scored as text.
+    Call it with a tensordict, or with tokens as the `reward_fn` of an env or of sample_responses. A
+    function of yours that calls it must also pass the number of tokens of each text; with tokens
+    alone, padding is scored as text.
 
     Args:
         model: has one output per position, as for CausalLMCritic, and reads at least L + 1 tokens.
@@ -285,9 +257,8 @@ class CausalLMRewardModel(TensorDictModule):
         out_keys: the score (*B,), in the units of its training loss.
 
     Raises:
-        TypeError: `model` is not a module, or position is not int64 or int32.
-        ValueError: the model has several outputs, `end_token` is outside its vocabulary, L is too
-            large, or a position is not one of 0 to L for each text.
+        TypeError, ValueError: the model has several outputs, or `end_token`, L or a position is out
+            of range.
 
     Example:
         >>> import torch

@@ -16,35 +16,28 @@ from torch import Tensor, nn
 from torchrl.modules import recurrent_mode
 
 from torchrl_kl.functional.numbers import check_integers
-from torchrl_kl.language.bare import bare
 from torchrl_kl.language.cache import RolloutCache
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.gpt import values_hidden
-from torchrl_kl.language.trial import may_cache
 
 
 class StateReader(nn.Module):
     """The model's output for each state: (*B, L) tokens and (*B,) position -> (*B, n_out).
 
-    - In TorchRL's recurrent mode, states of one text share one row of the model.
-    - Elsewhere, without gradients, the keys and values of texts are cached: a rollout computes one
-      new position per step.
-    - With gradients, or where shapes must not depend on values, each state is read in whole.
-
-    All give the same numbers but for rounding. `state_dict` drops the cache, so that a run goes on
-    after it is saved as it does when it is resumed, bit for bit.
+    In TorchRL's recurrent mode, states of one text share one row of the model. Elsewhere, without
+    gradients, keys and values are cached. With gradients, or where shapes must not depend on
+    values, each state is read in whole. `state_dict` drops the cache, so that a saved run goes on
+    as a resumed one, bit for bit.
 
     Args:
         model: maps ids to outputs.
         clamp_full: whether a text that fills `tokens` and is longer than the model's block_size is
             read up to there, since a rollout calls the policy on it and drops the result.
-        cache_bytes: most bytes of cached keys and values; None: any number; 0: no cache.
     """
 
-    def __init__(self, model: nn.Module, *, clamp_full: bool, cache_bytes: int | None):
+    def __init__(self, model: nn.Module, *, clamp_full: bool):
         super().__init__()
-        _check_cache_bytes(cache_bytes)
-        self.lm, self.clamp_full, self.cache_bytes = CausalLM(model), clamp_full, cache_bytes
+        self.lm, self.clamp_full = CausalLM(model), clamp_full
         self._cache: RolloutCache | None = None
         self.register_state_dict_pre_hook(_drop_cache)
 
@@ -70,22 +63,28 @@ class StateReader(nn.Module):
             rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
             output = self.lm(rows)[torch.arange(len(length), device=rows.device), length - 1]
         elif recurrent_mode():
-            output = bare(self.lm).at(*_find_texts(tokens[..., :n_tokens], length), length - 1)
-        elif self._may_cache():
-            self._cache = cache = self._cache or RolloutCache(self.lm, self.cache_bytes)
-            output = cache.read(tokens[..., :n_tokens].reshape(-1, n_tokens), length)
-        if output is None:
+            output = self.lm.at(*_find_texts(tokens[..., :n_tokens], length), length - 1)
+        else:
             rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
-            output = bare(self.lm).at(rows, torch.arange(len(rows), device=rows.device), length - 1)
+            if not torch.is_grad_enabled():
+                output = self._read_cached(rows, length)
+            if output is None:
+                every = torch.arange(len(rows), device=rows.device)
+                output = self.lm.at(rows, every, length - 1)
         return output.view(*position.shape, output.shape[-1])
+
+    def _read_cached(self, rows: Tensor, length: Tensor) -> Tensor | None:
+        if not self.lm.causal:
+            row = int(length.argmax())
+            self.lm.check_causal(rows[row, : length[row]])
+        if not self.lm.caches:
+            return None
+        self._cache = self._cache or RolloutCache(self.lm)
+        return self._cache.read(rows, length)
 
     def clear_cache(self) -> None:
         """Drops the cached keys and values."""
         self._cache = None
-
-    def _may_cache(self) -> bool:
-        wanted = self.cache_bytes != 0 and not torch.is_grad_enabled()
-        return wanted and may_cache(self.lm)
 
     def _check_state(self, tokens: Tensor, position: Tensor, hidden: bool) -> int:
         """How much of `tokens` the model may read."""
@@ -138,10 +137,3 @@ def _segments(tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     last = torch.ones_like(position, dtype=torch.bool)
     last[:-1] = ~(same & (position[1:] >= position[:-1]))
     return tokens[last], last.cumsum(0) - last.long()
-
-
-def _check_cache_bytes(cache_bytes: int | None) -> None:
-    if isinstance(cache_bytes, bool) or not (cache_bytes is None or isinstance(cache_bytes, int)):
-        raise TypeError(f"`cache_bytes` must be an int or None, got {cache_bytes!r}.")
-    if cache_bytes is not None and cache_bytes < 0:
-        raise ValueError(f"`cache_bytes` must be at least 0, got {cache_bytes}.")

@@ -5,7 +5,7 @@ Axes: N texts, P tokens of a prompt, T tokens of a response at most, L = P + T.
 
 from __future__ import annotations
 
-import warnings
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,13 +15,13 @@ from tensordict import NestedKey, TensorDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchrl_kl.actors.responses import EndTokens, several
 from torchrl_kl.functional.numbers import check_integers, working_dtype
-from torchrl_kl.language.bare import bare
-from torchrl_kl.language.cache import KeyValueCache
+from torchrl_kl.keys import as_tuple
+from torchrl_kl.language.blocks import fast
+from torchrl_kl.language.cache import KeyValueCache, may_cache
 from torchrl_kl.language.distribution import draw
 from torchrl_kl.language.heads import CausalLMActor, CausalLMRewardModel, LogitsReader
-from torchrl_kl.language.trial import may_cache
+from torchrl_kl.language.responses import EndTokens, several
 
 
 @torch.no_grad()
@@ -43,14 +43,13 @@ def sample_responses(
     and GAE (no `average_gae`) take it whole; other losses need `batch[batch["collector", "mask"]]`.
 
     Keys (under the names that the actor has):
-        "tokens": (N, T, L), whole texts: prompt, response, then `pad_token`.
-        "position": (N, T), the number of tokens before the action.
+        "tokens": (N, T, L), whole texts: prompt, response, then `pad_token`; "position": (N, T),
+        the number of tokens before the action; both also in "next".
         "action", "action_log_prob", "logits" (if asked for): (N, T), nats (N, T), (N, T, V).
         ("collector", "mask"): (N, T), False after the end, where log-probs and logits are 0.
         ("next", "reward"): (N, T, 1), that of the text at its last token, and 0 elsewhere.
         ("next", "done"), ("next", "terminated"), ("next", "truncated"): (N, T, 1), at that token;
         a response without an end token is truncated, unless `eos_token` is None.
-        ("next", "tokens"), ("next", "position"): what a critic reads.
 
     Args:
         actor: the policy; its temperature applies, and its present mode (train or eval).
@@ -64,7 +63,7 @@ def sample_responses(
         chunk_size: how many texts are sampled together; keys and values are kept for so many.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong type, shape or range; too long for the model.
+        TypeError, ValueError: an argument is wrong, texts are too long, or the model is not causal.
 
     Example:
         >>> import torch
@@ -75,12 +74,16 @@ def sample_responses(
         >>> KLConstrainedTransform(actor, 0.1)(batch)["next", "kl"].shape
         torch.Size([2, 4, 1])
     """
-    _check_counts(max_new_tokens=max_new_tokens, chunk_size=chunk_size)
-    (padded, start), ends = _pad(prompts, pad_token), several(eos_token)
+    for name, count in (("max_new_tokens", max_new_tokens), ("chunk_size", chunk_size)):
+        if type(count) is not int or count < 1:
+            raise ValueError(f"`{name}` must be an int of at least 1, got {count}.")
+    padded, start = _pad(prompts, pad_token)
+    ends = several(eos_token)
     reader = _reader_of(actor, padded.shape[1] + max_new_tokens - 1, pad_token, ends)
-    _warn_of_padding(prompts, pad_token)
     texts = F.pad(padded, (0, max_new_tokens), value=pad_token)
-    log_probs = _zero_log_probs(reader, texts[:, -max_new_tokens:])
+    floating = (p.dtype for p in reader.parameters() if p.is_floating_point())
+    dtype = working_dtype(next(floating, torch.float32))
+    log_probs = torch.zeros_like(texts[:, -max_new_tokens:], dtype=dtype)
     spans = (start, start + max_new_tokens)
     write = partial(_write, reader, ends, pad_token, generator, return_logits)
     logits = [*map(write, *(each.split(chunk_size) for each in (texts, *spans, log_probs)))]
@@ -91,8 +94,6 @@ def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Te
     """Prompts (N, P), padded on the right, and their lengths (N,)."""
     rows = [prompts] if isinstance(prompts, Tensor) else list(prompts)
     for row in rows:
-        if not isinstance(row, Tensor):
-            raise TypeError(f"`prompts` must be tensors, got {type(row).__name__}.")
         check_integers("prompts", row)
     shapes = [tuple(row.shape) for row in rows]
     n_dims = 2 if isinstance(prompts, Tensor) else 1
@@ -108,38 +109,6 @@ def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Te
     return padded.long(), lengths
 
 
-def _warn_of_padding(prompts: Tensor | Sequence[Tensor], pad_token: int) -> None:
-    """Warns if pad tokens are only where padding is: on one side of at least half of the rows."""
-    if not isinstance(prompts, Tensor):
-        return
-    pads = prompts == pad_token
-    for where, row in (("begin", pads), ("end", pads.flip(1))):
-        runs = row.int().cumprod(1).sum(1)
-        low, high = (int(value) for value in runs.aminmax())
-        padded = 2 * (runs > low).sum() >= len(runs) and runs.sum() == pads.sum()
-        if high > max(low, 1) and padded:
-            warnings.warn(
-                f"`prompts` seem to be padded, since rows {where} with {low} to {high} tokens "
-                f"`pad_token` = {pad_token}, which the model reads as text: pass a list of prompts "
-                "without padding.",
-                stacklevel=3,
-            )
-
-
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            raise ValueError(f"`{name}` must be an int of at least 1, got {count}.")
-
-
-def _check_id(vocab_size: int | None, name: str, token: int) -> None:
-    if type(token) is not int:
-        raise TypeError(f"`{name}` must be an int, got {type(token).__name__}.")
-    if not 0 <= token < (vocab_size or token + 1):
-        size = "" if vocab_size is None else f" of {vocab_size} tokens"
-        raise ValueError(f"`{name}` must lie in the model's vocabulary{size}, got {token}.")
-
-
 def _reader_of(
     actor: CausalLMActor, n_read: int, pad_token: int, ends: tuple[int, ...]
 ) -> LogitsReader:
@@ -152,17 +121,12 @@ def _reader_of(
             f"prompts and `max_new_tokens` must leave at most {limit} tokens to be read, which is "
             f"what the model takes, got {n_read}: shorten them, or build a larger model."
         )
-    for token in ends:
-        _check_id(actor.reader.lm.vocab_size, "eos_token", token)
-    _check_id(actor.reader.lm.vocab_size, "pad_token", pad_token)
+    size = actor.reader.lm.vocab_size
+    for name, token in (("pad_token", pad_token), *(("eos_token", end) for end in ends)):
+        if type(token) is not int or not 0 <= token < (size or token + 1):
+            of = "" if size is None else f" of {size} tokens"
+            raise ValueError(f"`{name}` must lie in the model's vocabulary{of}, got {token!r}.")
     return actor.reader
-
-
-def _zero_log_probs(reader: LogitsReader, like: Tensor) -> Tensor:
-    """Zeros of the actor's dtype, in the shape of `like`."""
-    floating = (p.dtype for p in reader.parameters() if p.is_floating_point())
-    dtype = working_dtype(next(floating, torch.float32))
-    return torch.zeros_like(like, dtype=dtype)
 
 
 @torch.inference_mode()
@@ -181,23 +145,28 @@ def _write(
 
     Returns the logits, (N, T, V), 0 after the end; or None.
     """
-    lm, shortest, longest = bare(reader.lm), int(start.min()), int(start.max())
-    caches = reader.cache_bytes != 0 and may_cache(reader.lm)
-    cache = KeyValueCache(*texts.shape) if caches else None
+    shortest, longest = int(start.min()), int(start.max())
+    lm = copy.copy(reader.lm)
+    vars(lm)["model"] = fast(reader.lm.model)
+    cache = KeyValueCache(*texts.shape) if lm.caches else None
+    even = shortest == longest
     rows, last = torch.arange(len(texts), device=texts.device), start - 1
     token = texts[:, :0]  # (N, 1) after the first step
     ended = torch.zeros_like(start, dtype=torch.bool)
     logits: list[Tensor] = []
     for t in range(log_probs.shape[1]):
         width = longest + t
+        if not reader.lm.causal:
+            reader.lm.check_causal(texts[last.argmax(), :width])
+        if t == 1 and cache is not None and not may_cache(reader.lm, texts[:, :width], last, even):
+            cache = None
         if cache is None:
             output = lm.at(texts[:, :width], rows, last)
         elif t == 0:
             output = cache.read_texts(lm, texts[:, :width], last)
             cache = cache if cache.buffers else None  # not used in gradient checkpointing
         else:
-            slots = width - 1 if shortest == longest else last
-            output = cache.read_next(lm, token[:, 0], slots, width)
+            output = cache.read_next(lm, token[:, 0], width - 1 if even else last, width)
         log_prob = reader.scale(output).log_softmax(-1)
         token = draw(log_prob, generator)
         torch.gather(log_prob, 1, token, out=log_probs[:, t : t + 1])
@@ -254,8 +223,8 @@ def _batch(
         actor.dist_sample_keys[0]: texts.gather(1, position),
         actor.log_prob_keys[0]: log_probs,
         ("collector", "mask"): position < end[:, None],
-        ("next", *_path(tokens_key)): tokens,
-        ("next", *_path(position_key)): position + 1,
+        ("next", *as_tuple(tokens_key)): tokens,
+        ("next", *as_tuple(position_key)): position + 1,
         ("next", "reward"): torch.where(done, rewards[:, None, None], 0.0),
         ("next", "done"): done,
         ("next", "terminated"): done & ~cut,
@@ -265,7 +234,3 @@ def _batch(
         entries["logits"] = torch.cat(logits)
     names: list[Any] = [None, "time"]
     return TensorDict(entries, batch_size=shape, device=texts.device, names=names)
-
-
-def _path(key: NestedKey) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else tuple(key)  # type: ignore[return-value]

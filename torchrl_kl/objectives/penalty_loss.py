@@ -5,8 +5,8 @@ Axes: *B is the batch of steps; where its last dimension is time, *B is (*R, T),
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams, unravel_key
@@ -16,107 +16,133 @@ from torch.distributions import Distribution
 from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import LossModule
 
-from torchrl_kl._feeding import ControllerFeed, Fed
-from torchrl_kl._tensordict import (
-    RECORD_LOG_PROB,
-    as_tuple,
-    find_time_dim,
-    get_required,
-    holder_batch_size,
-)
-from torchrl_kl.actors.policy import Acting, evaluating
-from torchrl_kl.actors.reading import refuse_own_log_prob
+from torchrl_kl import batches
+from torchrl_kl.actors.policy import evaluating
+from torchrl_kl.actors.reading import log_prob_of, refuse_own_log_prob
 from torchrl_kl.actors.references import Switch, as_reference
+from torchrl_kl.batches import expand_right, find_time_dim
 from torchrl_kl.controllers import KLController, as_controller
-from torchrl_kl.functional.invalid import Guard, OnInvalid, seem_valid
-from torchrl_kl.objectives.terms import (
-    Gradient,
-    Reduction,
-    Steps,
-    Weights,
-    build_late,
-    check_options,
-    drawn_log_ratio,
-    find_last_steps,
-    find_shared,
-    finite_padding,
-    read_done,
-    read_mask,
-    reduce_steps,
-    refuse_penalized,
-    require_time,
-    split_keys,
-    warn_of_k3,
-    without_random,
-)
+from torchrl_kl.feeding import ControllerFeed
+from torchrl_kl.functional.estimators import kl_exact, kl_k1, kl_k2
+from torchrl_kl.functional.numbers import check_finite, working_dtype
+from torchrl_kl.functional.sums import sum_after, sum_before
+from torchrl_kl.keys import RECORD_LOG_PROB, get_required, holder_batch_size, sum_action_dims
+
+Gradient = Literal["step", "sequence", "k2"]
+Weights = Literal["step", "trajectory"]
+Reduction = Literal["mean", "sum", "none"]
 
 
-class KLPenaltyLoss(Fed, LossModule):
+class Drawn(NamedTuple):
+    """The actions that were taken, and where their trajectories end."""
+
+    action: Tensor  # (*B, ...)
+    log_prob: Tensor  # under the policy, nats, (*B)
+    recorded: Tensor  # under the policy that took them, when it did, (*B)
+    ends: Tensor | None  # (*B), True at last steps; None where nothing is added up
+
+
+class Steps(NamedTuple):
+    """The steps of a batch, with their distributions over actions."""
+
+    policy: Distribution
+    reference: Distribution
+    batch_size: torch.Size  # *B
+    mask: Tensor | None  # (*B), True where a step counts; None where all do
+    drawn: Drawn | None = None  # None where no action is read
+
+    def terms(self, gradient: str, weights: str) -> tuple[Tensor, Tensor]:
+        """What is minimised, and the measured KL; nats, (*B) each, 0 where the mask is False."""
+        if self.drawn is None:
+            kl = self._exact_kl()
+            return kl, kl
+        drawn = self.drawn
+        log_ratio = self._masked(drawn.log_prob - drawn.recorded)
+        ratio = log_ratio.exp()
+        if gradient == "k2":
+            ref_log_prob = self.summed(log_prob_of(self.reference, drawn.action))
+            value = ratio.detach() * kl_k2(drawn.log_prob, ref_log_prob, mask=self.mask)
+            kl = ratio * kl_k1(drawn.log_prob, ref_log_prob, mask=self.mask)
+        else:
+            value = kl = self._exact_kl()
+        if drawn.ends is None:
+            return value, kl
+        if weights == "step":
+            # The second term is 0 in value and has the gradient of the ratio.
+            return value + (ratio - ratio.detach()) * sum_after(kl.detach(), drawn.ends), kl
+        # W_t, the product of the ratios before. On padding it could overflow, and inf * 0 is NaN.
+        weight = self._masked(sum_before(log_ratio, drawn.ends)).exp()
+        # The gradient of the probability of getting to a step is what makes "sequence" exact.
+        return (weight if gradient == "sequence" else weight.detach()) * value, weight * kl
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Log-probs or KL summed over agents and action dimensions, (*B, ...) -> (*B)."""
+        # In half precision they could overflow.
+        return sum_action_dims(values.to(working_dtype(values.dtype)), self.batch_size)
+
+    def _exact_kl(self) -> Tensor:
+        mask = None if self.mask is None else expand_right(self.mask, self.policy.batch_shape)
+        return self.summed(kl_exact(self.policy, self.reference, mask=mask))
+
+    def _masked(self, values: Tensor) -> Tensor:
+        return values if self.mask is None else torch.where(self.mask, values, 0.0)
+
+
+class KLPenaltyLoss(LossModule):
     """Minimises KL(policy || reference): next to an actor loss, around one (`loss=`), or alone.
 
-    `loss_kl` is the coefficient times the mean KL over the valid steps of the batch, nats per step.
-    Added to a loss that is a mean over steps too, such as ClipPPOLoss, a coefficient means the same
-    as in a reward penalized by `coeff * kl` at every step (gamma = lambda = 1).
+    `loss_kl` is the coefficient times the mean KL over the valid steps. Next to a mean over steps,
+    such as ClipPPOLoss, it means the same as in a reward penalized at every step
+    (gamma = lambda = 1).
 
     `gradient` names what is minimised, with `KL_t` the exact KL of the distributions at step t
     and `w_t = pi(a_t|s_t) / pi_old(a_t|s_t)` from the recorded log-prob, 1 on-policy:
 
-    - "step": `KL_t`, states taken as given. It misses that an action leads to later states
-      where the policy is far from the reference. Needs no action, and takes shuffled steps.
-    - "sequence": `sum_t W_t KL_t` with `W_t = prod_{u<t} w_u`, differentiated through
-      the weights. Its expected gradient is that of the KL between whole trajectories, as for k1
-      subtracted from the reward.
+    - "step": `KL_t`, states taken as given: not that an action leads to states where the policy is
+      far from the reference. Needs no action, and takes shuffled steps.
+    - "sequence": `sum_t W_t KL_t` with `W_t = prod_{u<t} w_u`, differentiated through the weights:
+      in expectation the KL between whole trajectories, as for k1 subtracted from the reward.
     - "k2": `w_t (log pi(a_t|s_t) - log pi_ref(a_t|s_t))^2 / 2`, weight detached: the
       expected gradient of "step" from the action alone, for distributions without a known KL.
-    - "k3" warns: its expected gradient is that of the other divergence, KL(reference || policy).
-    - "k1" is refused: its expected gradient is zero.
 
     `weights` corrects for updates on the same batch, whose states are those of the old policy:
 
-    - "trajectory": every step is weighted with `W_t`. Exact in expectation for whole
-      trajectories; its variance grows with their length.
+    - "trajectory": by `W_t`. Exact in expectation; its variance grows with the length.
     - "step": each action has only its own ratio, as in PPO. "sequence" then has the value `KL_t`
       and the gradient of `KL_t + w_t sum_{s>t} KL_s` (sum detached), approximate off-policy.
 
     You may rely on: the reference gets no gradient, is not among `parameters()`, and is in
-    `state_dict`; `forward` never moves the controller; padded steps, NaN too, change neither value
-    nor gradient; half precision is summed and returned in float32. You may not rely on `loss_kl`
-    being the KL for "k2" and "k3": `kl` is. With agents, `a_t` is the action of all, and all is
-    divided by their number. Rows that begin or end inside a trajectory count as whole ones. Where
-    log-probs are read, frames of a random policy do not count, if the batch has logits or the like.
-    `loss` has the target networks: pass `loss` to SoftUpdate, call its `make_value_estimator`.
+    `state_dict`; `forward` never moves the controller; padding, NaN too, changes neither value nor
+    gradient; a coefficient of 0 adds nothing, not even an infinite KL. You may not rely on
+    `loss_kl` being the KL for "k2": `kl` is. With agents, `a_t` is the action of all, and all is
+    divided by their number. Rows that begin or end inside a trajectory count as whole ones. Leave
+    frames of a random policy out where log-probs are read. `loss` keeps its target networks and its
+    `loss_mask_key`; do not deep-copy the two losses, build others.
 
     Keys:
-        reads the actor's in_keys; "action" and "action_log_prob" unless both `gradient` and
-        `weights` are "step"; ("next", "done") or ("collector", "traj_ids") for "sequence" and
-        "trajectory"; ("collector", "mask"), True where a step counts, if it is there
-        (`loss_mask_key` names another); ("next", "kl_coeff"), the sign of a penalized reward.
-        writes, without batch size, "loss_kl"; "kl", nats per step, detached: exact for "step" and
-        "sequence", the weighted k1 (which may be negative) for "k2" and "k3"; "kl_coeff", reward
-        per nat; what `loss` writes.
+        reads the actor's in_keys; "action" and "action_log_prob" unless `gradient` and `weights`
+        are "step"; ("next", "done") for "sequence" and "trajectory"; the mask ("collector",
+        "mask"), or `loss_mask_key`; ("next", "kl_coeff"), the sign of a penalized reward.
+        writes, without batch size, "loss_kl"; "kl", nats per step, detached: exact, or for "k2" the
+        weighted k1, which may be negative; "kl_coeff", reward per nat; what `loss` writes.
 
-    State: `actor_network_params`, `reference`, `loss`, the controller and what it is fed: the pool
-    since its last update and the sums of open trajectories.
+    State: `actor_network_params`, `reference`, `loss`, `controller` and its `feed`.
 
     Args:
         actor: the policy, a probabilistic actor; it records its log-prob if that is read.
         controller: a KLController, or a float for a constant coefficient; reward per nat.
-        gradient: "step", "sequence", "k2" or "k3".
+        gradient: "step", "sequence" or "k2".
         weights: "trajectory" or "step"; by default "trajectory" for "sequence" and else "step".
         reference: as for KLConstrainedTransform, or its FrozenActor; by default a copy of `actor`.
         loss: an actor loss to add to; its outputs are returned too.
         reduction: over the valid steps: "mean", "sum" or "none", shape (*B), 0 on padding.
         time_dim: the last batch dimension, if it is time and the batch does not name it "time".
-        allow_penalized_reward: whether the loss takes a batch whose reward was penalized already.
-        on_invalid: what to do where a log-prob or KL is NaN, infinite, or at least 2 ** 64: "raise"
-            an error that names it, or "mask" the step as if it were padding, with one warning.
 
     Raises:
-        ValueError: if an option is unknown or "k1", the actor has several actions, time is missing
-            or shuffled, `loss` writes an entry of the same name, or a number is invalid.
-        KeyError: if the recorded log-prob, the action, or the ends of trajectories are missing.
-        TypeError: if `controller` is neither a KLController nor a number.
-        RuntimeError: if the reward was penalized before, or a recurrent state is not known.
+        ValueError: if an option is unknown or "k1", the actor has several actions, time is missing,
+            `loss` writes an entry of the same name, or a log-prob or KL is NaN or infinite.
+        RuntimeError: if the reward was penalized before, steps of trajectories are shuffled, or a
+            recurrent state is not known.
 
     Reference:
         Y. Tang, R. Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025).
@@ -132,12 +158,11 @@ class KLPenaltyLoss(Fed, LossModule):
 
     @dataclass
     class _AcceptedKeys(LossModule._AcceptedKeys):
-        """Names of entries; the last ones are under "next". Only trainers need `terminated`."""
+        """Names of entries; `done`, `kl_coeff` and `reward` are under "next"."""
 
         action: NestedKey = "action"
         sample_log_prob: NestedKey = "action_log_prob"
         done: NestedKey = "done"
-        terminated: NestedKey = "terminated"
         kl_coeff: NestedKey = "kl_coeff"
         reward: NestedKey = "reward"
 
@@ -158,59 +183,44 @@ class KLPenaltyLoss(Fed, LossModule):
         loss: LossModule | None = None,
         reduction: Reduction = "mean",
         time_dim: int | None = None,
-        allow_penalized_reward: bool = False,
-        on_invalid: OnInvalid = "raise",
     ):
+        weights = weights or ("trajectory" if gradient == "sequence" else "step")
         check_options(gradient, weights, reduction)
-        warn_of_k3(gradient)
         if loss is not None and not isinstance(loss, LossModule):
             raise TypeError(f"`loss` must be a LossModule or None, got {type(loss).__name__}.")
         super().__init__()
         self.reference = as_reference(actor, reference)
         if self.reference is not reference:  # no stack has recorded its states
             self.reference.name_states("loss_ref_log_prob")
-        self.acting, actions = Acting.of(actor, self.reference.recorded), self.reference.action_keys
+        actions = self.reference.action_keys
         if len(actions) > 1:
             raise ValueError(f"`actor` must have one action, got {actions}: use one loss for each.")
         self.convert_to_functional(cast(ProbabilisticTensorDictSequential, actor), "actor_network")
-        self.feed = ControllerFeed(as_controller(controller))
-        self.loss, self.guard = loss, Guard(on_invalid)
-        if loss is not None:
-            self.actor_network_params = find_shared(self.actor_network_params, loss)
-            self.register_load_state_dict_pre_hook(build_late)
-        self.gradient: Gradient = gradient
-        self.weights: Weights = weights or ("trajectory" if gradient == "sequence" else "step")
-        self.reduction: Reduction = reduction
-        self.time_dim, self.allow_penalized_reward = time_dim, allow_penalized_reward
-        # Of this loss alone: the keys of `loss` were chosen where it was built.
+        self.controller, self.feed = as_controller(controller), ControllerFeed()
+        self.loss = loss
+        self.gradient, self.weights = gradient, weights
+        self.reduction, self.time_dim = reduction, time_dim
+        self._reads_trajectories = gradient == "sequence" or weights == "trajectory"
+        self._reads_actions = self._reads_trajectories or gradient == "k2"
         super().set_keys(action=actions[0], sample_log_prob=self.reference.log_prob_key)
 
     def set_keys(self, **kwargs: Any) -> None:
         """Names entries of this loss, of `loss`, or of both, as a trainer does."""
-        own, inner = split_keys(kwargs, self, self.loss)
-        super().set_keys(**own)  # which refuses a name that neither has
+        own = {field.name for field in fields(self.tensor_keys)}
+        others = set() if self.loss is None else {f.name for f in fields(self.loss.tensor_keys)}
+        # A name that neither has is refused by the first call.
+        super().set_keys(**{n: key for n, key in kwargs.items() if n in own or n not in others})
         if self.loss is not None:
-            self.loss.set_keys(**inner)
-
-    @property
-    def loss_mask_key(self) -> Any:
-        """Which mask says where a step counts, as in TorchRL's losses; `loss` is given it, too."""
-        return self._loss_mask_key
-
-    @loss_mask_key.setter
-    def loss_mask_key(self, key: Any) -> None:
-        cast(Any, LossModule.loss_mask_key).fset(self, key)
-        if self.loss is not None:
-            self.loss.loss_mask_key = key
+            self.loss.set_keys(**{n: key for n, key in kwargs.items() if n in others})
 
     @property
     def in_keys(self) -> list[NestedKey]:
         """What `forward` reads, in the order of its positional arguments."""
-        keys = [*self.actor_network.in_keys, self.tensor_keys.action]
+        keys: list[Any] = [*self.actor_network.in_keys, self.tensor_keys.action]
         keys += [self.tensor_keys.sample_log_prob] if self._reads_actions else []
-        keys += [self._done_key] if self._reads_trajectories else []
-        others = [] if self.loss is None else self.loss.in_keys  # which may be the same
-        return list(dict.fromkeys(unravel_key(key) for key in (*keys, *others)))
+        keys += [("next", self.tensor_keys.done)] if self._reads_trajectories else []
+        keys += [] if self.loss is None else self.loss.in_keys  # which may be the same
+        return list(dict.fromkeys(unravel_key(key) for key in keys))
 
     @property
     def out_keys(self) -> list[NestedKey]:
@@ -236,14 +246,12 @@ class KLPenaltyLoss(Fed, LossModule):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The loss of a batch (*B), to which nothing is written."""
         coeff = self.controller.coeff
-        if coeff > 0 and not self.allow_penalized_reward:
+        if coeff > 0:
             refuse_penalized(tensordict, self.tensor_keys.kl_coeff)
-        # (*B) each; the coefficient is 0-dim.
-        value, kl, mask = self._terms(tensordict)
+        steps, value, kl = self._terms(tensordict)
         coeff = coeff.to(value, copy=True)  # of now: autograd keeps it until `backward`
-        # A coefficient of 0 adds nothing, not even infinity.
-        penalty = torch.where(coeff == 0, 0.0, coeff * value)
-        loss_kl, kl = reduce_steps(penalty, mask, self.reduction), reduce_steps(kl, mask, "mean")
+        loss_kl = reduce_steps(coeff * value, steps.mask, self.reduction)
+        kl = reduce_steps(kl, steps.mask, "mean")
         out = TensorDict(loss_kl=loss_kl, kl=kl, kl_coeff=coeff.detach().clone())
         if self.loss is None:
             return out
@@ -253,7 +261,6 @@ class KLPenaltyLoss(Fed, LossModule):
                 f"`loss` writes {taken} too, which KLPenaltyLoss would overwrite: call the two "
                 "losses one after the other."
             )
-        # With reduction="none", those of some losses have the batch size of the batch.
         return TensorDict({**dict(others.items()), **dict(out.items())})
 
     @torch.no_grad()
@@ -261,139 +268,158 @@ class KLPenaltyLoss(Fed, LossModule):
         """Updates the controller, once, with the KL measured on a batch; returns the coefficient.
 
         Call it once per batch, before the updates on it: the KL is then that of the policy that
-        acted. It is the `kl` of `forward` in eval mode: of each valid step for a controller of
-        steps; else summed over the trajectories of (*R, T) that are now complete. They may come in
-        pieces: a row continues the one that has its id and was left in the state where it begins.
-        Without a complete trajectory, or with only one and a deadband, the coefficient waits.
-        A controller that plans its coefficient is given ("next", "reward") first, the task reward.
-
-        Raises:
-            ValueError: if the KL is NaN or infinite (the coefficient is then unchanged), or a
-                controller of trajectories gets no time dimension or steps in another order.
+        acted. It is the `kl` of `forward` in eval mode, of each step for a controller of steps; for
+        others summed over the trajectories of (*R, T) that are now complete, of which earlier
+        batches may have had the beginning; RuntimeError without a time dimension or if steps are
+        shuffled. A controller that plans is given ("next", "reward"), the task reward.
         """
+        reward = log_ratio = None
         with evaluating(self.actor_network):
-            _, kl, mask = self._terms(tensordict)
-            counted = None if mask.all() else mask
+            steps, _, kl = self._terms(tensordict)
             if self.controller.planning:
-                self._plan(tensordict, counted)
-        if self.controller.per == "step":
-            self.feed.pool(kl[mask])
-        else:
-            require_time(tensordict, self.time_dim, "a controller that counts nats per trajectory")
-            read_done(tensordict, self._done_key)
-            self.feed.add_batch(tensordict, kl, counted, **self._order)
+                reward, log_ratio = self._rewards(tensordict, steps)
+        reading = self.feed.read(
+            self.controller,
+            tensordict,
+            kl.unsqueeze(-1),
+            steps.mask,
+            done_key=self.tensor_keys.done,
+            time_dim=self.time_dim,
+            observed=self.actor_network.in_keys,
+            reward=reward,
+            log_ratio=log_ratio,
+        )
+        self.feed.plan(self.controller, reading)
+        self.feed.learn(self.controller, reading)
         return self.controller.coeff.item()
 
-    def _plan(self, tensordict: TensorDictBase, mask: Tensor | None) -> None:
-        """Gives the task rewards of a batch (*B) to a controller that plans from them."""
-        step = cast(TensorDictBase, tensordict.get("next"))
+    def _rewards(self, tensordict: TensorDictBase, steps: Steps) -> tuple[Tensor, Tensor]:
+        """The task rewards, and the log-ratios of the actions to the reference, (*B, 1) each."""
+        key = unravel_key(("next", self.tensor_keys.reward))
         fix = "the coefficient is planned from it; name it with `set_keys(reward=...)`."
-        reward = get_required(step, self.tensor_keys.reward, fix)
-        action_key = self.tensor_keys.action
-        action = get_required(tensordict, action_key, "name it with `set_keys`.")
-        recorded = tensordict.get(self.tensor_keys.sample_log_prob, None)
-        # (*B) or, with agents, (*B, *A); a reward has one more dimension.
-        shape, dists = holder_batch_size(tensordict, action_key), self._distributions(tensordict)
-        log_ratio = drawn_log_ratio(*dists, action, recorded, shape)[..., None]
-        if log_ratio.shape != reward.shape:
-            raise ValueError(
-                f"the reward must have the shape {tuple(log_ratio.shape)} of the log-prob of the "
-                f"actions and a trailing 1, got {tuple(reward.shape)}: give `init_coeff` a number."
-            )
-        given = (tensordict, reward, log_ratio, mask)
-        self.feed.rewards.add_batch(self.controller, *given, stream=self.feed.stream, **self._order)
+        reward, shape = get_required(tensordict, key, fix), (*steps.batch_size, 1)
+        if reward.shape != shape:
+            got = f"got {tuple(reward.shape)}: give `init_coeff` a number"
+            raise ValueError(f"a reward that is planned from must have shape {shape}, {got}.")
+        drawn = steps.drawn or self._drawn(tensordict, steps)
+        ref_log_prob = steps.summed(log_prob_of(steps.reference, drawn.action))
+        return reward, (drawn.recorded - ref_log_prob).unsqueeze(-1)
 
-    # Properties, since `gradient` and `weights` may be set later.
-    @property
-    def _reads_trajectories(self) -> bool:
-        return self.gradient == "sequence" or self.weights == "trajectory"
-
-    @property
-    def _reads_actions(self) -> bool:
-        return self._reads_trajectories or self.gradient != "step"
-
-    @property
-    def _order(self) -> dict[str, Any]:
-        observed = self.actor_network.in_keys
-        return {"done_key": self.tensor_keys.done, "time_dim": self.time_dim, "observed": observed}
-
-    @property
-    def _options(self) -> str:
-        return f"gradient={self.gradient!r} with weights={self.weights!r}"
-
-    @property
-    def _done_key(self) -> NestedKey:
-        return unravel_key(("next", *as_tuple(self.tensor_keys.done)))
-
-    def _terms(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
-        """What is minimised, before the coefficient, the measured KL, and the mask; (*B) each."""
-        check_options(self.gradient, self.weights, self.reduction)  # they may have been set later
-        mask = read_mask(tensordict, self.loss_mask_key)
-        if self._reads_actions:
-            mask = without_random(tensordict, self.acting, self.tensor_keys.sample_log_prob, mask)
-        steps = self._steps(tensordict, mask)
-        value, kl = steps.terms(self.gradient, self.weights)
-        while not seem_valid((value, kl, steps.recorded)):
-            valid = self._valid(tensordict, steps, mask, value, kl)
-            known = valid.all() if mask is None else valid.equal(mask)
-            # Again, and not by `where`: a gradient of 0 times NaN would be NaN. Without the steps
-            # that are invalid by themselves, weights of others may still overflow.
-            steps = self._steps(tensordict, valid & value.isfinite() if known else valid)
-            value, measured = steps.terms(self.gradient, self.weights)
-            if known:
-                break  # they are valid, but many or large, or infinite with a coefficient of 0
-            mask, kl = valid, measured
-        # With agents they are sums over them, as for one actor with all their actions.
-        agents = holder_batch_size(tensordict, self.tensor_keys.action)[tensordict.batch_dims :]
-        mask = torch.ones_like(kl, dtype=torch.bool) if mask is None else mask
-        return value / agents.numel(), kl.detach() / agents.numel(), mask
-
-    def _steps(self, tensordict: TensorDictBase, mask: Tensor | None) -> Steps:
-        action_key, recorded_key = self.tensor_keys.action, self.tensor_keys.sample_log_prob
+    def _terms(self, tensordict: TensorDictBase) -> tuple[Steps, Tensor, Tensor]:
+        """The steps; what is minimised, before the coefficient, and the measured KL, (*B) each."""
+        key, mask = self.tensor_keys.sample_log_prob, read_mask(tensordict, self.loss_mask_key)
         if mask is not None:
-            inputs = (*self.actor_network.in_keys, *self.reference.own_state_keys)
-            tensordict = finite_padding(tensordict, mask, (*inputs, action_key, recorded_key))
+            read = [*self.actor_network.in_keys, *self.reference.own_state_keys]
+            tensordict = finite_padding(tensordict, mask, [*read, self.tensor_keys.action, key])
         steps = Steps(*self._distributions(tensordict), tensordict.batch_size, mask)
-        if not self._reads_actions:
-            return steps
-        refuse_own_log_prob(self.actor_network)
-        action = get_required(tensordict, action_key, "name it with `set_keys(action=...)`.")
-        recorded = get_required(tensordict, recorded_key, RECORD_LOG_PROB)
-        ends = None
-        if self._reads_trajectories:
-            observed = self.actor_network.in_keys
-            ends = find_last_steps(tensordict, mask, self._done_key, observed, self._options)
-        return steps._replace(action=action, recorded=recorded, ends=ends)
+        if self._reads_actions:
+            steps = steps._replace(drawn=self._drawn(tensordict, steps))
+        value, kl = steps.terms(self.gradient, self.weights)
+        numbers = {"kl": kl, "loss_kl": value}
+        if self.controller.coeff.item() == 0:  # only measures, also where the KL is infinite
+            value = torch.zeros_like(kl).requires_grad_()
+            numbers = {"kl": kl.masked_fill(kl == torch.inf, 0.0)}
+        if steps.drawn is not None:
+            numbers = {key: steps.drawn.recorded, "log_prob": steps.drawn.log_prob, **numbers}
+        check_finite(type(self).__name__, numbers, mask)
+        # With agents they are sums over them.
+        agents = holder_batch_size(tensordict, self.tensor_keys.action)[tensordict.batch_dims :]
+        return steps, value / agents.numel(), kl.detach() / agents.numel()
 
-    def _valid(
-        self, tensordict: TensorDictBase, steps: Steps, mask: Tensor | None, *terms: Tensor
-    ) -> Tensor:
-        """The mask (*B) without steps of invalid numbers; ValueError unless they are masked."""
-        measures = self.controller.coeff.item() == 0 and not self.guard.masks
-        infinite = {"kl": torch.inf, "loss_kl": torch.inf, "ref_log_prob": -torch.inf}
-        causes = {key: tensordict.get(key, None) for key in self.actor_network.in_keys}
-        options: dict[str, Any] = {"allowed": infinite if measures else None, "causes": causes}
-        made_of = steps.numbers(self.gradient, self.tensor_keys.sample_log_prob)
-        # Where the numbers of all steps are valid, their weights may still be too large.
-        for numbers in (made_of, dict(zip(("loss_kl", "kl"), terms, strict=True))):
-            valid = self.guard.valid_steps(
-                numbers, tensordict.batch_size, mask, type(self).__name__, **options
-            )
-            mask = valid if mask is None else mask & valid
-            if not valid.all():
-                break
-        return cast(Tensor, mask)
+    def _drawn(self, tensordict: TensorDictBase, steps: Steps) -> Drawn:
+        refuse_own_log_prob(self.actor_network)
+        action = get_required(tensordict, self.tensor_keys.action, "name it with `set_keys`.")
+        recorded = get_required(tensordict, self.tensor_keys.sample_log_prob, RECORD_LOG_PROB)
+        log_prob, ends = steps.summed(steps.policy.log_prob(action)), None
+        if self._reads_trajectories:
+            done_key = unravel_key(("next", self.tensor_keys.done))
+            ends = find_last_steps(tensordict, steps.mask, done_key, self.actor_network.in_keys)
+        return Drawn(action, log_prob, steps.summed(recorded.detach()), ends)
 
     def _distributions(self, tensordict: TensorDictBase) -> tuple[Distribution, Distribution]:
         timed = find_time_dim(tensordict, self.time_dim) is not None
-        if self._reads_trajectories:
-            require_time(tensordict, self.time_dim, self._options)
+        if self._reads_trajectories and not timed:
+            raise ValueError(
+                f"trajectories need time, but a batch of shape {tuple(tensordict.batch_size)} has "
+                'no time dimension: name the last one "time", or pass `time_dim`.'
+            )
         network = self.actor_network
         inputs = tensordict.select(*network.in_keys, strict=False)
         weights = self.actor_network_params.to_module(network, preserve_module_state=False)
-        # TorchRL runs all losses in recurrent mode, which takes shuffled steps for one trajectory.
+        # TorchRL runs losses in recurrent mode, which takes shuffled steps for one trajectory.
         with weights, set_recurrent_mode(timed):
             policy = network.get_dist(inputs)
         # A shared reference may receive gradients elsewhere.
         with torch.no_grad():
             return policy, self.reference.get_dist(tensordict, timed=timed)
+
+
+def check_options(gradient: str, weights: str, reduction: str) -> None:
+    """ValueError for an unknown option or "k1"."""
+    if gradient == "k1":
+        raise ValueError(
+            '`gradient` must not be "k1": as a loss its expected gradient is zero. Subtract k1 '
+            'from the reward (KLConstrainedTransform), or use "sequence", the same in expectation.'
+        )
+    options = {"gradient": gradient, "weights": weights, "reduction": reduction}
+    for (name, value), choices in zip(options.items(), (Gradient, Weights, Reduction), strict=True):
+        if value not in get_args(choices):
+            raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {value!r}.")
+
+
+def reduce_steps(values: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
+    """Over the steps that count; `values` are 0 elsewhere."""
+    if reduction == "none":
+        return values
+    count = max(values.numel(), 1) if mask is None else mask.sum().clamp_min(1)
+    return values.sum() if reduction == "sum" else values.sum() / count
+
+
+def read_mask(tensordict: TensorDictBase, key: NestedKey | None) -> Tensor | None:
+    """True where a step counts, (*B); None where all do. `key`: a LossModule's `loss_mask_key`."""
+    key = batches.MASK_KEY if key == "auto" else key
+    mask = None if key is None else tensordict.get(key, None)
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"the mask {key!r} must be boolean, got {mask.dtype}: use `.bool()`.")
+    return None if mask is None else expand_right(mask, tensordict.batch_size)
+
+
+def finite_padding(data: TensorDictBase, mask: Tensor, keys: list[NestedKey]) -> TensorDictBase:
+    """A shallow copy with 0 for NaN and inf on padding."""
+    data = data.copy()  # there, NaN times a gradient of 0 would be NaN
+    for key in batches.leaf_keys(data, keys):
+        value = data.get(key, None)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            valid = expand_right(mask, value.shape) | value.isfinite()
+            data.set(key, torch.where(valid, value, 0.0))
+    return data
+
+
+def find_last_steps(
+    tensordict: TensorDictBase, mask: Tensor | None, done_key: NestedKey, observed: list[NestedKey]
+) -> Tensor:
+    """True where a step is done or followed by another id, (*B); `observed` show the order."""
+    fix = "trajectories end there; name it with `set_keys(done=...)`."
+    ends = expand_right(get_required(tensordict, done_key, fix), tensordict.batch_size).clone()
+    ids = tensordict.get(batches.TRAJECTORY_KEY, None)
+    if ids is not None:
+        ids = ids.reshape(tensordict.batch_size)
+        ends[..., :-1] |= ids[..., 1:] != ids[..., :-1]
+    padded = torch.zeros_like(ends) if mask is None else ~mask
+    # (*R, T - 1): between a step and the next one.
+    may_differ = (ends | padded)[..., :-1] | padded[..., 1:]
+    fix = "The loss adds up along trajectories: shuffle whole rows, not steps."
+    batches.require_order(tensordict, observed, may_differ, fix)
+    return ends
+
+
+def refuse_penalized(tensordict: TensorDictBase, kl_coeff: NestedKey) -> None:
+    """RuntimeError if a reward of the batch was penalized for its KL."""
+    name = unravel_key(("next", kl_coeff))[-1]
+    # In every nested tensordict: agents may have separate rewards.
+    for key in tensordict.keys(True, True):
+        if key[0] == "next" and key[-1] == name and bool((tensordict.get(key) != 0).any()):
+            raise RuntimeError(
+                f"the batch has {key!r} other than 0: its KL would be penalized again. Give the "
+                "transform the coefficient 0, or, if both are meant, drop the entry."
+            )

@@ -1,43 +1,34 @@
-"""What the transforms share: zeros at reset, placement, specs, and a reference."""
+"""What the transforms share: zeros at reset, placement, and specs."""
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from tensordict import NestedKey, TensorDictBase
-from torchrl.data import Composite, TensorSpec
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.data import Binary, Composite, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.transforms import Transform
 from typing_extensions import Self
 
-from torchrl_kl import _tensordict as td
-from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl._torchrl import container_of
 from torchrl_kl.actors.frozen import FrozenActor
-from torchrl_kl.transforms.placement import (
-    refuse_wrong_order,
-    warn_of_chunks,
-    warn_of_late_resets,
-)
-
-# The env of each transform. An attribute would be copied, or pickled, together with the transform.
-_homes: weakref.WeakKeyDictionary[Transform, Callable[[], Any]] = weakref.WeakKeyDictionary()
-# What each clone was cloned from.
-_originals: weakref.WeakKeyDictionary[Transform, Callable[[], Any]] = weakref.WeakKeyDictionary()
-# Held while a buffer is extended; a lock of each transform could be neither copied nor pickled.
-_extending = threading.RLock()
+from torchrl_kl.batches import expand_right
+from torchrl_kl.keys import ResolvedKeys, as_tuple, existing_keys, sibling
+from torchrl_kl.transforms.placement import refuse_wrong_order
 
 
 class KLTransform(Transform):
-    """Base of the transforms: they work in `_step` or `forward` and leave their input unchanged."""
+    """Base of the transforms: they work in `_step` or on a batch, and do not change their input."""
 
     keys: ResolvedKeys
     action_keys: Sequence[NestedKey] = ()  # actions that must reach it as the policy wrote them
     needs_ends = False  # whether it has to see where trajectories end
+    _home: Any = None  # a weak reference to its env
 
     @property
     def parent_env(self) -> EnvBase:
@@ -58,48 +49,34 @@ class KLTransform(Transform):
         """Whether the transform is attached to an env."""
         return self.env is not None
 
-    def clone(self) -> Self:
-        """A transform for another env."""
-        other = super().clone()
-        _originals[other] = weakref.ref(self)
-        return other
-
-    @property
-    def taken_over(self) -> Self | None:
-        """The transform whose place in an env this clone has taken, if any.
-
-        TorchRL puts clones into a TransformedEnv around another, and where transforms are inserted
-        before one that was alone.
-        """
-        original = cast(Self | None, _originals.get(self, lambda: None)())
-        home = None if original is None else _homes.get(original, lambda: None)()
-        env = self.env
-        return original if home and env and home.base_env is env.base_env else None
-
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses a second env, even inside a Compose, where TorchRL would allow it."""
         super().set_container(container)
-        env, home = self.env, _homes.get(self, lambda: None)()
+        env, home = self.env, self._home and self._home()
         if env is None:
             return
         # A TransformedEnv around a TransformedEnv takes over its transforms: same `base_env`.
-        elsewhere = (
-            [] if home is None or home.base_env is env.base_env else home.transform.modules()
-        )
-        if any(one is self for one in elsewhere):
+        others = [] if home is None or home.base_env is env.base_env else home.transform.modules()
+        if any(one is self for one in others):
             raise RuntimeError(
                 f"{type(self).__name__} is in another env already, whose running sums it would mix "
                 "with those of this one: build one for each env, with the same `controller` if "
                 "they share it."
             )
-        _homes[self] = weakref.ref(env)
+        vars(self)["_home"] = weakref.ref(env)
         self.training = True  # `append_transform` has called `eval()`; see `train`
 
-    def train(self, mode: bool = True) -> Self:
-        """Sets the mode, which says whether batches move the controller.
+    def clone(self) -> Self:
+        """A transform for another env."""
+        other = super().clone()
+        vars(other)["_home"] = None
+        return other
 
-        An env calls `eval()` on each transform that it takes; on this one it has no effect.
-        """
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_home": None}
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode, which says whether batches move the controller; not by an env's `eval`."""
         super().train(mode)
         outermost, container = self, container_of(self)
         while isinstance(container, Transform):
@@ -108,16 +85,18 @@ class KLTransform(Transform):
             self.training = True
         return self
 
+    @abstractmethod
+    def _process(self, tensordict: TensorDictBase, *, moves: bool) -> TensorDictBase:
+        """A processed shallow copy of a batch (*B), which `moves` the controller or not."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Processes a batch (*B) that has "next"; returns a shallow copy."""
+        # TorchRL puts the transforms of a replay buffer, but not a `postproc`, into eval mode.
+        return self._process(tensordict, moves=self.training)
+
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """A whole batch that a replay buffer is extended with (`append_transform(invert=True)`)."""
-        # Several threads may extend one buffer.
-        with _extending:
-            # Buffers put their transforms into eval mode, which stops the controller in samples.
-            training, self.training = self.training, True
-            try:
-                return self.forward(next_tensordict)
-            finally:
-                self.training = training
+        return self._process(next_tensordict, moves=True)
 
     def _reset(self, tensordict, tensordict_reset):
         """Writes zeros for the declared entries; TorchRL masks them in partial resets."""
@@ -136,17 +115,15 @@ class KLTransform(Transform):
             value = tensordict_reset.get(key, None)
             if value is not None:
                 # The mask lies next to the entry, or at the root for all agents.
-                reset = tensordict.get(td.sibling(key, "_reset"), tensordict.get("_reset", None))
-                reset = td.expand_right(reset, value.shape)
-                tensordict_reset.set(key, torch.where(reset, 0.0, value))
+                reset = tensordict.get(sibling(key, "_reset"), tensordict.get("_reset", None))
+                reset = expand_right(reset, value.shape)
+                tensordict_reset.set(key, torch.where(reset, torch.zeros_like(value), value))
         return tensordict_reset
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """Refuses an env in which later transforms undo this one."""
         # Here and not in `__init__` alone: transforms can be appended at any time.
         self.refuse_wrong_order()
-        warn_of_chunks(self)
-        warn_of_late_resets(self)
         return super().transform_output_spec(output_spec)
 
     def refuse_wrong_order(self) -> None:
@@ -167,12 +144,7 @@ class KLTransform(Transform):
         """Adds the recurrent state of a reference to an observation or state spec."""
         batch_size = self.parent_env.batch_size
         for key, leaf in reference.state_specs().items():
-            td.add_spec(spec, key, (*batch_size, *leaf.shape), leaf.dtype, batch_size)
-
-    def declare_reference(self, spec: Composite, reference: FrozenActor) -> None:
-        """Adds that state to the observation spec; RuntimeError if it is there already."""
-        self.claim(spec, reference.own_state_keys)
-        self.declare_states(spec, reference)
+            add_spec(spec, key, (*batch_size, *leaf.shape), leaf.dtype, batch_size)
 
     def log_prob_shape(self) -> torch.Size:
         """The batch shape, in the env, of the tensordict that holds the action."""
@@ -180,11 +152,67 @@ class KLTransform(Transform):
         return spec[path].shape if path and path in spec.keys(True) else self.parent_env.batch_size
 
 
+def add_spec(
+    spec: Composite, key: NestedKey, shape: Sequence[int], dtype: torch.dtype, holder: torch.Size
+) -> None:
+    """Adds an unbounded leaf, or a flag, to a spec; missing nested ones get the shape `holder`."""
+    path = as_tuple(key)
+    for depth in range(1, len(path)):
+        if path[:depth] not in spec.keys(True):
+            spec[path[:depth]] = Composite(shape=holder, device=spec.device)  # type: ignore[arg-type]
+    kind = Binary if dtype == torch.bool else Unbounded
+    spec[key] = kind(shape=torch.Size(shape), dtype=dtype, device=spec.device)
+
+
+def state_spec(input_spec: Composite) -> Composite:
+    """The state spec in an env's input spec, added if it is missing."""
+    if input_spec["full_state_spec"] is None:
+        empty = Composite(shape=input_spec.shape, device=input_spec.device)  # type: ignore[arg-type]
+        input_spec["full_state_spec"] = empty
+    return input_spec["full_state_spec"]
+
+
 def require_spec(
     spec: Composite, key: NestedKey, fix: str, name: str = "observation"
 ) -> TensorSpec:
     """The spec of `key`; KeyError with the fix if it is missing. `name`: which spec it is."""
     if key not in spec.keys(True, True):
-        keys = td.existing_keys(spec)
-        raise KeyError(f"{key!r} is not in the {name} spec, got {keys}: {fix}")
+        raise KeyError(f"{key!r} is not in the {name} spec, got {existing_keys(spec)}: {fix}")
     return spec[key]
+
+
+def check_batch(batch: TensorDictBase) -> None:
+    """Raises unless it is a TensorDict of which entries can be asked for."""
+    if not isinstance(batch, TensorDictBase):
+        got = type(batch).__name__
+        raise TypeError(f"the batch must be a TensorDict, got {got}: pass what a collector gives.")
+    if isinstance(batch, LazyStackedTensorDict) and not batch.tensordicts:
+        raise ValueError(
+            "the batch must have entries, got a lazy stack of no elements, which has none: skip it."
+        )
+
+
+def _is_fake(tensordict: TensorDictBase) -> bool:
+    """Whether all data are zeros, as in the batch by which a collector learns the entries."""
+    for key in tensordict.keys(True, True):
+        # A collector may set the artificial end of a batch; hidden entries are of a transform.
+        path = as_tuple(key)
+        if path[-1] in ("done", "truncated") or any(name.startswith("_") for name in path):
+            continue
+        value = tensordict.get(key, as_list=True)  # type: ignore[call-overload]
+        parts = value if isinstance(value, list) else [value]
+        if any(isinstance(part, Tensor) and bool(part.any()) for part in parts):
+            return False
+    return True
+
+
+def open_batch(tensordict: TensorDictBase) -> tuple[TensorDictBase, bool]:
+    """A shallow copy of a batch, nested tensordicts included, and whether all data are zeros."""
+    check_batch(tensordict)
+    # A collector hands out the same buffer again: entries written into it would come back.
+    if tensordict.get("next", None) is None:
+        raise KeyError(
+            f'the batch has no "next", got {existing_keys(tensordict)}: outside an env the '
+            "transforms work on the batches of a collector, a rollout or a replay buffer."
+        )
+    return tensordict.copy(), _is_fake(tensordict)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictModule
 from torch import Tensor, nn
 
-from torchrl_kl import _tensordict as td
-from torchrl_kl._tensordict import ResolvedKeys
 from torchrl_kl.actors.policy import Borrowed
 from torchrl_kl.actors.reading import (
     categorical_log_probs,
@@ -21,8 +18,16 @@ from torchrl_kl.actors.reading import (
     refuse_own_methods,
     written_params,
 )
-from torchrl_kl.functional import ESTIMATORS, kl_exact, kl_top_k
+from torchrl_kl.batches import expand_right
 from torchrl_kl.functional.distributions import joint
+from torchrl_kl.functional.estimators import ESTIMATORS, kl_exact, kl_top_k
+from torchrl_kl.keys import (
+    ResolvedKeys,
+    as_tuple,
+    get_required,
+    holder_batch_size,
+    sum_action_dims,
+)
 
 Estimator = Literal["k1", "k2", "k3", "exact", "top_k"]
 
@@ -31,26 +36,18 @@ class KLStep(NamedTuple):
     """What is known about a batch of steps (*B), nats; *A: the agents, if actions are nested."""
 
     log_prob: Tensor | None  # under the policy, (*B, *A); None where no policy ran
-    ref_log_prob: Tensor  # of the same action under the reference, (*B, *A)
+    ref_log_prob: Tensor | None  # of the same action under the reference, (*B, *A)
     mask: Tensor | None = None  # True where a step counts, (*B); None where all do
-    counted: bool | Tensor = True  # whether the policy drew the action, or a tensor like `kl`
+    drawn: bool = True  # in an env: whether the policy drew the actions
     of_reference: TensorDictBase | None = None  # what the estimator needs of the reference's pass
     states: Sequence[Tensor] = ()  # the next recurrent states of the reference
     kl: Tensor | None = None  # k1, (*B, *A, 1), or (*B, 1) where agents are summed
     estimate: Tensor | None = None  # another measurement of the same KL
-    valid: Tensor | None = None  # True where all numbers are valid, (*B); None where all are
 
     @property
     def measured(self) -> Tensor:
         """What the controller is fed: the estimate, or else k1."""
         return self.kl if self.estimate is None else self.estimate  # type: ignore[return-value]
-
-    @property
-    def counting(self) -> Tensor | None:
-        """True where a step counts and is valid, (*B); None where all do and are."""
-        if self.valid is None or self.mask is None:
-            return self.mask if self.valid is None else self.valid
-        return td.expand_right(self.mask, self.valid.shape) & self.valid
 
 
 class Estimate(nn.Module):
@@ -102,14 +99,14 @@ class ExactEstimate(Estimate):
     @torch.no_grad()
     def forward(self, tensordict, step: Any):  # noqa: D102
         for key in self.policy_keys:
-            td.get_required(tensordict, key, _RECORD_PARAMS)
+            get_required(tensordict, key, _RECORD_PARAMS)
         dist_module, mask = self._of_policy.held, step.mask
         params = tensordict.select(*dist_module.in_keys).detach()
         _check_shapes(params, step.of_reference)
         if mask is not None:
             # Padding has no valid parameters (a scale of 0, say): take the reference's there.
             for key, param in params.items(True, True):  # which of a lazy stack are whole, too
-                counts = td.expand_right(mask, param.shape)
+                counts = expand_right(mask, param.shape)
                 params.set(key, torch.where(counts, param, step.of_reference.get(key)))
         policy = dist_module.get_dist(params)
         reference = self.ref_dist_module.get_dist(step.of_reference)
@@ -118,9 +115,9 @@ class ExactEstimate(Estimate):
         policy, reference = joint(policy, n_batch), joint(reference, n_batch)
         # The batch shape of a Normal includes the action dimensions, (*B, n), summed afterwards.
         if mask is not None:
-            mask = td.expand_right(mask, policy.batch_shape)
+            mask = expand_right(mask, policy.batch_shape)
         kl = kl_exact(policy, reference, mask=mask)
-        return td.sum_action_dims(kl, self.recorded.batch_size(tensordict))
+        return sum_action_dims(kl, self.recorded.batch_size(tensordict))
 
 
 class TopKEstimate(Estimate):
@@ -134,7 +131,7 @@ class TopKEstimate(Estimate):
         # (*B, V) log-probs under the reference, of which the policy's k actions (*B, k) are kept.
         log_probs = categorical_log_probs(dist_module_of(reference).get_dist(outputs))
         actions = self._recorded(tensordict, "actions")
-        one_per_step = td.holder_batch_size(tensordict, self.top_k_key)
+        one_per_step = holder_batch_size(tensordict, self.top_k_key)
         if not actions.shape[:-1] == log_probs.shape[:-1] == one_per_step:
             raise ValueError(
                 "the top k measure one choice per step, got choices of shape "
@@ -154,7 +151,7 @@ class TopKEstimate(Estimate):
         )
 
     def _recorded(self, tensordict: TensorDictBase, name: str) -> Tensor:
-        return td.get_required(tensordict, (*td.as_tuple(self.top_k_key), name), _RECORD_TOP_K)
+        return get_required(tensordict, (*as_tuple(self.top_k_key), name), _RECORD_TOP_K)
 
 
 def make_estimate(
@@ -163,10 +160,7 @@ def make_estimate(
     keys: ResolvedKeys,
     reference: nn.Module | None = None,
 ) -> Estimate | None:
-    """The estimate of that name; None for k1, which is always measured.
-
-    `reference`: the actor whose distributions are those of the reference; None: `actor`.
-    """
+    """The estimate of that name; None for k1, which is always measured."""
     names = get_args(Estimator)
     if estimator not in names:
         raise ValueError(f"`estimator` must be one of {list(names)}, got {estimator!r}.")
@@ -185,31 +179,25 @@ def make_estimate(
 def require_one_kind(policy: nn.Module, reference: nn.Module) -> None:
     """ValueError if two actors are seen to build different distributions of equal parameters."""
     modules = [dist_module_of(actor) for actor in (policy, reference)]
-    own, other = map(_options_of, modules)
-    unlike = sorted(name for name in own.keys() & other.keys() if own[name] != other[name])
-    # They begin alike, and one of them learns.
-    unlike += [name for name, _ in modules[0].named_parameters()]
-    if unlike:
+    own, other = ((each.distribution_class, _written(each.distribution_kwargs)) for each in modules)
+    if own != other or [*modules[0].parameters()]:  # one that learns begins alike
         raise ValueError(
-            '`reference` must have the distribution of the policy for `estimator="exact"` in '
-            f"separate parts, got another {', '.join(unlike)}: use KLConstrainedTransform, which "
-            "builds each distribution by its own actor."
+            "`reference` must have the distribution class and options of the policy for `estimator="
+            '"exact"` in separate parts: use KLConstrainedTransform, where each actor has its own.'
         )
 
 
-def _options_of(module: ProbabilisticTensorDictModule) -> dict[str, Any]:
-    options = {"distribution_class": module.distribution_class, **module.distribution_kwargs}
-    # Those that can be compared, which functions and modules cannot.
-    return {
-        name: value.tolist() if isinstance(value, Tensor) else value
-        for name, value in options.items()
-        if isinstance(value, type | Tensor | bool | int | float | str)
+def _written(options: Mapping[str, Any]) -> str:
+    # As text: tensors, and what holds some, cannot be compared by ==.
+    numbers = {
+        n: each.tolist() if isinstance(each, Tensor) else each for n, each in options.items()
     }
+    return repr(sorted(numbers.items()))
 
 
 def _check_shapes(params: TensorDictBase, of_reference: TensorDictBase) -> None:
     for key, param in params.items(True, True):
-        ref_param = td.get_required(of_reference, key, _SAME_NAMES)
+        ref_param = get_required(of_reference, key, _SAME_NAMES)
         if param.shape != ref_param.shape:
             raise ValueError(
                 f"{key!r} of policy and reference must have the same shape, got "

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Composite
 
-from torchrl_kl import _tensordict as td
-from torchrl_kl._tensordict import KLKeys
 from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.references import Switch, as_reference
-from torchrl_kl.functional.invalid import Guard, OnInvalid, is_valid
-from torchrl_kl.transforms.base import KLTransform, require_spec
-from torchrl_kl.transforms.checks import pass_on, passed_on, without_invalid
+from torchrl_kl.batches import expand_right
+from torchrl_kl.keys import KLKeys, as_keys, get_required
+from torchrl_kl.transforms.base import KLTransform, add_spec, open_batch, require_spec
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate, require_one_kind
-from torchrl_kl.transforms.steps import ScoringTransform, measure, score_batch
+from torchrl_kl.transforms.steps import (
+    ScoringTransform,
+    counted_steps,
+    measure,
+    stepped,
+    without_random,
+)
 
 
 class ReferenceModelLogProbTransform(ScoringTransform):
@@ -29,19 +32,18 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         reads the actor's in_keys, its action, and its log-prob, to know whether the policy ran.
         writes ("next", "ref_log_prob"): nats per step, batch shape of the tensordict that holds the
         action, 0 where a random policy acted. A recurrent reference adds ("next", "ref_<state>").
+        In an env, ("next", "not_drawn"): whether an action of the trajectory so far was not drawn
+        from the policy, as in deterministic or random steps; on a batch, whether the step's was
+        not, if any was not.
 
     Args:
         actor, reference, keys, time_dim: as for KLConstrainedTransform.
         estimator: that of the KLDivergenceTransform that follows.
-        zero_states, recompute_log_prob, chunk_size: as for FrozenActor.
-        on_invalid: as for KLConstrainedTransform, and the same for all three parts, of which "mask"
-            needs all in the env or all on the batch. Masked steps have the policy's log-prob
-            instead (0 if that is invalid), so that their KL is 0.
 
     Raises:
         TypeError: if `actor` has no distribution, or `reference` has another type than allowed.
         ValueError: if `actor` has uninitialised weights, or the estimator is unknown, or "exact"
-            and `reference` has another kind of distribution; or for an invalid log-prob.
+            and `reference` has another kind of distribution.
         KeyError: if the policy ran but did not record its log-prob, or its top k.
         RuntimeError: on a batch, if the reference is recurrent and its state is unknown.
 
@@ -63,21 +65,15 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         reference: nn.Module | Switch | None = None,
         keys: KLKeys | None = None,
         time_dim: int | None = None,
-        zero_states: bool = False,
-        recompute_log_prob: bool = False,
-        chunk_size: int | None = None,
-        on_invalid: OnInvalid = "raise",
     ):
-        self.guard, keys = Guard(on_invalid), td.as_keys(keys)
-        options: dict[str, Any] = {"zero_states": zero_states, "chunk_size": chunk_size}
-        options["recompute_log_prob"] = recompute_log_prob
-        frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, **options)
+        keys = as_keys(keys)
+        frozen = as_reference(actor, reference, log_prob_key=keys.log_prob)
         self.keys = keys.resolve(frozen.log_prob_key)
         frozen.name_states(self.keys.ref_log_prob)
         # TorchRL wants each of the out_keys in the env's specs.
         super().__init__(
             in_keys=[*frozen.in_keys, *frozen.action_keys],
-            out_keys=[self.keys.ref_log_prob, *frozen.own_state_keys],
+            out_keys=[self.keys.ref_log_prob, self.keys.not_drawn, *frozen.own_state_keys],
         )
         self.reference, self.time_dim = frozen, time_dim
         self.acting = Acting.of(actor, frozen.recorded)
@@ -85,58 +81,39 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         self.estimate = make_estimate(estimator, frozen.actor, self.keys)
         if estimator == "exact":  # of KLDivergenceTransform, which knows only one actor
             require_one_kind(actor, frozen.actor)
-        self.watch_first(actor, copied=reference is None)
+        if reference is None:
+            self.watch_first_use(actor)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        step = self._take_score(tensordict, next_tensordict)
-        step = self._write(tensordict, next_tensordict, step)
-        self.look_at_first(step)
-        # (*B, *A): whether the policy drew the action, in an entry that no rollout keeps.
-        counted = torch.full_like(step.ref_log_prob, bool(step.counted), dtype=torch.bool)
-        tensordict.set(td.hidden_key(self.keys.ref_log_prob, "counted"), counted)
+        self._write(next_tensordict, self._take_score(tensordict, next_tensordict))
         return next_tensordict
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Scores a batch (*B) that has "next"; returns a shallow copy."""
+    def _process(self, tensordict: TensorDictBase, *, moves: bool) -> TensorDictBase:
+        """Scores a batch (*B)."""
         self.refuse_wrong_order()
-        tensordict = td.copy_batch(tensordict)
-        step = score_batch(
-            self.reference,
-            tensordict,
-            self.estimate,
-            self.time_dim,
-            fake=td.is_fake(tensordict),
-            acting=self.acting,
-        )
-        self.warn_of_random_steps(step)
-        step = self._write(tensordict, tensordict.get("next"), step)
-        self.look_at_first(step, tensordict)
+        tensordict, fake = open_batch(tensordict)
+        step = self.score_batch(tensordict, fake)
+        following, counted = tensordict.get("next"), counted_steps(tensordict, fake)
+        self._write(following, step)
+        if step.mask is not None and (counted is None or not step.mask.equal(counted)):
+            # Steps of a random policy.
+            not_drawn = ~step.mask if counted is None else counted & ~step.mask
+            shape = (*cast(Tensor, step.log_prob).shape, 1)
+            following.set(self.keys.not_drawn, expand_right(not_drawn, shape).contiguous())
         return tensordict
 
-    def _write(self, tensordict: TensorDictBase, out: TensorDictBase, step: KLStep) -> KLStep:
-        log_prob = step.log_prob
-        if log_prob is not None:
-            step, _ = without_invalid(self, tensordict, step, causes=self.reference.in_keys)
-            if step.valid is not None:
-                valid = td.expand_right(step.valid, log_prob.shape)
-                ref_log_prob = torch.where(valid | ~is_valid(log_prob), step.ref_log_prob, log_prob)
-                step = step._replace(ref_log_prob=ref_log_prob)
-        pass_on(tensordict, self.keys.ref_log_prob, step)
-        # `ref_log_prob` (*B, *A), and for KLDivergenceTransform the reference's parameters and a
-        # log-prob that was recomputed. TorchRL's collectors drop entries that begin with "_".
-        out.set(self.keys.ref_log_prob, step.ref_log_prob)
+    def _write(self, next_tensordict: TensorDictBase, step: KLStep) -> None:
+        # `ref_log_prob` (*B, *A), and for KLDivergenceTransform the reference's parameters.
+        next_tensordict.set(self.keys.ref_log_prob, step.ref_log_prob)
         if step.of_reference is not None:
-            out.set(td.hidden_key(self.keys.ref_log_prob, "dist"), step.of_reference)
-        if step.log_prob is not None and self.keys.recorded.missing(tensordict):
-            tensordict.set(td.hidden_key(self.keys.ref_log_prob, "policy"), step.log_prob)
-        return step
+            next_tensordict.set(self.keys.ref_params, step.of_reference)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the log-prob under the reference and its recurrent state."""
         self.claim(observation_spec, [self.keys.ref_log_prob])
         shape = self.log_prob_shape()
-        td.add_spec(observation_spec, self.keys.ref_log_prob, shape, self.reference.dtype, shape)
-        self.declare_reference(observation_spec, self.reference)
+        add_spec(observation_spec, self.keys.ref_log_prob, shape, self.reference.dtype, shape)
+        self.declare_reference(observation_spec)
         return observation_spec
 
 
@@ -158,21 +135,17 @@ class KLDivergenceTransform(KLTransform):
         parameters of the policy's distribution, for "top_k" what TopKActor records.
         writes ("next", "kl"): nats per step, (*B, 1); with another estimator ("next",
         "kl_estimate") too. Zero on padding (("collector", "mask") False), and in an env step where
-        no policy ran or a batched env skips the row.
-        drops, on a batch, what the estimate has used, unless `keep_dist_params`.
+        the action was not drawn by a policy or a batched env skips the row.
+        drops, on a batch, what the estimate has used.
 
     Args:
         estimator, sum_agents, keys: as for KLConstrainedTransform.
         actor: for "exact": an actor with the distribution class and the keys of policy and
             reference.
-        keep_dist_params: whether a batch keeps the policy's recorded parameters (or top k), for a
-            loss that reads them, such as KLPENPPOLoss.
-        on_invalid: as for KLConstrainedTransform.
 
     Raises:
         TypeError: if `sum_agents` is not a bool.
-        ValueError: if the estimator is unknown, "exact" has no actor, or shapes differ; or for an
-            invalid log-prob or KL.
+        ValueError: if the estimator is unknown, "exact" has no actor, or shapes differ.
         KeyError: if a log-prob, or what the estimator reads, is missing where a policy ran.
 
     Example:
@@ -191,15 +164,9 @@ class KLDivergenceTransform(KLTransform):
         estimator: Estimator = "k1",
         actor: nn.Module | None = None,
         sum_agents: bool = False,
-        keep_dist_params: bool = False,
         keys: KLKeys | None = None,
-        on_invalid: OnInvalid = "raise",
     ):
-        self.guard = Guard(on_invalid)
-        if not isinstance(sum_agents, bool):
-            raise TypeError(f"`sum_agents` must be True or False, got {sum_agents!r}.")
-        self.keys = td.as_keys(keys).resolve(sum_agents=sum_agents)
-        self.sum_agents, self.keep_dist_params = sum_agents, keep_dist_params
+        self.keys, self.sum_agents = as_keys(keys).resolve(sum_agents=sum_agents), sum_agents
         estimate = make_estimate(estimator, actor, self.keys)
         super().__init__(
             in_keys=[*self.keys.recorded.keys, self.keys.ref_log_prob],
@@ -208,40 +175,22 @@ class KLDivergenceTransform(KLTransform):
         self.estimate = estimate
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # (*B, *A); missing if another transform or the env wrote `ref_log_prob`.
-        counted = tensordict.get(td.hidden_key(self.keys.ref_log_prob, "counted"), None)
-        log_prob = self._log_prob(tensordict)
-        if counted is not None and log_prob is None and counted.any():
-            log_prob = self.keys.recorded.require(tensordict)
-        counts = log_prob is not None if counted is None else bool(counted.all())
-        mask = tensordict.get("_step", None)  # (*B), False in rows that a batched env skips
-        step = self._measure(tensordict, next_tensordict, log_prob, mask)
-        # (*B, *A, 1) for RewardAdjustmentTransform, which sees no log-probs.
-        counted = torch.full_like(cast(Tensor, step.kl), counts, dtype=torch.bool)
-        tensordict.set(td.hidden_key(self.keys.kl, "counted"), counted)
+        log_prob = self.keys.recorded.read(tensordict)  # (*B, *A); None if no policy ran
+        mask = stepped(tensordict)  # (*B), False in rows that a batched env skips
+        self._measure(tensordict, next_tensordict, log_prob, mask)
         return next_tensordict
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Measures a batch (*B) that has "next"; returns a shallow copy."""
+    def _process(self, tensordict: TensorDictBase, *, moves: bool) -> TensorDictBase:
+        """Measures a batch (*B)."""
         self.refuse_wrong_order()
-        tensordict = td.copy_batch(tensordict)
-        log_prob = self._log_prob(tensordict)
-        if log_prob is None:
-            log_prob = self.keys.recorded.require(tensordict)
-        mask = td.counted_steps(tensordict, td.is_fake(tensordict))
-        self._measure(tensordict, tensordict.get("next"), log_prob, mask)
+        tensordict, fake = open_batch(tensordict)
+        following = tensordict.get("next")
+        log_prob, mask = self.keys.recorded.require(tensordict), counted_steps(tensordict, fake)
+        self._measure(tensordict, following, log_prob, without_random(following, self.keys, mask))
         # Parameters such as logits (*B, T, V) would fill a replay buffer.
-        if self.estimate is not None and not self.keep_dist_params:
-            for key in self.estimate.policy_keys:
-                tensordict.pop(key, None)
+        for key in [] if self.estimate is None else self.estimate.policy_keys:
+            tensordict.pop(key, None)
         return tensordict
-
-    def _log_prob(self, tensordict: TensorDictBase) -> Tensor | None:
-        # Recorded by the policy, or recomputed by ReferenceModelLogProbTransform, (*B, *A).
-        log_prob = self.keys.recorded.read(tensordict)
-        if log_prob is None:
-            log_prob = tensordict.pop(td.hidden_key(self.keys.ref_log_prob, "policy"), None)
-        return log_prob
 
     def _measure(
         self,
@@ -249,22 +198,17 @@ class KLDivergenceTransform(KLTransform):
         next_tensordict: TensorDictBase,
         log_prob: Tensor | None,
         mask: Tensor | None,
-    ) -> KLStep:
-        ref_log_prob = td.get_required(next_tensordict, self.keys.ref_log_prob, _NO_REFERENCE)
+    ) -> None:
+        ref_log_prob = get_required(next_tensordict, self.keys.ref_log_prob, _NO_REFERENCE)
         of_reference = None
         if self.estimate is not None:
-            hidden = td.hidden_key(self.keys.ref_log_prob, "dist")
-            of_reference = cast(TensorDictBase | None, next_tensordict.pop(hidden, None))
+            of_reference = cast(TensorDictBase, next_tensordict.pop(self.keys.ref_params, None))
             if self.estimate.policy_keys and of_reference is None and log_prob is not None:
-                td.get_required(next_tensordict, hidden, _NO_REFERENCE_DIST)
-        valid = passed_on(tensordict, self.keys.ref_log_prob)
-        step = KLStep(log_prob, ref_log_prob, mask, of_reference=of_reference, valid=valid)
+                get_required(next_tensordict, self.keys.ref_params, _NO_REFERENCE_PARAMS)
+        step = KLStep(log_prob, ref_log_prob, mask, of_reference=of_reference)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
-        step, _ = without_invalid(self, tensordict, step)
-        pass_on(tensordict, self.keys.kl, step)
         for key, value in zip(self.out_keys, (step.kl, step.estimate), strict=False):
             next_tensordict.set(key, value)
-        return step
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the KL and, with another estimator, the estimate."""
@@ -272,7 +216,7 @@ class KLDivergenceTransform(KLTransform):
         self.claim(observation_spec, self.out_keys)
         shape = self.parent_env.batch_size if self.sum_agents else ref.shape
         for key in self.out_keys:
-            td.add_spec(observation_spec, key, (*shape, 1), ref.dtype, shape)
+            add_spec(observation_spec, key, (*shape, 1), ref.dtype, shape)
         return observation_spec
 
 
@@ -280,7 +224,7 @@ _NO_REFERENCE = (
     "put ReferenceModelLogProbTransform before this transform, or name its entry with "
     "`KLKeys(ref_log_prob=...)`."
 )
-_NO_REFERENCE_DIST = (
+_NO_REFERENCE_PARAMS = (
     "put ReferenceModelLogProbTransform with the same `estimator` before this transform, both into "
     "the env or both on the batch."
 )

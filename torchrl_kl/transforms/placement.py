@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tensordict import NestedKey, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.envs import transforms as tr
 from torchrl.envs.transforms import Compose, Transform
 
-from torchrl_kl._tensordict import as_tuple
 from torchrl_kl._torchrl import container_of, declared_keys
+from torchrl_kl.keys import as_tuple
 
 
 def refuse_wrong_order(transform: Any, own_class: type[Transform]) -> None:
     """RuntimeError if a transform after it, in its Compose or those around it, undoes its work."""
-    for later in _siblings(transform):
+    for later in _later_siblings(transform):
         reason = None
         # This package's own transforms keep the entries of the others, casts keep their values.
         if not isinstance(later, (own_class, tr.DTypeCastTransform, tr.DeviceCastTransform)):
@@ -28,67 +27,35 @@ def refuse_wrong_order(transform: Any, own_class: type[Transform]) -> None:
             raise RuntimeError(f"{names} and {reason}. Put it before the KL transforms.")
 
 
-def refuse_rewards_to_go(transform: Any) -> None:
-    """RuntimeError if a buffer, whose samples are penalized, adds up rewards that it is given."""
-    reward = ("next", *as_tuple(transform.keys.reward))
-    siblings = [*_siblings(transform), *_siblings(transform, later=False)]
-    sums = [one for one in siblings if isinstance(one, tr.Reward2GoTransform)]
-    if any(reward in map(as_tuple, declared_keys(one)[2]) for one in sums):
+def refuse_sums(tensordict: TensorDictBase) -> None:
+    """RuntimeError if rewards of a batch were added up before they are penalized."""
+    found = {as_tuple(key)[-1]: key for key in tensordict.keys(True, True)}
+    if added := found.keys() & {"advantage", "value_target"}:
         raise RuntimeError(
-            f"Reward2GoTransform makes {reward} a sum over steps, of which "
-            f"{type(transform).__name__} in the same buffer would subtract the KL of the first one "
-            "alone. Penalize before: in the env, as `postproc`, or append the stack after it with "
-            "`invert=True`."
+            f"the batch has {found[min(added)]!r} already, computed from rewards without the "
+            'penalty: compute advantages after the KL transforms, or drop them (`exclude("advantage'
+            '", "value_target")`) if they will be computed again.'
+        )
+    n_summed = tensordict.get(found.get("steps_to_next_obs", "steps_to_next_obs"), None)
+    if n_summed is not None and bool((n_summed > 1).any()):
+        raise RuntimeError(
+            "the batch has 'steps_to_next_obs' above 1: its rewards are sums of several steps, of "
+            "which the KL of the first one alone would be subtracted. Use MultiStep after the KL "
+            "transforms: on the batches that a collector returns, or in a replay buffer to which "
+            "the stack is appended last, with `invert=True`."
         )
 
 
-def warn_of_chunks(transform: Transform) -> None:
-    """Warns of a transform before it, in an env, that steps through a chunk of actions."""
-    if any(isinstance(one, tr.MultiAction) for one in _siblings(transform, later=False)):
-        warnings.warn(
-            f"MultiAction comes before {type(transform).__name__}: where an episode ends inside a "
-            "chunk of actions, TorchRL runs no later transform. Such a step is not penalized, its "
-            "KL is that of the step before, and the controller is not told of the trajectory. If "
-            "episodes may end there, use the KL transforms as a `postproc`.",
-            stacklevel=2,
-        )
-
-
-def warn_of_late_resets(transform: Any) -> None:
-    """Warns of a vector env of Gymnasium that resets an env in the step after its end."""
-    vector = any(
-        isinstance(one, tr.VecGymEnvTransform) for one in _siblings(transform, later=False)
-    )
-    # TorchRL's wrapper passes on the attributes of the vector env.
-    mode = getattr(transform.env.base_env, "autoreset_mode", None) if vector else None
-    if getattr(mode, "value", None) == "NextStep":
-        warnings.warn(
-            f"{type(transform).__name__} is in a vector env of Gymnasium that resets an env in the "
-            "step after its end. TorchRL records that step with a reward of 0 and an action that "
-            "nobody took, whose KL is subtracted and counted in that of the next trajectory. Wrap "
-            "a vector env with `autoreset_mode=AutoresetMode.SAME_STEP` in GymWrapper, or use "
-            "SerialEnv or ParallelEnv.",
-            stacklevel=2,
-        )
-
-
-def _siblings(transform: Transform, *, later: bool = True) -> Iterator[Transform]:
-    """The transforms after this one, or before, in its Compose and those around it, all opened."""
+def _later_siblings(transform: Transform) -> Iterator[Transform]:
+    """The transforms after this one in its Compose and those around it, all opened."""
     # "after" is nearer to the policy: they change the env's outputs later, and actions earlier.
     container = container_of(transform)
     while isinstance(container, Compose):
         siblings = list(container.transforms)
         here = next((i for i, one in enumerate(siblings) if one is transform), len(siblings))
-        yield from _flat(siblings[here + 1 :] if later else siblings[:here])
+        parts = (part for one in siblings[here + 1 :] for part in one.modules())
+        yield from (p for p in parts if isinstance(p, Transform) and not isinstance(p, Compose))
         transform, container = container, container_of(container)
-
-
-def _flat(transforms: Iterable[object]) -> Iterator[Transform]:
-    for transform in transforms:
-        if isinstance(transform, Compose):
-            yield from _flat(transform.transforms)
-        elif isinstance(transform, Transform):
-            yield transform
 
 
 def _interference(later: Transform, written: set[NestedKey], actions: set[NestedKey]) -> str | None:

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
 from torchrl.data import Composite
 
-from torchrl_kl._tensordict import (
-    KLKeys,
-    ResolvedKeys,
-    add_spec,
-    as_keys,
-    as_tuple,
-    copy_batch,
-    is_fake,
-)
-from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import ConstantKLController, KLController
-from torchrl_kl.controllers.trajectories import OpenTrajectories
-from torchrl_kl.functional.invalid import OnInvalid
 from torchrl_kl.functional.numbers import check_number
+from torchrl_kl.keys import KLKeys, as_keys, as_tuple
+from torchrl_kl.transforms.base import add_spec, open_batch
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
-from torchrl_kl.transforms.steps import ScoringTransform, measure, score_batch
+from torchrl_kl.transforms.steps import ScoringTransform, measure
 
 
 class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
@@ -57,11 +45,6 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         keys: names of all entries.
         time_dim: the last batch dimension, if it is time and not named "time".
         chunk_size: how many rows of a batch the reference scores at a time.
-        on_invalid: what to do where a log-prob, KL or reward is NaN, infinite, or at least 2 ** 64:
-            "raise" an error that names it, or "mask" the step. With "raise" and a coefficient of 0,
-            an infinite KL is only measured. A masked step has a KL of 0 and is neither penalized
-            nor counted; its reward becomes 0 if it is invalid. What the policy recorded is not
-            changed. The first time, a warning gives the counts.
 
     Raises:
         TypeError, ValueError, KeyError, RuntimeError: as the three parts do.
@@ -88,43 +71,30 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         keys: KLKeys | None = None,
         time_dim: int | None = None,
         chunk_size: int | None = None,
-        on_invalid: OnInvalid = "raise",
     ):
         keys = as_keys(keys)
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, chunk_size=chunk_size)
         resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
-        options: dict[str, Any] = {"update_every": update_every, "time_dim": time_dim}
-        options["on_invalid"] = on_invalid
-        self._init(actor, frozen, controller, resolved, sum_agents, estimator, **options)
-        self.watch_first(actor, copied=reference is None)
-
-    def _init(
-        self,
-        actor: nn.Module,
-        reference: FrozenActor,
-        controller: KLController | float,
-        keys: ResolvedKeys,
-        sum_agents: bool,
-        estimator: Estimator = "k1",
-        *,
-        record: bool = True,
-        **options: Any,
-    ) -> None:
-        if not isinstance(sum_agents, bool):
-            raise TypeError(f"`sum_agents` must be True or False, got {sum_agents!r}.")
-        reference.name_states(keys.ref_log_prob)
+        frozen.name_states(resolved.ref_log_prob)
         # In the order of the values in `_write`.
-        self._written = [keys.ref_log_prob, keys.kl] if record else []
+        self._written = [resolved.ref_log_prob, resolved.kl] if self.record else []
         if estimator != "k1":
-            self._written.append(keys.kl_estimate)
-        in_keys = [*reference.in_keys, *reference.action_keys]
-        out_keys = [*self._written, *reference.own_state_keys]
-        options |= {"in_keys": in_keys, "out_keys": out_keys, "record": record}
-        super().__init__(controller, keys, **options)
-        self.reference, self.sum_agents = reference, sum_agents
-        self.acting = Acting.of(actor, reference.recorded)
-        self.estimate = make_estimate(estimator, actor, keys, reference.actor)
-        self.action_keys, self.observed = reference.action_keys, reference.in_keys
+            self._written.append(resolved.kl_estimate)
+        flags = [resolved.not_drawn] if self.record else []
+        super().__init__(
+            controller,
+            resolved,
+            in_keys=[*frozen.in_keys, *frozen.action_keys],
+            out_keys=[*self._written, *flags, *frozen.own_state_keys],
+            update_every=update_every,
+            time_dim=time_dim,
+        )
+        self.reference, self.sum_agents = frozen, sum_agents
+        self.acting = Acting.of(actor, frozen.recorded)
+        self.estimate = make_estimate(estimator, actor, resolved, frozen.actor)
+        self.action_keys, self.observed = frozen.action_keys, frozen.in_keys
+        if reference is None:
+            self.watch_first_use(actor)
 
     @property
     def measured_key(self) -> NestedKey:
@@ -135,36 +105,18 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         # `_inv_call` has scored the action before the env stepped.
         step = self._take_score(tensordict, next_tensordict)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
-        step = self.adjust_env_step(tensordict, next_tensordict, step)
+        self.adjust_env_step(tensordict, next_tensordict, step)
         self._write(next_tensordict, step)
-        if self._first is not None:
-            self.look_at_first(step)
         return next_tensordict
 
-    def forward(
-        self, tensordict: TensorDictBase, stream: OpenTrajectories | None = None
-    ) -> TensorDictBase:
-        """Scores, measures and penalizes a batch (*B) that has "next"; returns a shallow copy.
-
-        If its last dimension is time (named "time", or `time_dim`) the reference is evaluated once,
-        in recurrent mode. `stream`: from `new_stream`, if several collectors alternate.
-        """
+    def _process(self, tensordict: TensorDictBase, *, moves: bool) -> TensorDictBase:
         self.refuse_wrong_order()
-        tensordict, fake = copy_batch(tensordict), is_fake(tensordict)
+        tensordict, fake = open_batch(tensordict)
         self.refuse_penalized(tensordict.get("next"), "the batch")
-        step = score_batch(
-            self.reference,
-            tensordict,
-            self.estimate,
-            self.time_dim,
-            fake=fake,
-            acting=self.acting,
-        )
-        self.warn_of_random_steps(step)
+        step = self.score_batch(tensordict, fake)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
-        step = self.adjust_batch(tensordict, step, stream, trace=not fake)
+        self.adjust_batch(tensordict, step, moves=moves and not fake)
         self._write(tensordict.get("next"), step)
-        self.look_at_first(step, tensordict)
         # After the measurement, which reads them: logits (*B, V) would fill a replay buffer.
         self.drop_record(tensordict)
         return tensordict
@@ -197,7 +149,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         for key in self._written[1:]:
             add_spec(observation_spec, key, (*shape, 1), dtype, shape)
         self.declare_penalty(observation_spec, torch.Size((*shape, 1)), dtype)
-        self.declare_reference(observation_spec, self.reference)
+        self.declare_reference(observation_spec)
         return observation_spec
 
 
@@ -218,7 +170,6 @@ class KLRewardTransform(KLConstrainedTransform):
             default the same.
         requires_grad: whether the reference's weights receive gradients.
         keys: names of the other entries; the coefficient is next to the result by default.
-        on_invalid: as for KLConstrainedTransform.
 
     Raises:
         ValueError: if `in_keys` or `out_keys` is not one key, or `coef` is negative or not finite;
@@ -236,6 +187,8 @@ class KLRewardTransform(KLConstrainedTransform):
         tensor(True)
     """
 
+    record = False
+
     def __init__(
         self,
         actor: nn.Module,
@@ -247,7 +200,6 @@ class KLRewardTransform(KLConstrainedTransform):
         reference: nn.Module | Switch | None = None,
         sum_agents: bool = False,
         keys: KLKeys | None = None,
-        on_invalid: OnInvalid = "raise",
     ):
         keys = as_keys(keys)
         frozen = as_reference(
@@ -257,11 +209,11 @@ class KLRewardTransform(KLConstrainedTransform):
         out_key = _one_key("out_keys", [reward_key] if out_keys is None else out_keys)
         # The coefficient goes next to the result, which may be in another nested tensordict.
         keys = keys.with_reward(reward_key, out_key)
-        resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
-        controller = ConstantKLController(_one_number(coef))
-        options: dict[str, Any] = {"out_key": out_key, "record": False, "on_invalid": on_invalid}
-        self._init(actor, frozen, controller, resolved, sum_agents, **options)
-        self.watch_first(actor, copied=reference is None)
+        coef = coef.item() if isinstance(coef, Tensor) else coef
+        controller = ConstantKLController(check_number("coef", coef, at_least=0.0))
+        super().__init__(actor, controller, reference=frozen, sum_agents=sum_agents, keys=keys)
+        if reference is None:
+            self.watch_first_use(actor)
 
     @property
     def coef(self) -> Tensor:
@@ -274,11 +226,3 @@ def _one_key(name: str, keys: NestedKey | list[NestedKey]) -> NestedKey:
     if len(keys) != 1:
         raise ValueError(f"`{name}` must be one key, got {keys}: use one transform per reward.")
     return unravel_key(as_tuple(keys[0]))
-
-
-def _one_number(coef: float | Tensor) -> float:
-    if isinstance(coef, Tensor):
-        if coef.numel() != 1:
-            raise ValueError(f"`coef` must be one number, got shape {tuple(coef.shape)}.")
-        coef = coef.item()
-    return check_number("coef", coef, at_least=0.0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from multiprocessing import parent_process
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -12,13 +13,21 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 from torchrl.envs import EnvBase
 
-from torchrl_kl import _tensordict as td
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
-from torchrl_kl.functional import kl_k1
-from torchrl_kl.transforms.base import KLTransform
-from torchrl_kl.transforms.doubts import FirstSteps
+from torchrl_kl.batches import MASK_KEY, expand_right, find_time_dim
+from torchrl_kl.functional.estimators import kl_k1
+from torchrl_kl.keys import (
+    RECORD_LOG_PROB,
+    ResolvedKeys,
+    as_tuple,
+    existing_keys,
+)
+from torchrl_kl.transforms.base import KLTransform, add_spec, state_spec
 from torchrl_kl.transforms.estimates import Estimate, KLStep
+
+_FIRST_STEPS = 32  # of an env, over which the first KL is averaged; else of the first batch
+_HUGE = 0.1  # nats per step, where 0 is expected: a trained policy is usually held below that
 
 
 def score_env_step(
@@ -31,21 +40,17 @@ def score_env_step(
     """Scores the action of an env step (*B), on the policy's side of all action transforms."""
     log_prob = reference.recorded.read(tensordict)  # (*B, *A)
     if log_prob is None:
-        log_prob = reference.present_log_prob(tensordict, env_actions=env.action_keys)
-    inputs = reference.inputs(tensordict)
-    if log_prob is None:
         _refuse_unrecorded(reference, acting, tensordict, env)
         _refuse_parallel_worker(tensordict)
         # A random policy: the KL is 0, and a recurrent reference keeps its state.
         shape = reference.recorded.batch_size(tensordict)
         zeros = torch.zeros(shape, dtype=reference.dtype, device=tensordict.device)
-        states = [inputs.get(key) for key in reference.own_state_keys]
-        return KLStep(None, zeros, counted=False, states=states)
-    score = reference.step(inputs)
+        states = [tensordict.get(key) for key in reference.own_state_keys]
+        return KLStep(None, zeros, drawn=False, states=states)
+    score = reference.score(tensordict, timed=False)
     # The outputs, such as logits (*B, V), are dropped but for what the estimate needs.
-    kept = estimate and estimate.of_reference(tensordict, score.outputs, reference.actor)
-    counted = acting.samples()
-    return KLStep(log_prob, score.log_prob, None, counted, kept, score.states)
+    params = estimate and estimate.of_reference(tensordict, score.outputs, reference.actor)
+    return KLStep(log_prob, score.log_prob, None, acting.samples(), params, score.states)
 
 
 def score_batch(
@@ -58,30 +63,52 @@ def score_batch(
     acting: Acting | None = None,
 ) -> KLStep:
     """Scores a batch (*B): in one pass along time, or step by step where no dimension is time."""
-    timed = td.find_time_dim(tensordict, time_dim) is not None
-    log_prob = reference.recorded.read(tensordict)
-    if log_prob is None:
-        log_prob = reference.present_log_prob(tensordict, timed=timed)
-    if log_prob is None:
-        log_prob = reference.recorded.require(tensordict)
-    log_probs, kept, states = [], [], []
+    mask, timed = counted_steps(tensordict, fake), find_time_dim(tensordict, time_dim) is not None
+    log_prob = reference.recorded.require(tensordict)
+    log_probs, params = [], []
     # The outputs of a pass, such as logits (rows, T, V), are dropped before the next rows.
     # TensorDict does not split an empty batch.
     chunk = reference.chunk_size if tensordict.batch_size.numel() and tensordict.ndim else None
     for rows in [tensordict] if chunk is None else tensordict.split(chunk):
-        score = reference.trajectories(rows) if timed else reference.step(reference.inputs(rows))
+        score = reference.score(rows, timed=timed, fake=fake)
         if estimate is not None:
-            kept.append(estimate.of_reference(rows, score.outputs, reference.actor))
+            params.append(estimate.of_reference(rows, score.outputs, reference.actor))
         log_probs.append(score.log_prob)
-        states = score.states  # a recurrent reference scores all rows at once
-    mask = td.counted_steps(tensordict, fake)
-    told = None if fake else acting
-    random = None if told is None else told.random_steps(tensordict, log_prob, mask)
     ref_log_prob = _join(log_probs)  # (*B, *A)
-    # A collector may make zeros to learn the keys; the log-prob of an action 0 can be -inf.
-    ref_log_prob = torch.zeros_like(ref_log_prob) if fake else ref_log_prob
-    step = KLStep(log_prob, ref_log_prob, mask, True, _join(kept), states)
-    return step if random is None else step._replace(valid=~random)
+    if fake:
+        # A collector may make zeros to learn the keys; the log-prob of an action 0 can be -inf.
+        ref_log_prob = torch.zeros_like(ref_log_prob)
+    elif acting is not None:
+        random = acting.random_steps(tensordict, log_prob, mask)
+        if random is not None:
+            _warn_of_random_steps(random)
+            mask = ~random if mask is None else mask & ~random
+    return KLStep(log_prob, ref_log_prob, mask, of_reference=_join(params))
+
+
+def counted_steps(tensordict: TensorDictBase, fake: bool) -> Tensor | None:
+    """True where a step counts, (*B), which padding and fake data do not; None if all do."""
+    mask = tensordict.get(MASK_KEY, None)
+    if mask is None and fake:
+        mask = torch.zeros(tensordict.batch_size, dtype=torch.bool, device=tensordict.device)
+    return None if mask is None else mask.reshape(tensordict.batch_size)
+
+
+def stepped(tensordict: TensorDictBase) -> Tensor | None:
+    """True where an env steps a row, (*B); None if it steps all."""
+    mask = tensordict.get("_step", None)
+    return None if mask is None else mask.reshape(tensordict.batch_size)
+
+
+def without_random(
+    next_tensordict: TensorDictBase, keys: ResolvedKeys, mask: Tensor | None
+) -> Tensor | None:
+    """The mask (*B) without the steps whose actions were not drawn, if a part says so."""
+    not_drawn = next_tensordict.get(keys.not_drawn, None)  # (*B, *A, 1)
+    if not_drawn is None or not not_drawn.any():
+        return mask
+    drawn = ~not_drawn.flatten(next_tensordict.batch_dims).any(-1)
+    return drawn if mask is None else mask & drawn
 
 
 def _join(parts: list[Any]) -> Any:
@@ -95,17 +122,19 @@ def measure(
     step: KLStep, tensordict: TensorDictBase, estimate: Estimate | None, *, sum_agents: bool = False
 ) -> KLStep:
     """Adds k1 and the estimate; both are 0 outside the mask and where no policy ran."""
+    ref_log_prob: Any = step.ref_log_prob
     if step.log_prob is None:
-        values = [torch.zeros_like(step.ref_log_prob)] * (1 if estimate is None else 2)
+        values = [torch.zeros_like(ref_log_prob)] * (1 if estimate is None else 2)
     else:
         log_prob, mask = step.log_prob.detach(), step.mask
         if mask is not None:
-            mask = td.expand_right(mask, log_prob.shape)  # (*B) to (*B, *A)
-        values = [kl_k1(log_prob, step.ref_log_prob, mask=mask)]
+            ones = (1,) * (log_prob.ndim - mask.ndim)
+            mask = mask.reshape(*mask.shape, *ones).expand(log_prob.shape)  # (*B) to (*B, *A)
+        values = [kl_k1(log_prob, ref_log_prob, mask=mask)]
         if estimate is not None:
             values.append(estimate(tensordict, step._replace(log_prob=log_prob, mask=mask)))
     if sum_agents:
-        values = [td.sum_action_dims(value, tensordict.batch_size) for value in values]
+        values = [value.flatten(tensordict.batch_dims).sum(-1) for value in values]
     # TorchRL's rewards have one more dimension than its log-probs.
     kl, *estimates = [value.unsqueeze(-1) for value in values]
     return step._replace(kl=kl, estimate=estimates[0] if estimates else None)
@@ -146,13 +175,13 @@ def _refuse_unrecorded(
 ) -> None:
     """A policy that ran without recording its log-prob must not pass for a random one."""
     keys, recorded = tensordict.keys(True, True), reference.recorded
-    left = [key for key in (*acting.trace_keys, *recorded.keys) if key in keys]
-    traces = [key for key in left if key not in env.action_keys]
+    found = [key for key in (*acting.trace_keys, *recorded.keys) if key in keys]
+    traces = [key for key in found if key not in env.action_keys]
     if traces:
         missing = recorded.missing(tensordict)[0]
         raise KeyError(
-            f"the policy ran (its {traces} are there) but left no {missing!r}, got "
-            f"{td.existing_keys(tensordict)}: {td.RECORD_LOG_PROB}"
+            f"the policy ran (its {traces} are there) but recorded no {missing!r}, got "
+            f"{existing_keys(tensordict)}: {RECORD_LOG_PROB}"
         )
 
 
@@ -162,7 +191,7 @@ def _refuse_parallel_worker(tensordict: TensorDictBase) -> None:
         return
     # Only there does a step hold a mask "_reset" in memory that is shared with another process.
     # A worker without buffers receives shared memory too, but no such mask.
-    masks = [key for key in tensordict.keys(True, True) if td.as_tuple(key)[-1] == "_reset"]
+    masks = [key for key in tensordict.keys(True, True) if as_tuple(key)[-1] == "_reset"]
     if any(m.device.type == "cpu" and m.is_shared() for m in map(tensordict.get, masks)):
         raise RuntimeError(
             "the KL transforms are inside the workers of a ParallelEnv, where no log-prob of the "
@@ -171,52 +200,94 @@ def _refuse_parallel_worker(tensordict: TensorDictBase) -> None:
         )
 
 
+def _warn_of_random_steps(random: Tensor) -> None:
+    # Python shows a warning of one place only once.
+    warnings.warn(
+        f"in {int(random.sum())} of {random.numel()} steps the log-prob and all that the policy "
+        "writes is 0, as in the frames of a random policy (`init_random_frames`). Such steps are "
+        "neither penalized nor counted. Put the KL transforms into the env, which tells them "
+        "apart, to be without this warning.",
+        stacklevel=3,
+    )
+
+
+class FirstUse:
+    """Warns if the weights of a policy have changed between the copy and its first use."""
+
+    def __init__(self, policy: nn.Module):
+        # The policy must not be saved, moved or copied with a transform, whose copies share this.
+        self._policy: Any = weakref.ref(policy)
+        self._k1, self._count = 0.0, 0
+
+    def __deepcopy__(self, memo: dict) -> FirstUse:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # In another process nobody knows the policy.
+        return vars(self) | {"_policy": None}
+
+    def forget(self) -> None:
+        """Expects any weights from now on."""
+        self._policy = None
+
+    def check(self, k1: Tensor, reference: nn.Module, *, enough: int) -> bool:
+        """Adds k1 of the first steps, (N,); whether they were `enough`, and nothing is to do."""
+        self._k1 += float(k1.detach().sum())
+        self._count += k1.numel()
+        if self._count < enough:
+            return False
+        policy = self._policy and self._policy()
+        self._policy = None
+        if policy is None or self._k1 < _HUGE * self._count:
+            return True
+        pairs = zip(policy.parameters(), reference.parameters(), strict=False)
+        if not all(torch.equal(own.detach().to(other), other.detach()) for own, other in pairs):
+            warnings.warn(
+                f"the first {self._count} steps have a KL of {self._k1 / self._count:.2g} nats per "
+                "step, although the reference is a copy of the policy: the policy's weights have "
+                "changed since it was copied. Load weights into the policy before building the KL "
+                "transform. If you mean the KL to the old weights, say so with `reference=`.",
+                stacklevel=4,
+            )
+        return True
+
+
 class ScoringTransform(KLTransform):
     """Base of the transforms that score actions under a reference."""
 
     reference: FrozenActor
     acting: Acting
     estimate: Estimate | None
-    _first: FirstSteps | None = None  # until it was looked at
-    _warned_of_random = False
+    first_use: FirstUse | None = None  # of a reference that is a copy of the policy
+    record = True  # whether it writes more than its result
+    time_dim: int | None
+
+    def watch_first_use(self, policy: nn.Module) -> None:
+        """Will warn if the policy's weights have changed when this is used."""
+        self.first_use = FirstUse(policy)
+        self.register_load_state_dict_post_hook(_expect_any)  # a run that goes on
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
         self.reference.update_reference(source, tau)
         _expect_any(self)
 
-    def watch_first(self, policy: nn.Module, *, copied: bool) -> None:
-        """Warns once if the first steps are not what `policy`, perhaps `copied` before, drew."""
-        self._first = FirstSteps(policy, self.acting, self.reference, copied=copied)
-        self.register_load_state_dict_post_hook(_expect_any)  # a run that goes on
-
-    def look_at_first(self, step: KLStep, batch: TensorDictBase | None = None) -> None:
-        """Looks at the first steps, or at a whole `batch`; later there is nothing to do."""
-        if self._first is None or step.log_prob is None or torch.compiler.is_compiling():
-            return
-        counts, k1 = step.counting, step.log_prob - step.ref_log_prob
-        if batch is not None:
-            self._first.add_draws(batch, counts, whole_batch=True)
-        k1 = k1 if counts is None else k1[td.expand_right(counts, k1.shape)]
-        doubt = self._first.add(k1, self.reference.actor, whole_batch=batch is not None)
-        if doubt is not None:
-            _expect_any(self)  # clones, which share it, may be made for later weights
-            self._first = None
-        if doubt:
-            warnings.warn(f"{type(self).__name__}: {doubt}", stacklevel=2)
-
-    def warn_of_random_steps(self, step: KLStep) -> None:
-        """Warns once of steps of a batch that a random policy has made."""
-        if step.valid is None or self._warned_of_random:
-            return
-        self._warned_of_random = True
-        warnings.warn(
-            f"{type(self).__name__}: in {int((~step.valid).sum())} of {step.valid.numel()} steps "
-            "the log-prob and all that the policy writes is 0, as in the frames of a random policy "
-            "(`init_random_frames`). Such steps are neither penalized nor counted. Put the "
-            "transform into the env, which tells them apart, to be without this warning.",
-            stacklevel=2,
+    def score_batch(self, tensordict: TensorDictBase, fake: bool) -> KLStep:
+        """Scores a batch (*B); see the function of this name."""
+        step = score_batch(
+            self.reference, tensordict, self.estimate, self.time_dim, fake=fake, acting=self.acting
         )
+        self.check_first_use(step)
+        return step
+
+    def check_first_use(self, step: KLStep, *, enough: int = 1) -> None:
+        """Warns once if the policy has changed since it was copied; see `FirstUse`."""
+        if self.first_use is None or step.log_prob is None or torch.compiler.is_compiling():
+            return
+        k1 = step.log_prob.detach() - cast(Tensor, step.ref_log_prob)
+        k1 = k1 if step.mask is None else k1[expand_right(step.mask, k1.shape)]
+        if self.first_use.check(k1, self.reference.actor, enough=enough):
+            self.first_use = None
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         # A Compose inverts from last to first: action transforms before this one have not yet
@@ -224,27 +295,46 @@ class ScoringTransform(KLTransform):
         env = self.env
         if env is not None:
             score = score_env_step(self.reference, self.acting, tensordict, self.estimate, env)
-            if self._first is not None and not torch.compiler.is_compiling():
-                self._first.add_draws(tensordict, tensordict.get("_step", None))
+            self.check_first_use(score, enough=_FIRST_STEPS)
             vars(self)["_scored"] = score  # until `_step`; `nn.Module.__setattr__` takes longer
         return tensordict
 
     def _take_score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> KLStep:
-        """The score of this env step; writes its next recurrent states."""
+        """The score of this env step; writes its next recurrent states, and what was not drawn."""
         # (*B), False in rows that are skipped, as also a transform before this one may decide.
-        mask = tensordict.get("_step", None)
-        step: KLStep = vars(self).pop("_scored")._replace(mask=mask)
+        step: KLStep = vars(self).pop("_scored")._replace(mask=stepped(tensordict))
         for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
             next_tensordict.set(key, state)
+        if not self.record:
+            return step
+        # Of the trajectory so far; a reset sets it to False.
+        not_drawn = tensordict.get(self.keys.not_drawn, None)
+        if not_drawn is None or not step.drawn:
+            shape = (*self.keys.recorded.batch_size(tensordict), 1)
+            full = torch.full(shape, not step.drawn, device=tensordict.device)
+            not_drawn = full if not_drawn is None else not_drawn | full
+        next_tensordict.set(self.keys.not_drawn, not_drawn)
         return step
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Adds the reference's recurrent state to the state spec."""
+        """Adds the reference's recurrent state, and what was not drawn, to the state spec."""
         # Batched envs carry only actions and what is in the state spec to their workers.
-        self.declare_states(td.state_spec(input_spec), self.reference)
+        self._declare_scores(state_spec(input_spec))
         return input_spec
+
+    def declare_reference(self, spec: Composite) -> None:
+        """Adds the same to the observation spec; RuntimeError if it is there already."""
+        self.claim(spec, self.reference.own_state_keys)
+        self._declare_scores(spec)
+
+    def _declare_scores(self, spec: Composite) -> None:
+        self.declare_states(spec, self.reference)
+        if self.record:
+            shape = self.log_prob_shape()
+            add_spec(spec, self.keys.not_drawn, (*shape, 1), torch.bool, shape)
 
 
 def _expect_any(transform: ScoringTransform, _: object = None) -> None:
-    if transform._first is not None:
-        transform._first.copied[0] = False
+    if transform.first_use is not None:
+        transform.first_use.forget()
+        transform.first_use = None

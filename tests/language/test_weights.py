@@ -1,0 +1,188 @@
+"""A cache is never stale: whatever changes of a model between two steps, log-probs follow."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from tests.gpt_helpers import sharp
+from tests.language.models import (
+    KINDS,
+    VOCAB,
+    check_step,
+    first_layer,
+    make_actor,
+    make_model,
+    random_texts,
+    seeded,
+    step,
+    true_logits,
+)
+from torchrl_kl.language import GPT, CausalLMActor, sample_responses
+
+
+def matrix_of(model: nn.Module) -> torch.Tensor:
+    """A weight that keys and values depend on."""
+    return next(p for p in first_layer(model).parameters() if p.ndim == 2)
+
+
+def optimizer_step(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    output = model(random_texts(2))
+    output = output if isinstance(output, torch.Tensor) else output.logits
+    output.logsumexp(-1).sum().backward()
+    optimizer.step()
+
+
+def edit_in_place(model: Any) -> None:
+    with torch.no_grad():
+        matrix_of(model).mul_(1.5)
+
+
+def edit_data(model: Any) -> None:
+    matrix_of(model).data.add_(0.1)
+
+
+def set_data(model: Any) -> None:
+    matrix_of(model).data = matrix_of(model).data * 1.5
+
+
+def edit_row(model: Any) -> None:
+    matrix_of(model).data[3] += 1.0
+
+
+def edit_bias_like(model: Any) -> None:
+    vector = next(p for p in first_layer(model).parameters() if p.ndim == 1)
+    vector.data[5] += 1.0
+
+
+def assign_weights(model: Any) -> None:
+    model.load_state_dict({k: v * 1.2 for k, v in model.state_dict().items()}, assign=True)
+
+
+def replace_module(model: Any) -> None:
+    name, layer = next(
+        (n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)
+    )
+    parent, _, last = name.rpartition(".")
+    make: Any = type(layer)
+    twin = make(*layer.weight.shape)
+    setattr(model.get_submodule(parent), last, sharp(twin, seed=8))
+
+
+def add_hook(model: Any) -> None:
+    first_layer(model).register_forward_hook(
+        lambda _, __, out: out * 2 if isinstance(out, torch.Tensor) else (out[0] * 2, *out[1:])
+    )
+
+
+def cast_and_back(model: Any) -> None:
+    model.to(torch.bfloat16).float()
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    *(optimizer_step, edit_in_place, edit_data, set_data, edit_row, edit_bias_like),
+    *(assign_weights, replace_module, add_hook, cast_and_back),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_a_change_between_two_steps(kind, change):
+    actor, texts = make_actor(kind), random_texts(4)
+    model = actor.reader.lm.model
+    for n in (3, 4):
+        check_step(actor, texts, [n, n, n + 1, n])
+    before = true_logits(model, texts, [5, 5, 6, 5])
+    change(model)
+    after = true_logits(model, texts, [5, 5, 6, 5])
+    assert not torch.allclose(before, after, atol=1e-3), "the change does nothing"
+    for n in (5, 6):
+        check_step(actor, texts, [n, n, n + 1, n])
+
+
+class TestModes:
+    @pytest.mark.parametrize("kind", ["gpt", "gpt2"])
+    def test_eval_after_steps_with_dropout(self, kind):
+        actor, texts = CausalLMActor(make_model(kind, dropout=0.5)), random_texts(4)
+        expected = true_logits(actor.reader.lm.model, texts, [5] * 4).log_softmax(-1)
+        actor.train()
+        noisy = [step(actor, texts, torch.full((4,), 5)) for _ in range(2)]
+        assert not torch.equal(*noisy)
+        assert ((noisy[0] - expected).abs().amax(-1) > 0.1).all()
+        actor.eval()
+        check_step(actor, texts, [6] * 4)
+        check_step(actor, texts, [7] * 4)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("lengths", [[4, 4, 4, 4], [4, 6, 3, 5]], ids=["equal", "ragged"])
+    def test_autocast(self, kind, lengths):
+        actor, plain = make_actor(kind), make_actor(kind)
+        plain.reader.lm.caches = False
+        texts = random_texts(4)
+        half = torch.autocast("cpu", torch.bfloat16)
+        for n, context in enumerate([nullcontext(), half, half, nullcontext(), nullcontext()]):
+            with context:
+                got, expected = (step(a, texts, torch.tensor(lengths) + n) for a in (actor, plain))
+            bound = 2e-5 if isinstance(context, nullcontext) else 0.5
+            assert_close(got, expected, atol=bound, rtol=0.0)
+
+
+class Moved(GPT):
+    """It numbers the positions of new tokens as if they were the first ones."""
+
+    def forward(self, tokens, past_key_values=None, attention_mask=None, position_ids=None):
+        return super().forward(
+            tokens, past_key_values=past_key_values, attention_mask=attention_mask
+        )
+
+
+class Picky(GPT):
+    def forward(self, tokens, past_key_values=None, attention_mask=None, position_ids=None):
+        if past_key_values is not None and tokens.shape[1] == 1:
+            raise KeyError("masks of two dimensions only")
+        return super().forward(tokens, past_key_values=past_key_values)
+
+
+class TestFirstCachedStep:
+    """It is compared with an uncached pass: some models compute something else with a cache."""
+
+    @pytest.mark.parametrize(
+        ("kind", "problem"),
+        [(Moved, r"differed by"), (Picky, r"raised KeyError: 'masks of two")],
+    )
+    @pytest.mark.parametrize("ragged", [False, True])
+    def test_models_that_compute_something_else(self, kind, problem, ragged):
+        actor, texts = CausalLMActor(sharp(kind(VOCAB, 20)).eval()), random_texts(3)
+        with pytest.warns(UserWarning, match=f"cannot be cached, since a pass with them {problem}"):
+            check_step(actor, texts, [4, 4 + ragged, 4])
+        for n in (5, 6):
+            check_step(actor, texts, [n, n + 1, n])
+
+    @pytest.mark.parametrize("kind", [Moved, Picky])
+    def test_sampled_responses(self, kind):
+        actors = [CausalLMActor(sharp(cls(VOCAB, 20)).eval()) for cls in (kind, GPT)]
+        prompts = random_texts(3)[:, :4]
+        with pytest.warns(UserWarning, match="cannot be cached"):
+            batch, expected = (
+                sample_responses(a, prompts, 6, pad_token=0, generator=seeded()) for a in actors
+            )
+        assert batch["tokens"].equal(expected["tokens"])
+        assert_close(batch["action_log_prob"], expected["action_log_prob"], atol=2e-5, rtol=0.0)
+
+    def test_it_leaves_modes_and_random_numbers_alone(self):
+        model = make_model("gpt", dropout=0.3).train()
+        model.blocks[1].eval()
+        modes = [m.training for m in model.modules()]
+        actor = CausalLMActor(model)
+        torch.manual_seed(1)
+        first = step(actor, random_texts(3), torch.tensor([4, 4, 4]))  # with a comparison
+        actor.clear_cache()
+        torch.manual_seed(1)
+        again = step(actor, random_texts(3), torch.tensor([4, 4, 4]))
+        assert torch.equal(first, again)
+        assert [m.training for m in model.modules()] == modes

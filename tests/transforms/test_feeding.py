@@ -1,0 +1,428 @@
+"""What a controller is fed, in an env and on batches: which trajectories, once each."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.testing import assert_close
+from torchrl.data import Categorical, Composite
+from torchrl.envs import SerialEnv, check_env_specs
+
+from tests.helpers import (
+    SpyController,
+    WalkEnv,
+    assert_same,
+    collect,
+    make_actor,
+    moved,
+    play,
+    policy,
+    spied,
+    step_of,
+    total,
+    with_transforms,
+    without_kl,
+)
+from torchrl_kl import (
+    AdaptiveKLController,
+    ExponentialKLController,
+    KLConstrainedTransform,
+    KLKeys,
+    PlannedKLController,
+    RewardAdjustmentTransform,
+    TargetKLController,
+)
+from torchrl_kl.feeding import ControllerFeed
+
+any_place = pytest.mark.parametrize("place", ["env", "batch"])
+any_per = pytest.mark.parametrize("per", ["trajectory", "step"])
+
+
+def measured(place: str, stack: Any, env: Any, actor: Any, steps: int = 20, **kwargs) -> Any:
+    """A rollout that the stack has penalized in the env, or as a batch."""
+    if place == "env":
+        return play(with_transforms(env, stack), actor, steps, **kwargs)
+    return stack(play(env, actor, steps, **kwargs))
+
+
+def adder(**kwargs) -> Any:
+    return RewardAdjustmentTransform(SpyController(), update_every=1, **kwargs)
+
+
+# Penalize first, then update.
+
+
+@pytest.mark.parametrize(("per", "moves"), [("trajectory", [0, 0, 1, 1]), ("step", [0, 1, 2, 3])])
+def test_penalize_first_then_update(per, moves):
+    stack, _ = spied(per, step=1.0)
+    after = play(with_transforms(WalkEnv((2,), longest=2), stack), policy(), 4)["next"]
+    assert after["done"].flatten().tolist() == [False, True] * 4
+    assert_close(after["kl_coeff"].squeeze(-1), 0.1 + torch.tensor([moves, moves]))
+    assert_close(after["reward"], after["task_reward"] - after["kl_coeff"] * after["kl"])
+    outside, _ = spied(per, step=1.0)
+    for coeff in (0.1, 1.1):
+        after = outside(play(WalkEnv((2,)), policy()))["next"]
+        assert_close(after["kl_coeff"], torch.full((2, 12, 1), coeff))
+
+
+# Pools.
+
+
+@any_place
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("update_every", [1, 7])
+def test_finished_trajectories_are_pooled_and_told_once(place, update_every, estimator):
+    stack, controller = spied(update_every=update_every, estimator=estimator)
+    after = measured(place, stack, WalkEnv((3,)), policy(), 40)["next"]
+    # The same from the data alone, in the order in which the trajectories end.
+    fed = after["kl" if estimator == "k1" else "kl_estimate"]
+    pool, expected, running = [], [], torch.zeros(3)
+    for t in range(40):
+        running = running + fed[:, t, 0]
+        assert_close(after["episode_kl"][:, t, 0], running)
+        ended = after["done"][:, t, 0]
+        pool += running[ended].tolist()
+        running = torch.where(ended, 0.0, running)
+        if place == "env" and len(pool) >= update_every:
+            expected.append((sum(pool) / len(pool), len(pool)))
+            pool = []
+    if place == "batch":
+        expected, pool = [(sum(pool) / len(pool), len(pool))], []
+    assert [n for _, n in controller.calls] == [n for _, n in expected]
+    assert_close([kl for kl, _ in controller.calls], [kl for kl, _ in expected], atol=1e-5, rtol=0)
+    assert int(stack.statistics.count) == len(pool)
+    assert_close(after["reward"], after["task_reward"] - after["kl_coeff"] * after["kl"])
+
+
+@any_per
+@pytest.mark.parametrize("padded", [False, True])
+def test_observing_a_penalized_batch_tells_what_penalizing_it_would_have_told(per, padded):
+    (penalizing, one), (observing, other) = spied(per), spied(per)
+    for seed in range(3):
+        batch = play(WalkEnv((3,)), policy(), 7, seed=seed)
+        if padded:
+            batch["collector", "mask"] = torch.arange(7).expand(3, 7) < 5
+        penalized = penalizing(batch)
+        if padded:
+            penalized["next", "kl"][:, 5:] = 9.0
+        before = penalized.clone()
+        assert observing.observe(penalized) is None
+        assert (penalized == before).all()
+    assert one.calls == other.calls != []
+    batch = play(WalkEnv((3,)), policy(), 7)
+    with pytest.raises(KeyError, match="'kl' is not in the data.*put KLDivergenceTransform before"):
+        observing.observe(batch)
+
+
+# Trajectories that go on from batch to batch; tests/trust has their properties.
+
+
+@pytest.mark.parametrize("truncates", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_trajectories_across_batches_are_those_of_the_env(truncates, frozen):
+    (inside, told_inside), (outside, told_outside) = spied(), spied()
+    for stack in (inside, outside) if frozen else ():
+        stack.freeze()
+    env = with_transforms(SerialEnv(2, lambda: WalkEnv(longest=9, truncates=truncates)), inside)
+    for batch in collect(env, policy(), frames=8, batches=12):
+        after = outside(without_kl(batch))
+        assert_same(after["next", "episode_kl"], batch["next", "episode_kl"])
+    assert total(told_outside)[0] == total(told_inside)[0]
+    assert_close(total(told_outside)[1], total(told_inside)[1], atol=1e-4, rtol=0)
+    assert (total(told_inside)[0] > 10) != frozen
+
+
+def steps_of(kl: list[float], ids: list[int], states: list[int], init: list[int]) -> Any:
+    """Steps of numbered states; a trajectory ends after the state 22."""
+    ends = [state == 22 for state in states]
+    data = step_of(reward=[0.0] * len(kl), kl=kl, done=ends)
+    data["is_init"] = torch.tensor(init).bool()[None, :, None]
+    data["collector", "traj_ids"] = torch.tensor([ids])
+    data["observation"] = torch.tensor(states)[None, :, None].float()
+    data["next", "observation"] = data["observation"] + 1
+    return data
+
+
+def test_a_reset_before_the_end_of_a_trajectory_begins_another():
+    batch = steps_of([1.0] * 6, [0, 0, 0, 0, 1, 1], [20, 21, 21, 22, 10, 11], [1, 0, 1, 0, 1, 0])
+    # An observation may be NaN: the steps follow one another all the same.
+    batch["observation"][0, 1] = batch["next", "observation"][0, 0] = math.nan
+    # What a critic that learns writes is no state.
+    batch["state_value"], batch["next", "state_value"] = torch.rand(2, 1, 6, 1)
+    adding = adder()
+    running = adding(batch)["next", "episode_kl"].flatten()
+    assert running.tolist() == [1.0, 2.0, 1.0, 2.0, 1.0, 2.0]
+    assert adding.controller.calls == [(2.0, 1)]
+
+
+def test_an_id_that_changes_where_others_are_done_ends_nothing():
+    batch = step_of(reward=[0.0] * 4, kl=[1.0, 2.0, 4.0, 8.0], done=[False, False, False, True])
+    batch["next", "others", "done"] = torch.tensor([False, True, False, False])[None, :, None]
+    batch["collector", "traj_ids"] = torch.tensor([[0, 0, 1, 1]])
+    adding = adder()
+    assert adding(batch)["next", "episode_kl"].flatten().tolist() == [1.0, 3.0, 7.0, 15.0]
+    assert adding.controller.calls == [(15.0, 1)]
+
+
+def test_ids_restart_in_each_collector_and_frozen_evaluations_come_in_between():
+    adding = adder()
+    batches = [
+        steps_of([1.0], [0], [20], [1]),
+        steps_of([2.0], [0], [50], [1]),  # of another collector
+        steps_of([4.0], [0], [22], [1]),  # of an evaluation: its end is not told
+        steps_of([8.0], [0], [21], [0]),
+        steps_of([16.0, 32.0], [0, 1], [22, 30], [0, 1]),
+        steps_of([64.0], [0], [51], [0]),
+        steps_of([128.0], [0], [51], [0]),  # nothing is open there any more
+    ]
+    sums = []
+    for number, batch in enumerate(batches):
+        adding.feed.frozen = number == 2
+        sums += adding(batch)["next", "episode_kl"].flatten().tolist()
+    assert sums == [1.0, 2.0, 4.0, 9.0, 25.0, 32.0, 66.0, 128.0]
+    assert adding.controller.calls == [(25.0, 1)]
+
+
+def test_a_shuffled_batch_that_kept_the_name_time_is_refused():
+    controller = AdaptiveKLController(0.1, target=0.1, horizon=100)
+    stack = KLConstrainedTransform(make_actor(), controller)
+    batch = play(WalkEnv((2,), longest=9), policy(), 30)
+    shuffled = batch[:, torch.randperm(30)]
+    shuffled.names = [None, "time"]
+    before = copy.deepcopy(stack.state_dict())
+    text = "steps of the batch do not follow one another.*shuffle after the stack"
+    with pytest.raises(RuntimeError, match=text):
+        stack(shuffled)
+    assert_close(stack.state_dict(), before, rtol=0, atol=0)
+    for other in (0.1, AdaptiveKLController(0.1, target=0.1, horizon=100, per="step")):
+        KLConstrainedTransform(make_actor(), other)(shuffled)  # nobody asks for trajectories
+
+
+def test_a_flat_batch_cannot_feed_a_controller_of_trajectories():
+    batch = play(WalkEnv((2,)), policy()).reshape(-1)
+    stack, _ = spied()
+    with pytest.raises(RuntimeError, match=r"nats per trajectory.*shape \(24,\).*`time_dim`"):
+        stack(batch)
+    assert "episode_kl" not in stack.freeze()(batch)["next"].keys()
+    KLConstrainedTransform(make_actor(), 0.1)(batch)
+    per_step, controller = spied("step")
+    per_step(batch)
+    assert total(controller)[0] == 24
+
+
+# A call that raises has changed nothing.
+
+
+class Refusing(TargetKLController):
+    """May refuse an update."""
+
+    refuses = False
+
+    def _next_coeff(self, kl: float, n_steps: int) -> float:
+        if self.refuses:
+            raise ValueError("not now")
+        return self.coeff.item() + 1.0
+
+
+@pytest.mark.parametrize(
+    ("key", "error"),
+    [
+        ("action_log_prob", r"KLConstrainedTransform.*'action_log_prob'.* has 1 of 24"),
+        (("next", "reward"), "'reward'.* has 1 of 24"),
+        ("advantage", "'advantage' already"),
+        (None, "not now"),
+    ],
+)
+def test_a_call_that_raises_has_changed_nothing(key, error):
+    """Neither the pool, nor the table of open trajectories, nor the coefficient, nor its input."""
+    controller = Refusing(0.1, 1.0)
+    stack = KLConstrainedTransform(make_actor(), controller, update_every=2)
+    first, second = collect(WalkEnv((4,), longest=8), policy(), frames=24, batches=2)
+    stack(first)
+    before, wrong = copy.deepcopy(stack.state_dict()), second.clone()
+    if key is not None:
+        spoiled = wrong.get(key, torch.zeros(4, 6)).clone()
+        spoiled[1, 3] = math.nan
+        wrong.set(key, spoiled)
+    given, controller.refuses = wrong.clone(), key is None
+    with pytest.raises((ValueError, RuntimeError), match=error):
+        stack(wrong)
+    assert_close(stack.state_dict(), before, rtol=0, atol=0)
+    assert set(wrong.keys(True, True)) == set(given.keys(True, True))
+    controller.refuses, alone = False, KLConstrainedTransform(make_actor(), 0.1)
+    expected = [alone(each)["next", "episode_kl"] for each in (first, second)][1]
+    assert stack(second)["next", "episode_kl"].equal(expected)
+
+
+# Plans.
+
+
+def test_a_controller_that_plans_gets_the_same_rewards_in_an_env_and_on_a_batch():
+    heard = []
+
+    class Listening(AdaptiveKLController):
+        def observe_rewards(self, rewards, *, groups=None, log_ratios: Any = None, lengths=None):
+            heard[-1] += zip(rewards.tolist(), log_ratios.tolist(), strict=True)
+            assert (lengths is None) == (self.per == "trajectory")
+            return self.coeff.item()
+
+    for place in ("env", "batch"):
+        heard.append([])
+        stack = KLConstrainedTransform(make_actor(), Listening("plan", 0.3, 100))
+        batch = measured(place, stack, WalkEnv((3,), longest=6), policy(), 30)
+        assert (stack.controller.planning, int(stack.statistics.count)) == (True, 0)
+    step, returns = batch["next"], []
+    for row in step.unbind(0):
+        ends = row["done"].flatten().nonzero().flatten() + 1
+        parts = (row[name].tensor_split(ends)[:-1] for name in ("task_reward", "kl"))
+        returns += [(one.sum().item(), two.sum().item()) for one, two in zip(*parts, strict=True)]
+    assert len(returns) > 15
+    for each in heard:
+        assert_close(torch.tensor(sorted(each)), torch.tensor(sorted(returns)), atol=1e-4, rtol=0)
+
+
+def test_before_the_plan_no_kl_is_pooled_and_it_gets_the_lengths():
+    feed = ControllerFeed()
+    controller: Any = PlannedKLController(0.3, per="step")
+    feed.pool(controller, torch.ones(2))
+    feed.plan_from(controller, torch.ones(2), lengths=torch.tensor([3, 4]))
+    assert controller.plan.samples[:, 2].tolist() == [3, 4]
+    assert (controller.planning, int(feed.statistics.count)) == (True, 0)
+
+
+def test_trajectories_that_begin_alike_are_a_group_of_the_plan():
+    controller: Any = PlannedKLController(0.3)
+    batch = steps_of([0.0] * 5, [0, 0, 1, 2, 2], [21, 22, 22, 21, 22], [1, 0, 1, 1, 0])
+    RewardAdjustmentTransform(controller)(batch)
+    one, other, third = controller.plan.samples[:, 3].tolist()
+    assert one == third != other
+
+
+def test_a_batch_is_penalized_with_the_coefficient_that_is_planned_from_it():
+    coin, controller = [0.0, 1.0] * 100, PlannedKLController(0.3)
+    batch = step_of(reward=coin, kl=[0.0] * 200, done=[True] * 200)
+    after = RewardAdjustmentTransform(controller)(batch)["next"]
+    coeff = PlannedKLController(0.3).observe_rewards(torch.tensor(coin))
+    assert controller.coeff.item() == pytest.approx(coeff)  # their KL does not move it
+    assert_close(after["kl_coeff"], torch.full_like(after["kl_coeff"], coeff))
+
+
+def test_the_sums_of_a_plan_are_entries_of_the_env():
+    stack = KLConstrainedTransform(make_actor(), ExponentialKLController("plan", 0.3))
+    env = with_transforms(WalkEnv((2,)), stack)
+    check_env_specs(env)
+    batch = play(env, policy())
+    step = batch["next"]
+    expected = torch.cat([step["task_reward"], step["kl"]], -1)
+    starts = batch["next", "done"].roll(1, 1).squeeze(-1)
+    starts[:, 0] = True
+    assert (batch["episode_sums"][starts] == 0).all()
+    assert_close(step["episode_sums"], batch["episode_sums"] + expected)
+
+
+# Agents, rows that are skipped, flags.
+
+
+class LeavingEnv(WalkEnv):
+    """Agent i has left with i steps to go, and its flag stays; the env resets when all are gone."""
+
+    def __init__(self, n_agents: int = 2, **kwargs):
+        super().__init__((2,), n_agents=n_agents, longest=5, **kwargs)
+        flag = Categorical(2, dtype=torch.bool, shape=torch.Size((2, n_agents, 1)))
+        flags = {"done": flag, "terminated": flag.clone()}
+        self.full_done_spec["agents"] = Composite(flags, shape=(2, n_agents))
+
+    def _gone(self, out: Any) -> torch.Tensor:
+        return out["left"].unsqueeze(-1) <= torch.arange(self.agents[0]).unsqueeze(-1)
+
+    def _mark(self, out: Any, gone: torch.Tensor) -> Any:
+        out["agents", "done"], out["agents", "terminated"] = gone, gone.clone()
+        return out
+
+    def _step(self, tensordict):
+        out = super()._step(tensordict)
+        return self._mark(out, self._gone(out))
+
+    def _reset(self, tensordict=None, **kwargs):
+        out = super()._reset(tensordict, **kwargs)
+        return self._mark(out, torch.zeros(2, self.agents[0], 1, dtype=torch.bool))
+
+
+class OneForAll(LeavingEnv):
+    """Only the first agent is ever done: the env resets all of them then."""
+
+    def _gone(self, out: Any) -> torch.Tensor:
+        return out["done"].unsqueeze(-2) & (torch.arange(self.agents[0]) == 0).unsqueeze(-1)
+
+
+def agents_measured(place, env: WalkEnv) -> tuple[Any, SpyController]:
+    actor, controller = make_actor(agents=True), SpyController()
+    keys = KLKeys(reward=("agents", "reward"))
+    stack = KLConstrainedTransform(actor, controller, update_every=1, keys=keys)
+    return measured(place, stack, env, moved(actor)), controller
+
+
+@any_place
+def test_an_agent_that_has_left_is_counted_once(place):
+    batch, controller = agents_measured(place, LeavingEnv())
+    left = batch["next", "agents", "done"] & ~batch["agents", "done"]
+    assert left.sum() < batch["next", "agents", "done"].sum()
+    assert total(controller)[0] == int(left.sum())
+
+
+@any_place
+def test_an_env_that_resets_all_agents_when_one_is_done_ends_all_of_their_trajectories(place):
+    batch, controller = agents_measured(place, OneForAll())
+    ended = batch["next", "done"].squeeze(-1)
+    after = batch["next", "agents"]
+    starts = torch.cat([torch.ones(2, 1, dtype=torch.bool), ended[:, :-1]], 1)
+    assert_close(after["episode_kl"][starts], after["kl"][starts], atol=1e-6, rtol=0)
+    assert total(controller)[0] == 2 * int(ended.sum())
+    expected = after["episode_kl"][ended].double().sum().item()
+    assert_close(total(controller)[1], expected, atol=1e-5, rtol=0)
+
+
+@any_per
+def test_rows_that_are_skipped_are_not_counted(per):
+    stack, controller = spied(per)
+    env = with_transforms(SerialEnv(4, WalkEnv), stack)
+    batch = play(env, policy(), 20, break_when_any_done=False, break_when_all_done=True)
+    length = batch["next", "done"].squeeze(-1).int().argmax(-1) + 1
+    assert length.min() < length.max() == batch.shape[-1]
+    n, kl = total(controller)
+    assert n == (4 if per == "trajectory" else int(length.sum()))
+    ran = torch.arange(batch.shape[-1]) < length[:, None]
+    expected = batch["next", "kl"].squeeze(-1)[ran].double().sum().item()
+    assert_close(kl, expected, atol=1e-5, rtol=0)
+
+
+def test_the_done_flag_can_be_named():
+    ends, never = [False, True, False, True], [False] * 4
+    batch = step_of(reward=[1.0] * 4, kl=[1.0, 2.0, 4.0, 8.0], done=never, my_end=ends)
+    adding = adder(keys=KLKeys(done="my_end"))
+    after = adding(batch)["next", "episode_kl"]
+    assert after.flatten().tolist() == [1.0, 3.0, 4.0, 12.0]
+    assert adding.controller.calls == [(7.5, 2)]
+
+
+def test_a_done_flag_that_is_not_there_is_an_error():
+    batch = step_of(reward=[1.0], kl=[1.0])
+    with pytest.raises(KeyError, match=r"there is no 'done'.*got kl,.*`KLKeys\(done=\.\.\.\)`"):
+        RewardAdjustmentTransform(0.1)(batch)
+    batch["next", "done"] = torch.ones(1, 1, 1, dtype=torch.bool)
+    with pytest.raises(KeyError, match="nope"):
+        RewardAdjustmentTransform(0.1, keys=KLKeys(done="nope"))(batch)
+    with pytest.raises(KeyError, match="nope"):
+        play(with_transforms(WalkEnv(), spied(keys=KLKeys(done="nope"))[0]), policy())
+
+
+def test_a_batch_whose_root_is_all_zeros_is_not_fake():
+    """A collapsed policy: observation 0, action 0, log-prob 0."""
+    numbers = {"reward": torch.ones(2, 1), "kl": torch.ones(2, 1), "done": torch.ones(2, 1).bool()}
+    batch = TensorDict(action=torch.zeros(2), next=TensorDict(numbers, batch_size=2), batch_size=2)
+    adding = adder(time_dim=-1)
+    adding(batch)
+    assert adding.controller.calls == [(1.0, 2)]

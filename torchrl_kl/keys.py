@@ -1,0 +1,208 @@
+"""Names of entries in TensorDicts, and the entries under them; *B: the batch, *A: agents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor
+from torchrl.data import Composite
+
+RECORD_LOG_PROB = (
+    "build the policy with ProbabilisticActor(..., return_log_prob=True), or name the entry that "
+    "it records with `KLKeys(log_prob=...)`."
+)
+
+
+def as_tuple(key: NestedKey) -> tuple[str, ...]:
+    """A key as a tuple of strings."""
+    return (key,) if isinstance(key, str) else cast(tuple[str, ...], key)
+
+
+def sibling(key: NestedKey, name: str) -> NestedKey:
+    """The key called `name` in the same nested tensordict as `key`."""
+    return unravel_key((*as_tuple(key)[:-1], name))
+
+
+def holder_batch_size(tensordict: TensorDictBase, key: NestedKey) -> torch.Size:
+    """Batch size of the nested tensordict that holds `key`, or else of the root."""
+    # A nested tensordict of agents has the batch size (*B, *A), its root only (*B).
+    path = as_tuple(key)[:-1]
+    holder = tensordict.get(path, None) if path else None
+    return tensordict.batch_size if holder is None else holder.batch_size
+
+
+def sum_action_dims(value: Tensor, batch_size: torch.Size) -> Tensor:
+    """Sums the dimensions behind the batch: (*B, n), as of a `Normal`, becomes (*B)."""
+    n = len(batch_size)
+    return value.sum(tuple(range(n, value.ndim))) if n < value.ndim else value
+
+
+def existing_keys(tensordict: TensorDictBase | Composite) -> str:
+    """The keys of a tensordict or spec as a short, sorted text for an error message."""
+    return ", ".join(sorted(str(key) for key in tensordict.keys(True, True)))
+
+
+def get_required(tensordict: TensorDictBase, key: NestedKey, fix: str) -> Tensor:
+    """The entry `key`; KeyError with the keys that are there and the fix otherwise."""
+    value = tensordict.get(key, None)
+    if value is None:
+        raise KeyError(f"{key!r} is not in the data, got {existing_keys(tensordict)}: {fix}")
+    return value
+
+
+@dataclass(frozen=True)
+class KLKeys:
+    """Names of all entries that a KL stack reads and writes.
+
+    None means the default name; "next to" an entry means in the same nested tensordict. All but
+    `log_prob` and `top_k` are entries of "next".
+
+    Args:
+        log_prob: the policy's log-prob of its action, or a list of the log-probs of the parts of a
+            composite action, which are added up; by default `actor.log_prob_keys`.
+        ref_log_prob: the log-prob under the reference; by default next to `log_prob`.
+        kl: k1 of each step; by default next to `log_prob`, or at the root if agents are summed.
+        kl_estimate: another estimate of the same KL; by default next to `kl`.
+        episode_kl: running sum of the measured KL; by default next to `kl`.
+        reward: the reward that is penalized.
+        task_reward, kl_coeff: the reward before the penalty, and the coefficient; next to `reward`.
+        done: the end of a trajectory, where the env resets; by default next to `reward`, or else
+            at the root.
+        top_k: where TopKActor records its k most likely actions; by default next to `log_prob`.
+
+    Example:
+        >>> from torchrl_kl import KLKeys
+        >>> KLKeys(reward=("agents", "reward")).resolve(("agents", "action_log_prob")).kl_coeff
+        ('agents', 'kl_coeff')
+        >>> KLKeys.named("second").resolve("action_log_prob").kl
+        'second_kl'
+    """
+
+    log_prob: NestedKey | list[NestedKey] | None = None
+    ref_log_prob: NestedKey | None = None
+    kl: NestedKey | None = None
+    kl_estimate: NestedKey | None = None
+    episode_kl: NestedKey | None = None
+    reward: NestedKey = "reward"
+    task_reward: NestedKey | None = None
+    kl_coeff: NestedKey | None = None
+    done: NestedKey | None = None
+    top_k: NestedKey | None = None
+    _prefix: str = field(default="", repr=False)
+    _penalized: NestedKey | None = field(default=None, repr=False)  # the result, if not `reward`
+
+    @classmethod
+    def named(cls, name: str, **keys: NestedKey) -> KLKeys:
+        """Keys of a further stack on the same data: its default names start with `name` and "_"."""
+        return replace(cls(**keys), _prefix=f"{name}_")  # type: ignore[arg-type]
+
+    def with_reward(self, reward: NestedKey, penalized: NestedKey) -> KLKeys:
+        """These keys for a reward whose penalized value, and the coefficient, go elsewhere."""
+        coeff = self.kl_coeff or sibling(penalized, f"{self._prefix}kl_coeff")
+        return replace(self, reward=reward, kl_coeff=coeff, _penalized=penalized)
+
+    def resolve(
+        self, log_prob: NestedKey | list[NestedKey] = "action_log_prob", *, sum_agents: bool = False
+    ) -> ResolvedKeys:
+        """All keys filled in; `log_prob`: where the policy records it unless these keys name it."""
+        if not isinstance(sum_agents, bool):
+            raise TypeError(f"`sum_agents` must be True or False, got {sum_agents!r}.")
+        recorded, prefix = LogProbKeys(self.log_prob or log_prob), self._prefix
+        # Agents that share a reward have one KL, (*B, 1) at the root, else (*B, *A, 1).
+        kl = self.kl or (f"{prefix}kl" if sum_agents else recorded.sibling(f"{prefix}kl"))
+        default = {
+            "ref_log_prob": recorded.sibling(f"{prefix}ref_log_prob"),
+            "kl": kl,
+            "kl_estimate": sibling(kl, f"{prefix}kl_estimate"),
+            "episode_kl": sibling(kl, f"{prefix}episode_kl"),
+            "reward": self.reward,
+            "task_reward": sibling(self.reward, f"{prefix}task_reward"),
+            "kl_coeff": sibling(self.reward, f"{prefix}kl_coeff"),
+            "done": sibling(self.reward, "done"),
+            "top_k": recorded.sibling("top_k"),
+        }
+        keys = {name: unravel_key(getattr(self, name) or key) for name, key in default.items()}
+        keys["penalized"] = unravel_key(self._penalized or self.reward)
+        keys["episode_sums"] = sibling(keys["kl"], f"{prefix}episode_sums")
+        keys["not_drawn"] = recorded.sibling("not_drawn")  # of the policy, for all stacks
+        keys["ref_params"] = recorded.sibling(f"_{prefix}ref_params")
+        return ResolvedKeys(recorded=recorded, **keys)
+
+
+def as_keys(keys: KLKeys | None) -> KLKeys:
+    """The keys, or the default ones; TypeError for anything else."""
+    if not isinstance(keys, KLKeys | None):
+        got = type(keys).__name__
+        raise TypeError(f'`keys` must be KLKeys, got {got}: write `KLKeys(kl="...")`.')
+    return keys or KLKeys()
+
+
+@dataclass(frozen=True)
+class ResolvedKeys:
+    """The entries of one stack, all named."""
+
+    recorded: LogProbKeys
+    ref_log_prob: NestedKey
+    kl: NestedKey
+    kl_estimate: NestedKey
+    episode_kl: NestedKey
+    reward: NestedKey
+    task_reward: NestedKey
+    kl_coeff: NestedKey
+    done: NestedKey
+    top_k: NestedKey
+    penalized: NestedKey  # the result of the penalty
+    episode_sums: NestedKey  # in an env: task reward, k1 and steps of a trajectory, for a plan
+    not_drawn: NestedKey  # whether an action, in an env any of its trajectory so far, was not drawn
+    ref_params: NestedKey  # what one part of the stack passes on to the next for its estimate
+
+    @property
+    def log_prob(self) -> NestedKey | list[NestedKey]:
+        """Where the policy records its log-prob: one key, or a list for the parts of its action."""
+        return self.recorded.key
+
+
+class LogProbKeys:
+    """Where the log-prob of an action is: `key`, or one key for each part of a composite action."""
+
+    def __init__(self, key: NestedKey | list[NestedKey]):
+        self.keys = [unravel_key(one) for one in (key if isinstance(key, list) else [key])]
+        self.key = self.keys[0] if len(self.keys) == 1 else self.keys
+        self.name = self.keys[0] if len(self.keys) == 1 else " + ".join(map(str, self.keys))
+        # The KL is the sum over the parts: it belongs to the nested tensordict that holds them all.
+        first, *others = (as_tuple(one)[:-1] for one in self.keys)
+        depth = len(first)
+        while any(path[:depth] != first[:depth] for path in others):
+            depth -= 1
+        self.branch = first[:depth]
+
+    def sibling(self, name: str) -> NestedKey:
+        """The key called `name` in the nested tensordict that holds all of them."""
+        return unravel_key((*self.branch, name))
+
+    def batch_size(self, tensordict: TensorDictBase) -> torch.Size:
+        """Batch size of that nested tensordict: the shape of the log-prob."""
+        return holder_batch_size(tensordict, (*self.branch, "log_prob"))
+
+    def missing(self, tensordict: TensorDictBase) -> list[NestedKey]:
+        """The keys that are not in the data."""
+        return [key for key in self.keys if tensordict.get(key, None) is None]
+
+    def read(self, tensordict: TensorDictBase, shape: torch.Size | None = None) -> Tensor | None:
+        """The log-prob of the whole action, nats, of `shape`; None if an entry is missing."""
+        parts = [tensordict.get(key, None) for key in self.keys]
+        if any(part is None for part in parts):
+            return None
+        # (*B, *A); the dimensions behind it are those of an action.
+        shape = self.batch_size(tensordict) if shape is None else shape
+        first, *others = (sum_action_dims(part, shape) for part in parts)
+        return sum(others, first)
+
+    def require(self, tensordict: TensorDictBase) -> Tensor:
+        """The log-prob of the whole action; KeyError if an entry is missing."""
+        for key in self.missing(tensordict):
+            get_required(tensordict, key, RECORD_LOG_PROB)
+        return cast(Tensor, self.read(tensordict))

@@ -1,0 +1,383 @@
+"""Watches a KL-controlled run batch by batch, and says what is wrong and what to do about it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection, unravel_key
+from torch import Tensor, nn
+
+from torchrl_kl.actors import reading
+from torchrl_kl.batches import MASK_KEY, Trajectories, expand_right, find_time_dim
+from torchrl_kl.controllers import KLController, KLStatistics
+from torchrl_kl.keys import KLKeys, LogProbKeys, as_keys, get_required
+from torchrl_kl.language import as_steps
+
+CONDITIONS = (
+    "kl_above",
+    "kl_below",
+    "coeff_at_max",
+    "coeff_at_min",
+    "kl_not_finite",
+    "negative_noise",
+    "sampler_disagrees",
+)
+_BEYOND_CHANCE = math.log(1e6)  # nats: once in a million batches at most
+_ERRORS = 4  # standard errors that a mean KL must be from the target
+_ROUNDING = 1e-6  # nats per step: the KL of a policy that is still its reference
+
+Finding = tuple[str, dict[str, float]]  # what is wrong and what to do; the numbers in it, by name
+
+
+@dataclass(frozen=True)
+class KLMessage:
+    """A condition that began to hold; `str` gives its text."""
+
+    condition: str  # one of CONDITIONS
+    text: str  # what is wrong and what to do
+    figures: Mapping[str, float]  # the numbers in the text, by name; KL in nats
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class ConditionCount(NamedTuple):
+    """In how many batches a condition held, and in how many episodes."""
+
+    batches: int
+    episodes: int
+
+
+@dataclass
+class _State:
+    coeffs: list[float]  # before the window and with each of its batches, once planned
+    conditions: dict[str, list[int]]  # batches and episodes in which each held; batches since then
+    n_batches: int = 0
+    pools: list[list[float]] = field(default_factory=list)  # see KLStatistics; of each batch
+    k1_sums: list[float] = field(default_factory=list)
+
+
+class KLMonitor:
+    """Says once per episode what is wrong with a KL-controlled run, and what to do about it.
+
+    Call it on every batch after the stack has run and before the policy is updated. It changes
+    neither the batch nor the controller. The conditions:
+
+    - "kl_above", "kl_below": the mean KL of the last `window` batches, pooled over trajectories
+      (over steps with `per="step"`), is above 2 times or below 0.5 times the controller's target,
+      and 4 standard errors away from the target if more than one value was pooled.
+    - "coeff_at_max", "coeff_at_min": the coefficient is at a bound of the controller.
+    - "kl_not_finite": some steps have an infinite or NaN KL. They are left out of all means.
+    - "negative_noise": the mean k1 is negative, as a sample mean near the reference can be.
+    - "sampler_disagrees": the recorded log-probs are not the actor's, or the mean k1 is too
+      negative for chance: a sum of k1 below -a has a probability of at most exp(-a).
+
+    An episode ends when its condition did not hold in `window` batches in a row. With `actor`,
+    log-probs are recomputed in every `check_every`-th batch, and in each one with a negative mean
+    k1; they may differ by 1e-3 nats, or 0.05 in half precision. A batch of TorchRL's LLM API is
+    read by `as_steps`. State: `state_dict`, plain numbers and tensors.
+
+    You may rely on: on actions of the policy whose log-probs are recorded, a batch is beyond chance
+    with a probability of at most 1e-6. You may not rely on it to notice actions that were drawn
+    from another distribution as long as the mean k1 is positive.
+
+    Keys:
+        reads ("next", keys.kl), and ("next", keys.kl_estimate) for the target if it is there; done
+        flags, ("collector", "mask") and "traj_ids"; with `actor` what it reads and records.
+
+    Args:
+        controller: the controller of the run, with its target and its bounds.
+        actor: the policy that is trained.
+        window: how many batches the mean KL is taken over.
+        check_every: the log-probs are recomputed in one of so many batches.
+        keys: as given to the stack.
+
+    Raises:
+        TypeError, ValueError: if an argument has another type, or is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_kl import ExponentialKLController, KLMonitor
+        >>> controller = ExponentialKLController(1.0, target=0.05, per="step")
+        >>> monitor = KLMonitor(controller, window=1)
+        >>> batch = TensorDict({("next", "kl"): torch.full((8, 1), 0.2)}, batch_size=8)
+        >>> str(*monitor(batch))[:82]
+        'KL is 0.2 +- 0 nats per step over the last 1 batches (8 steps), 4 times the target'
+        >>> monitor.counts["kl_above"]
+        ConditionCount(batches=1, episodes=1)
+    """
+
+    def __init__(
+        self,
+        controller: KLController,
+        *,
+        actor: nn.Module | None = None,
+        window: int = 10,
+        check_every: int = 10,
+        keys: KLKeys | None = None,
+    ):
+        if not isinstance(controller, KLController):
+            got = f"got {type(controller).__name__}: use `stack.controller`."
+            raise TypeError(f"`controller` must be a KLController, {got}")
+        for name, value in (("window", window), ("check_every", check_every)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
+        keys = as_keys(keys)
+        self.controller, self.actor = controller, actor
+        self.window, self.check_every = window, check_every
+        self._needs_estimate = keys.kl_estimate is not None
+        self._observed = None  # what shows that a trajectory goes on in the next batch
+        if actor is None:
+            self.keys = keys.resolve()
+        else:
+            reading.check_actor(actor)
+            log_prob_keys = reading.find_log_prob_keys(actor)
+            self.keys, self._recorded = keys.resolve(log_prob_keys), LogProbKeys(log_prob_keys)
+            # A critic may have written its values, which belong to no state.
+            self._observed = reading.read_keys(actor)
+            half = torch.finfo(reading.weight_dtype(actor)).bits <= 16
+            self._tolerance = 0.05 if half else 1e-3  # nats
+        coeffs = [] if controller.planning else [controller.coeff.item()]
+        self._state = _State(coeffs, {name: [0, 0, 0] for name in CONDITIONS})
+        self._trajectories = Trajectories()
+
+    def __call__(self, batch: TensorDictBase) -> list[KLMessage]:
+        """Looks at a batch (*B) with "next"; returns the conditions that began, often none.
+
+        KeyError if an entry is missing; RuntimeError if the target is per trajectory and the steps
+        do not follow one another along time. Nothing has changed then.
+        """
+        if is_tensor_collection(batch.get("tokens", None)):
+            batch = self._as_steps(batch)
+        fix = "run the stack before the monitor, or name the entry with `KLKeys(kl=...)`."
+        step = cast(TensorDictBase, get_required(batch, "next", fix))
+        k1 = get_required(step, self.keys.kl, fix).detach()  # (*B, *A, 1)
+        mask = batch.get(MASK_KEY, None)
+        every = torch.ones_like(k1, dtype=torch.bool)
+        counted = every if mask is None else expand_right(mask, k1.shape)
+        k1 = k1.double()[counted]  # (N,)
+        k1_sum = k1.nan_to_num(math.inf, math.inf).sum().item()
+        k1_sums = [*self._state.k1_sums, k1_sum][-self.window :]
+        coeffs = self._state.coeffs
+        if not self.controller.planning:
+            coeffs = [*coeffs, self.controller.coeff.item()][-self.window - 1 :]
+        pools, opened = self._state.pools, None
+        if not math.isnan(self.controller.target):
+            values, opened = self._in_unit(batch, counted)
+            pool = KLStatistics().add(values[values.isfinite()])
+            pools = [*pools, [buffer.item() for buffer in pool.buffers()]][-self.window :]
+        applied = step.get(self.keys.kl_coeff, None)  # an update may have followed
+        coeff = self.controller.coeff if applied is None else applied.flatten()[-1]
+        found = self._look_at_numbers(k1) | self._look_at_target(pools, coeffs, coeff.item())
+        found |= self._look_at_samples(batch, k1, k1_sums)
+        n_batches = self._state.n_batches + 1  # from here on the state changes
+        self._state = _State(coeffs, self._state.conditions, n_batches, pools, k1_sums)
+        if opened is not None:
+            self._trajectories.keep(opened)
+        return self._count(found)
+
+    @property
+    def counts(self) -> dict[str, ConditionCount]:
+        """For each condition, in how many batches it held and in how many episodes."""
+        return {name: ConditionCount(*it[:2]) for name, it in self._state.conditions.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window, the episodes and counts, and the sums of open trajectories."""
+        return asdict(self._state) | {"trajectories": self._trajectories.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on where another monitor was; KeyError if the state is not that of a KLMonitor."""
+        missing = sorted(set(self.state_dict()) - set(state_dict))
+        if missing:
+            raise KeyError(f"`state_dict` lacks {missing}, got {sorted(state_dict)}.")
+        state = copy.deepcopy(dict(state_dict))
+        self._trajectories.load_state_dict(state.pop("trajectories"))
+        self._state = _State(**state)
+
+    def _as_steps(self, batch: TensorDictBase) -> TensorDictBase:
+        """A batch of TorchRL's LLM API as steps (N, T), with a response's KL at its last token."""
+        steps = as_steps(batch, pad_token=None)
+        for key in (self.keys.kl, self.keys.kl_estimate):
+            value = batch.get(unravel_key(("next", key)), None)
+            if value is not None:
+                ends = steps["next", "done"]  # (N, T, 1)
+                steps["next", key] = torch.where(ends, value.reshape(-1, 1, 1), 0.0)
+        return steps
+
+    def _count(self, found: Mapping[str, Finding | None]) -> list[KLMessage]:
+        """Counts what holds; returns what began. What was not looked for stays as it was."""
+        begun = []
+        for name, finding in found.items():
+            batches, episodes, absent = self._state.conditions[name]
+            if finding is None:
+                self._state.conditions[name] = [batches, episodes, absent + 1]
+                continue
+            # The first time, or after a window in which it was looked for and not found.
+            if episodes == 0 or absent >= self.window:
+                begun.append(KLMessage(name, *finding))
+                episodes += 1
+            self._state.conditions[name] = [batches + 1, episodes, 0]
+        return begun
+
+    def _in_unit(
+        self, batch: TensorDictBase, counted: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """The KL in the controller's unit, (N,), and the trajectories that stay open."""
+        step = cast(TensorDictBase, batch.get("next"))
+        key = self.keys.kl_estimate
+        # A stack with the estimator k1 writes no estimate; one that the user names must be there.
+        if not self._needs_estimate and step.get(key, None) is None:
+            key = self.keys.kl
+        measured = get_required(step, key, "name it with `KLKeys(kl_estimate=...)`.").detach()
+        if self.controller.per == "step":
+            return measured[counted], None
+        if find_time_dim(batch, None) is None:
+            raise RuntimeError(
+                f"the target is per trajectory, got a batch of shape {tuple(batch.batch_size)} "
+                "without a dimension named 'time': do not flatten it, or use per='step'."
+            )
+        done_key = self.keys.done
+        mask = batch.get(MASK_KEY, None)
+        sums = self._trajectories.add(batch, measured, mask, done_key, observed=self._observed)
+        return sums.finished[:, 0], sums.opened
+
+    def _look_at_numbers(self, k1: Tensor) -> dict[str, Finding | None]:
+        """The KL of the steps that count, (N,), may not be finite; the coefficient at a bound."""
+        controller, coeff = self.controller, self.controller.coeff.item()
+        low, high = controller.min_coeff, controller.max_coeff  # 0 and inf where there are none
+        n_bad, count = int((~k1.isfinite()).sum()), k1.numel()
+        found: dict[str, Finding | None] = {"kl_not_finite": None}
+        if n_bad:
+            text = _NOT_FINITE.format(n=n_bad, count=count)
+            found["kl_not_finite"] = text, {"steps": n_bad, "count": count}
+        if not controller.planning:  # the bounds are those of a planned coefficient
+            figures, is_low = {"coeff": coeff}, low > 0 and coeff <= low
+            found["coeff_at_max"] = (_AT_MAX.format(high), figures) if coeff >= high else None
+            found["coeff_at_min"] = (_AT_MIN.format(low), figures) if is_low else None
+        return found
+
+    def _look_at_target(
+        self, pools: list[list[float]], coeffs: list[float], applied: float
+    ) -> dict[str, Finding | None]:
+        """Compares the mean KL of a full window with the target."""
+        controller, pool = self.controller, KLStatistics()
+        # Sums and counts add up, so that a batch weighs as much as it has values.
+        for buffer, values in zip(pool.buffers(), zip(*pools, strict=True), strict=False):
+            buffer.fill_(sum(values))
+        if len(pools) < self.window or pool.count == 0:
+            return {}
+        target, coeff = controller.target, controller.coeff.item()
+        mean, count, error = pool.mean, int(pool.count), pool.standard_error  # NaN of one value
+        known = f" +- {error:.2g}" if count > 1 else ""
+        of = {"trajectory": "trajectories", "step": "steps"}[controller.per]
+        text = (
+            f"KL is {mean:.3g}{known} nats per {controller.per} over the last {self.window} "
+            f"batches ({count} {of}), {mean / target:.2g} times the target of {target:g}; the "
+            f"coefficient was {applied:.3g}. "
+        )
+        figures = {"kl": mean, "standard_error": error, "count": count, "target": target}
+        # The standard errors keep out windows that pass the factor of 2 by chance.
+        above = mean > 2 * target and not mean - _ERRORS * error <= target
+        below = mean < 0.5 * target and not mean + _ERRORS * error >= target
+        # A coefficient at a bound may have been updated and not have moved.
+        at_bound = not controller.min_coeff < coeff < controller.max_coeff
+        updated = not controller.planning and (len(set(coeffs)) > 1 or at_bound)
+        faster = next((text for name, text in _FASTER.items() if hasattr(controller, name)), "")
+        text += (_ABOVE if above else _BELOW).format(faster) if updated else _NOT_UPDATED
+        return {
+            "kl_above": (text, figures) if above else None,
+            "kl_below": (text, figures) if below else None,
+        }
+
+    def _look_at_samples(
+        self, batch: TensorDictBase, k1: Tensor, k1_sums: list[float]
+    ) -> dict[str, Finding | None]:
+        """Whether the samples can be the policy's; k1: of the steps that count, (N,)."""
+        # The actor is evaluated in its turn, and where the samples look wrong.
+        negative = k1_sums[-1] < -_ROUNDING * k1.numel()
+        due = self.actor is not None and self._state.n_batches % self.check_every == 0
+        found: dict[str, Finding | None] = {"negative_noise": None}
+        if negative or due:
+            found["sampler_disagrees"] = self._unlike_actor(batch)
+        if not negative or found["sampler_disagrees"] is not None:
+            return found
+        mean, count = k1.mean().item(), k1.numel()
+        error = f" +- {k1.std().item() / math.sqrt(count):.2g}" if count > 1 else ""
+        text = f"The mean k1 of this batch is {mean:.3g}{error} nats per step over {count} steps."
+        # E[exp(-sum of k1)] = E_pi[product of pi_ref / pi] <= 1 on the policy's own actions, so
+        # that a sum below -a has a probability of at most exp(-a).
+        beyond_chance = max(-k1_sums[-1], -sum(k1_sums)) >= _BEYOND_CHANCE
+        name = "sampler_disagrees" if beyond_chance else "negative_noise"
+        measured = batch.get(unravel_key(("next", self.keys.kl_estimate)), None) is not None
+        advice = _NOISE.format("" if measured else _ESTIMATE)
+        advice = _TOO_NEGATIVE if beyond_chance else advice
+        found[name] = f"{text} {advice}", {"kl": mean, "count": count}
+        return found
+
+    @torch.no_grad()
+    def _unlike_actor(self, batch: TensorDictBase) -> Finding | None:
+        """What is wrong if recorded log-probs are not those that the actor gives the actions."""
+        if self.actor is None:
+            return None
+        recorded = self._recorded.require(batch).double()  # (*B, *A)
+        timed = find_time_dim(batch, None) is not None
+        scored = reading.policy_log_prob(self.actor, batch, timed).double()
+        mask = batch.get(MASK_KEY, None)
+        gap = (recorded - scored).abs()
+        gap = gap.flatten() if mask is None else gap[expand_right(mask, gap.shape)]
+        differs = ~(gap <= self._tolerance)  # NaN differs
+        if not bool(differs.any()):
+            return None
+        share = differs.double().mean().item()
+        largest = gap.nan_to_num(math.inf, math.inf).max().item()
+        text = _OTHER_POLICY.format(largest=largest, share=share, count=gap.numel())
+        return text, {"share": share, "largest_difference": largest}
+
+
+_FASTER = {"gain": "raise `gain`, or ", "ki": "raise `ki`, or ", "horizon": "lower `horizon`, or "}
+_ABOVE = (
+    "The controller raises the coefficient until the KL comes down. If it does not, {}make policy "
+    "updates smaller (learning rate, epochs)."
+)
+_BELOW = (
+    "The controller lowers the coefficient until the KL comes up; in the first batches, this is "
+    "normal. If the KL stays low, {}lower the target."
+)
+_NOT_UPDATED = (
+    "The controller has not moved the coefficient in these batches. Lower `update_every`; check "
+    "that trajectories reach `done` and that the stack is not frozen. Workers and a "
+    "MultiAsyncCollector use a copy of the stack, which has another controller: use `kl_collector`."
+)
+_AT_MAX = (
+    "The coefficient is at its upper bound, max_coeff = {:g}: it cannot rise further. Raise "
+    "`max_coeff`, or reduce the scale of the reward: the coefficient is in reward per nat."
+)
+_AT_MIN = (
+    "The coefficient is at its lower bound, min_coeff = {:g}: it cannot fall further. Lower the "
+    "target, or `min_coeff` if the scale of the reward is small."
+)
+_NOT_FINITE = (
+    "The KL of {n} of {count} steps is infinite or NaN. Look for actions to which the reference "
+    "gives probability 0 (a mask that only one of the two has) and for NaN in the logits."
+)
+_NOISE = (
+    "This is sampling noise and not a bug: k1 takes either sign and only its mean is the KL. Do "
+    "not clamp it{}."
+)
+_ESTIMATE = ': use estimator="k3" or "exact", which are never negative, or pool more steps'
+_TOO_NEGATIVE = (
+    "This occurs by chance in at most one of a million batches: the actions were not drawn from "
+    "the policy whose log-probs are recorded (another policy, temperature, top-k or mask)."
+)
+_OTHER_POLICY = (
+    "The recorded log-probs differ from those that the actor gives the same actions by up to "
+    "{largest:.3g} nats, on {share:.1%} of {count} steps: the KL is that of another policy than "
+    "the one that is trained. Give the sampler and the actor the same temperature, top-k, masks "
+    "and weights; call the monitor before the update."
+)
