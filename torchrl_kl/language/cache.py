@@ -21,7 +21,7 @@ from torchrl_kl.language.causal_lm import CausalLM, differ_by_rounding
 class KeyValueCache:
     """Preallocated keys and values of N texts, which the attention layers of a model share.
 
-    A model takes it as `past_key_values`. Each text begins in slot 0, so that texts of any lengths
+    A model takes it as `past_key_values` or `cache`. Each text begins in slot 0, so that texts of any lengths
     up to `capacity` share the buffers, of 2 * layers * H * D numbers per row and token.
     """
 
@@ -40,7 +40,7 @@ class KeyValueCache:
         """Reads texts (R, W) into `rows`; the outputs (R, n_out) at their positions `last`."""
         self._rows, self._slots, self._width = rows, None, 0
         every = torch.arange(len(tokens), device=tokens.device)
-        return lm.at(tokens, every, last, past_key_values=self)
+        return lm.at(tokens, every, last, cache=self)
 
     def read_next(self, lm: CausalLM, token: Tensor, slots: int | Tensor, width: int) -> Tensor:
         """Reads one more token (N,) of each text into its slot; the outputs (N, n_out) there.
@@ -48,7 +48,7 @@ class KeyValueCache:
         `slots`: one number where all texts are equally long. `width`: the largest slot plus 1.
         """
         self._rows, self._slots, self._width = None, slots, width
-        options: dict[str, Any] = {"past_key_values": self}
+        options: dict[str, Any] = {"cache": self}
         if isinstance(slots, int):
             options["position_ids"] = token.new_full((1, 1), slots)
         else:

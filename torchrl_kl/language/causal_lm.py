@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrl_kl.actors.policy import evaluating
 
 READ_TOGETHER = 2048  # tokens, without gradients on a CPU
-CACHE_KEYWORDS = {"past_key_values", "position_ids", "attention_mask"}
+CACHE_KEYWORDS = ("past_key_values", "cache")  # the second since transformers 5.24
 
 
 class CausalLM(nn.Module):
@@ -41,7 +41,10 @@ class CausalLM(nn.Module):
                 "use a Hugging Face `...ForCausalLM`, and adapters of the weights, such as LoRA."
             )
         # Whether its keys and values may be cached: no longer once its outputs differed.
-        self.caches = self._keywords >= CACHE_KEYWORDS and _attends_to_all(config)
+        held = [name for name in CACHE_KEYWORDS if name in self._keywords]
+        self._cache_keyword = held[0] if held else ""
+        others = self._keywords >= {"position_ids", "attention_mask"}
+        self.caches = bool(held) and others and _attends_to_all(config)
         self.compared: set[bool] = set()  # for texts of equal lengths, and of different ones
         self.causal = False  # not known yet
         # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
@@ -51,17 +54,20 @@ class CausalLM(nn.Module):
         limit = getattr(inner, "block_size", getattr(config, "max_position_embeddings", None))
         self.max_tokens: int | None = limit if limit is None or limit > 0 else None
 
-    def forward(self, tokens: Tensor, keep: Tensor | None = None, **options: Any) -> Tensor:
+    def forward(
+        self, tokens: Tensor, keep: Tensor | None = None, cache: Any = None, **options: Any
+    ) -> Tensor:
         """Outputs at the positions `keep` (K,), or at all: (N, K, n_out), at least float32.
 
-        `options`: past_key_values, position_ids and attention_mask, for models that cache.
+        `cache`, and `options`, position_ids and attention_mask, are for models that cache.
         """
         if "use_cache" in self._keywords:
-            options["use_cache"] = "past_key_values" in options
+            options["use_cache"] = cache is not None
         if keep is not None and "logits_to_keep" in self._keywords:
             options["logits_to_keep"] = keep
         model = self.model
-        if "past_key_values" in options:  # torch.compile would compile each length anew
+        if cache is not None:  # torch.compile would compile each length anew
+            options[self._cache_keyword] = cache
             model = getattr(model, "_orig_mod", model)
         output = model(tokens, **options)
         output = output if isinstance(output, Tensor) else getattr(output, "logits", output)
