@@ -21,8 +21,8 @@ from torchrl_kl.language.causal_lm import CausalLM, differ_by_rounding
 class KeyValueCache:
     """Preallocated keys and values of N texts, which the attention layers of a model share.
 
-    A model takes it as `past_key_values` or `cache`. Each text begins in slot 0, so that texts of any lengths
-    up to `capacity` share the buffers, of 2 * layers * H * D numbers per row and token.
+    A model takes it as `past_key_values` or `cache`. Each text begins in slot 0, so that texts of
+    any lengths up to `capacity` share the buffers, of 2 * layers * H * D numbers per row and token.
     """
 
     is_compileable = False  # asked by Hugging Face's models
