@@ -101,7 +101,7 @@ class KLKeys:
 
     def with_reward(self, reward: NestedKey, penalized: NestedKey) -> KLKeys:
         """These keys for a reward whose penalized value, and the coefficient, go elsewhere."""
-        coeff = self.kl_coeff or sibling(penalized, f"{self._prefix}kl_coeff")
+        coeff = sibling(penalized, "kl_coeff")
         return replace(self, reward=reward, kl_coeff=coeff, _penalized=penalized)
 
     def resolve(

@@ -78,9 +78,9 @@ class KLMonitor:
       negative for chance: a sum of k1 below -a has a probability of at most exp(-a).
 
     An episode ends when its condition did not hold in `window` batches in a row. With `actor`,
-    log-probs are recomputed in every `check_every`-th batch, and in each one with a negative mean
-    k1; they may differ by 1e-3 nats, or 0.05 in half precision. A batch of TorchRL's LLM API is
-    read by `as_steps`. State: `state_dict`, plain numbers and tensors.
+    log-probs are recomputed in the first batch of each `window`, and in each one with a negative
+    mean k1; they may differ by 1e-3 nats, or 0.05 in half precision. A batch of TorchRL's LLM API
+    is read by `as_steps`. State: `state_dict`, plain numbers and tensors.
 
     You may rely on: on actions of the policy whose log-probs are recorded, a batch is beyond chance
     with a probability of at most 1e-6. You may not rely on it to notice actions that were drawn
@@ -94,7 +94,6 @@ class KLMonitor:
         controller: the controller of the run, with its target and its bounds.
         actor: the policy that is trained.
         window: how many batches the mean KL is taken over.
-        check_every: the log-probs are recomputed in one of so many batches.
         keys: as given to the stack.
 
     Raises:
@@ -119,18 +118,16 @@ class KLMonitor:
         *,
         actor: nn.Module | None = None,
         window: int = 10,
-        check_every: int = 10,
         keys: KLKeys | None = None,
     ):
         if not isinstance(controller, KLController):
             got = f"got {type(controller).__name__}: use `stack.controller`."
             raise TypeError(f"`controller` must be a KLController, {got}")
-        for name, value in (("window", window), ("check_every", check_every)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(f"`window` must be an int of at least 1, got {window!r}.")
         keys = as_keys(keys)
         self.controller, self.actor = controller, actor
-        self.window, self.check_every = window, check_every
+        self.window = window
         self._needs_estimate = keys.kl_estimate is not None
         self._observed = None  # what shows that a trajectory goes on in the next batch
         if actor is None:
@@ -301,7 +298,7 @@ class KLMonitor:
         """Whether the samples can be the policy's; k1: of the steps that count, (N,)."""
         # The actor is evaluated in its turn, and where the samples look wrong.
         negative = k1_sums[-1] < -_ROUNDING * k1.numel()
-        due = self.actor is not None and self._state.n_batches % self.check_every == 0
+        due = self.actor is not None and self._state.n_batches % self.window == 0
         found: dict[str, Finding | None] = {"negative_noise": None}
         if negative or due:
             found["sampler_disagrees"] = self._unlike_actor(batch)

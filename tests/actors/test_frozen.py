@@ -63,11 +63,6 @@ def test_it_is_a_copy_in_eval_mode_without_gradients():
     assert not expected.requires_grad
     assert all(parameter.grad is None for parameter in reference.parameters())
     assert all(p.requires_grad and p.grad is not None for p in actor.parameters())
-    with_grad = FrozenActor(actor, requires_grad=True)
-    score(with_grad, batch).sum().backward()
-    assert all(parameter.grad is not None for parameter in with_grad.parameters())
-    with torch.no_grad():
-        assert not score(with_grad, batch).requires_grad
 
 
 # What it casts.

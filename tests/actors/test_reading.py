@@ -37,6 +37,7 @@ from tests.actors.kinds import (
 from tests.helpers import N_ACTIONS, N_OBS, probabilistic_actor, sequence
 from torchrl_kl.actors import FrozenActor, reading
 from torchrl_kl.actors.reading import policy_log_prob
+from torchrl_kl.actors.references import as_reference
 
 EPS = torch.finfo(torch.float64).eps
 EXACT = {"rtol": 0, "atol": 1e4 * EPS}  # a few hundred operations; log-probs are below 100
@@ -57,7 +58,7 @@ def test_the_reference_scores_the_actions_of_the_policy(kind, shape, mode):
     batch = act(policy, observed(*shape))
     before = batch.clone()
     with set_exploration_type(mode):
-        own, others = (score(FrozenActor(each, policy=policy), batch) for each in (policy, other))
+        own, others = (score(as_reference(policy, each), batch) for each in (policy, other))
         asked = policy_log_prob(policy, batch, False)
     for actual, actor in ((own, policy), (others, other), (asked, policy)):
         expected = by_hand(kind, actor, batch).detach()
@@ -124,7 +125,7 @@ def test_actions_of_another_kind_or_number_are_refused(name, shape):
     batch = act(policy, observed(*shape).float())
     assert score(FrozenActor(policy), batch).shape == shape
     with pytest.raises(ValueError, match="policy and reference must have the same actions, got"):
-        score(FrozenActor(reference, policy=policy), batch)
+        score(as_reference(policy, reference), batch)
 
 
 # What an actor must leave as it was.
@@ -142,12 +143,12 @@ def overwriting() -> Any:
 
 
 def test_a_policy_that_overwrites_what_it_reads_is_refused():
-    for actor, policy in ((overwriting(), None), (choosing(), overwriting())):
+    for reference in (None, FrozenActor(overwriting())):
         with pytest.raises(ValueError, match="must leave what it reads .* writes .'observation'."):
-            FrozenActor(actor, policy=policy)
+            as_reference(overwriting(), reference)
     policy = choosing()
     batch = act(policy, observed(5).float())
-    reference: Any = FrozenActor(overwriting(), policy=policy)  # which alone does so
+    reference: Any = as_reference(policy, overwriting())  # which alone does so
     logits = reference.actor.module[0].module[1].module(3 * batch["observation"] - 1)
     expected = logits.log_softmax(-1).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
     assert_close(score(reference, batch), expected.detach(), rtol=0, atol=1e-6)

@@ -291,7 +291,7 @@ class TestEpisodes:
         reference = make_actor()
         policy, controller = moved(reference), ExponentialKLController(1.0, 0.1)
         stack = KLConstrainedTransform(reference, controller)
-        monitor = KLMonitor(controller, actor=policy, window=3, check_every=1)
+        monitor = KLMonitor(controller, actor=policy, window=1)
         for batch in collect(WalkEnv((4,)), policy, frames=40, batches=2, postproc=stack):
             before = str(monitor.state_dict())
             with pytest.raises(KeyError, match=missing):
@@ -309,7 +309,7 @@ class TestErrors:
             ({"keys": "kl"}, TypeError, "`keys` must be KLKeys, got str"),
             ({"window": 0}, ValueError, "`window` must be an int of at least 1, got 0"),
             ({"window": 1.5}, ValueError, "`window` must be an int of at least 1, got 1.5"),
-            ({"check_every": True}, ValueError, "`check_every` must be an int of at least 1"),
+            ({"window": True}, ValueError, "`window` must be an int of at least 1, got True"),
         ],
     )
     def test_arguments(self, kwargs, error, message):

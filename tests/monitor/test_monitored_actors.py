@@ -45,7 +45,7 @@ class TestRecorded:
         env = WalkEnv((4,), discrete=kind != "normal")
         memory = memory_of(actor) if kind == "lstm" else []
         batches = collect(with_transforms(env, *memory, stack), actor, frames=40, batches=2)
-        monitor = KLMonitor(stack.controller, actor=actor, check_every=1)
+        monitor = KLMonitor(stack.controller, actor=actor, window=1)
         assert [disagreements(monitor, batch) for batch in batches] == [[], []]
         (message,) = disagreements(KLMonitor(stack.controller, actor=moved(actor)), batches[0])
         assert "of 40 steps: the KL is that of another policy" in message.text
@@ -80,7 +80,7 @@ class TestRecorded:
         batch = KLConstrainedTransform(actor, 0.1)(play(WalkEnv((8,)), actor))
         batch["action_log_prob"][:, 5:] = math.nan
         batch["collector", "mask"] = torch.arange(12).expand(8, 12) < 5
-        monitor = KLMonitor(ConstantKLController(0.1), actor=actor, check_every=1)
+        monitor = KLMonitor(ConstantKLController(0.1), actor=actor, window=1)
         assert monitor(batch) == []
         batch["collector", "mask"] = torch.zeros(8, 12, dtype=torch.bool)
         assert monitor(batch) == []
@@ -110,14 +110,14 @@ class TestRecorded:
 
 
 class TestWhen:
-    def test_every_so_many_batches(self):
+    def test_once_per_window(self):
         """The disagreement begins in the third batch; the fourth is the next that is checked."""
         actor = make_actor()
         stack = KLConstrainedTransform(make_actor(seed=5), 0.1)
         honest = stack(play(WalkEnv((8,)), actor))
         other = stack(play(WalkEnv((8,)), moved(actor)))
         assert (honest["next", "kl"].mean() > 0) & (other["next", "kl"].mean() > 0)
-        monitor = KLMonitor(stack.controller, actor=actor, check_every=3, window=2)
+        monitor = KLMonitor(stack.controller, actor=actor, window=3)
         seen = [len(monitor(batch)) for batch in [honest] * 2 + [other] * 6]
         assert seen == [0, 0, 0, 1, 0, 0, 0, 0]
         assert monitor.counts["sampler_disagrees"] == (2, 1)  # batches 4 and 7, one episode
@@ -128,7 +128,7 @@ class TestWhen:
         honest = stack(play(WalkEnv((8,)), actor))
         other = stack(play(WalkEnv((8,)), moved(actor)))
         other["next", "kl"] = -other["next", "kl"].abs()
-        monitor = KLMonitor(stack.controller, actor=actor, check_every=1000)
+        monitor = KLMonitor(stack.controller, actor=actor, window=1000)
         assert monitor(honest) == []
         (message,) = monitor(other)
         assert "recorded log-probs differ" in message.text
@@ -146,7 +146,7 @@ class TestResponses:
         log_probs = policy_log_prob(actor, as_steps(batch, pad_token=None), True).detach()
         batch["log_probs", "full"] = torch.cat([torch.full((40, 4), torch.nan), log_probs], 1)
         controller = ExponentialKLController(1.0, 1e-6, per=per)
-        monitor = KLMonitor(controller, actor=actor, window=1, check_every=1)
+        monitor = KLMonitor(controller, actor=actor, window=1)
         assert [message.condition for message in monitor(batch)] == ["kl_above"]
         ((count, total, _),) = monitor.state_dict()["pools"]
         assert (count, total) == (

@@ -56,7 +56,7 @@ class TestOutputs:
 class TestParameters:
     @pytest.mark.parametrize("shared", [False, True])
     def test_the_reference_is_saved_and_never_trained(self, shared):
-        frozen = FrozenActor(make_actor(), requires_grad=True) if shared else make_actor()
+        frozen = FrozenActor(make_actor()) if shared else make_actor()
         loss, batch = make_loss(gradient="sequence", reference=frozen), rollout()
         assert (loss.reference is frozen) == shared
         assert [name for name, _ in loss.named_parameters()] == [

@@ -74,6 +74,8 @@ def test_a_reference_must_be_in_the_env_and_an_estimator_known():
         with_transforms(WalkEnv((2,)), KLDivergenceTransform()).reset()
     with pytest.raises(ValueError, match=r"must be one of \['k1', .*'top_k'\], got 'k4'"):
         KLDivergenceTransform(estimator="k4")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`sum_agents` must be True or False, got 'sum'"):
+        KLDivergenceTransform(sum_agents="sum")  # type: ignore[arg-type]
 
 
 # Which dimension is time.

@@ -226,7 +226,6 @@ def test_the_preset_is_the_stack_with_one_result(coef):
         ({"coef": -0.1}, "`coef` must be .*at least 0.*, got -0.1"),
         ({"coef": math.nan}, "`coef` must be .*at least 0.*, got nan"),
         ({"in_keys": ["a", "b"]}, r"`in_keys` must be one key, got \['a', 'b'\]: use one"),
-        ({"sum_agents": "sum"}, "`sum_agents` must be True or False, got 'sum'"),
         ({"out_keys": ["a", "b"]}, r"`out_keys` must be one key, got \['a', 'b'\]: use one"),
     ],
     ids=str,

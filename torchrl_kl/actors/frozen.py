@@ -47,14 +47,12 @@ class FrozenActor(nn.Module):
         actor: a probabilistic actor (`get_dist`, `log_prob`) with initialised weights.
         log_prob_key: where the policy records its log-prob, or a list for the parts of its action,
             which are added up; by default all of `actor.log_prob_keys`.
-        policy: the actor whose actions are scored, if it is not `actor`.
-        requires_grad: whether the copied weights receive gradients.
         chunk_size: how many rows of a batch are scored at a time, to save memory; None: all.
 
     Raises:
         TypeError: if the actor has no distribution.
-        ValueError: if it has uninitialised weights, or other actions than `policy`; if the policy
-            writes what it reads; if `chunk_size` is less than 1, or given for a recurrent actor.
+        ValueError: if it has uninitialised weights; if `chunk_size` is less than 1, or given for a
+            recurrent actor.
 
     Example:
         >>> from torchrl_kl import GPT, FrozenActor, CausalLMActor
@@ -72,21 +70,19 @@ class FrozenActor(nn.Module):
         actor: nn.Module,
         *,
         log_prob_key: NestedKey | list[NestedKey] | None = None,
-        policy: nn.Module | None = None,
-        requires_grad: bool = False,
         chunk_size: int | None = None,
     ):
         super().__init__()
         reading.check_actor(actor)
-        self.requires_grad, self.chunk_size = requires_grad, chunk_size
+        self.requires_grad = False  # KLRewardTransform may change it
+        self.chunk_size = chunk_size
         self._hold(actor)
         self.master = MasterWeights()
         self.version = 0  # raised whenever the weights change
-        policy = actor if policy is None else policy
         self.action_keys = [unravel_key(key) for key in self.actor.dist_sample_keys]
-        self._policy_dtypes: set[torch.dtype] = set()
-        self.read_for(policy)
-        self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(policy))
+        self._policy_dtypes = {reading.weight_dtype(actor)}
+        self._find_cast()
+        self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(actor))
         self.log_prob_key = self.recorded.key
         self._named = False
         self._find_keys("ref")
@@ -103,7 +99,7 @@ class FrozenActor(nn.Module):
             copied = copy.deepcopy(actor)
         copied.zero_grad()
         self.actor = cast(ProbabilisticTensorDictSequential, copied)
-        self.actor.requires_grad_(self.requires_grad).eval()
+        self.actor.requires_grad_(False).eval()
 
     def read_for(self, policy: nn.Module) -> None:
         """Will score the actions of a policy; ValueError if it has others, or overwrites inputs."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Borrowed, evaluating
+from torchrl_kl.actors.reading import check_actor, find_log_prob_keys
 
 Switch = Callable[[], AbstractContextManager[Any]]
 
@@ -69,27 +70,15 @@ def as_reference(
     reference: nn.Module | Switch | None,
     *,
     log_prob_key: NestedKey | list[NestedKey] | None = None,
-    requires_grad: bool = False,
     chunk_size: int | None = None,
 ) -> FrozenActor:
     """The reference that scores the actions of `actor`; the options are those of FrozenActor."""
-    frozen = isinstance(reference, FrozenActor)
-    if reference is None or (isinstance(reference, nn.Module) and not frozen):
-        # Of another actor the weights; the actions and log-probs are those of `actor`.
-        return FrozenActor(
-            actor if reference is None else reference,
-            policy=actor,
-            log_prob_key=log_prob_key,
-            requires_grad=requires_grad,
-            chunk_size=chunk_size,
-        )
-    if requires_grad or (frozen and chunk_size is not None):
-        name = "requires_grad" if requires_grad else "chunk_size"
-        raise ValueError(
-            f"`{name}` needs a reference that is a copy made here, got a "
-            f"{type(reference).__name__}: pass an actor, or give it to the FrozenActor."
-        )
     if isinstance(reference, FrozenActor):  # it is used itself
+        if chunk_size is not None:
+            raise ValueError(
+                "`chunk_size` needs a reference that is a copy made here, got a FrozenActor: give "
+                "it to the FrozenActor."
+            )
         if log_prob_key not in (None, reference.log_prob_key):
             raise ValueError(
                 "`KLKeys.log_prob` must be that of the FrozenActor, "
@@ -97,6 +86,16 @@ def as_reference(
             )
         reference.read_for(actor)
         return reference
+    if reference is None or isinstance(reference, nn.Module):
+        # Of another actor the weights; the actions and log-probs are those of `actor`.
+        check_actor(actor)
+        copied = FrozenActor(
+            actor if reference is None else reference,
+            log_prob_key=log_prob_key or find_log_prob_keys(actor),
+            chunk_size=chunk_size,
+        )
+        copied.read_for(actor)
+        return copied
     if isinstance(reference, AbstractContextManager) or not callable(reference):
         raise TypeError(
             "`reference` must be an actor or a callable that returns a context manager, got "

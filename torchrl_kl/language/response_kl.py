@@ -39,6 +39,7 @@ from torchrl_kl.transforms.placement import refuse_sums
 from torchrl_kl.transforms.steps import measure, score_batch
 
 _LOG_PROB, _REF_LOG_PROB = ("log_probs", "full"), ("ref_log_probs", "full")
+_TOP_K = 64  # tokens of a vocabulary that the estimator "top_k" measures exactly
 
 
 class ResponseKLTransform(PenaltyTransform):
@@ -69,12 +70,11 @@ class ResponseKLTransform(PenaltyTransform):
         reference: another model (or an actor, which keeps its own temperature) to copy and freeze;
             None: `model` as it is now; or a callable that returns a context manager in which
             `model` is the reference, such as PEFT's `model.disable_adapter`.
-        estimator: what is measured, as for KLConstrainedTransform.
+        estimator: what is measured, as for KLConstrainedTransform; "top_k" is exact on 64 tokens.
         temperature: that of the sampler, by which logits of policy and reference are divided.
         update_every: how many responses (tokens) an update of the controller waits for. None: each
             batch updates once.
         chunk_size: how many responses are scored at a time. None: all.
-        top_k: how many tokens "top_k" measures exactly, at least 1.
         pad_token, eos_token: as for `as_steps`; by default those of the model's configuration.
 
     Raises:
@@ -104,13 +104,11 @@ class ResponseKLTransform(PenaltyTransform):
         temperature: float = 1.0,
         update_every: int | None = None,
         chunk_size: int | None = None,
-        top_k: int = 64,
         pad_token: int | None = None,
         eos_token: EndTokens = None,
     ):
-        for name, count in (("top_k", top_k), ("chunk_size", chunk_size)):
-            if count is not None and (type(count) is not int or count < 1):
-                raise ValueError(f"`{name}` must be an int of at least 1, got {count!r}.")
+        if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
+            raise ValueError(f"`chunk_size` must be an int of at least 1, got {chunk_size!r}.")
         keys = KLKeys(log_prob=_LOG_PROB, ref_log_prob=_REF_LOG_PROB, kl="kl").resolve()
         out_keys = [keys.kl, *([] if estimator == "k1" else [keys.kl_estimate])]
         out_keys += [_LOG_PROB, ("next", *_REF_LOG_PROB)]
@@ -123,7 +121,6 @@ class ResponseKLTransform(PenaltyTransform):
         )
         self.temperature = temperature
         self.chunk_size = chunk_size
-        self.top_k = top_k
         actor = self._actor_over(model)
         if isinstance(reference, nn.Module) and not hasattr(reference, "get_dist"):
             reference = self._actor_over(reference)
@@ -216,7 +213,7 @@ class ResponseKLTransform(PenaltyTransform):
             if key != self._step_keys.top_k:
                 rows.set(key, dist.logits)
                 continue
-            k = min(self.top_k, dist.logits.shape[-1])
+            k = min(_TOP_K, dist.logits.shape[-1])
             values = record_top_k(dist.logits, rows.get("action"), k)
             record = dict(zip(RECORDED, values, strict=True))
             rows.set(key, TensorDict(record, batch_size=rows.batch_size))

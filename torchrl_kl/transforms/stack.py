@@ -157,19 +157,19 @@ class KLRewardTransform(KLConstrainedTransform):
     """Reward minus a constant times the KL: `out = reward - coef * (log_prob - ref_log_prob)`.
 
     A KLConstrainedTransform that writes only the result, with the interface of TorchRL's former
-    class of this name and the right sign: up to TorchRL 0.7.2 that class added the penalty.
+    class of this name and the right sign: up to TorchRL 0.7.2 that class added the penalty. For
+    more options, such as another reference or other keys, use KLConstrainedTransform.
 
     Keys:
         reads ("next", "reward"), the actor's in_keys, the action and its log-prob.
         writes ("next", out_keys[0]) and ("next", "kl_coeff"): the reward's shape.
 
     Args:
-        actor, reference, sum_agents: as for KLConstrainedTransform.
+        actor: as for KLConstrainedTransform.
         coef: the coefficient, reward per nat, at least 0.
         in_keys, out_keys: the key of the reward, "reward" by default, and that of the result, by
             default the same.
         requires_grad: whether the reference's weights receive gradients.
-        keys: names of the other entries; the coefficient is next to the result by default.
 
     Raises:
         ValueError: if `in_keys` or `out_keys` is not one key, or `coef` is negative or not finite;
@@ -196,24 +196,17 @@ class KLRewardTransform(KLConstrainedTransform):
         in_keys: NestedKey | list[NestedKey] | None = None,
         out_keys: NestedKey | list[NestedKey] | None = None,
         requires_grad: bool = False,
-        *,
-        reference: nn.Module | Switch | None = None,
-        sum_agents: bool = False,
-        keys: KLKeys | None = None,
     ):
-        keys = as_keys(keys)
-        frozen = as_reference(
-            actor, reference, log_prob_key=keys.log_prob, requires_grad=requires_grad
-        )
-        reward_key = _one_key("in_keys", [keys.reward] if in_keys is None else in_keys)
-        out_key = _one_key("out_keys", [reward_key] if out_keys is None else out_keys)
+        reward_key = _one_key("in_keys", "reward" if in_keys is None else in_keys)
+        out_key = _one_key("out_keys", reward_key if out_keys is None else out_keys)
         # The coefficient goes next to the result, which may be in another nested tensordict.
-        keys = keys.with_reward(reward_key, out_key)
+        keys = KLKeys().with_reward(reward_key, out_key)
         coef = coef.item() if isinstance(coef, Tensor) else coef
         controller = ConstantKLController(check_number("coef", coef, at_least=0.0))
-        super().__init__(actor, controller, reference=frozen, sum_agents=sum_agents, keys=keys)
-        if reference is None:
-            self.watch_first_use(actor)
+        super().__init__(actor, controller, keys=keys)
+        if requires_grad:
+            self.reference.requires_grad = True
+            self.reference.actor.requires_grad_()
 
     @property
     def coef(self) -> Tensor:
