@@ -11,7 +11,6 @@ from torch.testing import assert_close
 from torchrl.modules import MaskedCategorical
 
 from tests.actors.kinds import (
-    Sharper,
     act,
     agents,
     choosing,
@@ -101,7 +100,6 @@ def indexed() -> Any:
 NO_K: Any = (0, -1, 2.0, True)
 ERRORS: dict[str, tuple[Any, Any, str]] = {
     "module": (lambda: TopKActor(linear(), 2), TypeError, "got TensorDictModule"),
-    "own": (lambda: TopKActor(Sharper(*choosing().module), 2), TypeError, "got Sharper with"),
     "not recorded": (
         lambda: TopKActor(make_actor(return_log_prob=False), 2),
         ValueError,

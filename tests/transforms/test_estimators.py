@@ -20,7 +20,6 @@ from torchrl.data import Binary, LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Transform, check_env_specs
 from torchrl.modules import IndependentNormal, MaskedCategorical
 
-from tests.actors.kinds import Sharper
 from tests.helpers import (
     N_ACTIONS,
     N_OBS,
@@ -286,14 +285,6 @@ def test_each_distribution_is_built_by_its_own_actor(kind, place):
 
 
 # What it cannot measure.
-
-
-def test_an_actor_that_builds_its_distribution_itself_is_refused():
-    sharper = Sharper(*make_actor().module)
-    for actors in ((sharper, make_actor()), (make_actor(), sharper)):
-        with pytest.raises(TypeError, match="got Sharper with its own build_dist_from_params"):
-            stack(actors[0], "exact", reference=actors[1])
-        stack(actors[0], "k3", reference=actors[1])
 
 
 @pytest.mark.parametrize(

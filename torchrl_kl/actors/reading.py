@@ -22,8 +22,7 @@ from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.keys import LogProbKeys, as_tuple, get_required, sum_action_dims
 
 _PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
-DIST_METHODS = ("get_dist", "get_dist_params", "build_dist_from_params")
-_DIST_METHODS = [getattr(ProbabilisticTensorDictSequential, name) for name in DIST_METHODS]
+_DIST_METHODS = ("get_dist", "get_dist_params", "build_dist_from_params")
 # Those that do not all say by their `event_shape` whether actions are numbers or one-hot vectors.
 _CATEGORICAL = (Categorical, LLMMaskedCategorical, OneHotCategorical)
 _LIBRARIES = ("tensordict", "torch", "torchrl")
@@ -159,7 +158,8 @@ def _log_probs_in_turn(
 
 def _get_dist(actor: Any, inputs: TensorDictBase) -> Distribution:
     """What `actor.get_dist(inputs)` gives; of a small network, in two thirds of the time."""
-    plain = [getattr(type(actor), name, None) for name in DIST_METHODS] == _DIST_METHODS
+    library = ProbabilisticTensorDictSequential
+    plain = all(getattr(type(actor), n, None) == getattr(library, n) for n in _DIST_METHODS)
     if not (plain and isinstance(actor.module, nn.ModuleList)) or exploration_type() is None:
         return actor.get_dist(inputs)
     *networks, last = actor.module
@@ -207,22 +207,6 @@ def refuse_own_log_prob(actor: Any) -> None:
             "`actor` must have the log-prob of its distribution, got "
             f"{type(actor).__name__} with its own `log_prob`, which losses do not call: use "
             'gradient="step" with weights="step", or write the map into the distribution.'
-        )
-
-
-def refuse_own_methods(actor: nn.Module, methods: Sequence[str] = DIST_METHODS) -> None:
-    """TypeError if the class of an actor replaces methods that will not be called."""
-    kind = type(getattr(actor, "_orig_mod", actor))  # within torch.compile
-    if not issubclass(kind, ProbabilisticTensorDictSequential):
-        return
-    libraries = (*_LIBRARIES, "torchrl_kl")
-    homes = {name: getattr(kind, name).__module__.partition(".")[0] for name in methods}
-    own = [name for name, home in homes.items() if home not in libraries]
-    if own:
-        raise TypeError(
-            f"`actor` must choose as its parts do, got {kind.__name__} with its own "
-            f"{', '.join(own)}, which would not be called: write it into a part, such as the "
-            "distribution class."
         )
 
 

@@ -29,13 +29,13 @@ class TopKActor(ProbabilisticTensorDictSequential):
 
     Args:
         actor: records its log-prob and has one categorical distribution (Categorical,
-            OneHotCategorical, MaskedCategorical) of one choice per step (or per agent).
+            OneHotCategorical, MaskedCategorical) of one choice per step (or per agent). Its parts
+            are used, not methods that its class may replace.
         k: how many actions, from 1 to all of them.
         top_k_key: the nested tensordict to write; by default "top_k" next to the log-prob.
 
     Raises:
-        TypeError: if `actor` is not a probabilistic actor, is of a class that draws or scores in
-            its own way, or (in a call) is not categorical.
+        TypeError: if `actor` is not a probabilistic actor or (in a call) not categorical.
         ValueError: if `k` is less than 1 or (in a call) more than the number of actions, the
             log-prob is not recorded, or there are several distributions.
 
@@ -58,7 +58,6 @@ class TopKActor(ProbabilisticTensorDictSequential):
         if not isinstance(actor, ProbabilisticTensorDictSequential):
             name = type(actor).__name__
             raise TypeError(f"`actor` must be a ProbabilisticTensorDictSequential, got {name}.")
-        reading.refuse_own_methods(actor, ("forward", "log_prob", *reading.DIST_METHODS))
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"`k` must be an int of at least 1, got {k!r}.")
         log_prob_key = cast(list[NestedKey], reading.dist_module_of(actor).log_prob_keys)[0]

@@ -15,7 +15,6 @@ from torchrl_kl.actors.policy import Borrowed
 from torchrl_kl.actors.reading import (
     categorical_log_probs,
     dist_module_of,
-    refuse_own_methods,
     written_params,
 )
 from torchrl_kl.batches import expand_right
@@ -164,9 +163,6 @@ def make_estimate(
     names = get_args(Estimator)
     if estimator not in names:
         raise ValueError(f"`estimator` must be one of {list(names)}, got {estimator!r}.")
-    for each in (actor, reference) if estimator in ("exact", "top_k") else ():
-        if each is not None:
-            refuse_own_methods(each)
     if estimator == "exact":
         if actor is None:
             raise ValueError('`estimator="exact"` needs `actor`, got None: pass the policy.')

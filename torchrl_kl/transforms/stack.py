@@ -34,7 +34,8 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         actor: the policy; a frozen copy of it becomes the reference.
         controller: a KLController, or a float for a constant coefficient, reward per nat.
         estimator: what is measured: "k1", "k2", "k3"; "exact", from the recorded parameters of the
-            policy's distribution; or "top_k", from what TopKActor records.
+            policy's distribution, without a `get_dist` that its class may have; or "top_k", from
+            what TopKActor records.
         reference: another actor to copy and freeze; or a FrozenActor, which is used itself; or,
             for no copy at all, a callable that returns a context manager in which `actor` itself is
             the reference, such as PEFT's `model.disable_adapter`.
