@@ -137,7 +137,7 @@ def test_run(tmp_path):
 
 @pytest.mark.slow
 def test_controllers(tmp_path):
-    printed = run_here("benchmarks/controllers.py", tmp_path, "--quick --out out")
+    printed = run_command("benchmarks/controllers.py", tmp_path, "--quick --out out")
     rules = ("planned", "adaptive", "exponential", "PID")
     assert all(printed.count(f"| | {rule} |") == 2 for rule in rules)
     curves = json.loads((tmp_path / "out" / "results.json").read_text())["responses"]
