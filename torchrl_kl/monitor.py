@@ -270,7 +270,8 @@ class KLMonitor:
         if len(pools) < self.window or pool.count == 0:
             return {}
         target, coeff = controller.target, controller.coeff.item()
-        mean, count, error = pool.mean, int(pool.count), pool.standard_error  # NaN of one value
+        mean, count = pool.mean, int(pool.count)
+        error = pool.standard_error  # NaN of one value
         known = f" +- {error:.2g}" if count > 1 else ""
         of = {"trajectory": "trajectories", "step": "steps"}[controller.per]
         text = (

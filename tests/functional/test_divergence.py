@@ -174,6 +174,10 @@ class TestCategorical:
             chance = logit.detach().float().sigmoid()
             expected = (chance * (1 - chance) * logit.detach().float()).to(dtype)
             assert_close(logit.grad, expected)
+        drawn = D.Bernoulli(logits=torch.tensor([math.nan, 1.0]), validate_args=False)
+        assert drawn.probs[0].isnan()  # of which the other step must not be taken for one
+        kl = kl_exact(drawn, D.Bernoulli(logits=torch.zeros(2)))[1]
+        assert_close(kl, self.truth(torch.tensor([1.0, 0.0]), torch.zeros(2)))
         probs = torch.tensor([0.0, 0.6590461, 1.0])
         kl = kl_exact(D.Bernoulli(probs=probs), D.Bernoulli(probs=probs.flip(0)))
         assert_equal(kl, torch.tensor([INF, 0.0, INF]))
@@ -215,6 +219,13 @@ class TestMasks:
             assert (truth[self.mask] != 0).any()
             assert_close(gradient[self.mask], truth[self.mask], rtol=0, atol=1e-15)
 
+    def test_a_pair_of_two_kinds(self, hidden):
+        policy = D.Laplace(torch.where(self.mask, randn(4), hidden), 1.0, validate_args=False)
+        reference = D.Normal(torch.zeros(4).double(), 1.0)
+        value = kl_exact(policy, reference, mask=self.mask)
+        plain = D.kl_divergence(policy, reference)
+        assert_equal(value, torch.where(self.mask, plain, 0.0))
+
     def test_a_mask_reaches_all_parts_of_a_composite(self, hidden):
         def make(loc, logits):
             params = TensorDict(
@@ -236,6 +247,24 @@ class TestMasks:
         gradient = torch.autograd.grad(value.sum(), dirty[0])[0]  # Categorical normalizes logits
         assert (gradient[~self.mask] == 0).all()
         assert (gradient[self.mask] != 0).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda loc, factor: D.MultivariateNormal(loc, factor @ factor.mT),
+        lambda loc, factor: D.LowRankMultivariateNormal(loc, factor, torch.ones(3).double()),
+    ],
+    ids=["full", "low_rank"],
+)
+def test_a_mask_leaves_a_covariance_shared_by_all_steps_alone(make):
+    # Three steps of three dimensions: rows of the one matrix must not be taken for steps.
+    factors = torch.eye(3).double() + torch.rand(2, 3, 3).double().tril()
+    policy, reference = (make(randn(3, 3), factor) for factor in factors)
+    mask = torch.tensor([True, False, True])
+    expected = torch.where(mask, kl_exact(policy, reference), 0.0)
+    assert_close(kl_exact(policy, reference, mask=mask), expected, rtol=1e-12, atol=0)
+    assert (expected[mask] > 0).all()
 
 
 def composite(**kinds: Any) -> CompositeDistribution:
@@ -282,7 +311,9 @@ class TestRefusals:
                 "must share one bijection",
             ),
             (
-                D.TransformedDistribution(D.Normal(-1.0, 1.0), fold := [D.AbsTransform()]),
+                D.TransformedDistribution(
+                    D.Normal(-1.0, 1.0), fold := [D.TanhTransform(), D.AbsTransform()]
+                ),
                 D.TransformedDistribution(D.Normal(1.0, 1.0), fold),
                 r"must share a bijection, got TransformedDistribution\(Normal\), which maps sev",
             ),

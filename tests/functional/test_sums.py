@@ -32,7 +32,7 @@ class TestMaskedSumAndMean:
             assert_close(masked_mean(self.values, None, dim=dim), self.values.mean(dim))
         halves = torch.ones(4096, dtype=torch.bfloat16)
         assert masked_sum(halves, None).item() == 4096  # one at a time, bfloat16 stops at 256
-        assert masked_mean(halves, None).dtype == torch.bfloat16
+        assert {f(halves, None).dtype for f in (masked_sum, masked_mean)} == {torch.bfloat16}
         assert masked_mean(100 * halves.half(), None).item() == 100  # of which the sum is inf
 
     def test_the_sum_of_nothing_is_zero_and_the_mean_an_error(self):
@@ -147,6 +147,11 @@ class TestAlongTrajectories:
         assert torch.equal(ends, before[1])
         columns, their_ends = values.unsqueeze(0).mT, ends.unsqueeze(0).mT  # strided
         assert torch.equal(function(columns, their_ends), by_hand(columns, their_ends))
+
+    def test_one_long_trajectory_and_many_short_ones(self, function, by_hand):
+        values, ends = batch(2, 300, share=1.0)
+        ends[0, :-1] = False
+        assert torch.equal(function(values, ends), by_hand(values, ends))
 
     def test_gradient(self, function, by_hand):
         values, ends = batch(5, 40)

@@ -72,8 +72,14 @@ def slots_of_a_longer_text() -> Stream:
         yield other, torch.tensor([n, min(n + 2, 13)])
 
 
+def one_token() -> Stream:
+    texts = random_texts(3)
+    for n in (1, 2, 3):
+        yield texts, torch.full((3,), n)
+
+
 STREAMS = [
-    *(ragged_prompts, partial_resets, full_texts, padded_rows, slots_of_a_longer_text),
+    *(one_token, ragged_prompts, partial_resets, full_texts, padded_rows, slots_of_a_longer_text),
 ]
 
 

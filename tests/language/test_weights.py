@@ -74,9 +74,15 @@ def replace_module(model: Any) -> None:
     setattr(model.get_submodule(parent), last, sharp(twin, seed=8))
 
 
+def uneven(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.linspace(0.5, 2.0, x.shape[-1])  # one factor is undone by the next norm
+
+
 def add_hook(model: Any) -> None:
     first_layer(model).register_forward_hook(
-        lambda _, __, out: out * 2 if isinstance(out, torch.Tensor) else (out[0] * 2, *out[1:])
+        lambda _, __, out: (
+            uneven(out) if isinstance(out, torch.Tensor) else (uneven(out[0]), *out[1:])
+        )
     )
 
 
@@ -148,6 +154,18 @@ class Picky(GPT):
         return super().forward(tokens, past_key_values=past_key_values)
 
 
+class Even(GPT):
+    """It takes all new tokens for those of equally long texts."""
+
+    def forward(self, tokens, past_key_values=None, attention_mask=None, position_ids=None):
+        return super().forward(
+            tokens,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            position_ids=None if position_ids is None else position_ids[:1],
+        )
+
+
 class TestFirstCachedStep:
     """It is compared with an uncached pass: some models compute something else with a cache."""
 
@@ -162,6 +180,12 @@ class TestFirstCachedStep:
             check_step(actor, texts, [4, 4 + ragged, 4])
         for n in (5, 6):
             check_step(actor, texts, [n, n + 1, n])
+
+    def test_texts_of_equal_and_of_other_lengths_are_compared_each(self):
+        actor, texts = CausalLMActor(sharp(Even(VOCAB, 20)).eval()), random_texts(3)
+        check_step(actor, texts, [4, 4, 4])
+        with pytest.warns(UserWarning, match="cannot be cached"):
+            check_step(actor, texts, [5, 6, 4])
 
     @pytest.mark.parametrize("kind", [Moved, Picky])
     def test_sampled_responses(self, kind):

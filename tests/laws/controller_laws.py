@@ -226,6 +226,7 @@ class BoundedLaws(ClosedLoopLaws):
         controller = self.make(min_coeff=0.07, max_coeff=0.3)
         assert max(controller.update(9.0, 1) for _ in range(100)) == 0.3
         assert min(controller.update(0.0, 1) for _ in range(100)) == 0.07
+        controller.load_state_dict(controller.state_dict())  # a bound itself is no wrong state
 
     @pytest.mark.parametrize("init_coeff", [0.06, 11.0])
     def test_an_initial_coefficient_outside_the_bounds_is_refused(self, init_coeff):

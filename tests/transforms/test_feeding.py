@@ -141,8 +141,11 @@ def steps_of(kl: list[float], ids: list[int], states: list[int], init: list[int]
     data = step_of(reward=[0.0] * len(kl), kl=kl, done=ends)
     data["is_init"] = torch.tensor(init).bool()[None, :, None]
     data["collector", "traj_ids"] = torch.tensor([ids])
-    data["observation"] = torch.tensor(states)[None, :, None].float()
-    data["next", "observation"] = data["observation"] + 1
+    data["observation"] = torch.tensor([[[state, 7.0] for state in states]])  # one that stays
+    data["next", "observation"] = data["observation"] + torch.tensor([1.0, 0.0])
+    # A collector may truncate at the end of a batch; it is no state.
+    data["truncated"] = torch.zeros(1, len(kl), 1, dtype=torch.bool)
+    data["next", "truncated"] = torch.arange(len(kl))[None, :, None] == len(kl) - 1
     return data
 
 
@@ -186,6 +189,27 @@ def test_ids_restart_in_each_collector_and_frozen_evaluations_come_in_between():
     assert adding.controller.calls == [(25.0, 1)]
 
 
+def test_an_id_whose_trajectory_has_ended_may_begin_again():
+    adding = adder()
+    for kl in (1.0, 4.0):  # of two collectors
+        batch = steps_of([kl, 2 * kl], [0, 0], [21, 22], [0, 0])
+        adding(batch.exclude("is_init"))
+    assert adding.controller.calls == [(3.0, 1), (12.0, 1)]
+
+
+def test_without_ids_each_row_begins_a_trajectory():
+    adding, batch = adder(), steps_of([1.0, 2.0], [0, 0], [21, 22], [0, 0])
+    adding(batch.exclude(("collector", "traj_ids")))
+    assert adding.controller.calls == [(3.0, 1)]
+
+
+def test_padding_may_hold_anything():
+    adding, batch = adder(), steps_of([1.0, 2.0, 4.0], [0, 0, 0], [22, 5, 9], [1, 0, 0])
+    batch["collector", "mask"] = torch.tensor([[True, False, False]])
+    adding(batch)
+    assert adding.controller.calls == [(1.0, 1)]
+
+
 def test_a_shuffled_batch_that_kept_the_name_time_is_refused():
     controller = AdaptiveKLController(0.1, target=0.1, horizon=100)
     stack = KLConstrainedTransform(make_actor(), controller)
@@ -211,6 +235,9 @@ def test_a_flat_batch_cannot_feed_a_controller_of_trajectories():
     per_step, controller = spied("step")
     per_step(batch)
     assert total(controller)[0] == 24
+    for time_dim in (0, -2, 2):
+        with pytest.raises(ValueError, match=f"must be the last batch dimension, got {time_dim} "):
+            spied(time_dim=time_dim)[0](play(WalkEnv((2,)), policy()))
 
 
 # A call that raises has changed nothing.

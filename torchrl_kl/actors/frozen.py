@@ -176,10 +176,6 @@ class FrozenActor(nn.Module):
         """Stays in eval mode: dropout noise in a reference would be measured as divergence."""
         return super().train(False)
 
-    def inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The entries that the reference reads (a shallow copy, without missing ones)."""
-        return tensordict.select(*self._input_keys, strict=False)
-
     def score(self, tensordict: TensorDictBase, *, timed: bool, fake: bool = False) -> Score:
         """Scores the actions of a batch (*B), in one pass along its last dimension if `timed`.
 
@@ -225,7 +221,7 @@ class FrozenActor(nn.Module):
         self, tensordict: TensorDictBase, *, timed: bool, fake: bool = False
     ) -> tuple[TensorDictBase, bool]:
         """The inputs of a batch with a state in each step; whether one pass runs along time."""
-        inputs = self.inputs(tensordict)
+        inputs = tensordict.select(*self._input_keys, strict=False)  # a shallow copy
         if not self.state_keys:
             return inputs, timed
         # Recorded states are exact, even for a shuffled batch that kept the name "time".

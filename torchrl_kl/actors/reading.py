@@ -14,7 +14,6 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, OneHotCategorical
-from torchrl.envs.utils import exploration_type
 from torchrl.modules import LLMMaskedCategorical, set_recurrent_mode
 
 from torchrl_kl._torchrl import indices_of
@@ -22,7 +21,6 @@ from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.keys import LogProbKeys, as_tuple, get_required, sum_action_dims
 
 _PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
-_DIST_METHODS = ("get_dist", "get_dist_params", "build_dist_from_params")
 # Those that do not all say by their `event_shape` whether actions are numbers or one-hot vectors.
 _CATEGORICAL = (Categorical, LLMMaskedCategorical, OneHotCategorical)
 _LIBRARIES = ("tensordict", "torch", "torchrl")
@@ -130,7 +128,7 @@ def _log_prob(
     actions = {key: get_required(inputs, key, needed_for) for key in action_keys}
     if composite:
         return _log_probs_in_turn(actor, inputs, actions)
-    dist = _get_dist(actor, inputs)
+    dist = actor.get_dist(inputs)
     if not isinstance(dist, CompositeDistribution):
         return log_prob_of(dist, actions[action_keys[0]])
     for key, part in dist.dists.items():
@@ -154,18 +152,6 @@ def _log_probs_in_turn(
             log_prob = TensorDict().set(find_log_prob_keys(module)[0], log_prob)
         log_probs.update(log_prob)
     return log_probs
-
-
-def _get_dist(actor: Any, inputs: TensorDictBase) -> Distribution:
-    """What `actor.get_dist(inputs)` gives; of a small network, in two thirds of the time."""
-    library = ProbabilisticTensorDictSequential
-    plain = all(getattr(type(actor), n, None) == getattr(library, n) for n in _DIST_METHODS)
-    if not (plain and isinstance(actor.module, nn.ModuleList)) or exploration_type() is None:
-        return actor.get_dist(inputs)
-    *networks, last = actor.module
-    for network in networks:
-        inputs = network(inputs)
-    return cast(Any, last).get_dist(inputs)
 
 
 def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:

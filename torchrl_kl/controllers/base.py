@@ -247,7 +247,7 @@ class TargetKLController(KLController):
         planned = plan.solve(samples, self.target, fewest)
         if planned is not None:
             self.coeff.fill_(self._begin(planned))
-            plan.close()
+            plan.close(planned)
             return self.coeff.item()
         plan.samples = samples
         if len(samples):

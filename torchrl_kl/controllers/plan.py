@@ -68,7 +68,8 @@ class RewardPlan(Float64State):
 
     The plan waits for 16 effective trajectories or 256 steps, and until the rewards differ.
 
-    State: the samples, (N, 4) float64: reward, log-ratio, length, group; `made`, 0 or 1.
+    State: the samples, (N, 4) float64: reward, log-ratio, length, group; `made`, the coefficient, 0
+    before there is one.
     """
 
     made: Tensor
@@ -147,10 +148,10 @@ class RewardPlan(Float64State):
         planned = found * row.spread
         return planned if row.effective(found) >= _FEWEST else max(planned, by_variance)
 
-    def close(self) -> None:
+    def close(self, planned: float) -> None:
         """Drops the samples, since the plan is made."""
         self.samples = self.samples[:0]
-        self.made.fill_(1.0)
+        self.made.fill_(planned)
 
     def get_extra_state(self) -> Tensor:
         """The samples, for `state_dict`."""

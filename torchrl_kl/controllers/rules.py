@@ -13,6 +13,16 @@ from torch import Tensor
 from torchrl_kl.controllers.base import InitCoeff, KLController, Per, TargetKLController
 from torchrl_kl.functional.numbers import check_number
 
+# Of PlannedKLController; its docstring says what they do.
+_START = 1.2
+_RATE = 0.06
+_GROWTH = 1.25
+_FASTEST = 3.0
+_MEMORY = 5.0  # updates
+_AHEAD = 12.0  # updates
+_EXPLAINED = 0.7
+_BRAKE = 0.7
+
 
 class ConstantKLController(KLController):
     """A coefficient that never moves; with 0 the KL is only measured.
@@ -234,7 +244,10 @@ class PIDKLController(_LogKLController):
         per: Per = "trajectory",
     ):
         super().__init__(init_coeff, target, min_coeff, max_coeff, per)
-        self.kp, self.ki, self.kd, self.smoothing = kp, ki, kd, smoothing
+        self.kp = kp
+        self.ki = ki
+        self.kd = kd
+        self.smoothing = smoothing
         for name in ("filtered_error", "filtered_change"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
 
@@ -252,24 +265,25 @@ class PlannedKLController(TargetKLController):
     """Needs the target only: plans a first coefficient, searches for the right one, and holds it.
 
     It starts at 1.2 times the plan (see `observe_rewards`). With `x = sqrt(kl / target)`, which
-    grows evenly where a policy moves evenly,
+    grows evenly where a policy moves evenly, and is as 1 / coeff where it has settled:
 
-        coeff <- coeff * exp(0.1 * pace * error),  error = kl / target - 1, within [-1, 1]
-
-    - The error is 0 where x crosses 1 within ten updates: a policy needs time to move.
-    - It is at least what x exceeds 1 by in two updates, if x grows: the brake.
-    - The pace is 1 near the target. Where the KL stays 20 % off and is not on its way, it grows by
-      a quarter per update, up to 5: where chance decides most of the rewards, a plan is a hundred
-      times too high. A search that has gone too far goes back at pace 1.
+    - The error is that of x now or of x in 12 updates, at its present rate, whichever is nearer to
+      the target: `kl / target - 1` above it, `log(kl / target)` below. It is 0 where x is on its
+      way through the target: a policy needs time to move.
+    - log(coeff) moves by 0.06 of the error, and faster by a quarter with each update in which the
+      error keeps its sign, up to 3 times: where chance decides most of the rewards, a plan is a
+      hundred times too high.
+    - A rise of x that the fall of the coefficient explains is not taken for being on its way.
+    - Above the target, log(coeff) also moves with x, by 0.7 of its change: the brake.
     - The coefficient stays within 1e-4 and 1e4 times the first one. At 1e-4 a warning says which KL
       the policy has, almost without a penalty.
 
-    You may rely on: k times the rewards give k times the coefficient; one update moves it by a
-    factor of at most exp(1/2). You may not rely on a steady KL where it is not steady with a
-    constant coefficient, or where a policy takes more than ten updates to respond.
+    You may rely on: k times the rewards give k times the coefficient. You may not rely on a steady
+    KL where it is not steady with a constant coefficient, or where a policy takes more than twelve
+    updates to respond.
 
-    State: `coeff`, `first`, `average` (of x), `pace`, 0-dim float64 buffers, changed in place; the
-    plan's samples. A negative pace is that of a search for a lower coefficient.
+    State: `coeff`, `average` (of x), `last` (x), `pace`, 0-dim float64 buffers, changed in place;
+    the plan. A negative pace is that of a search for a lower coefficient.
 
     Args:
         target, per: as in `TargetKLController`. Per step 0.01 nats is cautious and 0.2 much; per
@@ -284,53 +298,46 @@ class PlannedKLController(TargetKLController):
         >>> round(controller.observe_rewards(fair_coin), 2)  # 1.2 times 1.06
         1.27
         >>> [round(controller.update(kl, n_steps=64), 2) for kl in (0.05, 0.1, 0.12)]
-        [1.27, 1.32, 1.37]
+        [1.27, 1.27, 1.38]
     """
 
-    first: Tensor
     average: Tensor
+    last: Tensor
     pace: Tensor
 
     def __init__(self, target: float, *, init_coeff: InitCoeff = "plan", per: Per = "trajectory"):
         super().__init__(init_coeff, target, per=per)
-        for name in ("first", "average", "pace"):
+        for name in ("average", "last", "pace"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self._warned = False
+        self._given = self.coeff.item()  # 0 where it is planned
         if not self.planning:
-            self.coeff.fill_(self._begin(self.coeff.item()))
+            self.coeff.fill_(self._begin(self._given))
 
     def _begin(self, planned: float) -> float:
-        self.first.fill_(min(1.2 * planned, 1e-4 * sys.float_info.max))
-        return self.first.item()
+        return min(_START * planned, 1e-4 * sys.float_info.max)
 
     def _next_coeff(self, kl: float, n_steps: int) -> float:
-        ratio = kl / self.target
-        x = math.sqrt(min(max(ratio, 0.0), 4.0))
-        trend = 0.8 * (x - self.average.item())
-        self.average += (x - self.average) / 5
-        error, later = min(max(ratio - 1, -1.0), 1.0), x + 2.5 * trend
-        off = max(x, later) < 0.9 or min(x, later) > 1.1
-        if (x - 1) * (later - 1) <= 0:
-            error = 0.0
-        if trend > 0 and x + 0.5 * trend > 1:
-            error = max(error, min(x + 0.5 * trend - 1, 1.0))
-        pace = self._next_pace(math.copysign(1.0, error), off)
+        x = math.sqrt(min(max(kl / self.target, 0.01), 4.0))
+        rise = x - self.average.item()
+        self.average += rise / _MEMORY
+        later = max(x + rise * _AHEAD / _MEMORY, 0.1)
+        near = min(max(1.0, min(x, later)), max(x, later))
+        error = min(near**2 - 1, 1.0) if near > 1 else 2 * math.log(near)
+        pace = max(_GROWTH * self.pace.item() * math.copysign(1.0, error), 1.0)
+        pace = math.copysign(min(pace, _FASTEST), error) if error else 0.0
+        move = _RATE * abs(pace) * error
+        if move < 0:  # what x would be with the new coefficient; a policy takes time to follow
+            self.average *= math.exp(-_EXPLAINED * move)
+        brake = _BRAKE * (max(x, 1.0) - max(self.last.item(), 1.0))
         self.pace.fill_(pace)
-        value = self.coeff.item() * math.exp(0.1 * max(1.0, abs(pace) if off else 1.0) * error)
-        low, high = 1e-4 * self.first.item(), 1e4 * self.first.item()
-        if value <= low and not self._warned:
+        self.last.fill_(x)
+        value = self.coeff.item() * math.exp(move + brake)
+        first = self._begin(self._given if self.plan is None else self.plan.made.item())
+        if value <= 1e-4 * first and not self._warned:
             self._warned = True
-            warnings.warn(_UNREACHED.format(low, kl, self.per, self.target), stacklevel=4)
-        return min(max(value, low), high)
-
-    def _next_pace(self, way: float, off: bool) -> float:
-        """The pace after an update that moves the coefficient up or down: `way` is 1 or -1."""
-        pace = self.pace.item()
-        if not off:
-            return math.copysign(min(abs(pace), 1.0), pace)
-        if pace * way < 0:
-            return -pace / 25
-        return way * min(1.25 * abs(pace), 5.0) if pace else way
+            warnings.warn(_UNREACHED.format(1e-4 * first, kl, self.per, self.target), stacklevel=4)
+        return min(max(value, 1e-4 * first), 1e4 * first)
 
 
 _UNREACHED = (

@@ -115,7 +115,3 @@ class KLStatistics(Float64State):
     def standard_error(self) -> float:
         """Standard error of the mean of independent values (trajectories), nats; NaN under two."""
         return math.sqrt(self.variance / max(self.count.item(), 1))
-
-    def extra_repr(self) -> str:
-        """The count and the mean, for `repr`."""
-        return f"count={self.count.item()}, mean={self.mean:.6g}"

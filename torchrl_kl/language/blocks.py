@@ -24,7 +24,9 @@ class Attention(nn.Module):
 
     def __init__(self, layer: int, n_head: int, n_embd: int, dropout: float):
         super().__init__()
-        self.layer, self.n_head, self.dropout = layer, n_head, dropout
+        self.layer = layer
+        self.n_head = n_head
+        self.dropout = dropout
         self.query_key_value = nn.Linear(n_embd, 3 * n_embd)
         self.project = nn.Linear(n_embd, n_embd)
 

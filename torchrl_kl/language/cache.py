@@ -38,7 +38,9 @@ class KeyValueCache:
         self, lm: CausalLM, tokens: Tensor, last: Tensor, rows: Tensor | None = None
     ) -> Tensor:
         """Reads texts (R, W) into `rows`; the outputs (R, n_out) at their positions `last`."""
-        self._rows, self._slots, self._width = rows, None, 0
+        self._rows = rows
+        self._slots = None
+        self._width = 0
         every = torch.arange(len(tokens), device=tokens.device)
         return lm.at(tokens, every, last, cache=self)
 
@@ -47,7 +49,9 @@ class KeyValueCache:
 
         `slots`: one number where all texts are equally long. `width`: the largest slot plus 1.
         """
-        self._rows, self._slots, self._width = None, slots, width
+        self._rows = None
+        self._slots = slots
+        self._width = width
         options: dict[str, Any] = {"cache": self}
         if isinstance(slots, int):
             options["position_ids"] = token.new_full((1, 1), slots)

@@ -77,7 +77,9 @@ class GPT(nn.Module):
         sizes |= {"n_head": n_head, "n_embd": n_embd, "n_out": n_out}
         _check_sizes(sizes, dropout)
         self.config: dict[str, int | float] = {**sizes, "dropout": dropout}
-        self.vocab_size, self.block_size, self.n_out = vocab_size, block_size, n_out
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        self.n_out = n_out
         self.token_embedding = nn.Embedding(vocab_size, n_embd)
         self.position_embedding = nn.Embedding(block_size, n_embd)
         self.dropout = dropout
