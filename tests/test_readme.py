@@ -20,7 +20,7 @@ LINE = r"^reward \d\.\d\d, KL (-?\d\.\d{3}), coefficient (\d\.\d{3}), goals (\d+
 @pytest.mark.parametrize("small", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_program_runs(small, capsys):
     (program,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
-    sizes = {"1000": "300", "20_000": "600", "range(300)": "range(3)"}
+    sizes = {"1000": "300", "30_000": "600", "range(300)": "range(3)"}
     for whole, size in sizes.items():
         assert whole in program
         program = program.replace(whole, size) if small else program

@@ -21,7 +21,7 @@ def train(seed: int, control: bool, batches: int) -> list[list[float]]:
     """Reward, KL, coefficient and goals of each batch that the program prints."""
     programs = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
     (program,) = (text for text in programs if "goals" in text)
-    changes = {"seed(0)": f"seed({seed})", ": 20_000": f": {batches * 1000}"}
+    changes = {"seed(0)": f"seed({seed})", ": 30_000": f": {batches * 1000}"}
     if not control:
         changes["(actor, controller, "] = "(actor, 0.0, "
     for old, new in changes.items():
@@ -42,7 +42,7 @@ def train(seed: int, control: bool, batches: int) -> list[list[float]]:
     return rows
 
 
-def main(folder: Path | None = None, seeds: int = 5, batches: int = 20) -> Path:
+def main(folder: Path | None = None, seeds: int = 5, batches: int = 30) -> Path:
     """Draws the figure and prints the last quarter of each run."""
     figure, panels = new_figure(4, height=7.6, sharex=True)
     for name, color in RUNS.items():
