@@ -393,8 +393,10 @@ def train(loop: Loop, controller: KLController | float, seed: int, batches: int)
         ended = step["done"]
         if loop.per == "step":
             kl = step["kl_estimate"].mean().item()
-        else:
+        elif ended.any():
             kl = step["episode_kl"][ended].mean().item()
+        else:  # nothing is known of it
+            kl = curves.kl[-1] if curves.kl else 0.0
         coeff = step["kl_coeff"].flatten()[0].item()
         if in_loss:
             loss.update_controller(batch)
