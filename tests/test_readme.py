@@ -27,7 +27,7 @@ def test_the_program_runs(small, capsys):
     exec(compile(program, "README.md", "exec"), {})
     printed = re.findall(LINE, capsys.readouterr().out, flags=re.M)
     kl, coeffs, goals = zip(*(map(float, row) for row in printed), strict=True)
-    assert len(printed) == (2 if small else 20)
+    assert len(printed) == (2 if small else 30)
     assert kl[0] == 0.0
     assert min(coeffs) > 0.0
     if not small:  # without a penalty the KL is 2.5 nats, and there are no goals
