@@ -212,7 +212,10 @@ class Trajectories(Float64State):
         `values`: (*B, *A, K); `observed`: keys that show whether steps follow one another.
         """
         batch_size, n_dims = tensordict.batch_size, tensordict.batch_dims
-        shape = values.shape
+        shape, keys = values.shape, state_keys(tensordict, observed)
+        whole = self._add_whole(tensordict, values, mask, done_key, keys, check_order)
+        if whole is not None:
+            return whole
         n_places, n_steps = batch_size.numel(), batch_size[-1]
         steps = _Steps.read(tensordict, torch.Size((*shape[:-1], 1)), mask, done_key)
         if not len(steps.done):
@@ -225,7 +228,6 @@ class Trajectories(Float64State):
         row_ends = place[1:] % n_steps == 0
         changed = steps.ids[1:] != steps.ids[:-1]
         changed = changed if init is None else changed | init[1:]
-        keys = state_keys(tensordict, observed)
         if check_order:
             may_differ = steps.any_done[:-1] | changed | ~steps.counts[1:] | row_ends
             may_differ = torch.cat([may_differ, row_ends.new_ones(1)])[:n_places]
@@ -288,11 +290,59 @@ class Trajectories(Float64State):
         running = sums[:, :-2].reshape(-1, n_places, sums.shape[-1] - 2).transpose(0, 1)
         return TrajectorySums(running.reshape(shape), sums[ended][:, :-1], began[ended], opened)
 
+    def _add_whole(
+        self,
+        tensordict: TensorDictBase,
+        values: Tensor,
+        mask: Tensor | None,
+        done_key: NestedKey,
+        keys: list[NestedKey],
+        check_order: bool,
+    ) -> TrajectorySums | None:
+        """`add`, in a third of its time, where rows are whole trajectories; None elsewhere."""
+        batch_size, n_steps = tensordict.batch_size, tensordict.batch_size[-1]
+        step, ids = (
+            cast(TensorDictBase, tensordict.get("next")),
+            tensordict.get(TRAJECTORY_KEY, None),
+        )
+        flags = [key for key in step.keys(True, True) if as_tuple(key)[-1] == "done"]
+        if values.shape[:-1] != batch_size or flags != [done_key] or "is_init" in tensordict.keys():
+            return None
+        done, gone = step.get(done_key).reshape(-1, n_steps), tensordict.get(done_key, None)
+        counts = torch.ones_like(done) if mask is None else mask.reshape(-1, n_steps)
+        last = counts.clone()
+        last[:, :-1] &= ~counts[:, 1:]
+        single = (done.sum(-1) == 1) & counts[:, 0]
+        if not done.equal(last) or not single.all() or (gone is not None and gone.any()):
+            return None
+        opened = dict(self.named_buffers())
+        values = values.detach().double().flatten(0, -3)  # (R, T, K)
+        totals = torch.where(counts.unsqueeze(-1), values, 0.0).cumsum(1)
+        if ids is not None:
+            ids = ids.reshape(-1, n_steps)
+            other = (
+                (ids != ids[:, :1]).any()
+                | (self.ids < 0).any()
+                | torch.isin(ids[:, 0], self.ids).any()
+            )
+            if other or mask is not None or not _is_first(ids[:, 0]).all():
+                return None
+            ends = torch.arange(1, len(ids) + 1, device=ids.device) * n_steps - 1
+            left = _states(step, keys, len(batch_size), ends)
+            opened = self._table(
+                [], ids[:, 0], values.new_zeros(len(ids), values.shape[-1] + 2), left
+            )
+        if check_order:
+            may_differ = ~counts.reshape(batch_size)[..., 1:]
+            require_order(tensordict, keys, may_differ, _SHUFFLED)
+        finished = torch.cat([totals[:, -1], counts.sum(-1, keepdim=True)], -1)
+        began = torch.arange(len(done), device=done.device) * n_steps
+        return TrajectorySums(totals.reshape(*batch_size, -1), finished, began, opened)
+
     def keep(self, opened: dict[str, Tensor]) -> None:
         """Makes what `add` has left open the state."""
         self._buffers.clear()
-        for name, value in opened.items():
-            self.register_buffer(name, value)
+        self._buffers.update(opened)
 
     @property
     def _left(self) -> list[Tensor]:

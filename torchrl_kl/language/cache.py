@@ -6,6 +6,7 @@ H heads, D width of a head.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from operator import is_
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchrl_kl.actors.policy import evaluating
+from torchrl_kl.language.blocks import fast
 from torchrl_kl.language.causal_lm import CausalLM, differ_by_rounding
 
 
@@ -210,8 +212,10 @@ class CachedTexts:
     Others are read anew, alone. Texts are compared in full: it does not matter where they are from.
     """
 
-    def __init__(self, tokens: Tensor, weights: list[Any]):
+    def __init__(self, lm: CausalLM, tokens: Tensor, weights: list[Any]):
         self.weights = weights  # that read the texts
+        self.lm = copy.copy(lm)  # another one if modules or hooks have changed
+        vars(self.lm)["model"] = fast(lm.model)
         n_rows, capacity = tokens.shape
         self.cache = KeyValueCache(n_rows, capacity)
         self._tokens = torch.full_like(tokens, -1)  # the texts that were read
@@ -237,14 +241,14 @@ class CachedTexts:
         stale = self._find_stale(tokens[:, :longest], last, new)
         if len(stale) == len(tokens):
             self._tokens.copy_(tokens)
-            output = self.cache.read_texts(lm, tokens[:, :longest], last)
+            output = self.cache.read_texts(self.lm, tokens[:, :longest], last)
         else:
             if len(stale):
                 width = int(length[stale].max())
                 self._tokens[stale] = tokens[stale]
-                self.cache.read_texts(lm, tokens[stale, :width], last[stale], stale)
+                self.cache.read_texts(self.lm, tokens[stale, :width], last[stale], stale)
             slots = longest - 1 if even else last
-            output = self.cache.read_next(lm, new[:, 0], slots, longest)
+            output = self.cache.read_next(self.lm, new[:, 0], slots, longest)
         self._lengths.copy_(length)
         return output
 
@@ -276,7 +280,7 @@ class RolloutCache:
         texts = self._sets.pop(modes, None)
         with torch.inference_mode():  # PyTorch's fastest
             if texts is None or not texts.fits(tokens, weights):
-                texts = CachedTexts(tokens, weights)
+                texts = CachedTexts(self.lm, tokens, weights)
             output = texts.read(self.lm, tokens, length)
         # Kept only after a pass that ended: one that raised may have written half of its keys.
         if texts.cache.buffers:  # none if the model used no cache, as in gradient checkpointing
