@@ -176,11 +176,11 @@ class TestPID(BoundedLaws):
         assert values == pytest.approx(expected, rel=1e-12, abs=0)
 
 
-@pytest.mark.filterwarnings("ignore:the coefficient is .*, almost 0:UserWarning")
+@pytest.mark.filterwarnings("ignore:the coefficient is .* and the KL:UserWarning")
 class TestPlanned(ClosedLoopLaws):
     kind, settings = PlannedKLController, {"init_coeff": 0.1, "target": 0.5}
     buffers = ("coeff", "average", "last", "pace")
-    log_fall, log_rise = 0.18 * math.log(100) + 0.7, 0.18 + 0.7  # of the search, and of the brake
+    log_fall, log_rise = 0.175 * math.log(100) + 0.7, 0.175 + 0.7  # of the search, and of the brake
     shown = "PlannedKLController(coeff=0.12, per='trajectory', target=0.5)"
 
     def test_above_the_target_it_rises_and_below_it_falls(self):
@@ -204,7 +204,7 @@ class TestPlanned(ClosedLoopLaws):
             moves.append(way * math.log(value / before))
             before = value
         error = abs(math.log(0.2)) if way < 0 else 1.0
-        growing = [0.06 * error * min(1.25**n, 3.0) for n in range(12)]
+        growing = [0.7 / 12 * error * min(1.25**n, 3.0) for n in range(12)]
         assert moves[:12] == pytest.approx(growing, rel=1e-12)
         assert value == pytest.approx(0.12 * 1e4**way, rel=1e-12)
 
@@ -214,8 +214,8 @@ class TestPlanned(ClosedLoopLaws):
         for _ in range(400):
             kl = rng.choice([-1.0, 9.0, 0.5, rng.uniform(0, 1), 0.1, 0.1, 0.1])
             x = sorted((0.1, max(kl / 0.5, 0) ** 0.5, 2.0))[1]
-            in_twelve = max(x + 12 * (x - average) / 5, 0.1)
-            average = 0.8 * average + 0.2 * x
+            in_twelve = max(x + 12 * (x - average) / 6, 0.1)
+            average += (x - average) / 6
             if x < 1 and in_twelve < 1:
                 error = math.log(max(x, in_twelve) ** 2)
             elif x > 1 and in_twelve > 1:
@@ -225,7 +225,7 @@ class TestPlanned(ClosedLoopLaws):
             pace = min(pace * 1.25, 3.0) if error * error_before > 0 else 1.0
             error_before = error
             seen |= {pace > 1, error == 0, last > 1}
-            move = 0.06 * pace * error
+            move = 0.7 / 12 * pace * error
             average *= math.exp(-0.7 * min(move, 0))
             brake = 0.7 * (max(x, 1) - max(last, 1))
             last = x
@@ -239,11 +239,17 @@ class TestPlanned(ClosedLoopLaws):
         exact = 0.5 * 0.95  # of `simulate`, to 10 %
         assert settled(simulate(PlannedKLController(0.5, init_coeff=off * exact), lag=lag)) < 111
 
-    def test_a_target_that_is_not_reached_is_named_once(self):
+    @pytest.mark.parametrize(
+        ("kl", "wanted"),
+        [
+            (0.3, "is 0.00012 and the KL 0.3 nats per trajectory: almost without .* Lower `target`"),
+            (9.0, "is 1.2e\\+04 and the KL 9 nats per trajectory: 10,000 times .* raise `target`"),
+        ],
+    )
+    def test_a_target_out_of_reach_is_named_once(self, kl, wanted):
         controller = PlannedKLController(5.0, init_coeff=1.0)
-        wanted = "almost 0, and the KL is 0.3 nats per trajectory.* target of 5 either. Lower"
-        with pytest.warns(UserWarning, match=wanted) as warned:
-            _ = [controller.update(0.3, 64) for _ in range(100)]
+        with pytest.warns(UserWarning, match=f"{wanted}") as warned:
+            _ = [controller.update(kl, 64) for _ in range(200)]
         assert len(warned) == 1
 
 

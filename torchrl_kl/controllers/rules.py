@@ -15,13 +15,9 @@ from torchrl_kl.functional.numbers import check_number
 
 # Of PlannedKLController; its docstring says what they do.
 _START = 1.2
-_RATE = 0.06
-_GROWTH = 1.25
+_RESPONSE = 12.0  # updates
+_SHARE = 0.7
 _FASTEST = 3.0
-_MEMORY = 5.0  # updates
-_AHEAD = 12.0  # updates
-_EXPLAINED = 0.7
-_BRAKE = 0.7
 
 
 class ConstantKLController(KLController):
@@ -115,19 +111,15 @@ class _LogKLController(TargetKLController):
         super().__init__(init_coeff, target, per=per)
         self.min_coeff = min_coeff
         self.max_coeff = max_coeff
-        if not self.planning:
-            self._check_within("`init_coeff`", self.coeff.item())
-
-    def _check_within(self, name: str, coeff: float) -> None:
-        if not self.min_coeff <= coeff <= self.max_coeff:
+        coeff = self.coeff.item()
+        if not self.planning and not min_coeff <= coeff <= max_coeff:
             raise ValueError(
-                f"{name} must lie within [min_coeff, max_coeff] = [{self.min_coeff:g}, "
-                f"{self.max_coeff:g}], got {coeff:g}: move the bound or start inside."
+                f"`init_coeff` must lie within [min_coeff, max_coeff] = [{min_coeff:g}, "
+                f"{max_coeff:g}], got {coeff:g}: move the bound or start inside."
             )
 
     def _begin(self, planned: float) -> float:
-        self._check_within("the planned coefficient", planned)
-        return planned
+        return min(max(planned, self.min_coeff), self.max_coeff)
 
     @abstractmethod
     def _log_change(self, error: float) -> float:
@@ -267,16 +259,17 @@ class PlannedKLController(TargetKLController):
     It starts at 1.2 times the plan (see `observe_rewards`). With `x = sqrt(kl / target)`, which
     grows evenly where a policy moves evenly, and is as 1 / coeff where it has settled:
 
-    - The error is that of x now or of x in 12 updates, at its present rate, whichever is nearer to
-      the target: `kl / target - 1` above it, `log(kl / target)` below. It is 0 where x is on its
-      way through the target: a policy needs time to move.
-    - log(coeff) moves by 0.06 of the error, and faster by a quarter with each update in which the
-      error keeps its sign, up to 3 times: where chance decides most of the rewards, a plan is a
-      hundred times too high.
-    - A rise of x that the fall of the coefficient explains is not taken for being on its way.
-    - Above the target, log(coeff) also moves with x, by 0.7 of its change: the brake.
-    - The coefficient stays within 1e-4 and 1e4 times the first one. At 1e-4 a warning says which KL
-      the policy has, almost without a penalty.
+    - A policy needs time to move: 12 updates. The error is that of x now or of x in 12 updates, at
+      its mean rate over half as many, whichever is nearer to the target: `kl / target - 1` above
+      it, `log(kl / target)` below. It is 0 where x is on its way through the target.
+    - log(coeff) moves by 0.7 / 12 of the error, so that a lasting error of 1 moves it by 0.7 in the
+      time in which the policy responds; and faster by a quarter with each update in which the error
+      keeps its sign, up to 3 times: where chance decides most of the rewards, a plan is a hundred
+      times too high.
+    - A rise of x that the fall of the coefficient explains, 0.7 of it, is not taken for being on
+      its way. Above the target, log(coeff) also moves with x, by 0.7 of its change: the brake.
+    - The coefficient stays within 1e-4 and 1e4 times the first one. There a warning says, once,
+      which KL the policy has: nothing holds it at the target.
 
     You may rely on: k times the rewards give k times the coefficient. You may not rely on a steady
     KL where it is not steady with a constant coefficient, or where a policy takes more than twelve
@@ -320,29 +313,36 @@ class PlannedKLController(TargetKLController):
     def _next_coeff(self, kl: float, n_steps: int) -> float:
         x = math.sqrt(min(max(kl / self.target, 0.01), 4.0))
         rise = x - self.average.item()
-        self.average += rise / _MEMORY
-        later = max(x + rise * _AHEAD / _MEMORY, 0.1)
+        self.average += rise / (_RESPONSE / 2)
+        later = max(x + 2 * rise, 0.1)
         near = min(max(1.0, min(x, later)), max(x, later))
         error = min(near**2 - 1, 1.0) if near > 1 else 2 * math.log(near)
-        pace = max(_GROWTH * self.pace.item() * math.copysign(1.0, error), 1.0)
+        growth = 1 + _FASTEST / _RESPONSE
+        pace = max(growth * self.pace.item() * math.copysign(1.0, error), 1.0)
         pace = math.copysign(min(pace, _FASTEST), error) if error else 0.0
-        move = _RATE * abs(pace) * error
+        move = _SHARE / _RESPONSE * abs(pace) * error
         if move < 0:  # what x would be with the new coefficient; a policy takes time to follow
-            self.average *= math.exp(-_EXPLAINED * move)
-        brake = _BRAKE * (max(x, 1.0) - max(self.last.item(), 1.0))
+            self.average *= math.exp(-_SHARE * move)
+        brake = _SHARE * (max(x, 1.0) - max(self.last.item(), 1.0))
         self.pace.fill_(pace)
         self.last.fill_(x)
         value = self.coeff.item() * math.exp(move + brake)
         first = self._begin(self._given if self.plan is None else self.plan.made.item())
-        if value <= 1e-4 * first and not self._warned:
+        bounded = min(max(value, 1e-4 * first), 1e4 * first)
+        if bounded != value and not self._warned:
             self._warned = True
-            warnings.warn(_UNREACHED.format(1e-4 * first, kl, self.per, self.target), stacklevel=4)
-        return min(max(value, 1e-4 * first), 1e4 * first)
+            found = f"the coefficient is {bounded:.3g} and the KL {kl:.3g} nats per {self.per}: "
+            warnings.warn(found + (_UNREACHED if value < first else _UNHELD), stacklevel=4)
+        return bounded
 
 
 _UNREACHED = (
-    "the coefficient is {:.3g}, almost 0, and the KL is {:.3g} nats per {}: without a penalty the "
-    "policy does not reach the target of {:g} either. Lower `target`, or train faster or longer."
+    "almost without a penalty the policy does not reach the target either. Lower `target`, or "
+    "train faster or longer."
+)
+_UNHELD = (
+    "10,000 times the first coefficient does not bring it down to the target. Make policy updates "
+    "smaller (learning rate, epochs), or raise `target`."
 )
 
 
