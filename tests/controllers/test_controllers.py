@@ -242,7 +242,10 @@ class TestPlanned(ClosedLoopLaws):
     @pytest.mark.parametrize(
         ("kl", "wanted"),
         [
-            (0.3, "is 0.00012 and the KL 0.3 nats per trajectory: almost without .* Lower `target`"),
+            (
+                0.3,
+                "is 0.00012 and the KL 0.3 nats per trajectory: almost without .* Lower `target`",
+            ),
             (9.0, "is 1.2e\\+04 and the KL 9 nats per trajectory: 10,000 times .* raise `target`"),
         ],
     )
@@ -311,19 +314,12 @@ class TestInsideAModule:
         assert [one.item() for one in before] == [value.item() for value in state.values()]
         assert {one.dtype for one in loaded.buffers()} == {torch.float64}
 
-    @pytest.mark.parametrize(
-        ("name", "value", "message"),
-        [
-            ("coeff", math.nan, "`coeff` must be one finite number, got nan"),
-            ("coeff", 11.0, r"`coeff` must lie within \[0.0001, 10\], got 11: build the"),
-            ("filtered_error", math.inf, "`filtered_error` must be one finite number, got inf"),
-        ],
-    )
-    def test_numbers_that_no_update_gives_are_not_loaded(self, name, value, message):
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+    def test_coefficients_that_no_update_gives_are_not_loaded(self, value):
         controller = PIDKLController(1.0, 0.5)
         before = copy.deepcopy(controller.state_dict())
-        with pytest.raises(RuntimeError, match=message):
-            controller.load_state_dict(before | {name: torch.tensor(value).double()})
+        with pytest.raises(RuntimeError, match=f"`coeff` must be finite .*, got {value}"):
+            controller.load_state_dict(before | {"coeff": torch.tensor(value).double()})
         assert controller.state_dict() == before
 
 
