@@ -22,7 +22,12 @@ from torchrl_kl.keys import ResolvedKeys, get_required, sibling
 from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec, state_spec
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.placement import refuse_sums
-from torchrl_kl.transforms.steps import check_reward, check_reward_shape, penalize
+from torchrl_kl.transforms.steps import (
+    check_reward,
+    check_reward_shape,
+    penalize,
+    without_random,
+)
 
 
 class PenaltyTransform(KLTransform):
@@ -140,7 +145,7 @@ class PenaltyTransform(KLTransform):
         if taken is not None and not taken.any():  # as in most steps
             self.feed.pool(self.controller, measured.new_zeros(0), in_env=True)
             return
-        counts = self._counting(tensordict, next_tensordict, step)
+        counts = without_random(next_tensordict, self.keys, step.mask)
         if counts is not None:
             counts = expand_right(counts, measured.shape)
             taken = counts if taken is None else taken & counts
@@ -154,16 +159,6 @@ class PenaltyTransform(KLTransform):
             self.feed.plan_from(self.controller, rewards, log_ratios=log_ratios)
             values = values[:0]  # says nothing about what is planned
         self.feed.pool(self.controller, values, in_env=True)
-
-    def _counting(
-        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
-    ) -> Tensor | None:
-        """Where a step counts and all actions of its trajectory were drawn, (*B); None: all."""
-        not_drawn, mask = next_tensordict.get(self.keys.not_drawn, None), step.mask
-        if not_drawn is None or not not_drawn.any():
-            return mask
-        drawn = ~not_drawn.flatten(tensordict.batch_dims).any(-1)
-        return drawn if mask is None else mask & drawn
 
     def _find_ended(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, shape: torch.Size

@@ -126,10 +126,8 @@ def measure(
     if step.log_prob is None:
         values = [torch.zeros_like(ref_log_prob)] * (1 if estimate is None else 2)
     else:
-        log_prob, mask = step.log_prob.detach(), step.mask
-        if mask is not None:
-            ones = (1,) * (log_prob.ndim - mask.ndim)
-            mask = mask.reshape(*mask.shape, *ones).expand(log_prob.shape)  # (*B) to (*B, *A)
+        log_prob = step.log_prob.detach()
+        mask = None if step.mask is None else expand_right(step.mask, log_prob.shape)
         values = [kl_k1(log_prob, ref_log_prob, mask=mask)]
         if estimate is not None:
             values.append(estimate(tensordict, step._replace(log_prob=log_prob, mask=mask)))
