@@ -319,7 +319,7 @@ class SpyController(KLController):
         self.calls: list[tuple[float, int]] = []
         self.step = step
 
-    def _next_coeff(self, kl: float, n_steps: int) -> float:
+    def next_coeff(self, kl: float, n_steps: int) -> float:
         self.calls.append((kl, n_steps))
         return self.coeff.item() + self.step
 

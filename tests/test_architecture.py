@@ -34,6 +34,8 @@ PUBLIC_NAMES = {
 
 # Private names of PyTorch, for which it has no public ones, and where they are used.
 TORCH_NAMES = {
+    ("_C", "gpt.py"),
+    ("_functorch", "gpt.py"),
     ("_compiled_call_impl", "blocks.py"),
     ("_forward_hooks", "blocks.py"),
     ("_forward_pre_hooks", "blocks.py"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchrl_kl.functional.numbers import Float64State
 from torchrl_kl.functional.sums import running_sum
-from torchrl_kl.keys import as_tuple, existing_keys, sibling
+from torchrl_kl.keys import MissingKeyError, as_tuple, existing_keys, sibling
 
 MASK_KEY = ("collector", "mask")
 TRAJECTORY_KEY = ("collector", "traj_ids")
@@ -78,9 +78,9 @@ def find_ends(step: TensorDictBase, done_key: NestedKey, shape: Sequence[int]) -
     keys = dict.fromkeys([done_key, sibling(done_key, "done"), "done"])
     found = {key: flag for key in keys if (flag := step.get(key, None)) is not None}
     if not found or (as_tuple(done_key)[-1] != "done" and done_key not in found):
-        raise KeyError(
-            f"there is no {done_key!r} in the step, got {existing_keys(step)}: trajectories end "
-            "there; name it with `KLKeys(done=...)`."
+        raise MissingKeyError(
+            f"there is no {done_key!r} in the step, where trajectories end: name it with "
+            f"`KLKeys(done=...)`. The step has {existing_keys(step)}."
         )
     flags = found.values()
     return reduce(torch.logical_or, [expand_right(flag, shape) for flag in flags])

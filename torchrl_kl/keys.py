@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -42,14 +42,29 @@ def sum_action_dims(value: Tensor, batch_size: torch.Size) -> Tensor:
 
 def existing_keys(tensordict: TensorDictBase | Composite) -> str:
     """The keys of a tensordict or spec as a short, sorted text for an error message."""
-    return ", ".join(sorted(str(key) for key in tensordict.keys(True, True)))
+    return ", ".join(sorted(str(key) for key in tensordict.keys(True, True))) or "nothing"
+
+
+def get_stored(tensordict: TensorDictBase, key: NestedKey) -> Any:
+    """The entry `key` as it is stored, a list for lazily stacked elements; None if missing."""
+    *path, name = as_tuple(key)
+    holder: Any = tensordict.get(unravel_key(tuple(path))) if path else tensordict
+    options = {"as_list": True} if hasattr(holder, "tensordicts") else {}
+    return holder.get(name, None, **options)
+
+
+class MissingKeyError(KeyError):
+    """A KeyError that prints its text as it is, and not in quotes."""
+
+    __str__ = BaseException.__str__
 
 
 def get_required(tensordict: TensorDictBase, key: NestedKey, fix: str) -> Tensor:
-    """The entry `key`; KeyError with the keys that are there and the fix otherwise."""
+    """The entry `key`; KeyError with the fix and the keys that are there otherwise."""
     value = tensordict.get(key, None)
     if value is None:
-        raise KeyError(f"{key!r} is not in the data, got {existing_keys(tensordict)}: {fix}")
+        there = existing_keys(tensordict)
+        raise MissingKeyError(f"{key!r} is not in the data: {fix} The data have {there}.")
     return value
 
 

@@ -139,6 +139,8 @@ def test_what_a_recurrent_reference_cannot_score():
         reference.score(batch[:, [0, 2, 1, *range(3, 10)]], timed=True)
     with pytest.raises(RuntimeError, match="begins inside a trajectory"):
         reference.score(batch.exclude("is_init"), timed=True)
+    with pytest.raises(RuntimeError, match=r"forgets its state at each step. Put .*primer"):
+        reference.score(batch.exclude("c"), timed=True)
     fake = batch.clone().zero_()
     assert reference.score(fake, timed=True, fake=True).log_prob.shape == (2, 10)
 

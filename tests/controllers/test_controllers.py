@@ -259,7 +259,7 @@ class TestPlanned(ClosedLoopLaws):
 class Switch(KLController):
     """The smallest controller that a user could write: two coefficients."""
 
-    def _next_coeff(self, kl: float, n_steps: int) -> float:
+    def next_coeff(self, kl: float, n_steps: int) -> float:
         return 0.3 if kl > 1 else 0.1
 
 
@@ -273,11 +273,16 @@ class TestOneOfAUser(ControllerLaws):
         with pytest.raises(TypeError, match="abstract"):
             KLController(0.1)  # type: ignore[abstract]
 
+    def test_the_name_of_other_libraries_is_answered(self):
+        others: Any = {"init_kl_coef": 0.1, "target": 6.0, "horizon": 1000}
+        with pytest.raises(TypeError, match="`init_kl_coef` is called `init_coeff` here"):
+            AdaptiveKLController(**others)
+
 
 class Doubling(TargetKLController):
     """The smallest closed loop that a user could write: up, down, or neither."""
 
-    def _next_coeff(self, kl: float, n_steps: int) -> float:
+    def next_coeff(self, kl: float, n_steps: int) -> float:
         factor = 2.0 ** ((kl > self.target) - (kl < self.target))
         return min(max(self.coeff.item() * factor, 1e-300), 1e300)
 
@@ -374,7 +379,7 @@ class TestHelpers:
 
     def test_is_constant(self):
         class Schedule(ConstantKLController):
-            def _next_coeff(self, kl: float, n_steps: int) -> float:
+            def next_coeff(self, kl: float, n_steps: int) -> float:
                 return self.coeff.item() / 2
 
         class ScheduleInUpdate(ConstantKLController):
@@ -389,7 +394,7 @@ class TestHelpers:
 @pytest.mark.parametrize("gives", [math.nan, math.inf, -0.1, torch.tensor(0.5)])
 def test_what_a_rule_gives_is_checked(gives):
     class Rule(KLController):
-        def _next_coeff(self, kl: float, n_steps: int) -> float:
+        def next_coeff(self, kl: float, n_steps: int) -> float:
             return gives
 
     controller = Rule(0.1)
@@ -397,7 +402,7 @@ def test_what_a_rule_gives_is_checked(gives):
         assert type(value := controller.update(1.0, 1)) is float
         assert value == 0.5
         return
-    with pytest.raises(ValueError, match=rf"`Rule._next_coeff` must return .*, got {gives}"):
+    with pytest.raises(ValueError, match=rf"`Rule.next_coeff` must return .*, got {gives}"):
         controller.update(1.0, 1)
     assert controller.coeff.item() == 0.1
 

@@ -25,6 +25,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from torchrl_kl.keys import get_stored
+
 TEXTS = [
     "system\nuser\nassistant\n",
     "the film was good and the story was strange",
@@ -155,10 +157,10 @@ def make_dialogs(tokenizer: Any, **options: Any) -> Any:
     return batch
 
 
-def rows_of(batch: Any, *key: str) -> list[Any]:
+def rows_of(batch: Any, *key: str) -> Any:
     """An entry of each element of a batch (N,)."""
-    value = batch.get(key[0]).get(key[1], as_list=True)
-    return list(value.unbind(0)) if isinstance(value, torch.Tensor) else value
+    value = get_stored(batch, key)
+    return value if value is None else list(value)
 
 
 def rows_of_log_probs(actor, steps):

@@ -295,9 +295,7 @@ class TransformLaws(ABC):
         assert_close_td(actual, expected, atol=1e-6, rtol=1e-5)
 
     def test_a_batch_without_next_is_refused(self):
-        with pytest.raises(
-            KeyError, match=r"the batch has no \\?\"next\\?\".*observation.*outside an env"
-        ):
+        with pytest.raises(KeyError, match=r'^the batch has no "next": outside .*observation'):
             self.make()(self.batch().exclude("next"))
 
 

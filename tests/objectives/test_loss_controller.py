@@ -115,7 +115,7 @@ def test_a_plan_is_made_from_the_task_rewards():
     [
         (lambda batch: batch[:, [3, 1, 0, 2]], RuntimeError, "do not follow one another"),
         (lambda batch: batch.reshape(-1), RuntimeError, "per trajectory.* without a time dim"),
-        (lambda batch: batch.exclude(("next", "done")), KeyError, "trajectories end there"),
+        (lambda batch: batch.exclude(("next", "done")), KeyError, "where trajectories end"),
         (lambda batch: batch.apply(lambda x: x / 0 if x.is_floating_point() else x), ValueError,
          "KLPenaltyLoss needs finite numbers"),
     ],

@@ -229,8 +229,12 @@ def test_a_batch_drops_what_is_no_longer_needed(estimator, make_it):
     actor = make("masked")
     raw = play(env_for("masked"), as_policy(moved(actor), estimator))
     batch = make_it(actor, estimator)(raw)
-    with pytest.raises(KeyError, match="it dropped them: call both on the collected batch"):
-        parts(actor, estimator, keys=KLKeys.named("second"))(batch)
+    second = parts(actor, estimator, keys=KLKeys.named("second"))
+    with pytest.raises(KeyError, match="it dropped them: put both into one Compose"):
+        second(batch)
+    both_of = compose(make_it(actor, estimator), second)(raw)
+    assert set(both_of.keys()) == set(batch.keys())  # the last one drops them
+    close(both_of["next", "second_kl_estimate"], batch["next", "kl_estimate"])
     assert set(raw.keys()) - set(batch.keys()) == {"logits" if estimator == "exact" else "top_k"}
     assert not any(name.startswith("_") for name in (*batch.keys(), *batch["next"].keys()))
     assert not any(value.requires_grad for value in batch["next"].values(True, True))
@@ -290,8 +294,8 @@ def test_each_distribution_is_built_by_its_own_actor(kind, place):
 @pytest.mark.parametrize(
     ("estimator", "text"),
     [
-        ("exact", r"logits.* is not in the data, got .*Let the policy record .*TopKActor"),
-        ("top_k", r"\('top_k', 'actions'\) is not in the data, got .*collect with TopKActor"),
+        ("exact", r"logits.* is not in the data: let the policy record .*TopKActor"),
+        ("top_k", r"\('top_k', 'actions'\) is not in the data: collect with TopKActor"),
     ],
 )
 @any_place
@@ -310,7 +314,7 @@ def test_what_the_reference_did_not_keep(estimator):
         ReferenceModelLogProbTransform(make_actor()),
         KLDivergenceTransform(estimator=estimator, actor=make_actor()),
     )
-    with pytest.raises(KeyError, match="'_ref_params' is not in the data, got .*same `estimator`"):
+    with pytest.raises(KeyError, match="'_ref_params' is not in the data: .*same `estimator`"):
         unlike(play(WalkEnv((2,)), as_policy(policy(), estimator)))
 
 
@@ -334,12 +338,14 @@ def test_what_exact_cannot_compare():
         stack(make_actor(), "exact")(batch)
     net = TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), ["observation"], ["scores"])
     names: Any = {"logits": "scores"}
-    other = probabilistic_actor(net, in_keys=names, distribution_class=Categorical)
+    other = probabilistic_actor(
+        net, in_keys=names, distribution_class=Categorical, return_log_prob=True
+    )
     unlike = compose(
         ReferenceModelLogProbTransform(other, estimator="exact"),
         KLDivergenceTransform(estimator="exact", actor=make_actor()),
     )
-    with pytest.raises(KeyError, match="got scores: policy and reference must name"):
+    with pytest.raises(KeyError, match="policy and reference must name.* have scores"):
         unlike(play(WalkEnv((2,)), policy()))
 
 

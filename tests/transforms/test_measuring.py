@@ -40,6 +40,21 @@ def test_a_policy_that_ran_without_recording_its_log_prob_is_an_error():
         play(env, make_actor(return_log_prob=False), 2)
 
 
+@pytest.mark.parametrize("kind", [ReferenceModelLogProbTransform, KLRewardTransform])
+def test_an_actor_that_does_not_record_is_refused_when_it_is_built(kind):
+    actor = make_actor(return_log_prob=False)
+    with pytest.raises(ValueError, match="`actor` must record .* or name the entry that it rec"):
+        kind(actor)
+    keys = KLKeys(log_prob="of_another_sampler")
+    ReferenceModelLogProbTransform(actor, keys=keys)
+
+
+def test_the_text_of_a_key_error_is_not_quoted():
+    with pytest.raises(KeyError) as error:
+        KLDivergenceTransform()(TensorDict(next=TensorDict(batch_size=2), batch_size=2))
+    assert str(error.value).startswith("'action_log_prob' is not in the data: build the policy")
+
+
 def test_a_random_policy_gives_zeros():
     parts = ReferenceModelLogProbTransform(make_actor()), KLDivergenceTransform(estimator="k3")
     batch = play(with_transforms(SerialEnv(2, WalkEnv), *parts))["next"]
@@ -53,8 +68,8 @@ def test_a_random_policy_gives_zeros():
 @pytest.mark.parametrize(
     ("entries", "error", "text"),
     [
-        ({}, KeyError, "'action_log_prob' is not in the data, got .*return_log_prob=True"),
-        ({"log_prob": 2}, KeyError, "'ref_log_prob' is not in the data, got .*before this transf"),
+        ({}, KeyError, "'action_log_prob' is not in the data: .*return_log_prob=True"),
+        ({"log_prob": 2}, KeyError, "'ref_log_prob' is not in the data: .*have nothing"),
         ({"log_prob": 2, "ref": (2, 1)}, ValueError, r"the same shape, got \(2,\) and \(2, 1\)"),
     ],
     ids=["policy", "reference", "shapes"],

@@ -95,8 +95,8 @@ def test_a_coefficient_of_zero_only_measures():
         ({"kl_estimate": [math.nan, 0.5]}, ValueError, "'kl_estimate'.* has 1 of 2"),
         ({"reward": [1.0, math.nan]}, ValueError, "'reward'.* has 1 of 2"),
         ({"kl_coeff": [0.1, 0.1]}, RuntimeError, "the batch has 'kl_coeff': .* twice. Use one"),
-        ({"kl": None}, KeyError, "'kl' is not in the data, got done, reward: put KLDivergence"),
-        ({"reward": None}, KeyError, "'reward' is not in the data, .*: name the reward"),
+        ({"kl": None}, KeyError, "'kl' is not in the data: put KL.* have done, reward."),
+        ({"reward": None}, KeyError, "'reward' is not in the data: name the reward"),
     ],
     ids=["integer", "infinite", "nan", "reward", "penalized", "no kl", "no reward"],
 )

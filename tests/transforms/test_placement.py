@@ -147,7 +147,7 @@ AFTER: dict[str, tuple[Callable[[], Any], str]] = {
     "RewardClipping": (lambda: RewardClipping(-1.0, 1.0), "rewrites 'reward'"),
     "VecNormV2": (lambda: VecNormV2(in_keys=["observation", "reward"]), "rewrites 'reward'"),
     "FrameSkipTransform": (lambda: FrameSkipTransform(4), "steps the env several times"),
-    "MultiAction": (lambda: MultiAction(dim=-1), "steps the env several times"),
+    "MultiAction": (lambda: MultiAction(), "steps the env several times"),
     "ActionScaling": (ActionScaling, "turns 'action' into the env's action before"),
     "ConditionalPolicySwitch": (
         lambda: ConditionalPolicySwitch(policy=policy(), condition=lambda _: False),

@@ -224,6 +224,7 @@ class FrozenActor(nn.Module):
         inputs = tensordict.select(*self._input_keys, strict=False)  # a shallow copy
         if not self.state_keys:
             return inputs, timed
+        _require_primer(tensordict, self.state_keys)
         # Recorded states are exact, even for a shuffled batch that kept the name "time".
         if not timed or all(inputs.get(key, None) is not None for key in self.own_state_keys):
             _mark_recorded(inputs, self._init_key, self.own_state_keys)
@@ -262,6 +263,18 @@ _FIX = (
     "put KLConstrainedTransform or ReferenceModelLogProbTransform into the env, which records the "
     "state of each step, and give its `reference` to a loss."
 )
+
+
+def _require_primer(tensordict: TensorDictBase, state_keys: Sequence[NestedKey]) -> None:
+    """RuntimeError if a policy writes a state that it does not get back at its next step."""
+    for key in state_keys:
+        written = tensordict.get(unravel_key(("next", key)), None)
+        if written is not None and tensordict.get(key, None) is None:
+            raise RuntimeError(
+                f"the policy writes ('next', {key!r}) and does not get it back as {key!r}: it "
+                "forgets its state at each step. Put `module.make_tensordict_primer()` into the "
+                "env, before the stack."
+            )
 
 
 def _mark_recorded(

@@ -18,7 +18,13 @@ from torchrl.modules import LLMMaskedCategorical, set_recurrent_mode
 
 from torchrl_kl._torchrl import indices_of
 from torchrl_kl.actors.policy import evaluating
-from torchrl_kl.keys import LogProbKeys, as_tuple, get_required, sum_action_dims
+from torchrl_kl.keys import (
+    RECORD_LOG_PROB,
+    LogProbKeys,
+    as_tuple,
+    get_required,
+    sum_action_dims,
+)
 
 _PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
 # Those that do not all say by their `event_shape` whether actions are numbers or one-hot vectors.
@@ -89,6 +95,15 @@ def find_log_prob_keys(actor: Any) -> list[NestedKey]:
             f"{keys}: name them with the `log_prob_key` of each ProbabilisticTensorDictModule."
         )
     return keys
+
+
+def require_recording(actor: nn.Module) -> None:
+    """ValueError if an actor, as it was built, does not record the log-prob of its actions."""
+    if not all(part.return_log_prob for part in _probabilistic_modules(actor)):
+        raise ValueError(
+            "`actor` must record the log-prob of its actions, got one with return_log_prob=False: "
+            f"{RECORD_LOG_PROB}"
+        )
 
 
 @torch.no_grad()

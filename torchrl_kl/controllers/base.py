@@ -38,7 +38,7 @@ class KLController(Float64State, ABC):
     Example:
         >>> from torchrl_kl import KLController
         >>> class Doubling(KLController):
-        ...     def _next_coeff(self, kl, n_steps):
+        ...     def next_coeff(self, kl, n_steps):
         ...         return self.coeff.item() * (2 if kl > 1 else 1)
         >>> Doubling(0.1).update(kl=3.0, n_steps=64)
         0.2
@@ -52,6 +52,12 @@ class KLController(Float64State, ABC):
     min_coeff: float = 0.0
     max_coeff: float = math.inf
     plan: RewardPlan | None
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Answers the name that TorchRL and TRL give to the first coefficient."""
+        if "init_kl_coef" in options:
+            raise TypeError("`init_kl_coef` is called `init_coeff` here: reward per nat of KL.")
+        return super().__new__(cls)
 
     def __init__(self, init_coeff: float, *, per: Per = "trajectory"):
         super().__init__()
@@ -124,17 +130,17 @@ class KLController(Float64State, ABC):
             raise TypeError(f"`n_steps` must be an int, got {type(n_steps).__name__}.")
         if n_steps < 1:
             raise ValueError(f"`n_steps` must be at least 1, got {n_steps}.")
-        value = float(self._next_coeff(float(kl), n_steps))
+        value = float(self.next_coeff(float(kl), n_steps))
         if not (value >= 0 and math.isfinite(value)):
             raise ValueError(
-                f"`{type(self).__name__}._next_coeff` must return a finite number of at least 0, "
+                f"`{type(self).__name__}.next_coeff` must return a finite number of at least 0, "
                 f"got {value}. The coefficient stays {self.coeff.item():.6g}."
             )
         self.coeff.fill_(value)
         return value
 
     @abstractmethod
-    def _next_coeff(self, kl: float, n_steps: int) -> float:
+    def next_coeff(self, kl: float, n_steps: int) -> float:
         """The next coefficient, which the caller sets; other state is updated here, in place.
 
         It may raise, and then changes nothing.
@@ -168,7 +174,7 @@ class TargetKLController(KLController):
     Example:
         >>> from torchrl_kl import TargetKLController
         >>> class Steps(TargetKLController):
-        ...     def _next_coeff(self, kl, n_steps):
+        ...     def next_coeff(self, kl, n_steps):
         ...         return self.coeff.item() * 1.1 ** ((kl > self.target) - (kl < self.target))
         >>> controller = Steps(1.0, target=0.5)
         >>> [controller.update(kl, n_steps=64) for kl in (0.5, 0.62)]

@@ -35,7 +35,7 @@ class ConstantKLController(KLController):
     def __init__(self, coeff: float, *, per: Per = "trajectory"):
         super().__init__(check_number("coeff", coeff, at_least=0.0), per=per)
 
-    def _next_coeff(self, kl: float, n_steps: int) -> float:
+    def next_coeff(self, kl: float, n_steps: int) -> float:  # noqa: D102
         return self.coeff.item()
 
 
@@ -84,7 +84,7 @@ class AdaptiveKLController(TargetKLController):
         super().__init__(init_coeff, target, per=per)
         self.horizon, self.clip = horizon, clip
 
-    def _next_coeff(self, kl: float, n_steps: int) -> float:
+    def next_coeff(self, kl: float, n_steps: int) -> float:  # noqa: D102
         if self.clip * n_steps >= self.horizon:
             raise ValueError(
                 f"`n_steps` must be less than horizon / clip = {self.horizon / self.clip:g}, got "
@@ -125,7 +125,7 @@ class _LogKLController(TargetKLController):
     def _log_change(self, error: float) -> float:
         """How far log(coeff) moves for a relative error of the KL within [-1, 1]."""
 
-    def _next_coeff(self, kl: float, n_steps: int) -> float:
+    def next_coeff(self, kl: float, n_steps: int) -> float:
         # exp(710) overflows.
         change = min(self._log_change(self._relative_error(kl)), 700.0)
         return min(max(self.coeff.item() * math.exp(change), self.min_coeff), self.max_coeff)
@@ -310,7 +310,7 @@ class PlannedKLController(TargetKLController):
     def _begin(self, planned: float) -> float:
         return min(_START * planned, 1e-4 * sys.float_info.max)
 
-    def _next_coeff(self, kl: float, n_steps: int) -> float:
+    def next_coeff(self, kl: float, n_steps: int) -> float:  # noqa: D102
         x = math.sqrt(min(max(kl / self.target, 0.01), 4.0))
         rise = x - self.average.item()
         self.average += rise / (_RESPONSE / 2)
@@ -348,7 +348,7 @@ _UNHELD = (
 
 def is_constant(controller: KLController) -> bool:
     """Whether its coefficient never moves; a subclass may have a rule, such as a schedule."""
-    rules = [(kind._next_coeff, kind.update) for kind in (type(controller), ConstantKLController)]
+    rules = [(kind.next_coeff, kind.update) for kind in (type(controller), ConstantKLController)]
     return rules[0] == rules[1]
 
 

@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from tensordict import is_batchedtensor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,7 +25,7 @@ _FILE = "model.safetensors"
 
 def values_hidden(tensor: Tensor) -> bool:
     """True under torch.compile and torch.vmap: decisions must not depend on values."""
-    return torch.compiler.is_compiling() or is_batchedtensor(tensor)
+    return torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(tensor)
 
 
 class GPT(nn.Module):

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.functional.numbers import check_integers
-from torchrl_kl.keys import existing_keys
+from torchrl_kl.keys import MissingKeyError, existing_keys, get_stored
 from torchrl_kl.transforms.base import check_batch
 
 EndTokens = int | Sequence[int] | None  # ids, each of which ends a response
@@ -140,14 +140,14 @@ def read_responses(
     rows = flat(batch)
     full, prompts, assistants = (_rows(rows, key) for key in (FULL, PROMPT, ASSISTANT))
     if full is None or (prompts is None and assistants is None):
-        raise KeyError(
-            f"the batch must have {FULL} and {PROMPT}, or else {ASSISTANT}, got "
-            f"{existing_keys(batch)}: collect it with a wrapper of TorchRL's LLM API, which writes "
-            "them, in a mode that returns tokens."
+        raise MissingKeyError(
+            f"the batch must have {FULL} and {PROMPT}, or else {ASSISTANT}: collect it with a "
+            "wrapper of TorchRL's LLM API, which writes them, in a mode that returns tokens. It "
+            f"has {existing_keys(batch)}."
         )
     said, masks = _rows(rows, RESPONSE), _rows(rows, ATTENDED)
     ends = several(eos_token)
-    dense = isinstance(rows.get("tokens").get("full", as_list=True), Tensor)
+    dense = isinstance(get_stored(rows, FULL), Tensor)
     texts = []
     counted = []
     shifts = []
@@ -184,11 +184,8 @@ def read_responses(
 
 def _rows(batch: TensorDictBase, key: NestedKey) -> list[Tensor] | None:
     """An entry of each element of a batch (N,); None if it is missing."""
-    holder = batch.get(key[0], None)
-    if not is_tensor_collection(holder) or holder.get(key[1], None, as_list=True) is None:
-        return None
-    value = holder.get(key[1], as_list=True)
-    return list(value.unbind(0)) if isinstance(value, Tensor) else list(value)
+    value = get_stored(batch, key) if is_tensor_collection(batch.get(key[0], None)) else None
+    return None if value is None else list(value)
 
 
 def _read_text(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.data import Binary, Composite, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
@@ -18,8 +18,15 @@ from typing_extensions import Self
 from torchrl_kl._torchrl import container_of
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.batches import expand_right
-from torchrl_kl.keys import ResolvedKeys, as_tuple, existing_keys, sibling
-from torchrl_kl.transforms.placement import refuse_wrong_order
+from torchrl_kl.keys import (
+    MissingKeyError,
+    ResolvedKeys,
+    as_tuple,
+    existing_keys,
+    get_stored,
+    sibling,
+)
+from torchrl_kl.transforms.placement import later_siblings, refuse_wrong_order
 
 
 class KLTransform(Transform):
@@ -130,6 +137,13 @@ class KLTransform(Transform):
         """RuntimeError if a transform after this one undoes its work."""
         refuse_wrong_order(self, KLTransform)
 
+    def drop_record(self, tensordict: TensorDictBase) -> None:
+        """Drops from a measured batch what the policy recorded for this estimate alone."""
+        # Logits (*B, V) would fill a replay buffer. The last transform that reads them drops them.
+        own, *later = (_read_keys(each) for each in (self, *later_siblings(self)))
+        for key in own.difference(*later):
+            tensordict.pop(key, None)
+
     def claim(self, spec: Composite, keys: Iterable[NestedKey]) -> None:
         """RuntimeError if the env already has one of the keys that this transform declares."""
         taken = [key for key in keys if key in spec.keys(True, True)]
@@ -150,6 +164,12 @@ class KLTransform(Transform):
         """The batch shape, in the env, of the tensordict that holds the action."""
         path, spec = self.keys.recorded.branch, self.parent_env.full_action_spec
         return spec[path].shape if path and path in spec.keys(True) else self.parent_env.batch_size
+
+
+def _read_keys(transform: Transform) -> set[NestedKey]:
+    """What the estimate of a transform, if it has one, reads of what the policy recorded."""
+    estimate = getattr(transform, "estimate", None)
+    return set() if estimate is None else {*map(unravel_key, estimate.policy_keys)}
 
 
 def add_spec(
@@ -177,7 +197,8 @@ def require_spec(
 ) -> TensorSpec:
     """The spec of `key`; KeyError with the fix if it is missing. `name`: which spec it is."""
     if key not in spec.keys(True, True):
-        raise KeyError(f"{key!r} is not in the {name} spec, got {existing_keys(spec)}: {fix}")
+        there = existing_keys(spec)
+        raise MissingKeyError(f"{key!r} is not in the {name} spec: {fix} The spec has {there}.")
     return spec[key]
 
 
@@ -199,7 +220,7 @@ def _is_fake(tensordict: TensorDictBase) -> bool:
         path = as_tuple(key)
         if path[-1] in ("done", "truncated") or any(name.startswith("_") for name in path):
             continue
-        value = tensordict.get(key, as_list=True)  # type: ignore[call-overload]
+        value = get_stored(tensordict, key)
         parts = value if isinstance(value, list) else [value]
         if any(isinstance(part, Tensor) and bool(part.any()) for part in parts):
             return False
@@ -211,8 +232,8 @@ def open_batch(tensordict: TensorDictBase) -> tuple[TensorDictBase, bool]:
     check_batch(tensordict)
     # A collector hands out the same buffer again: entries written into it would come back.
     if tensordict.get("next", None) is None:
-        raise KeyError(
-            f'the batch has no "next", got {existing_keys(tensordict)}: outside an env the '
-            "transforms work on the batches of a collector, a rollout or a replay buffer."
+        raise MissingKeyError(
+            'the batch has no "next": outside an env the transforms work on the batches of a '
+            f"collector, a rollout or a replay buffer. It has {existing_keys(tensordict)}."
         )
     return tensordict.copy(), _is_fake(tensordict)

@@ -201,11 +201,9 @@ def _check_shapes(params: TensorDictBase, of_reference: TensorDictBase) -> None:
             )
 
 
-_DROPPED = (
-    "If another stack has measured this batch, it dropped them: call both on the collected batch."
-)
+_DROPPED = "If another stack has measured this batch, it dropped them: put both into one Compose."
 _RECORD_PARAMS = (
-    'Let the policy record its parameters, or use TopKActor with `estimator="top_k"`. ' + _DROPPED
+    'let the policy record its parameters, or use TopKActor with `estimator="top_k"`. ' + _DROPPED
 )
 _RECORD_TOP_K = (
     "collect with TopKActor(actor, k), or name its record with `KLKeys(top_k=...)`. " + _DROPPED

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 
 from torchrl_kl.actors.policy import Acting
+from torchrl_kl.actors.reading import require_recording
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import expand_right
 from torchrl_kl.keys import KLKeys, as_keys, get_required
@@ -42,8 +43,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
 
     Raises:
         TypeError: if `actor` has no distribution, or `reference` has another type than allowed.
-        ValueError: if `actor` has uninitialised weights, or the estimator is unknown, or "exact"
-            and `reference` has another kind of distribution.
+        ValueError: if `actor` has uninitialised weights or records no log-prob, or the estimator is
+            unknown, or "exact" and `reference` has another kind of distribution.
         KeyError: if the policy ran but did not record its log-prob, or its top k.
         RuntimeError: on a batch, if the reference is recurrent and its state is unknown.
 
@@ -68,6 +69,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
     ):
         keys = as_keys(keys)
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob)
+        if keys.log_prob is None:
+            require_recording(actor)
         self.keys = keys.resolve(frozen.log_prob_key)
         frozen.name_states(self.keys.ref_log_prob)
         # TorchRL wants each of the out_keys in the env's specs.
@@ -187,9 +190,7 @@ class KLDivergenceTransform(KLTransform):
         following = tensordict.get("next")
         log_prob, mask = self.keys.recorded.require(tensordict), counted_steps(tensordict, fake)
         self._measure(tensordict, following, log_prob, without_random(following, self.keys, mask))
-        # Parameters such as logits (*B, T, V) would fill a replay buffer.
-        for key in [] if self.estimate is None else self.estimate.policy_keys:
-            tensordict.pop(key, None)
+        self.drop_record(tensordict)
         return tensordict
 
     def _measure(

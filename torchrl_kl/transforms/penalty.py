@@ -232,8 +232,8 @@ class PenaltyTransform(KLTransform):
         if found:
             raise RuntimeError(
                 f"{where} has {min(map(str, found))!r}: {self.keys.reward!r} was penalized for its "
-                "KL before, and a second penalty would count it twice. Use one stack; for another "
-                'reward use other keys: `KLKeys.named("second", reward=...)`.'
+                "KL before, and a second penalty would count it twice. Use one stack; for a second "
+                'reference or another reward use other keys: `keys=KLKeys.named("second")`.'
             )
 
     def declare_penalty(self, spec: Composite, kl_shape: torch.Size, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ from torchrl_kl.keys import as_tuple
 
 def refuse_wrong_order(transform: Any, own_class: type[Transform]) -> None:
     """RuntimeError if a transform after it, in its Compose or those around it, undoes its work."""
-    for later in _later_siblings(transform):
+    for later in later_siblings(transform):
         reason = None
         # This package's own transforms keep the entries of the others, casts keep their values.
         if not isinstance(later, (own_class, tr.DTypeCastTransform, tr.DeviceCastTransform)):
@@ -46,7 +46,7 @@ def refuse_sums(tensordict: TensorDictBase) -> None:
         )
 
 
-def _later_siblings(transform: Transform) -> Iterator[Transform]:
+def later_siblings(transform: Transform) -> Iterator[Transform]:
     """The transforms after this one in its Compose and those around it, all opened."""
     # "after" is nearer to the policy: they change the env's outputs later, and actions earlier.
     container = container_of(transform)

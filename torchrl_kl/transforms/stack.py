@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 
 from torchrl_kl.actors.policy import Acting
+from torchrl_kl.actors.reading import require_recording
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.functional.numbers import check_number
@@ -75,6 +76,8 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
     ):
         keys = as_keys(keys)
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, chunk_size=chunk_size)
+        if keys.log_prob is None:
+            require_recording(actor)
         resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
         frozen.name_states(resolved.ref_log_prob)
         # In the order of the values in `_write`.
@@ -118,14 +121,8 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         self.adjust_batch(tensordict, step, moves=moves and not fake)
         self._write(tensordict.get("next"), step)
-        # After the measurement, which reads them: logits (*B, V) would fill a replay buffer.
         self.drop_record(tensordict)
         return tensordict
-
-    def drop_record(self, tensordict: TensorDictBase) -> None:
-        """Drops from a measured batch what the policy recorded only for the measurement."""
-        for key in [] if self.estimate is None else self.estimate.policy_keys:
-            tensordict.pop(key, None)
 
     def _write(self, next_tensordict: TensorDictBase, step: KLStep) -> None:
         # (*B, *A), then twice (*B, *A, 1), or (*B, 1) where agents are summed.

@@ -19,6 +19,7 @@ from torchrl_kl.batches import MASK_KEY, expand_right, find_time_dim
 from torchrl_kl.functional.estimators import kl_k1
 from torchrl_kl.keys import (
     RECORD_LOG_PROB,
+    MissingKeyError,
     ResolvedKeys,
     as_tuple,
     existing_keys,
@@ -177,9 +178,9 @@ def _refuse_unrecorded(
     traces = [key for key in found if key not in env.action_keys]
     if traces:
         missing = recorded.missing(tensordict)[0]
-        raise KeyError(
-            f"the policy ran (its {traces} are there) but recorded no {missing!r}, got "
-            f"{existing_keys(tensordict)}: {RECORD_LOG_PROB}"
+        raise MissingKeyError(
+            f"the policy ran (its {traces} are there) but recorded no {missing!r}: "
+            f"{RECORD_LOG_PROB} The data have {existing_keys(tensordict)}."
         )
 
 
