@@ -9,6 +9,7 @@ from typing import Any
 from latex2mathml.converter import convert
 
 log = logging.getLogger("mkdocs.hooks")  # `mkdocs build --strict` fails at its warnings
+FOR_FILES = "[How to see the docstrings](index.md)."  # on API pages, for readers of files
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^):#]+)(#[^)]*)?\)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', flags=re.S)
 CODE = re.compile(r"<(pre|code|math)\b.*?</\1>", flags=re.S)
@@ -28,7 +29,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **kwargs: Any) ->
             return f"[{text}]({config['extra']['files']}{path}{anchor})"
         return f"`{path}`" if path.endswith(text.strip("/")) else f"{text} (`{path}`)"
 
-    return LINK.sub(link, markdown)
+    return LINK.sub(link, markdown.replace(FOR_FILES, ""))
 
 
 def on_page_content(content: str, *, page: Any, **kwargs: Any) -> str:
