@@ -5,9 +5,6 @@ KL to 0.5 nats per response. `--collector` says who writes the responses: this p
 that wait for the learner or do not, as processes of this machine, over torch.distributed (gloo), or
 as actors of Ray. `--where` says who evaluates the reference: the learner on the batches that
 arrive, or worker processes at each step.
-
-Printed at the end are tokens per second, the first and the last coefficient, how many batches mix
-several, the exact KL of the final policy, and its exact regret.
 """
 
 from __future__ import annotations
@@ -55,7 +52,6 @@ class Args(JobOptions):
     lm_iterations: int = 960  # Updates of the language model that is trained.
     target_kl: float = 0.5  # KL that the coefficient steers to, nats per response.
     init_coeff: float = 0.05  # Where the coefficient starts, far from the answer.
-    horizon: float = 8192.0  # Responses in which the coefficient can grow by a factor of e.
     exact_prompts: int = 16  # Held-out prompts over which the exact values are taken.
 
 
@@ -96,7 +92,7 @@ def main() -> None:
         language_model = train_language_model(Run("language_model", args), prompts, recipe)
     policy = copy.deepcopy(language_model)
     ppo = PPO(policy, args.batches, recipe)
-    controller = AdaptiveKLController(args.init_coeff, args.target_kl, args.horizon, clip=1.0)
+    controller = AdaptiveKLController(args.init_coeff, args.target_kl, horizon=8192, clip=1.0)
     stack = KLConstrainedTransform(ppo.actor, controller)
     collector = make_collector(ppo, stack, prompts, args)
     run, seen = Run("ppo", args), []

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import torch
 from digit_exact import LANGUAGE, add_separator, last_outputs, next_token, true_next_token
-from digit_rlhf_report import describe, draw_curves, draw_probabilities, print_table
+from digit_rlhf_report import describe, draw_attention, draw_curves, draw_probabilities, print_table
 from running import JobOptions, Run, open_folder, read_options, workers, write_json
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -77,7 +77,6 @@ class Args(JobOptions):
     rm_iterations: int = 400  # Updates of the reward model.
     rm_batch: int = 64  # Pairs per update of the reward model.
     rm_lr: float = 4e-3  # Peak learning rate of the reward model.
-    rm_centring: float = 0.001  # Weight of the squared sum of the two scores of a pair.
     rm_heldout_pairs: int = 10_000  # Held-out pairs that test the reward model.
     ppo_batches: int = 27  # Batches of responses with a constant coefficient and without a penalty.
     adaptive_batches: int = 75  # Batches of responses with the adaptive coefficient.
@@ -172,7 +171,7 @@ def train_reward_model(run: Run, gpt: GPT, prompts: Tensor, args: Args) -> None:
         accepted, rejected = score(torch.stack(preference_pairs(draw(prompts, args.rm_batch))))
         # The second term centres the scores (Eisenstein et al. 2023): differences alone leave the
         # mean of every pair free, and the policy would be rewarded for what the later digits add.
-        centring = args.rm_centring * (accepted + rejected).square().mean()
+        centring = 0.001 * (accepted + rejected).square().mean()
         loss = centring - logsigmoid(accepted - rejected).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -209,14 +208,7 @@ class PPO:
         self.gae = GAE(
             gamma=1.0, lmbda=1.0, value_network=value, deactivate_vmap=True, shifted=False
         )
-        self.loss = ClipPPOLoss(
-            self.actor,
-            value,
-            clip_epsilon=0.2,
-            entropy_bonus=False,
-            critic_coeff=1.0,
-            loss_critic_type="l2",
-        )
+        self.loss = ClipPPOLoss(self.actor, value, entropy_bonus=False, loss_critic_type="l2")
         groups = ((policy, args.ppo_lr), (critic, args.critic_lr))
         parameters = [{"params": model.parameters(), "lr": lr} for model, lr in groups]
         self.optimizer = Adam(parameters, betas=(0.9, 0.95), fused=True)
@@ -337,6 +329,8 @@ def main() -> None:
     draw_curves([report], out / "curves.png")
     text = torch.tensor([5, 7, 1, 5, LANGUAGE.separator, 6, 2, 7, 3])
     draw_probabilities(models, text, out / "probabilities.png")
+    gpts = {name: GPT.from_pretrained(out / name) for name in ("language_model", *COEFFS)}
+    draw_attention(gpts, text, out / "attention.png")
     texts = torch.cat([contexts[1], torch.tensor([0, 3, 9, 7])]).repeat(LANGUAGE.vocab_size, 1)
     texts[:, LANGUAGE.context_length] = torch.arange(LANGUAGE.vocab_size)
     scores = "  ".join(f"{digit}: {value:+.1f}" for digit, value in enumerate(score(texts)))

@@ -8,17 +8,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 import tyro
-from figures import BLUE, GREEN, GREY, LIGHT_GREY, ORANGE, draw_band, draw_goal, plt
+from figures import ADAPTIVE, CONSTANT, GREY, LIGHT_GREY, NO_PENALTY, draw_band, draw_goal, plt
 from torch import Tensor
 
-from torchrl_kl import ExactValues
+from torchrl_kl import GPT, ExactValues
 from torchrl_kl.envs import DigitLanguage
 
 Report = dict[str, dict[str, Any]]  # of one seed: by stage or run, its figures
 COMPARED = {"constant": "coefficient 1", "no_penalty": "no penalty"}
-COLORS = {"true language": LIGHT_GREY, "language_model": GREY, "constant": BLUE}
-COLORS |= {"no_penalty": ORANGE, "adaptive": GREEN}
+COLORS = {"true language": LIGHT_GREY, "language_model": GREY, "constant": CONSTANT}
+COLORS |= {"no_penalty": NO_PENALTY, "adaptive": ADAPTIVE}
 ROWS = {
     "language model: excess, nats per token": "{language_model[excess]:.4f}",
     "reward model: held-out pairs in order": "{reward_model[accuracy]:.2%}",
@@ -85,24 +86,24 @@ def draw_curves(reports: list[Report], file: Path) -> None:
         draw_band(axes, [report[run]["curves"][name] for report in reports], COLORS[run], **line)
 
     for shift, (run, name) in zip((-0.2, 0.2), COMPARED.items(), strict=True):
-        draw(rewards, run, "reward", label=name, alpha=0.7)
+        wide = {"linewidth": 5, "alpha": 0.5} if run == "no_penalty" else {"zorder": 3}
+        draw(rewards, run, "reward", label=name, **wide)  # the two lines are nearly the same
         by_digit = list(zip(*(report[run]["kl_per_position"] for report in reports), strict=True))
         x = [digit + shift for digit in range(1, len(by_digit) + 1)]
         digits.bar(x, list(map(fmean, by_digit)), 0.38, color=COLORS[run], label=name)
         digits.vlines(x, list(map(min, by_digit)), list(map(max, by_digit)), "black", linewidth=1)
     rewards.legend(loc="lower right")
-    title = "Learned reward: {:.2f} with, {:.2f} without a penalty"
-    rewards.set(title=title.format(*(mean(run, "reward") for run in COMPARED)))
-    rewards.set(xlabel="batch of responses", ylabel="score of the reward model")
+    rewards.set(title="The learned reward rises either way", ylabel="score of the reward model")
+    rewards.set(xlabel="batch of responses")
     digits.set(title="Without a penalty the later digits drift", ylabel="KL (nats)")
     digits.set(xlabel="digit of the response (the first is rewarded)", xticks=range(1, 5))
     target, exact = reports[0]["adaptive"]["target"], mean("adaptive", "coeff")
     draw(kls, "adaptive", "kl_reference")
-    draw_goal(kls, target, f"target: {target:g} nats", 6)
+    draw_goal(kls, target, f"target\n{target:g} nats")
     kls.set(title=f"The controller brings the KL to {mean('adaptive', 'kl'):.2f} nats ...")
     kls.set(xlabel="batch of responses", ylabel="nats per response", ylim=(0, None))
     draw(coeffs, "adaptive", "coeff")
-    draw_goal(coeffs, exact, f"exact for the target: {exact:.3f}", 6)
+    draw_goal(coeffs, exact, f"exact\n{exact:.3f}")
     coeffs.set(title=f"... and the coefficient to {mean('adaptive', 'coeff_last_quarter'):.3f}")
     coeffs.set(xlabel="batch of responses", ylabel="reward per nat", ylim=(0, None))
     figure.savefig(file)
@@ -122,6 +123,32 @@ def draw_probabilities(models: dict[str, Callable[[Tensor], Tensor]], text: Tens
     digits = " ".join(map(str, text.tolist())).replace(str(language.separator), "→")
     figure.suptitle(f"Probability of each digit in {digits}: the first one is rewarded")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.savefig(file)
+
+
+def draw_attention(models: dict[str, GPT], text: Tensor, file: Path) -> None:
+    """Which tokens each head reads in `text`, a response included; one row per model.
+
+    At the right: the share of attention that has moved to other tokens since the first model, where
+    the first digit is predicted and where the later ones are, over 512 texts of the language.
+    """
+    language = DigitLanguage()
+    texts = torch.cat([text[None], language.sample(language.sample_prompts(511))])[:, :-1]
+    names = " ".join(map(str, texts[0].tolist())).replace(str(language.separator), "→").split()
+    maps = [model.attention_maps(texts) for model in models.values()]  # (N, layer, head, T, T)
+    figure, axes = plt.subplots(len(maps), 9, figsize=(13, 5), sharex=True, sharey=True)
+    for row, model, values in zip(axes, models, maps, strict=True):
+        for head, panel in enumerate(row):
+            panel.imshow(values[0].flatten(0, 1)[head], cmap="Blues", vmin=0, vmax=1)
+            panel.set_xticks(range(len(names)), names, fontsize=8)
+            panel.set_yticks(range(len(names)), names, fontsize=8)
+            panel.grid(False)
+            axes[0, head].set_title(f"layer {head // 3 + 1}")
+        row[0].set_ylabel(COMPARED.get(model, model.replace("_", " ")))
+        moved = (values - maps[0]).abs().sum(-1).mean((0, 1, 2))[language.prompt_length :] / 2
+        shares = f"moved:\n{moved[0]:.2f} at →\n{moved[1:].mean():.2f} later"
+        row[-1].annotate(shares, (1.1, 0.5), xycoords="axes fraction", va="center", fontsize=10)
+    figure.suptitle("What each head reads: attention from the token at the left to those below")
     figure.savefig(file)
 
 

@@ -1,4 +1,4 @@
-"""What the pictures of the examples share: their style, bands over seeds, direct labels."""
+"""What the pictures of the examples share: their style, bands over seeds, lines at goals."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 plt.style.use(Path(__file__).with_name("style.mplstyle"))
-
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
+PALETTE = plt.rcParams["axes.prop_cycle"].by_key()["color"]
+NO_PENALTY, CONSTANT, ADAPTIVE, IN_LOSS, AMBER, SKY = PALETTE
 BLACK, GREY, LIGHT_GREY = "0.1", "0.5", "0.75"
 
 
@@ -28,13 +27,8 @@ def draw_band(axes: Any, curves: Sequence[Sequence[float]], color: str, **line: 
         axes.fill_between(range(len(columns)), low, high, color=color, alpha=0.2, linewidth=0)
 
 
-def label(axes: Any, x: float, y: float, text: str, color: str, **where: Any) -> None:
-    """A label next to a point of the data, in the colour of what it names."""
-    where = {"xytext": (6, 0), "ha": "left", "va": "center", "fontsize": 10} | where
-    axes.annotate(text, (x, y), textcoords="offset points", color=color, **where)
-
-
-def draw_goal(axes: Any, value: float, text: str, x: float) -> None:
-    """A dotted line at the value that is aimed at, with its name above it."""
+def draw_goal(axes: Any, value: float, text: str) -> None:
+    """A dotted line at the value that is aimed at, with its name to the right of the panel."""
     axes.axhline(value, color=BLACK, linestyle=":", linewidth=1.3)
-    label(axes, x, value, text, BLACK, xytext=(0, 4), va="bottom")
+    where = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+    axes.annotate(text, (1, value), xycoords=("axes fraction", "data"), fontsize=10, **where)

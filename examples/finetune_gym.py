@@ -4,12 +4,11 @@
 2. PPO improves it on another reward: "the motor runs hot, save torque". The reward of a step is
    minus the square of the torque, as a fraction of the largest. It does not say that the pendulum
    must be up. What is wanted is a policy that swings up and holds with less torque.
-3. The same PPO runs three times with each seed: without a penalty, with a constant coefficient, and
-   with an adaptive coefficient that steers to a KL.
+3. The same PPO runs without a penalty, with a constant and with an adaptive coefficient.
 
 Metrics (in log/<run>_<seed>, one value per batch of episodes):
     true_return    reward of Pendulum-v1 in an episode: about -1200 where the pendulum hangs
-    torque_reward  mean reward of a step, before the penalty: from -1, full torque, to 0, none
+    torque_reward  mean reward of a step, before the penalty
     kl_reference   KL(policy || imitated policy), nats per step: how far training has gone
     coeff          the coefficient that the batch was penalized with, reward per nat
 """
@@ -23,7 +22,7 @@ from typing import Any
 
 import gymnasium as gym
 import torch
-from figures import BLUE, GREEN, ORANGE, draw_band, draw_goal, plt
+from figures import ADAPTIVE, CONSTANT, NO_PENALTY, draw_band, draw_goal, plt
 from running import JobOptions, Run, open_folder, read_options, workers, write_json
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule
@@ -39,7 +38,7 @@ from torchrl.objectives.value import GAE
 from torchrl_kl import KLConstrainedTransform, PlannedKLController
 
 EPISODE = 200  # steps of Pendulum-v1, which never ends early
-RUNS = {"no_penalty": ORANGE, "constant": BLUE, "adaptive": GREEN}  # and their colours
+RUNS = {"no_penalty": NO_PENALTY, "constant": CONSTANT, "adaptive": ADAPTIVE}
 METRICS = {"true_return": "true_reward", "torque_reward": "task_reward"}  # of a step
 METRICS |= {"kl_reference": "kl", "coeff": "kl_coeff"}
 QUICK = {"seeds": 2, "envs": 4, "batches": 3, "epochs": 1, "imitation_updates": 50}
@@ -169,7 +168,7 @@ def draw(curves: dict[str, list[dict[str, list]]], target: float, file: Path) ->
     panels = {
         "true_return": ("Without a penalty the pendulum hangs", "true return of an episode"),
         "torque_reward": ("A motor at rest is rewarded best", "torque reward of a step"),
-        "kl_reference": ("The controller holds the KL target", "KL, nats per step"),
+        "kl_reference": ("The controller brings the KL to its target", "KL, nats per step"),
         "coeff": ("It adapts the coefficient", "coefficient, reward per nat"),
     }
     for panel, (metric, (title, unit)) in zip(axes.flat, panels.items(), strict=True):
@@ -178,7 +177,7 @@ def draw(curves: dict[str, list[dict[str, list]]], target: float, file: Path) ->
             draw_band(panel, values, color, label=name.replace("_", " "))
         panel.set(title=title, ylabel=unit, xlabel="batch")
     axes[1, 0].set_yscale("symlog", linthresh=1.0)  # linear up to 1 nat, logarithmic above
-    draw_goal(axes[1, 0], target, f"target {target:g}", 0)
+    draw_goal(axes[1, 0], target, f"target\n{target:g}")
     figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(file)
 

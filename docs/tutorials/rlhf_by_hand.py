@@ -158,5 +158,5 @@ print(f"coefficient {final.coeff:.3f}, that of the best policy {exact_coeff:.3f}
 # Most of the KL is in the first position, the only one that the reward looks at: the rest of the
 # language is nearly as it was. Without a penalty it would drift, and with more batches regret would
 # fall further: see
-# [digit_rlhf.py](https://github.com/torchrl-kl/torchrl_kl/blob/main/examples/README.md), which
+# [digit_rlhf.py](../../examples/README.md), which
 # also learns the reward from preferences.
