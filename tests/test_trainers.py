@@ -1,7 +1,7 @@
 """KLControlHook in real runs of PPOTrainer: what it penalizes, logs, saves and refuses."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,6 +33,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The '(optimizer|post_loss)' hook stage:FutureWarning"),
 ]
 N_BATCHES, FRAMES = 3, 24
+IS_015 = hasattr(PPOTrainer, "from_env")
+PENALIZED = "training/rewards/mean" if IS_015 else "r_training"
 
 
 class FixedWalk(WalkEnv):
@@ -120,12 +122,36 @@ def test_what_a_run_penalizes_feeds_and_logs(tmp_path):
     }
     assert logged["kl_to_reference"] == pytest.approx(measured, abs=1e-6)
     assert logged["kl_coeff"] == pytest.approx(coeffs, abs=1e-6)
-    for name, key in (("task_reward", "task_reward"), ("r_training", "reward")):
+    for name, key in (("task_reward", "task_reward"), (PENALIZED, "reward")):
         means = [batch["next", key].mean().item() for batch in batches]
         assert logged[name] == pytest.approx(means, abs=1e-6)
     last_epochs = torch.tensor(kl_approx).reshape(N_BATCHES, 2, 4)[:, 1].mean(-1)
     assert_close(torch.tensor(logged["kl_to_old_policy"]), last_epochs, atol=1e-6, rtol=0)
     assert last_epochs.abs().min() > 1e-5
+
+
+@pytest.mark.skipif(not IS_015, reason="TorchRL 0.15 has it")
+def test_a_trainer_that_torchrl_builds_from_an_env(tmp_path):
+    actor, logger = policy(), CSVLogger("log", str(tmp_path))
+    options: Any = {"total_frames": 3 * FRAMES, "frames_per_batch": FRAMES, "minibatch_size": 50}
+    trainer: Any = cast(Any, PPOTrainer).from_env(
+        WalkEnv(),
+        actor=actor,
+        critic=walk_critic(),
+        logger=logger,
+        progress_bar=False,
+        log_interval=1,
+        **options,
+    )
+    hook = KLControlHook(KLConstrainedTransform(actor, 0.1, reference=make_actor()))
+    hook.register(trainer)
+    batches: list[Any] = []
+    trainer.register_op("pre_steps_log", lambda batch: batches.append(batch["next"].clone()))
+    trainer.train()
+    logged = {name: [row[1] for row in rows] for name, rows in logger.experiment.scalars.items()}
+    for name, key in ((PENALIZED, "reward"), ("task_reward",) * 2, ("kl_to_reference", "kl")):
+        means = [batch[key].mean().item() for batch in batches]
+        assert logged[name] == pytest.approx(means, abs=1e-6)
 
 
 def walk_trainer(actor, reference, **kwargs) -> tuple[Any, Any, list[Any]]:

@@ -19,7 +19,7 @@ from torchrl_kl.controllers import (
 )
 from torchrl_kl.exact import Enumeration, ExactValues, PolicyValues, exact_kl
 from torchrl_kl.functional.estimators import kl_exact, kl_k1, kl_k2, kl_k3, kl_top_k
-from torchrl_kl.functional.sums import masked_mean, masked_sum, sum_over_trajectories
+from torchrl_kl.functional.sums import masked_mean, masked_sum
 from torchrl_kl.keys import KLKeys
 from torchrl_kl.language import (
     GPT,
@@ -81,7 +81,6 @@ __all__ = [
     "masked_mean",
     "masked_sum",
     "sample_responses",
-    "sum_over_trajectories",
 ]
 
 __version__ = "0.1.0"

@@ -17,7 +17,8 @@ class KLControlHook(TrainerHookBase):
     """Penalizes KL(policy || reference) in every batch that a PPOTrainer collects, and logs it.
 
     A batch is penalized once, before its advantage is computed, and then moves the controller at
-    most once. The trainer logs the penalized reward as `r_training`; the hook adds, for each batch:
+    most once. The trainer logs the penalized reward as `r_training`, from TorchRL 0.15 on as
+    `training/rewards/mean`; the hook adds, for each batch:
 
     - `kl_to_reference`: mean KL(policy || reference), nats per step: how far training has gone.
     - `kl_to_old_policy`: mean `kl_approx` of the loss, log pi_old - log pi, over the batch's last

@@ -4,11 +4,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from torchrl_kl import masked_mean, masked_sum, sum_over_trajectories
+from torchrl_kl import masked_mean, masked_sum
 from torchrl_kl.functional.sums import running_sum, sum_after, sum_before
 
 
@@ -42,59 +40,6 @@ class TestMaskedSumAndMean:
         message = r"^`mask` must be True somewhere in each mean, got 1 of 2 means over `values` of"
         with pytest.raises(ValueError, match=message):
             masked_mean(self.values, nothing, dim=-1)
-
-
-step = st.tuples(st.integers(-8, 8), st.booleans(), st.booleans())  # value, done, counts
-
-
-def by_hand(rows: list[list[tuple[int, bool, bool]]]) -> tuple[list[float], list[bool]]:
-    """Totals of all trajectories with a step that counts, and whether they are complete."""
-    totals, complete = [], []
-    for row in rows:
-        current: list[int] = []
-        for i, (value, done, counts) in enumerate(row):
-            current += [value] if counts else []
-            if done or i == len(row) - 1:
-                if current:
-                    totals.append(float(sum(current)))
-                    complete.append(done)
-                current = []
-    return totals, complete
-
-
-class TestSumOverTrajectories:
-    @given(
-        rows=st.integers(0, 5).flatmap(
-            lambda n: st.lists(st.lists(step, min_size=n, max_size=n), min_size=1, max_size=4)
-        )
-    )
-    def test_any_rows(self, rows):
-        columns = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 1, -1, 3)
-        values, done, mask = columns[..., 0], columns[..., 1].bool(), columns[..., 2].bool()
-        hidden = torch.where(mask, values, math.nan)
-        totals, complete = sum_over_trajectories(hidden, done, mask=mask)
-        assert (totals.tolist(), complete.tolist()) == by_hand(rows)
-        everything = [[(value, end, True) for value, end, _ in row] for row in rows]
-        totals, complete = sum_over_trajectories(values, done)
-        assert (totals.tolist(), complete.tolist()) == by_hand(everything)
-
-    def test_each_total_carries_the_gradient_of_its_steps(self):
-        values = torch.tensor([[1.0, math.inf, 3.0], [4.0, 5.0, 6.0]], requires_grad=True)
-        done = torch.tensor([[False, False, True], [True, False, False]])
-        mask = torch.tensor([[True, False, True], [True, True, True]])
-        totals, _ = sum_over_trajectories(values, done, mask=mask)
-        assert totals.tolist() == [4, 4, 11]
-        gradient = torch.autograd.grad((totals * torch.tensor([2.0, 3.0, 5.0])).sum(), values)[0]
-        assert gradient.tolist() == [[2, 0, 2], [3, 5, 5]]
-
-    def test_long_trajectories_are_rounded_once_and_done_is_not_written_to(self):
-        for values in (torch.full((100_000,), 0.1), torch.ones(4096, dtype=torch.bfloat16)):
-            done = torch.zeros(len(values), dtype=torch.bool)
-            totals, complete = sum_over_trajectories(values, done)
-            assert totals.dtype == values.dtype
-            assert totals.tolist() == [(values.double().sum()).to(values.dtype).item()]
-            assert complete.tolist() == [False]
-            assert not done.any()
 
 
 def loop(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -196,7 +141,7 @@ class TestAlongTrajectories:
         assert_close(sums, expected, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-4)
 
 
-@pytest.mark.parametrize("function", [masked_sum, sum_over_trajectories, *(f for f, _ in PAIRS)])
+@pytest.mark.parametrize("function", [masked_sum, *(f for f, _ in PAIRS)])
 def test_refusals(function):
     values, flags = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
     message = r"must be boolean of the shape of `values`, \(2, 3\), got torch.bool of shape \(3,\)"

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
 from torch.testing import assert_close
 
 from tests.gpt_helpers import sharp
@@ -29,6 +30,7 @@ from torchrl_kl import (
     CausalLMActor,
     CausalLMCritic,
     KLConstrainedTransform,
+    KLKeys,
     PlannedKLController,
     ResponseKLTransform,
     as_steps,
@@ -308,3 +310,39 @@ class TestErrors:
     def test_copies_in_other_processes_are_refused(self):
         with pytest.raises(pickle.PicklingError, match="cannot be sent to another process"):
             pickle.dumps(self.make_transform())
+
+
+class Table(nn.Module):
+    """Logits of a next token among three, by the tokens of a response so far: none, or one."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = nn.Parameter(first), nn.Parameter(second)  # (3,), (3, 3)
+
+    def forward(self, tokens):
+        after = self.second[tokens]
+        after[:, 0] = self.first
+        return after
+
+
+def test_two_references_have_the_optimum_of_their_product():
+    """prod ref_i^(c_i / c) exp(R / c): there, all responses have the same penalized reward."""
+    coeffs, reward = (0.3, 0.5), torch.randn(3, 3)
+    references = [Table(torch.randn(3), torch.randn(3, 3)) for _ in coeffs]
+    total = reward / sum(coeffs)
+    for coeff, each in zip(coeffs, references, strict=True):
+        log_prob = each.first.log_softmax(-1)[:, None] + each.second.log_softmax(-1)
+        total = total + log_prob.detach() * coeff / sum(coeffs)
+    policy = Table(total.logsumexp(1), total)
+    responses = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+    tokens = {"full": torch.cat([torch.zeros(9, 1).long(), responses], 1)}
+    tokens |= {"prompt": tokens["full"][:, :1]}
+    batch = TensorDict(tokens=tokens, next={"reward": reward.view(9, 1)}, batch_size=9)
+    for name, coeff, reference in zip(("first", "second"), coeffs, references, strict=True):
+        keys = KLKeys.named(name)
+        batch = ResponseKLTransform(policy, coeff, reference=reference, keys=keys)(batch)
+    constant = sum(coeffs) * total.flatten().logsumexp(0)
+    assert_close(batch["next", "reward"], constant.expand(9, 1))
+    assert {"first_kl", "second_kl", "first_ref_log_probs", "second_kl_coeff"} <= set(
+        batch["next"].keys()
+    )

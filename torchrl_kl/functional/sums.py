@@ -56,40 +56,6 @@ def masked_mean(
     return (total / number).to(values.dtype)
 
 
-def sum_over_trajectories(
-    values: Tensor, done: Tensor, *, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Total of the values of each trajectory, which ends at `done`, where the next one begins.
-
-    You may rely on: the totals add up to the sum of all values that count, and each carries the
-    gradient of its steps. The first trajectory of a row may have begun before the row.
-
-    Args:
-        values: one number per step, floating point, shape (*B, T), time last.
-        done: True at the last step of a trajectory, masked or not, boolean, shape (*B, T).
-        mask: True where a step counts, boolean, shape (*B, T). Elsewhere a value is 0.
-
-    Returns:
-        The totals (N,), row by row and in the order of time, and `complete` (N,), False where the
-        row ended before the trajectory did. A trajectory without a step that counts is left out.
-
-    Example:
-        >>> import torch
-        >>> from torchrl_kl import sum_over_trajectories
-        >>> done = torch.tensor([[False, True, False], [True, False, True]])
-        >>> sum_over_trajectories(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), done)
-        (tensor([ 3.,  3.,  4., 11.]), tensor([ True, False,  True,  True]))
-    """
-    _check_rows(values, "done", done)
-    check_mask(mask, values.shape, "`values`")
-    counts = torch.ones_like(done) if mask is None else mask
-    ends = done.clone()
-    ends[..., -1:] = True
-    totals = running_sum(torch.where(counts, values, 0.0).double(), ends)[ends].to(values.dtype)
-    counted = running_sum(counts.double(), ends)[ends] > 0
-    return totals[counted], done[ends][counted]
-
-
 def running_sum(values: Tensor, ends: Tensor) -> Tensor:
     """The sum over its trajectory up to each step, (*B, T); `ends` (*B, T): at its last steps."""
     _check_rows(values, "ends", ends)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
 from tensordict import (
     LazyStackedTensorDict,
+    NestedKey,
     TensorDict,
     TensorDictBase,
     is_tensor_collection,
     lazy_stack,
+    unravel_key,
 )
 from torch import Tensor, nn
 from torchrl.envs import EnvBase
@@ -22,7 +25,7 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.controllers import KLController
-from torchrl_kl.keys import KLKeys, get_required
+from torchrl_kl.keys import KLKeys, as_keys, get_required
 from torchrl_kl.language.heads import CausalLMActor
 from torchrl_kl.language.responses import (
     EndTokens,
@@ -38,7 +41,7 @@ from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.placement import refuse_sums
 from torchrl_kl.transforms.steps import measure, score_batch
 
-_LOG_PROB, _REF_LOG_PROB = ("log_probs", "full"), ("ref_log_probs", "full")
+_LOG_PROB = ("log_probs", "full")
 _TOP_K = 64  # tokens of a vocabulary that the estimator "top_k" measures exactly
 
 
@@ -76,6 +79,8 @@ class ResponseKLTransform(PenaltyTransform):
             batch updates once.
         chunk_size: how many responses are scored at a time. None: all.
         pad_token, eos_token: as for `as_steps`; by default those of the model's configuration.
+        keys: names of entries; `KLKeys.named("second")` for a second reference. `log_prob` and
+            `ref_log_prob` of others than `named` are not read.
 
     Raises:
         TypeError: `model` is not a module, or is a wrapper of TorchRL.
@@ -106,15 +111,22 @@ class ResponseKLTransform(PenaltyTransform):
         chunk_size: int | None = None,
         pad_token: int | None = None,
         eos_token: EndTokens = None,
+        keys: KLKeys | None = None,
     ):
         if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
             raise ValueError(f"`chunk_size` must be an int of at least 1, got {chunk_size!r}.")
-        keys = KLKeys(log_prob=_LOG_PROB, ref_log_prob=_REF_LOG_PROB, kl="kl").resolve()
-        out_keys = [keys.kl, *([] if estimator == "k1" else [keys.kl_estimate])]
-        out_keys += [_LOG_PROB, ("next", *_REF_LOG_PROB)]
+        named = as_keys(keys)
+        resolved = replace(
+            named,
+            log_prob=_LOG_PROB,
+            ref_log_prob=(f"{named._prefix}ref_log_probs", "full"),
+            kl=named.kl or f"{named._prefix}kl",
+        ).resolve()
+        out_keys = [resolved.kl, *([] if estimator == "k1" else [resolved.kl_estimate])]
+        out_keys += [_LOG_PROB, unravel_key(("next", resolved.ref_log_prob))]
         super().__init__(
             controller,
-            keys,
+            resolved,
             in_keys=[("tokens", "full")],
             out_keys=out_keys,
             update_every=update_every,
@@ -127,7 +139,7 @@ class ResponseKLTransform(PenaltyTransform):
         self._policy = Borrowed(actor, refusal=_NOT_PICKLED)
         self.reference = as_reference(actor, reference)
         self._step_keys = KLKeys().resolve(self.reference.log_prob_key)
-        self.estimate = make_estimate(estimator, actor, self._step_keys, self.reference.actor)
+        self.estimate = make_estimate(estimator, (actor, self.reference.actor), self._step_keys)
         self.pad_token, self.eos_token = choose_tokens(model, pad_token, eos_token)
 
     def _actor_over(self, model: nn.Module) -> CausalLMActor:
@@ -176,7 +188,10 @@ class ResponseKLTransform(PenaltyTransform):
         following.set(self.keys.kl, totals.kl)
         if totals.estimate is not None:
             following.set(self.keys.kl_estimate, totals.estimate)
-        scores = ((batch, _LOG_PROB, step.log_prob), (following, _REF_LOG_PROB, step.ref_log_prob))
+        scores = (
+            (batch, _LOG_PROB, step.log_prob),
+            (following, self.keys.ref_log_prob, step.ref_log_prob),
+        )
         for holder, key, values in scores:
             rows = _places(responses, steps, cast(Tensor, values))
             _set_rows(holder, key, [row.to(reward.device) for row in rows], responses.width)
@@ -269,11 +284,9 @@ def _places(responses: Responses, steps: TensorDict, values: Tensor) -> list[Ten
     return rows
 
 
-def _set_rows(
-    batch: TensorDictBase, key: tuple[str, str], values: list[Tensor], width: int
-) -> None:
+def _set_rows(batch: TensorDictBase, key: NestedKey, values: list[Tensor], width: int) -> None:
     """Sets an entry of a batch (*B), one row per element, of the common `width` or ragged."""
-    name, leaf = key
+    name, leaf = cast(tuple[str, str], key)
     held = batch.get(name, None)
     holder = held if is_tensor_collection(held) else None  # not that of TorchRL's KLRewardTransform
     widths = {len(row) for row in values}
