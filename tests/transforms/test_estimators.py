@@ -40,6 +40,7 @@ from torchrl_kl import (
     KLConstrainedTransform,
     KLDivergenceTransform,
     KLKeys,
+    ReferenceModelLogProbTransform,
     TopKActor,
 )
 
@@ -49,6 +50,13 @@ any_place = pytest.mark.parametrize("place", ["env", "batch"])
 
 def stack(actor: Any, estimator: Any, **kwargs) -> Any:
     return KLConstrainedTransform(actor, 0.1, estimator=estimator, **kwargs)
+
+
+def parts(actor: Any, estimator: Any, **kwargs) -> Any:
+    return compose(
+        ReferenceModelLogProbTransform(actor, estimator=estimator, **kwargs),
+        KLDivergenceTransform(estimator=estimator, actor=actor, **kwargs),
+    )
 
 
 def as_policy(actor: Any, estimator: str, k: int = 2) -> Any:
@@ -169,7 +177,8 @@ def test_padding_is_not_a_distribution_where_torch_checks_its_parameters():
         actor.build_dist_from_params(padded)
     assert (stack(actor, "exact")(padded)["next", "kl_estimate"][~counts] == 0).all()
     fake = play(env_for("normal"), actor).detach().apply(torch.zeros_like)
-    assert (stack(actor, "exact")(fake)["next", "kl_estimate"] == 0).all()
+    for make_it in (stack, parts):
+        assert (make_it(actor, "exact")(fake)["next", "kl_estimate"] == 0).all()
 
 
 @pytest.mark.parametrize("k", [1, 3, N_ACTIONS])
@@ -185,9 +194,8 @@ def test_top_k_has_the_exact_mean_in_every_state_and_less_variance_than_k1(k):
     batch = TensorDict(entries, batch_size=(50, N_ACTIONS))
     top: Any = {"log_probs": p.gather(-1, order), "actions": order}
     top["in_top_k"] = (order == action[..., None]).any(-1)
-    batch["top_k"] = top
-    batch["next"] = TensorDict(reward=torch.zeros(50, N_ACTIONS, 1), batch_size=(50, N_ACTIONS))
-    after, exact = stack(reference, "top_k")(batch)["next"], (p.exp() * (p - q)).sum(-1)
+    batch["top_k"], batch["next"] = top, TensorDict(batch_size=(50, N_ACTIONS))
+    after, exact = parts(reference, "top_k")(batch)["next"], (p.exp() * (p - q)).sum(-1)
     variance = {}
     for name in ("kl", "kl_estimate"):
         estimate = after[name].squeeze(-1)
@@ -215,15 +223,16 @@ def test_the_reference_is_evaluated_once(estimator):
     assert len(calls) == 1 + 7
 
 
+@pytest.mark.parametrize("make_it", [stack, parts], ids=["stack", "parts"])
 @both
-def test_a_batch_drops_what_is_no_longer_needed(estimator):
+def test_a_batch_drops_what_is_no_longer_needed(estimator, make_it):
     actor = make("masked")
     raw = play(env_for("masked"), as_policy(moved(actor), estimator))
-    batch = stack(actor, estimator)(raw)
-    second = stack(actor, estimator, keys=KLKeys.named("second"))
+    batch = make_it(actor, estimator)(raw)
+    second = parts(actor, estimator, keys=KLKeys.named("second"))
     with pytest.raises(KeyError, match="it dropped them: put both into one Compose"):
         second(batch)
-    both_of = compose(stack(actor, estimator), second)(raw)
+    both_of = compose(make_it(actor, estimator), second)(raw)
     assert set(both_of.keys()) == set(batch.keys())  # the last one drops them
     close(both_of["next", "second_kl_estimate"], batch["next", "kl_estimate"])
     assert set(raw.keys()) - set(batch.keys()) == {"logits" if estimator == "exact" else "top_k"}
@@ -274,6 +283,9 @@ def test_each_distribution_is_built_by_its_own_actor(kind, place):
     else:
         expected = kl_divergence(Normal(*own), Normal(*other)).sum(-1, keepdim=True)
     close(batch["next", "kl_estimate"], expected)
+    if kind != "independent":
+        with pytest.raises(ValueError, match="class and options of the policy .* use KL"):
+            ReferenceModelLogProbTransform(actor, reference=reference, estimator="exact")
 
 
 # What it cannot measure.
@@ -296,12 +308,30 @@ def test_what_the_policy_did_not_record(estimator, place, text):
         play(env, behaviour) if place == "env" else transform(batch)
 
 
+@both
+def test_what_the_reference_did_not_keep(estimator):
+    unlike = compose(
+        ReferenceModelLogProbTransform(make_actor()),
+        KLDivergenceTransform(estimator=estimator, actor=make_actor()),
+    )
+    with pytest.raises(KeyError, match="'_ref_params' is not in the data: .*same `estimator`"):
+        unlike(play(WalkEnv((2,)), as_policy(policy(), estimator)))
+
+
+class TwoDistributions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = make_actor(), make_actor()
+
+
 def test_what_exact_cannot_compare():
     with pytest.raises(ValueError, match="`estimator` must be one of .*, got 'k9'"):
         stack(make_actor(), "k9")
-    for name in ("exact", "top_k"):
-        with pytest.raises(ValueError, match=f"in a part, got '{name}': use KLConstrainedTr"):
-            KLDivergenceTransform(estimator=name)
+    with pytest.raises(ValueError, match=r'`estimator="exact"` needs `actor`.*pass the policy'):
+        KLDivergenceTransform(estimator="exact")
+    text = "`actor` must have one ProbabilisticTensorDictModule, got 2 in TwoDistrib"
+    with pytest.raises(ValueError, match=text):
+        KLDivergenceTransform(estimator="exact", actor=TwoDistributions())
     batch = play(WalkEnv((2,)), policy())
     batch["logits"] = torch.zeros(2, 12, N_ACTIONS + 1)
     with pytest.raises(ValueError, match=r"'logits' of .* must .*\(2, 12, 5\) and \(2, 12, 4\)"):
@@ -311,7 +341,10 @@ def test_what_exact_cannot_compare():
     other = probabilistic_actor(
         net, in_keys=names, distribution_class=Categorical, return_log_prob=True
     )
-    unlike = stack(make_actor(), "exact", reference=other)
+    unlike = compose(
+        ReferenceModelLogProbTransform(other, estimator="exact"),
+        KLDivergenceTransform(estimator="exact", actor=make_actor()),
+    )
     with pytest.raises(KeyError, match="policy and reference must name.* have scores"):
         unlike(play(WalkEnv((2,)), policy()))
 
@@ -328,4 +361,4 @@ def test_what_top_k_cannot_compare():
     batch = TopKActor(actor, 2)(TensorDict(observation=torch.randn(5, N_OBS), batch_size=5))
     batch["next"] = TensorDict(batch_size=5)
     with pytest.raises(ValueError, match=r"one choice per step, got .*\(5, 2\) .*\(5, 2\) .*\(5,"):
-        stack(actor, "top_k")(batch)
+        ReferenceModelLogProbTransform(actor, estimator="top_k")(batch)

@@ -35,6 +35,16 @@ class TestKLDivergenceTransform(TransformLaws):
         return KLDivergenceTransform(estimator="k3")
 
 
+class TestExactParts(TransformLaws):
+    writes, drops = frozenset({"kl", "kl_estimate"}), frozenset({"logits", "_ref_params"})
+
+    def before(self):
+        return [ReferenceModelLogProbTransform(self.reference(), estimator="exact")]
+
+    def make(self, seed=0):
+        return KLDivergenceTransform(estimator="exact", actor=self.reference())
+
+
 class TestRewardAdjustmentTransform(TransformLaws):
     writes, penalizes = frozenset({"task_reward", "kl_coeff", "episode_kl"}), True
 

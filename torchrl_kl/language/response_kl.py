@@ -139,7 +139,7 @@ class ResponseKLTransform(PenaltyTransform):
         self._policy = Borrowed(actor, refusal=_NOT_PICKLED)
         self.reference = as_reference(actor, reference)
         self._step_keys = KLKeys().resolve(self.reference.log_prob_key)
-        self.estimate = make_estimate(estimator, (actor, self.reference.actor), self._step_keys)
+        self.estimate = make_estimate(estimator, actor, self._step_keys, self.reference.actor)
         self.pad_token, self.eos_token = choose_tokens(model, pad_token, eos_token)
 
     def _actor_over(self, model: nn.Module) -> CausalLMActor:

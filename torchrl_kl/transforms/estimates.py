@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -81,11 +81,11 @@ class SampledEstimate(Estimate):
 class ExactEstimate(Estimate):
     """The KL of the two distributions, from their parameters."""
 
-    def __init__(self, keys: ResolvedKeys, actor: nn.Module, reference: nn.Module):
+    def __init__(self, actor: nn.Module, keys: ResolvedKeys, reference: nn.Module):
         super().__init__(written_params(actor))
         # Only the modules that build the distributions: the networks are not needed. That of the
         # policy may change, such as a temperature that is learned; that of the reference may be of
-        # another class, or have other options. A switched policy's is that of now.
+        # another class, or have other options. Without another it is the policy's of now.
         own, other = dist_module_of(actor), dist_module_of(reference)
         self._of_policy = Borrowed(own)
         self.ref_dist_module = copy.deepcopy(own) if other is own else other
@@ -155,21 +155,40 @@ class TopKEstimate(Estimate):
 
 def make_estimate(
     estimator: Estimator,
-    actors: tuple[nn.Module, nn.Module] | None,
+    actor: nn.Module | None,
     keys: ResolvedKeys,
+    reference: nn.Module | None = None,
 ) -> Estimate | None:
-    """The estimate of that name, of policy and reference; None for k1, always measured."""
+    """The estimate of that name; None for k1, which is always measured."""
     names = get_args(Estimator)
     if estimator not in names:
         raise ValueError(f"`estimator` must be one of {list(names)}, got {estimator!r}.")
-    if estimator in ("exact", "top_k"):
-        if actors is None:
-            raise ValueError(
-                f'`estimator` must be "k1", "k2" or "k3" in a part, got {estimator!r}: use '
-                "KLConstrainedTransform, which has both distributions."
-            )
-        return TopKEstimate(keys.top_k) if estimator == "top_k" else ExactEstimate(keys, *actors)
+    if estimator == "exact":
+        if actor is None:
+            raise ValueError('`estimator="exact"` needs `actor`, got None: pass the policy.')
+        return ExactEstimate(actor, keys, actor if reference is None else reference)
+    if estimator == "top_k":
+        return TopKEstimate(keys.top_k)
     return None if estimator == "k1" else SampledEstimate(estimator)
+
+
+def require_one_kind(policy: nn.Module, reference: nn.Module) -> None:
+    """ValueError if two actors are seen to build different distributions of equal parameters."""
+    modules = [dist_module_of(actor) for actor in (policy, reference)]
+    own, other = ((each.distribution_class, _written(each.distribution_kwargs)) for each in modules)
+    if own != other or [*modules[0].parameters()]:  # one that learns begins alike
+        raise ValueError(
+            "`reference` must have the distribution class and options of the policy for `estimator="
+            '"exact"` in separate parts: use KLConstrainedTransform, where each actor has its own.'
+        )
+
+
+def _written(options: Mapping[str, Any]) -> str:
+    # As text: tensors, and what holds some, cannot be compared by ==.
+    numbers = {
+        n: each.tolist() if isinstance(each, Tensor) else each for n, each in options.items()
+    }
+    return repr(sorted(numbers.items()))
 
 
 def _check_shapes(params: TensorDictBase, of_reference: TensorDictBase) -> None:

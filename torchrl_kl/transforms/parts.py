@@ -14,7 +14,7 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import expand_right
 from torchrl_kl.keys import KLKeys, as_keys, get_required
 from torchrl_kl.transforms.base import KLTransform, add_spec, open_batch, require_spec
-from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
+from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate, require_one_kind
 from torchrl_kl.transforms.steps import (
     ScoringTransform,
     counted_steps,
@@ -39,11 +39,13 @@ class ReferenceModelLogProbTransform(ScoringTransform):
 
     Args:
         actor, reference, keys, time_dim: as for KLConstrainedTransform.
+        estimator: that of the KLDivergenceTransform that follows.
 
     Raises:
         TypeError: if `actor` has no distribution, or `reference` has another type than allowed.
-        ValueError: if `actor` has uninitialised weights or records no log-prob.
-        KeyError: if the policy ran but did not record its log-prob.
+        ValueError: if `actor` has uninitialised weights or records no log-prob, or the estimator is
+            unknown, or "exact" and `reference` has another kind of distribution.
+        KeyError: if the policy ran but did not record its log-prob, or its top k.
         RuntimeError: on a batch, if the reference is recurrent and its state is unknown.
 
     Example:
@@ -60,6 +62,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         self,
         actor: nn.Module,
         *,
+        estimator: Estimator = "k1",
         reference: nn.Module | Switch | None = None,
         keys: KLKeys | None = None,
         time_dim: int | None = None,
@@ -77,7 +80,10 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         )
         self.reference, self.time_dim = frozen, time_dim
         self.acting = Acting.of(actor, frozen.recorded)
-        self.action_keys, self.estimate = frozen.action_keys, None
+        self.action_keys = frozen.action_keys
+        self.estimate = make_estimate(estimator, frozen.actor, self.keys)
+        if estimator == "exact":  # of KLDivergenceTransform, which knows only one actor
+            require_one_kind(actor, frozen.actor)
         if reference is None:
             self.watch_first_use(actor)
 
@@ -100,7 +106,10 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         return tensordict
 
     def _write(self, next_tensordict: TensorDictBase, step: KLStep) -> None:
-        next_tensordict.set(self.keys.ref_log_prob, step.ref_log_prob)  # (*B, *A)
+        # `ref_log_prob` (*B, *A), and for KLDivergenceTransform the reference's parameters.
+        next_tensordict.set(self.keys.ref_log_prob, step.ref_log_prob)
+        if step.of_reference is not None:
+            next_tensordict.set(self.keys.ref_params, step.of_reference)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the log-prob under the reference and its recurrent state."""
@@ -117,28 +126,30 @@ class KLDivergenceTransform(KLTransform):
     Only k1 may be subtracted from a reward. A reward is not differentiated: a penalty c moves the
     policy along E[c grad log pi], which is the gradient of the KL for k1 only. (k2 and k3 nearly
     vanish at the reference, an exact KL does not depend on its step's action.) So `estimator`
-    chooses what is *measured* in addition, for logs and controllers: here "k2" or "k3", and in
-    KLConstrainedTransform also "exact", without sampling noise within a step, and "top_k", with
-    only that of its tail.
+    chooses what is *measured* in addition, for logs and controllers: "exact" has no sampling noise
+    within a step, "top_k" only that of its tail.
 
     You may rely on: the mean of `kl`, "exact" and "top_k" over the policy's actions is the KL. You
     may not rely on the sign of `kl` and "top_k", nor on the mean of k2, nor on that of k3 where the
     policy lacks support.
 
     Keys:
-        reads "action_log_prob" and ("next", "ref_log_prob"), shape (*B).
+        reads "action_log_prob" and ("next", "ref_log_prob"), shape (*B); for "exact" the recorded
+        parameters of the policy's distribution, for "top_k" what TopKActor records.
         writes ("next", "kl"): nats per step, (*B, 1); with another estimator ("next",
         "kl_estimate") too. Zero on padding (("collector", "mask") False), and in an env step where
         the action was not drawn by a policy or a batched env skips the row.
+        drops, on a batch, what the estimate has used.
 
     Args:
-        estimator: "k1", "k2" or "k3".
-        sum_agents, keys: as for KLConstrainedTransform.
+        estimator, sum_agents, keys: as for KLConstrainedTransform.
+        actor: for "exact": an actor with the distribution class and the keys of policy and
+            reference.
 
     Raises:
         TypeError: if `sum_agents` is not a bool.
-        ValueError: if the estimator is another one, or shapes differ.
-        KeyError: if a log-prob is missing where a policy ran.
+        ValueError: if the estimator is unknown, "exact" has no actor, or shapes differ.
+        KeyError: if a log-prob, or what the estimator reads, is missing where a policy ran.
 
     Example:
         >>> import torch
@@ -154,11 +165,12 @@ class KLDivergenceTransform(KLTransform):
         self,
         *,
         estimator: Estimator = "k1",
+        actor: nn.Module | None = None,
         sum_agents: bool = False,
         keys: KLKeys | None = None,
     ):
         self.keys, self.sum_agents = as_keys(keys).resolve(sum_agents=sum_agents), sum_agents
-        estimate = make_estimate(estimator, None, self.keys)
+        estimate = make_estimate(estimator, actor, self.keys)
         super().__init__(
             in_keys=[*self.keys.recorded.keys, self.keys.ref_log_prob],
             out_keys=[self.keys.kl, *([] if estimate is None else [self.keys.kl_estimate])],
@@ -178,6 +190,7 @@ class KLDivergenceTransform(KLTransform):
         following = tensordict.get("next")
         log_prob, mask = self.keys.recorded.require(tensordict), counted_steps(tensordict, fake)
         self._measure(tensordict, following, log_prob, without_random(following, self.keys, mask))
+        self.drop_record(tensordict)
         return tensordict
 
     def _measure(
@@ -188,7 +201,12 @@ class KLDivergenceTransform(KLTransform):
         mask: Tensor | None,
     ) -> None:
         ref_log_prob = get_required(next_tensordict, self.keys.ref_log_prob, _NO_REFERENCE)
-        step = KLStep(log_prob, ref_log_prob, mask)
+        of_reference = None
+        if self.estimate is not None:
+            of_reference = cast(TensorDictBase, next_tensordict.pop(self.keys.ref_params, None))
+            if self.estimate.policy_keys and of_reference is None and log_prob is not None:
+                get_required(next_tensordict, self.keys.ref_params, _NO_REFERENCE_PARAMS)
+        step = KLStep(log_prob, ref_log_prob, mask, of_reference=of_reference)
         step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
         for key, value in zip(self.out_keys, (step.kl, step.estimate), strict=False):
             next_tensordict.set(key, value)
@@ -206,4 +224,8 @@ class KLDivergenceTransform(KLTransform):
 _NO_REFERENCE = (
     "put ReferenceModelLogProbTransform before this transform, or name its entry with "
     "`KLKeys(ref_log_prob=...)`."
+)
+_NO_REFERENCE_PARAMS = (
+    "put ReferenceModelLogProbTransform with the same `estimator` before this transform, both into "
+    "the env or both on the batch."
 )

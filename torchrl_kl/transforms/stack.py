@@ -95,7 +95,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         )
         self.reference, self.sum_agents = frozen, sum_agents
         self.acting = Acting.of(actor, frozen.recorded)
-        self.estimate = make_estimate(estimator, (actor, frozen.actor), resolved)
+        self.estimate = make_estimate(estimator, actor, resolved, frozen.actor)
         self.action_keys, self.observed = frozen.action_keys, frozen.in_keys
         if reference is None:
             self.watch_first_use(actor)
