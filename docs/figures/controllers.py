@@ -1,4 +1,4 @@
-"""The three rules that hold a target, on a policy that needs many updates to follow a coefficient.
+"""The rules that hold a target, on a policy that needs many updates to follow a coefficient.
 
 The policy is a softmax over four actions which follows its exact gradient slowly, so that nothing
 is random. The coefficient begins ten times too low.
@@ -10,22 +10,24 @@ import math
 from pathlib import Path
 
 import torch
-from style import BLACK, BLUE, GREEN, ORANGE, new_figure, save
+from style import AMBER, BLACK, BLUE, GREEN, SKY, new_figure, save
 
 from torchrl_kl import (
     AdaptiveKLController,
     ExponentialKLController,
     KLController,
     PIDKLController,
+    PlannedKLController,
     coeff_for_budget,
 )
 
 TARGET, START, LR = 0.3, 0.06, 0.25
 REWARD = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
 RULES = {
-    "adaptive (Ziegler et al.)": (AdaptiveKLController(START, TARGET, horizon=5_000), BLUE, "-"),
-    "exponential": (ExponentialKLController(START, TARGET, gain=0.1), ORANGE, "--"),
-    "PID": (PIDKLController(START, TARGET), GREEN, "-."),
+    "PlannedKLController": (PlannedKLController(TARGET, init_coeff=START), GREEN, "-"),
+    "adaptive (Ziegler et al.)": (AdaptiveKLController(START, TARGET, horizon=5_000), BLUE, "-."),
+    "exponential": (ExponentialKLController(START, TARGET, gain=0.1), AMBER, "--"),
+    "PID": (PIDKLController(START, TARGET), SKY, ":"),
 }
 
 
@@ -54,7 +56,7 @@ def main(folder: Path | None = None, n_updates: int = 500) -> Path:
         print(f"{name:26} KL {kls[-1]:.3f}, at most {max(kls):.3f}; coefficient {coeffs[-1]:.3f}")
         upper.plot(kls, line, color=color, label=name)
         lower.plot(coeffs, line, color=color, label=name)
-    upper.set_title("All three rules bring the KL to its target")
+    upper.set_title("All rules bring the KL to its target")
     lower.set_title("The coefficient is found in training")
     upper.set_ylabel("KL (nats)")
     lower.set_ylabel("coefficient (reward per nat)")

@@ -181,7 +181,7 @@ class TestPlanned(ClosedLoopLaws):
     kind, settings = PlannedKLController, {"init_coeff": 0.1, "target": 0.5}
     buffers = ("coeff", "average", "last", "pace")
     log_fall, log_rise = 0.175 * math.log(100) + 0.7, 0.175 + 0.7  # of the search, and of the brake
-    shown = "PlannedKLController(coeff=0.12, per='trajectory', target=0.5)"
+    shown = "PlannedKLController(coeff=0.1, per='trajectory', target=0.5)"
 
     def test_above_the_target_it_rises_and_below_it_falls(self):
         for factor in (0.9, 1.1):
@@ -195,7 +195,7 @@ class TestPlanned(ClosedLoopLaws):
     def test_it_moves_as_far_as_its_bound_allows(self, kl, way):
         """Far off it moves faster and faster, up to 3 times as fast, within its bounds."""
         controller: Any = self.make()
-        before, value, moves = 0.12, 0.12, []
+        before, value, moves = 0.1, 0.1, []
         x = (kl / 0.5) ** 0.5
         controller.last.fill_(x)
         for _ in range(70):
@@ -206,10 +206,10 @@ class TestPlanned(ClosedLoopLaws):
         error = abs(math.log(0.2)) if way < 0 else 1.0
         growing = [0.7 / 12 * error * min(1.25**n, 3.0) for n in range(12)]
         assert moves[:12] == pytest.approx(growing, rel=1e-12)
-        assert value == pytest.approx(0.12 * 1e4**way, rel=1e-12)
+        assert value == pytest.approx(0.1 * 1e4**way, rel=1e-12)
 
     def test_it_is_the_rule_of_its_docstring(self):
-        rng, controller, log, pace = random.Random(0), self.make(), math.log(0.12), 0.0
+        rng, controller, log, pace = random.Random(0), self.make(), math.log(0.1), 0.0
         average, last, error_before, seen = 0.0, 0.0, 0.0, set()
         for _ in range(400):
             kl = rng.choice([-1.0, 9.0, 0.5, rng.uniform(0, 1), 0.1, 0.1, 0.1])
@@ -229,7 +229,7 @@ class TestPlanned(ClosedLoopLaws):
             average *= math.exp(-0.7 * min(move, 0))
             brake = 0.7 * (max(x, 1) - max(last, 1))
             last = x
-            log = sorted((math.log(0.12e-4), log + move + brake, math.log(0.12e4)))[1]
+            log = sorted((math.log(0.1e-4), log + move + brake, math.log(0.1e4)))[1]
             assert math.log(controller.update(kl, 1)) == pytest.approx(log, abs=1e-9)
         assert seen == {False, True}
 
@@ -244,9 +244,9 @@ class TestPlanned(ClosedLoopLaws):
         [
             (
                 0.3,
-                "is 0.00012 and the KL 0.3 nats per trajectory: almost without .* Lower `target`",
+                "is 0.0001 and the KL 0.3 nats per trajectory: almost without .* Lower `target`",
             ),
-            (9.0, "is 1.2e\\+04 and the KL 9 nats per trajectory: 10,000 times .* raise `target`"),
+            (9.0, "is 1e\\+04 and the KL 9 nats per trajectory: 10,000 times .* raise `target`"),
         ],
     )
     def test_a_target_out_of_reach_is_named_once(self, kl, wanted):

@@ -14,7 +14,6 @@ from torchrl_kl.controllers.base import InitCoeff, KLController, Per, TargetKLCo
 from torchrl_kl.functional.numbers import check_number
 
 # Of PlannedKLController; its docstring says what they do.
-_START = 1.2
 _RESPONSE = 12.0  # updates
 _SHARE = 0.7
 _FASTEST = 3.0
@@ -256,8 +255,8 @@ class PIDKLController(_LogKLController):
 class PlannedKLController(TargetKLController):
     """Needs the target only: plans a first coefficient, searches for the right one, and holds it.
 
-    It starts at 1.2 times the plan (see `observe_rewards`). With `x = sqrt(kl / target)`, which
-    grows evenly where a policy moves evenly, and is as 1 / coeff where it has settled:
+    It starts at the plan (see `observe_rewards`). With `x = sqrt(kl / target)`, which grows evenly
+    where a policy moves evenly, and is as 1 / coeff where it has settled:
 
     - A policy needs time to move: 12 updates. The error is that of x now or of x in 12 updates, at
       its mean rate over half as many, whichever is nearer to the target: `kl / target - 1` above
@@ -288,10 +287,10 @@ class PlannedKLController(TargetKLController):
         >>> from torchrl_kl import PlannedKLController
         >>> controller = PlannedKLController(target=0.1)
         >>> fair_coin = torch.tensor([0.0, 1.0] * 50)
-        >>> round(controller.observe_rewards(fair_coin), 2)  # 1.2 times 1.06
-        1.27
+        >>> round(controller.observe_rewards(fair_coin), 2)
+        1.06
         >>> [round(controller.update(kl, n_steps=64), 2) for kl in (0.05, 0.1, 0.12)]
-        [1.27, 1.27, 1.38]
+        [1.06, 1.06, 1.15]
     """
 
     average: Tensor
@@ -304,11 +303,6 @@ class PlannedKLController(TargetKLController):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self._warned = False
         self._given = self.coeff.item()  # 0 where it is planned
-        if not self.planning:
-            self.coeff.fill_(self._begin(self._given))
-
-    def _begin(self, planned: float) -> float:
-        return min(_START * planned, 1e-4 * sys.float_info.max)
 
     def next_coeff(self, kl: float, n_steps: int) -> float:  # noqa: D102
         x = math.sqrt(min(max(kl / self.target, 0.01), 4.0))
@@ -327,7 +321,7 @@ class PlannedKLController(TargetKLController):
         self.pace.fill_(pace)
         self.last.fill_(x)
         value = self.coeff.item() * math.exp(move + brake)
-        first = self._begin(self._given if self.plan is None else self.plan.made.item())
+        first = self._given if self.plan is None else self.plan.made.item()
         bounded = min(max(value, 1e-4 * first), 1e4 * first)
         if bounded != value and not self._warned:
             self._warned = True
