@@ -225,8 +225,8 @@ def draw_study(runs: Runs, truths: list[dict], target: float, file: Path) -> Non
         color, kl = GROUPS[group(run)], finals(results, "kl")
         ends.scatter(kl, [row] * len(kl), s=30, color=color, alpha=0.7)
         missed.scatter(gaps(results), [row] * len(kl), s=30, color=color, alpha=0.7)
-    ends.set(title="Constants chosen beforehand miss it (grey: 10 %)", xscale="log")
-    ends.set(xlabel="final KL of each seed (nats per response), log scale")
+    ends.set(title="Constants chosen beforehand miss it (grey: 10 %)")
+    ends.set(xlabel="final KL of each seed (nats per response)")
     gap = max(max(gaps(results)) for results in runs.values())
     missed.set(title=f"All end within {gap:.3f} of the best possible reward", xlim=(0, None))
     missed.set(xlabel="reward below the best possible at the same KL, each seed")
@@ -248,7 +248,9 @@ def draw_curves(runs: Runs, name: str, axes: Any) -> None:
             means = [fmean(values[max(i - 2, 0) : i + 3]) for i in range(len(values))]
             bands.setdefault(key, []).append(means)
     for key, curves in bands.items():
-        draw_band(axes, curves, GROUPS.get(key, GREY), linewidth=1.5)
+        draw_band(axes, curves, GROUPS.get(key, CONSTANT), linewidth=1.5)
+        if key not in GROUPS:  # a constant, which is named at its end
+            axes.text(len(curves[0]), curves[0][-1], key[9:], color=CONSTANT, va="center")
 
 
 def main() -> None:

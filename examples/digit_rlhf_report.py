@@ -139,7 +139,7 @@ def draw_attention(models: dict[str, GPT], text: Tensor, file: Path) -> None:
     figure, axes = plt.subplots(len(maps), 9, figsize=(13, 5), sharex=True, sharey=True)
     for row, model, values in zip(axes, models, maps, strict=True):
         for head, panel in enumerate(row):
-            panel.imshow(values[0].flatten(0, 1)[head], cmap="Blues", vmin=0, vmax=1)
+            panel.imshow(values[0].flatten(0, 1)[head].numpy(), cmap="Blues", vmin=0, vmax=1)
             panel.set_xticks(range(len(names)), names, fontsize=8)
             panel.set_yticks(range(len(names)), names, fontsize=8)
             panel.grid(False)

@@ -54,7 +54,7 @@ class TestJob:
     def test_pictures_and_table_of_several_seeds(self, job, tmp_path):
         out, printed = job
         assert "coefficient 1: gain" in printed
-        for name in ("curves", "probabilities"):
+        for name in ("attention", "curves", "probabilities"):
             assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         report = load("examples/digit_rlhf_report.py")
         report.main((out, out), tmp_path / "both.png")

@@ -73,6 +73,7 @@ def test_all_recipes_are_short_and_listed():
     for recipe in RECIPES:
         assert f"]({recipe}.md)" in index
         assert f": recipes/{recipe}.md\n" in site
+        assert f"\n[{recipe}.py]({recipe}.py):\n" in (DOCS / f"recipes/{recipe}.md").read_text()
         assert len(parts_of(recipe)[0].splitlines()) < 60
 
 
@@ -149,12 +150,13 @@ def test_known_faults_are_still_there(tmp_path):
     reason="sdists and some file systems lack the link by which the API of envs/ is found",
 )
 def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
-    for needed in ("mkdocs", "material", "mkdocstrings"):
+    for needed in ("mkdocs", "material", "mkdocstrings", "latex2mathml"):
         pytest.importorskip(needed)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     subprocess.run([*command, str(tmp_path)], cwd=ROOT, env=environment, check=True, timeout=600)
     pages = list(tmp_path.rglob("*.html"))
+    assert "<math" in (tmp_path / "concepts" / "plan" / "index.html").read_text()
     assert len(pages) > 40
     tag = re.compile(r"<(?:script|img|iframe|source|link)[^>]* (?:src|href)=[^>]*>")
     for page in pages:

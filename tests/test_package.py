@@ -4,8 +4,6 @@ import configparser
 import re
 from pathlib import Path
 
-import pytest
-
 import torchrl_kl
 
 ROOT = Path(__file__).parents[1]
@@ -43,10 +41,6 @@ class TestPackages:
         assert tested is not None
         assert named == re.findall(r'"(.*?)"', tested[1])
         assert SETUP["options"]["python_requires"] == f">={named[0]}"
-
-    @pytest.mark.parametrize("file", ["setup.cfg", "CITATION.cff", "mkdocs.yml"])
-    def test_no_address_is_invented(self, file):
-        assert "://" not in (ROOT / file).read_text()
 
     def test_the_sdist_carries_what_its_tests_read(self):
         manifest = (ROOT / "MANIFEST.in").read_text()

@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from style import BLACK, BLUE, GREEN, ORANGE, PINK, new_figure, save
+from style import ESTIMATORS, new_figure, save
 
 from torchrl_kl import kl_exact, kl_k1, kl_k2, kl_k3
 
-ESTIMATORS = {"k1": (kl_k1, BLUE, "-"), "k2": (kl_k2, ORANGE, "-"), "k3": (kl_k3, PINK, "-.")}
+FUNCTIONS = {"k1": (kl_k1, "-"), "k2": (kl_k2, "-"), "k3": (kl_k3, (0, (2, 2)))}
 
 
 def main(folder: Path | None = None) -> Path:
@@ -26,18 +26,18 @@ def main(folder: Path | None = None) -> Path:
     reference = torch.zeros_like(log_probs).log_softmax(-1)
     probs, kl = log_probs.exp(), kl_exact(log_probs, reference)
     figure, (upper, lower) = new_figure(2, height=6, sharex=True)
-    upper.plot(kl, kl, ":", color=BLACK, label="true KL")
-    for name, (estimator, color, line) in ESTIMATORS.items():
+    upper.plot(kl, kl, color="0.8", linewidth=9, label="true KL")
+    for name, (estimator, line) in FUNCTIONS.items():
         values = estimator(log_probs, reference)  # of each action, (S, 8)
         mean = (probs * values).sum(-1)
         std = (probs * (values - mean[:, None]) ** 2).sum(-1).sqrt()
-        upper.plot(kl, mean, line, color=color, label=name)
-        lower.plot(kl, std, line, color=color, label=name)
+        for axes, curve in ((upper, mean), (lower, std)):
+            axes.plot(kl, curve, linestyle=line, color=ESTIMATORS[name], label=name)
         at = int((kl - 0.1).abs().argmin())
         print(f"{name}: mean {mean[at]:.3f}, standard deviation {std[at]:.3f} at {kl[at]:.3f} nats")
-    lower.plot(kl, 0 * kl, "--", color=GREEN, label="exact")
-    upper.set_title("k1 and k3 have the right mean, k2 has not")
-    lower.set_title("k1 is noisy near it, k3 far from it; exact is not")
+    lower.plot(kl, 0 * kl, "--", color=ESTIMATORS["exact"], label="exact")
+    upper.set_title("The mean of k1 and k3 is the true KL, that of k2 is not")
+    lower.set_title("Only the exact KL of a step has no noise")
     upper.set_ylabel("mean (nats)")
     lower.set_ylabel("standard deviation (nats)")
     lower.set_xlabel("KL(policy || reference), nats per step")

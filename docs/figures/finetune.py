@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import torch
-from style import BLACK, BLUE, ORANGE, new_figure, save
+from style import ADAPTIVE, BLACK, NO_PENALTY, new_figure, save
 
 README = Path(__file__).parents[2] / "README.md"
 LINE = r"reward ([\d.]+), KL (-?[\d.]+), coefficient ([\d.]+), goals (\d+)"
 TARGET = 0.2
-RUNS = {"no KL penalty": ORANGE, "KL penalty, adaptive coefficient": BLUE}
+RUNS = {"no KL penalty": NO_PENALTY, "KL penalty, adaptive coefficient": ADAPTIVE}
 
 
 def train(seed: int, control: bool, batches: int) -> list[list[float]]:
@@ -44,7 +44,8 @@ def train(seed: int, control: bool, batches: int) -> list[list[float]]:
 
 def main(folder: Path | None = None, seeds: int = 5, batches: int = 30) -> Path:
     """Draws the figure and prints the last quarter of each run."""
-    figure, panels = new_figure(4, height=7.6, sharex=True)
+    figure, panels = new_figure(2, ncols=2, figsize=(9, 5.2), sharex=True)
+    panels = list(panels.flat)
     for name, color in RUNS.items():
         # (seeds, batches, 4)
         runs = torch.tensor([train(seed, "adaptive" in name, batches) for seed in range(seeds)])
@@ -56,20 +57,20 @@ def main(folder: Path | None = None, seeds: int = 5, batches: int = 30) -> Path:
             low, high = values.amin(0), values.amax(0)
             axes.plot(range(1, batches + 1), mean, color=color, label=name)
             axes.fill_between(range(1, batches + 1), low, high, color=color, alpha=0.2, linewidth=0)
-    panels[0].set_title("The reward for saving fuel rises either way")
-    panels[1].set_title("but without a penalty the car no longer reaches its goal")
-    panels[2].set_title("The controller brings the KL to its target")
-    panels[3].set_title("and finds the coefficient for it")
-    panels[0].set_ylabel("share of coasting")
-    panels[1].set_ylabel("goals per batch")
-    panels[2].set_ylabel("KL, nats per step")
+    titles = {
+        "The reward rises either way, ...": "share of coasting",
+        "... but without a penalty no goal is reached": "goals per batch",
+        "The controller brings the KL to its target": "KL, nats per step",
+        "... and finds the coefficient for it": "coefficient",
+    }
+    for axes, (title, unit) in zip(panels, titles.items(), strict=True):
+        axes.set(title=title, ylabel=unit)
+    for axes in panels[2:]:
+        axes.set(xlabel="batches of 1000 steps", xticks=range(0, batches + 1, 5))
     panels[2].axhline(TARGET, color=BLACK, linestyle=":", linewidth=1.5)
-    panels[2].set_ylim(-0.02, 0.82)
-    panels[2].set_yticks((0, TARGET, 0.4, 0.6, 0.8))
-    panels[3].set_ylabel("coefficient")
-    panels[3].set_xlabel("batches of 1000 steps")
-    panels[3].set_xticks(range(0, batches + 1, 5))
-    panels[0].legend(frameon=False)
+    panels[2].set(ylim=(-0.02, 0.82), yticks=(0, TARGET, 0.4, 0.6, 0.8))
+    panels[3].set_ylim(0, 1)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return save(figure, "finetune", folder)
 
 

@@ -10,12 +10,12 @@ import math
 from pathlib import Path
 
 import torch
-from style import BLACK, BLUE, GREEN, ORANGE, PINK, new_figure, save
+from style import BLACK, ESTIMATORS, new_figure, save
 from torch import Tensor
 
 COEFF, LR = 0.5, 0.5
 REWARD = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-COLORS = {"k1": BLUE, "k2": ORANGE, "exact": GREEN, "k3": PINK}
+COLORS = ESTIMATORS
 LINES = {"exact": "--", "k3": "-."}
 
 

@@ -1,4 +1,4 @@
-"""What all figures share: fonts, sizes, and colours that colour-blind readers can tell apart."""
+"""What all figures share: the style and the palette of the examples' pictures, and narrow sizes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,19 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-# Okabe and Ito (2008).
-BLUE, ORANGE, GREEN, PINK, BLACK = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#000000",
-)
-IMAGES = Path(__file__).parents[1] / "images"
+DOCS = Path(__file__).parents[1]
+IMAGES = DOCS / "images"
+plt.style.use(DOCS.parent / "examples" / "style.mplstyle")
+PALETTE = plt.rcParams["axes.prop_cycle"].by_key()["color"]
+NO_PENALTY, CONSTANT, ADAPTIVE, IN_LOSS, AMBER, SKY = PALETTE  # of runs, the first four
+ORANGE, BLUE, GREEN, PINK, BLACK = NO_PENALTY, CONSTANT, ADAPTIVE, IN_LOSS, "0.1"  # of other things
+ESTIMATORS = {"k1": BLUE, "k2": AMBER, "k3": PINK, "exact": GREEN}
 
 
 def new_figure(rows: int = 1, height: float = 3.3, **options: Any) -> tuple[Any, Any]:
     """A figure that is legible on a phone: narrow, with panels below one another."""
-    plt.rcParams.update(
-        {
-            "font.size": 11,
-            "axes.titlesize": 11.5,
-            "axes.titleweight": "bold",
-            "axes.titlelocation": "left",
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "grid.alpha": 0.25,
-            "lines.linewidth": 2.2,
-        }
-    )
-    return plt.subplots(rows, figsize=(5.8, height), layout="constrained", **options)
+    plt.rcParams.update({"axes.titlesize": 11.5, "lines.linewidth": 2.2})
+    return plt.subplots(rows, **{"figsize": (5.8, height)} | options)
 
 
 def save(figure: Any, name: str, folder: Path | None = None) -> Path:

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import torch
-from style import BLUE, ORANGE, new_figure, save
+from style import AMBER, BLUE, new_figure, save
 
 from torchrl_kl import kl_exact
 
@@ -27,7 +27,7 @@ def main(folder: Path | None = None, n_updates: int = 60) -> Path:
         to_old.append(float(kl_exact(old, new)))
     figure, axes = new_figure(height=3.4)
     axes.plot(to_reference, color=BLUE, label="KL to the reference: how far training has gone")
-    axes.plot(to_old, "--", color=ORANGE, label="KL to the old policy: how far one update went")
+    axes.plot(to_old, "--", color=AMBER, label="KL to the old policy: how far one update went")
     axes.set_title("One grows while the other goes to 0")
     axes.set_xlabel("updates")
     axes.set_ylabel("nats per step")

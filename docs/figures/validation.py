@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 
 import torch
-from style import BLACK, BLUE, ORANGE, new_figure, save
+from style import BLACK, ESTIMATORS, new_figure, save
 from torch import nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
@@ -57,11 +57,11 @@ def main(folder: Path | None = None, samples: int = 1000, n_policies: int = 6) -
             error = (kl.var(1) / samples).sum().sqrt().item() / len(prompts)
             rows[name].append((true.sum().item(), kl.mean().item(), error))
     figure, axes = new_figure(height=3.6)
-    for name, color, shift in (("k1", BLUE, -0.02), ("exact", ORANGE, 0.02)):
+    for name, shift in (("k1", -0.02), ("exact", 0.02)):
         truth, mean, error = torch.tensor(rows[name]).unbind(1)
         away = ", ".join(f"{z:+.1f}" for z in (mean - truth) / error)
         print(f"{name:5} true KL {truth.min():.3f} to {truth.max():.3f} nats; off by {away} errors")
-        bars = {"yerr": 2 * error, "fmt": "o", "color": color, "capsize": 4}
+        bars = {"yerr": 2 * error, "fmt": "o", "color": ESTIMATORS[name], "capsize": 4}
         axes.errorbar(truth + shift, mean - truth, **bars, label=f"{name}, ± 2 standard errors")
     axes.axhline(0, linestyle=":", color=BLACK)
     axes.set_xlabel("true KL (nats per response)")

@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 
 FOLDER = Path(__file__).parent
 NAMES = ("your_own_agent", "rlhf_by_hand")
-SOURCE = "https://github.com/torchrl-kl/torchrl_kl/blob/main/docs/tutorials"
+plt.style.use(FOLDER.parents[1] / "examples" / "style.mplstyle")
 
 
 def cells_of(source: str) -> list[tuple[str, str]]:
@@ -49,7 +49,7 @@ def render(name: str, source: str, images: Path) -> str:
             plt.figure(number).savefig(file, dpi=120, metadata={"Software": ""})
             parts.append(f"![What the cell above draws](../images/{file.name})")
         plt.close("all")
-    parts.append(f"This page is [{name}.py]({SOURCE}/{name}.py), a notebook kept as a script.")
+    parts.append(f"This page is [{name}.py]({name}.py), a notebook kept as a script.")
     return "\n\n".join(parts) + "\n"
 
 

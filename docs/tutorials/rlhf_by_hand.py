@@ -2,8 +2,8 @@
 # # RLHF you can check by hand
 #
 # This tutorial fine-tunes a language model on a reward, and holds the KL to the initial model at
-# half a nat. The model writes a language of digits, in which the truth can be computed: the best
-# possible policy, the coefficient that leads to a given KL, and how far training is from both.
+# half a nat. In its language of digits the truth can be computed: the best possible policy, and the
+# coefficient that leads to a given KL.
 #
 # ## 1. A language
 #
@@ -143,9 +143,9 @@ for n, batch in enumerate(collector):
 # %% [markdown]
 # ## 5. How good is it?
 #
-# The batches above are samples. The true values of the policy are again an enumeration. The regret
-# is how much more the best policy has of E[reward] - coeff * KL, at the coefficient at which
-# training ended; *gain* says which share of what could be gained was gained.
+# The true values of the policy are again an enumeration. The regret is how much more the best
+# policy has of E[reward] - coeff * KL, at the last coefficient; *gain* is the share of what could
+# be gained.
 
 # %%
 final = known.values(next_logits(gpt), coeff=controller.coeff.item())
@@ -155,8 +155,7 @@ print(f"reward {final.reward:.3f}, regret {final.regret:.4f}, gain {final.fracti
 print(f"coefficient {final.coeff:.3f}, that of the best policy {exact_coeff:.3f}")
 
 # %% [markdown]
-# Most of the KL is in the first position, the only one that the reward looks at: the rest of the
-# language is nearly as it was. Without a penalty it would drift, and with more batches regret would
-# fall further: see
+# Most of the KL is in the first position, the only one that the reward looks at. Without a penalty
+# the rest would drift: see
 # [digit_rlhf.py](../../examples/README.md), which
 # also learns the reward from preferences.
