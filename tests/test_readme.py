@@ -49,9 +49,6 @@ def anchors_of(text: str) -> list[str]:
 
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").rglob("*.md")]
-OLD = ("concepts/plan.md", "concepts/controllers.md", "known_faults_upstream.md")
-OLD_LINKS = pytest.mark.xfail(reason="their links to files are absolute")
-PAGES = [pytest.param(p, marks=[OLD_LINKS] if str(p).endswith(OLD) else []) for p in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

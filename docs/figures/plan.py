@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 import torch
-from style import BLACK, BLUE, GREEN, ORANGE, new_figure, save
+from style import AMBER, BLACK, BLUE, GREEN, SKY, new_figure, save
 
 from torchrl_kl import AdaptiveKLController, KLController, PlannedKLController, coeff_for_budget
 
@@ -55,9 +55,9 @@ def main(folder: Path | None = None, n_batches: int = 120) -> Path:
     upper.set(xlabel="coefficient (reward per nat)", ylabel="KL of the optimum (nats)")
     upper.set_title("Rewards of one batch tell the coefficient of a KL")
     runs = {
-        "planned": (PlannedKLController(TARGET), BLUE, "-"),
-        "adaptive, from a tenth of it": (AdaptiveKLController(0.06, TARGET, 2000), ORANGE, "--"),
-        "adaptive, from ten times it": (AdaptiveKLController(6.0, TARGET, 2000), GREEN, "-."),
+        "planned": (PlannedKLController(TARGET), GREEN, "-"),
+        "adaptive, from a tenth of it": (AdaptiveKLController(0.06, TARGET, 2000), AMBER, "--"),
+        "adaptive, from ten times it": (AdaptiveKLController(6.0, TARGET, 2000), SKY, "-."),
     }
     for name, (controller, color, line) in runs.items():
         kls = train(controller, rewards, n_batches)
