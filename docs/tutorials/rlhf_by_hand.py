@@ -20,11 +20,11 @@ from torchrl.objectives.value import GAE
 
 from torchrl_kl import (
     GPT,
-    AdaptiveKLController,
     CausalLMActor,
     CausalLMCritic,
     Enumeration,
     KLConstrainedTransform,
+    PlannedKLController,
     coeff_for_budget,
     sample_responses,
 )
@@ -106,12 +106,12 @@ print(f"from 500 samples per prompt: coefficient {coeff_for_budget(rewards, 0.5)
 # %% [markdown]
 # ## 4. PPO with KL control
 #
-# The controller only knows the target. Its coefficient starts at 1, twice too high: training takes
-# longer, but the model loses nothing on the way. The learning rate falls to 0.
+# The controller is told the target. It plans a first coefficient from the rewards of the first batch,
+# and searches from there. The learning rate falls to 0.
 
 # %%
 critic = CausalLMCritic(GPT(vocab_size=11, block_size=9, n_out=1))
-controller = AdaptiveKLController(init_coeff=1.0, target=0.5, horizon=1500)
+controller = PlannedKLController(target=0.5)
 stack = KLConstrainedTransform(actor, controller)
 ppo = ClipPPOLoss(actor, critic, entropy_coeff=0.0)
 gae = GAE(gamma=1.0, lmbda=0.95, value_network=critic, deactivate_vmap=True, shifted=False)
