@@ -6,6 +6,7 @@ A training loop runs over the `steps` of a `Run`, which shows a progress bar and
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +27,7 @@ class Options:
     """Options of every script."""
 
     seed: int = 0  # Seed of the initial weights, the data and the samples.
-    quick: bool = False  # Small defaults: everything runs in seconds, with poor results.
+    quick: bool = False  # Small defaults: everything runs in seconds, too short to learn.
     threads: int = 1  # Threads of each process. More slow down next to a busy process.
 
 
@@ -42,10 +43,10 @@ class JobOptions(Options):
 def read_options(kind: type[T], description: str | None, **changes: Mapping[str, Any]) -> T:
     """The options of the command line; `changes` are defaults that change if an option is given."""
     first = tyro.cli(kind, description=description)
-    defaults: dict[str, Any] = {}
-    for name, changed in changes.items():
-        if getattr(first, name):
-            defaults |= changed
+    given = [changed for name, changed in changes.items() if getattr(first, name)]
+    defaults = {name: value for changed in given for name, value in changed.items()}
+    if first.quick:
+        print("--quick is too short to learn: it shows that all runs.", file=sys.stderr)
     return tyro.cli(kind, description=description, default=replace(kind(), **defaults))
 
 

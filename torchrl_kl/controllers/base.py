@@ -53,7 +53,7 @@ class KLController(Float64State, ABC):
     max_coeff: float = math.inf
     plan: RewardPlan | None
 
-    def __new__(cls, *args: Any, **options: Any) -> Any:
+    def __new__(cls, *args: Any, **options: Any):
         """Answers the name that TorchRL and TRL give to the first coefficient."""
         if "init_kl_coef" in options:
             raise TypeError("`init_kl_coef` is called `init_coeff` here: reward per nat of KL.")

@@ -25,7 +25,8 @@ _FILE = "model.safetensors"
 
 def values_hidden(tensor: Tensor) -> bool:
     """True under torch.compile and torch.vmap: decisions must not depend on values."""
-    return torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(tensor)
+    vmapped: Any = torch._C._functorch  # type: ignore[attr-defined]
+    return torch.compiler.is_compiling() or vmapped.is_batchedtensor(tensor)
 
 
 class GPT(nn.Module):
