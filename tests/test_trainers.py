@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, set_list_to_stack
 from torch import nn
 from torch.testing import assert_close
 from torchrl.checkpoint import Checkpoint
@@ -18,18 +18,20 @@ from torchrl.record.loggers import CSVLogger
 from torchrl.trainers.algorithms import PPOTrainer
 
 from tests.helpers import SpyController, WalkEnv, make_actor, moved, play, policy
+from tests.scripts import load
 from torchrl_kl import (
     AdaptiveKLController,
     KLConstrainedTransform,
     KLControlHook,
     KLPenaltyLoss,
     KLRewardTransform,
+    ResponseKLTransform,
 )
 
 # torchrl 0.14.1 calls PPOTrainer a prototype, and registers its own optimizer and replay buffer in
 # a way it calls old.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:PPOTrainer is an experimental:UserWarning"),
+    pytest.mark.filterwarnings("ignore:\\w+Trainer is an experimental:UserWarning"),
     pytest.mark.filterwarnings("ignore:The '(optimizer|post_loss)' hook stage:FutureWarning"),
 ]
 N_BATCHES, FRAMES = 3, 24
@@ -152,6 +154,41 @@ def test_a_trainer_that_torchrl_builds_from_an_env(tmp_path):
     for name, key in ((PENALIZED, "reward"), ("task_reward",) * 2, ("kl_to_reference", "kl")):
         means = [batch[key].mean().item() for batch in batches]
         assert logged[name] == pytest.approx(means, abs=1e-6)
+
+
+@pytest.mark.skipif(not IS_015, reason="TorchRL 0.15 has GRPOTrainer")
+@pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@set_list_to_stack(True)
+def test_a_grpo_trainer_whose_collector_penalizes_responses():
+    pytest.importorskip("tokenizers")
+    from torchrl.trainers.algorithms.grpo import GRPOTrainer
+
+    chat = load("examples/grpo_chat.py")
+    args, tokenizer = chat.Args(batches=2), chat.make_tokenizer()
+    model, controller = chat.make_model(tokenizer), AdaptiveKLController(0.1, 2.0, 1000)
+    collector = chat.make_collector(model, tokenizer, ResponseKLTransform(model, controller), args)
+    reads = {"tokenizer": tokenizer, "input_mode": "tokens", "generate": False}
+    scorer = chat.TransformersWrapper(model, pad_output=True, **reads)
+    n = collector.dialog_turns_per_batch
+    sampler = SamplerWithoutReplacement()
+    buffer = ReplayBuffer(storage=chat.LazyStackStorage(n), sampler=sampler, batch_size=n)
+    buffer.append_transform(chat.MCAdvantage(grpo_size=args.group))
+    trainer: Any = GRPOTrainer(
+        collector=collector,
+        total_frames=2 * n,
+        loss_module=chat.GRPOLoss(scorer, kl_to_ref_coeff=None, entropy_bonus=False),
+        optimizer=torch.optim.Adam(model.parameters(), lr=args.lr),
+        replay_buffer=buffer,
+        progress_bar=False,
+    )
+    batches: list[Any] = []
+    trainer.register_op("pre_steps_log", lambda batch: batches.append(batch["next"]))
+    trainer.train()
+    assert batches[-1]["kl"].abs().max() > 0.01  # the policy has moved
+    for step, coeff in zip(batches, (0.1, 0.1 * (1 - 0.2 * n / 1000)), strict=True):
+        assert_close(step["task_reward"] - step["reward"], coeff * step["kl"])
+    assert controller.coeff.item() == pytest.approx(0.1 * (1 - 0.2 * n / 1000) ** 2)
 
 
 def walk_trainer(actor, reference, **kwargs) -> tuple[Any, Any, list[Any]]:
