@@ -131,7 +131,7 @@ def _kl_of_categoricals(policy: Distribution, reference: Distribution) -> Tensor
             f"{_name(reference)} with different `indices`: give both the same `indices`, or a mask."
         )
     _check_equal("number of actions", policy, reference, lambda dist: dist._param.shape[-1])
-    return kl_of_logits(_log_probs(policy), _log_probs(reference), None)
+    return kl_of_logits(log_probs_of(policy), log_probs_of(reference), None)
 
 
 def _columns(dist: Distribution) -> Tensor | None:
@@ -140,8 +140,9 @@ def _columns(dist: Distribution) -> Tensor | None:
     return next((columns for columns in found if columns is not None), None)
 
 
-def _log_probs(dist: Any) -> Tensor:
-    # (*B, V), from what a categorical distribution was built with: `logits` of probabilities are
+def log_probs_of(dist: Any) -> Tensor:
+    """Log-probs (*B, V) of a categorical distribution."""
+    # From what a categorical distribution was built with: `logits` of probabilities are
     # clamped, so that 0 becomes 1e-7. Some probability is positive; log-probabilities never are.
     return _logs(dist._param, (dist._param > 0).any(-1, keepdim=True))
 

@@ -30,7 +30,7 @@ class CausalLM(nn.Module):
                 f"{type(model).__name__}: pass the model in it, such as `wrapper.model`."
             )
         self.model = model
-        inner, config = _innermost(model), _text_config(_innermost(model))
+        inner, config = innermost(model), _text_config(innermost(model))
         self._keywords = frozenset(inspect.signature(inner.forward).parameters)
         adapters = getattr(getattr(model, "_orig_mod", model), "peft_config", {}).values()
         adds_tokens = any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters)
@@ -47,6 +47,7 @@ class CausalLM(nn.Module):
         self.caches = bool(held) and others and _attends_to_all(config)
         self.compared: set[bool] = set()  # for texts of equal lengths, and of different ones
         self.causal = False  # not known yet
+        self.splits: bool | None = None  # whether its head works apart; see `SplitLM`
         # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
         self.n_out: int | None = getattr(inner, "n_out", None)
         vocab_size = getattr(config, "vocab_size", None)
@@ -129,11 +130,11 @@ def differ_by_rounding(output: Tensor, expected: Tensor, model: nn.Module) -> bo
     return bool(output.isclose(expected, rtol=eps, atol=atol, equal_nan=True).all())
 
 
-def _innermost(model: nn.Module) -> nn.Module:
+def innermost(model: nn.Module) -> nn.Module:
     """The module whose `forward` names its arguments, inside PEFT and torch.compile."""
     model = getattr(model, "_orig_mod", model)
     if hasattr(model, "get_base_model"):
-        return _innermost(model.get_base_model())  # type: ignore[operator]
+        return innermost(model.get_base_model())  # type: ignore[operator]
     return model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from tensordict import (
@@ -13,6 +13,7 @@ from tensordict import (
     lazy_stack,
 )
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 from torchrl.modules import set_recurrent_mode
@@ -22,8 +23,9 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.controllers import KLController
+from torchrl_kl.functional.tiles import TiledCategorical, figures, over_tiles
 from torchrl_kl.keys import KLKeys, get_required
-from torchrl_kl.language.heads import CausalLMActor
+from torchrl_kl.language.heads import CausalLMActor, HeadChunk
 from torchrl_kl.language.responses import (
     EndTokens,
     Responses,
@@ -33,10 +35,10 @@ from torchrl_kl.language.responses import (
     read_responses,
 )
 from torchrl_kl.transforms.base import open_batch
-from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
+from torchrl_kl.transforms.estimates import Estimator, ExactEstimate, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.placement import refuse_sums
-from torchrl_kl.transforms.steps import measure, score_batch
+from torchrl_kl.transforms.steps import counted_steps, measure, score_batch
 
 _LOG_PROB, _REF_LOG_PROB = ("log_probs", "full"), ("ref_log_probs", "full")
 _TOP_K = 64  # tokens of a vocabulary that the estimator "top_k" measures exactly
@@ -75,6 +77,7 @@ class ResponseKLTransform(PenaltyTransform):
         update_every: how many responses (tokens) an update of the controller waits for. None: each
             batch updates once.
         chunk_size: how many responses are scored at a time. None: all.
+        head_chunk: of how many tokens there are logits at a time; see CausalLMActor.
         pad_token, eos_token: as for `as_steps`; by default those of the model's configuration.
 
     Raises:
@@ -104,6 +107,7 @@ class ResponseKLTransform(PenaltyTransform):
         temperature: float = 1.0,
         update_every: int | None = None,
         chunk_size: int | None = None,
+        head_chunk: HeadChunk = "auto",
         pad_token: int | None = None,
         eos_token: EndTokens = None,
     ):
@@ -121,6 +125,7 @@ class ResponseKLTransform(PenaltyTransform):
         )
         self.temperature = temperature
         self.chunk_size = chunk_size
+        self.head_chunk: HeadChunk = head_chunk
         actor = self._actor_over(model)
         if isinstance(reference, nn.Module) and not hasattr(reference, "get_dist"):
             reference = self._actor_over(reference)
@@ -131,7 +136,7 @@ class ResponseKLTransform(PenaltyTransform):
         self.pad_token, self.eos_token = choose_tokens(model, pad_token, eos_token)
 
     def _actor_over(self, model: nn.Module) -> CausalLMActor:
-        return CausalLMActor(model, temperature=self.temperature)
+        return CausalLMActor(model, temperature=self.temperature, head_chunk=self.head_chunk)
 
     @property
     def _device(self) -> torch.device | None:
@@ -191,9 +196,13 @@ class ResponseKLTransform(PenaltyTransform):
         size = self.chunk_size or n_rows
         for first in range(0, n_rows, size):
             rows = cast(TensorDictBase, steps[first : first + size])
-            self._ask_policy(rows)
-            step = score_batch(self.reference, rows, self.estimate, None, fake=False)
-            step = measure(step, rows, self.estimate)
+            policy = self._ask_policy(rows)
+            if isinstance(policy, TiledCategorical) and isinstance(self.estimate, ExactEstimate):
+                step = self._score_tiles(policy, rows)
+            else:
+                self._record(policy, rows)
+                step = score_batch(self.reference, rows, self.estimate, None, fake=False)
+                step = measure(step, rows, self.estimate)
             chunks.append((step.log_prob, step.ref_log_prob, step.mask, step.kl, step.estimate))
         log_prob, ref_log_prob, mask, kl, estimate = (
             None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)
@@ -201,20 +210,34 @@ class ResponseKLTransform(PenaltyTransform):
         return KLStep(log_prob, ref_log_prob, mask, kl=kl, estimate=estimate)  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def _ask_policy(self, rows: TensorDictBase) -> None:
-        """Writes the log-prob of each token, and what the estimator reads of the policy."""
+    def _ask_policy(self, rows: TensorDictBase) -> Distribution:
+        """The policy's distributions (N, T)."""
         actor = self._policy.held
         if len(rows):
             actor.reader.lm.check_causal(rows.get("tokens")[0, 0, :-1])
         with evaluating(actor), set_recurrent_mode(True):
-            dist = actor.get_dist(rows.select(*actor.in_keys))
-        rows.set(actor.log_prob_keys[0], dist.log_prob(rows.get("action")))
+            return actor.get_dist(rows.select(*actor.in_keys))
+
+    @torch.no_grad()
+    def _score_tiles(self, policy: TiledCategorical, rows: TensorDictBase) -> KLStep:
+        """The log-probs and the exact KL, all from the same tiles of policy and reference."""
+        reference = self.reference.get_dist(rows, timed=True)
+        log_prob, kl, ref_log_prob = figures(policy, rows.get("action"), reference)
+        step = KLStep(log_prob, ref_log_prob, counted_steps(rows, False))
+        step = measure(step, rows, None)
+        return step._replace(estimate=torch.where(cast(Tensor, step.mask), kl, 0.0).unsqueeze(-1))
+
+    @torch.no_grad()
+    def _record(self, dist: Any, rows: TensorDictBase) -> None:
+        """Writes the log-prob of each token, and what the estimator reads of the policy."""
+        action = rows.get("action")
+        rows.set(self._policy.held.log_prob_keys[0], dist.log_prob(action))
         for key in [] if self.estimate is None else self.estimate.policy_keys:
             if key != self._step_keys.top_k:
                 rows.set(key, dist.logits)
                 continue
-            k = min(_TOP_K, dist.logits.shape[-1])
-            values = record_top_k(dist.logits, rows.get("action"), k)
+            tiled = isinstance(dist, TiledCategorical)
+            values = over_tiles(_top_k, dist, action) if tiled else _top_k(dist.logits, action)
             record = dict(zip(RECORDED, values, strict=True))
             rows.set(key, TensorDict(record, batch_size=rows.batch_size))
 
@@ -255,6 +278,11 @@ class ResponseKLTransform(PenaltyTransform):
         """The measured KL of tokens, or of the responses that have any, (M,)."""
         mask, measured = cast(Tensor, step.mask), step.measured.squeeze(-1)
         return measured[mask] if self.controller.per == "step" else measured.sum(1)[mask.any(1)]
+
+
+def _top_k(logits: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    log_probs = logits.log_softmax(-1)
+    return record_top_k(log_probs, action, min(_TOP_K, log_probs.shape[-1]))
 
 
 def _places(responses: Responses, steps: TensorDict, values: Tensor) -> list[Tensor]:
