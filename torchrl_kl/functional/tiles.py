@@ -204,30 +204,44 @@ def _logits_or_tiles(dist: Distribution) -> TiledCategorical | Tensor:
     return log_probs_of(dist)
 
 
-def _log_probs(part: TiledCategorical | Tensor, rows: Tensor) -> Tensor:
-    logits = part.tile(rows) if isinstance(part, TiledCategorical) else rows
-    return logits.log_softmax(-1)
+class _Space:
+    """Memory for what is computed of a tile, used again for the next.
+
+    Asked for it anew, the allocator of a CPU leaves gaps of the size of a tile.
+    """
+
+    def __init__(self):
+        self._held: dict[str, Tensor] = {}
+
+    def get(self, name: str, like: Tensor) -> Tensor:
+        if name not in self._held:  # the first tile is the largest
+            self._held[name] = torch.empty_like(like, requires_grad=False)
+        return self._held[name][: len(like)]
+
+    def log_probs(self, name: str, logits: Tensor) -> Tensor:
+        return torch.log_softmax(logits.detach(), -1, out=self.get(name, logits))
+
+    def probs(self, log_probs: Tensor) -> Tensor:
+        return torch.exp(log_probs, out=self.get("probs", log_probs))
 
 
 class _Figures(torch.autograd.Function):
-    """See `figures`. One node for all tiles, whose gradients are in closed form.
-
-    Tiles are as large as they are many: nothing that stays is allocated between them, or the
-    allocator of a CPU could not use the memory of one for the next.
-    """
+    """See `figures`. One node for all tiles, whose gradients are in closed form."""
 
     @staticmethod
     def forward(ctx, policy, reference, entropy, size, action, ref_rows, rows, *weights):
         ctx.set_materialize_grads(False)
         ctx.policy, ctx.reference, ctx.size = policy, reference, size
-        ctx.replay, found = _Replay(rows), []
+        ctx.replay, space, found = _Replay(rows), _Space(), []
         for part in _parts(rows, size):
-            ratio = None if reference is None else _log_probs(reference, ref_rows[part])
-            log_probs = _log_probs(policy, rows[part])
-            values = _values(log_probs, ratio, None if action is None else action[part], entropy)
-            found = found or [
-                each if each is None else each.new_empty(len(rows)) for each in values
-            ]
+            ref_log_probs = None
+            if reference is not None:  # first, so that its logits are no longer there
+                ref_log_probs = space.log_probs("reference", _tile(reference, ref_rows[part]))
+            log_probs = space.log_probs("policy", _tile(policy, rows[part]))
+            actions = None if action is None else action[part]
+            values = _values(log_probs, ref_log_probs, actions, entropy, space)
+            if not found:
+                found = [None if each is None else each.new_empty(len(rows)) for each in values]
             for whole, value in zip(found, values, strict=True):
                 if value is not None:
                     whole[part] = value
@@ -244,40 +258,46 @@ class _Figures(torch.autograd.Function):
         of_rows, of_weights = torch.zeros_like(rows), [torch.zeros_like(w) for w in weights]
         if of_kl is not None:
             of_kl = torch.where(kl == torch.inf, 0.0, of_kl)
+        space = _Space()
         with ctx.replay.again(), ctx.policy.head.detached() as leaves:
             for part in _parts(rows, ctx.size):
-                ratio = None
+                factor = None
                 if of_kl is not None:
-                    ratio = _log_probs(ctx.reference, ref_rows[part])
+                    factor = space.log_probs("reference", _tile(ctx.reference, ref_rows[part]))
                 hidden = rows[part].detach().requires_grad_()
                 with torch.enable_grad():
                     logits = ctx.policy.tile(hidden)
-                log_probs = logits.detach().log_softmax(-1)
+                log_probs = space.log_probs("policy", logits)
                 # With p the probabilities, l their logarithms, r the log-ratio and a the action,
                 # it is 1[a] - p of the log-prob, -p (l + H) of the entropy, p (r - KL) of the KL.
-                factor = None
-                if ratio is not None:
-                    factor = ratio.neg_().add_(log_probs)
+                if of_kl is not None:
+                    factor.neg_().add_(log_probs)
                     if not kl[part].isfinite().all():
                         _make_finite(log_probs, factor)
                     factor.sub_(kl_sum[part, None]).mul_(of_kl[part, None])
                 if of_entropy is not None:
-                    term = log_probs.clamp(min=_LOWEST).add_(entropies[part, None])
+                    term = space.get("entropy", log_probs)
+                    torch.clamp(log_probs, min=_LOWEST, out=term).add_(entropies[part, None])
                     term.mul_(of_entropy[part, None].neg())
                     factor = term if factor is None else factor.add_(term)
-                probs = log_probs.exp_()
+                of_logits = log_probs.exp_()
                 if of_log_prob is None:
-                    of_logits = probs.mul_(factor)
+                    of_logits.mul_(factor)
                 else:
                     of_action = of_log_prob[part, None]
-                    factor = -of_action if factor is None else factor.sub_(of_action)
-                    of_logits = probs.mul_(factor).scatter_add_(-1, action[part], of_action)
+                    of_logits.mul_(-of_action if factor is None else factor.sub_(of_action))
+                    of_logits.scatter_add_(-1, action[part], of_action)
                 found = torch.autograd.grad(logits, [hidden, *leaves], of_logits, allow_unused=True)
                 of_rows[part] = found[0]
                 for total, grad in zip(of_weights, found[1:], strict=True):
                     if grad is not None:
                         total.add_(grad)
+                del logits, log_probs, of_logits, found, grad  # before the next tile
         return *[None] * 6, of_rows, *of_weights
+
+
+def _tile(part: TiledCategorical | Tensor, rows: Tensor) -> Tensor:
+    return part.tile(rows) if isinstance(part, TiledCategorical) else rows
 
 
 def _parts(rows: Tensor, size: int) -> list[slice]:
@@ -285,22 +305,27 @@ def _parts(rows: Tensor, size: int) -> list[slice]:
 
 
 def _values(
-    log_probs: Tensor, ref_log_probs: Tensor | None, action: Tensor | None, entropy: bool
+    log_probs: Tensor,
+    ref_log_probs: Tensor | None,
+    action: Tensor | None,
+    entropy: bool,
+    space: _Space,
 ) -> list[Tensor | None]:
     """Log-prob, entropy, KL, KL without infinite terms, and log-prob under the reference, (K,)."""
     log_prob = ref_log_prob = entropies = kl = kl_sum = None
     if action is not None:
         log_prob = log_probs.gather(-1, action).squeeze(-1)
     if entropy:
-        entropies = log_probs.exp().mul_(log_probs.clamp(min=_LOWEST)).sum(-1).neg_()
+        terms = torch.clamp(log_probs, min=_LOWEST, out=space.get("entropy", log_probs))
+        entropies = terms.mul_(space.probs(log_probs)).sum(-1).neg_()
     if ref_log_probs is not None:
         if action is not None:
             ref_log_prob = ref_log_probs.gather(-1, action).squeeze(-1)
         ratio = ref_log_probs.neg_().add_(log_probs)
-        kl = kl_sum = log_probs.exp().mul_(ratio).sum(-1)
+        kl = kl_sum = space.probs(log_probs).mul_(ratio).sum(-1)
         if not kl.isfinite().all():
             infinite = _make_finite(log_probs, ratio)
-            kl_sum = log_probs.exp().mul_(ratio).sum(-1)
+            kl_sum = space.probs(log_probs).mul_(ratio).sum(-1)
             kl = torch.where(infinite, torch.inf, kl_sum)
     return [log_prob, entropies, kl, kl_sum, ref_log_prob]
 

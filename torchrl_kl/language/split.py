@@ -65,7 +65,8 @@ class SplitLM:
     def _logits(self, hidden: Tensor) -> Tensor:
         self._hidden = hidden[None]
         try:
-            return self._lm(torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device))[0]
+            tokens = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+            return self._lm(tokens).squeeze(0)
         finally:
             self._hidden = None
 
