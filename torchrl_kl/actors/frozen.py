@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -206,7 +205,13 @@ class FrozenActor(nn.Module):
     def _scored(self, dist: Any, timed: bool) -> Any:
         """A distribution whose tiles, which are made later, are made as this pass was."""
         if isinstance(dist, TiledCategorical):
-            dist.context = partial(self.scoring, timed)
+            tile = dist.tile
+
+            def scored(hidden: Tensor) -> Tensor:
+                with self.scoring(timed):
+                    return tile(hidden)
+
+            dist.tile = scored
         return dist
 
     def state_specs(self) -> dict[NestedKey, TensorSpec]:

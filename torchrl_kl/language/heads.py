@@ -50,11 +50,10 @@ class LogitsReader(StateReader):
         split = SplitLM(self.lm)
         hidden = self._read(tokens, position, split.hidden_at).flatten(0, -2)
 
-        def logits_of(hidden: Tensor) -> Tensor:
-            return self.scale(split.head.logits(hidden))
+        def tile(hidden: Tensor) -> Tensor:
+            return self.scale(split.logits(hidden))
 
-        head = split.head._replace(logits=logits_of)
-        return TiledCategorical(hidden, head, position.shape, size, NextToken)
+        return TiledCategorical(hidden, tile, position.shape, size, NextToken)
 
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         """The logits for each state, (*B, V)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -237,7 +238,9 @@ class ResponseKLTransform(PenaltyTransform):
                 rows.set(key, dist.logits)
                 continue
             tiled = isinstance(dist, TiledCategorical)
-            values = over_tiles(_top_k, dist, action) if tiled else _top_k(dist.logits, action)
+            values = (
+                over_tiles(_top_k, dist, action) if tiled else _top_k(lambda: dist.logits, action)
+            )
             record = dict(zip(RECORDED, values, strict=True))
             rows.set(key, TensorDict(record, batch_size=rows.batch_size))
 
@@ -280,8 +283,8 @@ class ResponseKLTransform(PenaltyTransform):
         return measured[mask] if self.controller.per == "step" else measured.sum(1)[mask.any(1)]
 
 
-def _top_k(logits: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    log_probs = logits.log_softmax(-1)
+def _top_k(logits: Callable[[], Tensor], action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    log_probs = logits().log_softmax(-1)
     return record_top_k(log_probs, action, min(_TOP_K, log_probs.shape[-1]))
 
 

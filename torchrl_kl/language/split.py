@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_kl.actors.policy import evaluating
-from torchrl_kl.functional.tiles import Head
 from torchrl_kl.language.causal_lm import (
     READ_TOGETHER,
     CausalLM,
@@ -35,9 +34,6 @@ class SplitLM:
     def __init__(self, lm: CausalLM):
         owner, name, self._decoder = _find_decoder(lm)
         self._lm = _copy(lm, owner, name, self._answer)
-        held = [vars(m)[kind] for m in self._lm.modules() for kind in ("_parameters", "_buffers")]
-        weights = [(each, key) for each in held for key, w in each.items() if _learns(w)]
-        self.head = Head(self._logits, weights)
         self._hidden: Tensor | None = None  # what the decoder answers; None: it is asked
         self._output: Any = None  # that of the decoder, in whatever form
 
@@ -62,7 +58,8 @@ class SplitLM:
         parts = tokens.split(max(1, READ_TOGETHER // tokens.shape[1]))
         return torch.cat([self.hidden(part) for part in parts])[row, last]
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits (K, V) of hidden states (K, H), at least float32."""
         self._hidden = hidden[None]
         try:
             tokens = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
@@ -81,7 +78,7 @@ def can_split(lm: CausalLM, tokens: Tensor) -> bool:
             try:
                 split = SplitLM(lm)
                 hidden = split.hidden(text)[0]
-                output = torch.cat([split.head.logits(part) for part in hidden.split(3)])
+                output = torch.cat([split.logits(part) for part in hidden.split(3)])
             except Exception as error:  # the model's code may raise anything
                 lm.splits, problem = False, f"{type(error).__name__}: {error}"
             else:
@@ -125,10 +122,6 @@ def _copy(module: nn.Module, owner: nn.Module, name: str, answer: Callable[..., 
         vars(view)[name] = answer
     parts.update((key, part and _copy(part, owner, name, answer)) for key, part in parts.items())
     return view
-
-
-def _learns(weight: Any) -> bool:
-    return weight is not None and weight.requires_grad
 
 
 def _hidden_of(output: Any) -> Tensor:

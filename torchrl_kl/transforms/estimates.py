@@ -152,7 +152,7 @@ class TopKEstimate(Estimate):
                 f"the reference in a batch of shape {tuple(one_per_step)}: use the exact estimator."
             )
         if tiled:
-            (kept,) = over_tiles(lambda x, k: (x.log_softmax(-1).gather(-1, k),), dist, actions)
+            (kept,) = over_tiles(lambda x, k: x().log_softmax(-1).gather(-1, k), dist, actions)
         else:
             kept = log_probs.gather(-1, actions)
         return TensorDict(log_probs=kept, batch_size=score.outputs.batch_size)
