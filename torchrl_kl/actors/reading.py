@@ -18,6 +18,7 @@ from torchrl.modules import LLMMaskedCategorical, set_recurrent_mode
 
 from torchrl_kl._torchrl import indices_of
 from torchrl_kl.actors.policy import evaluating
+from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import LogProbKeys, as_tuple, get_required, sum_action_dims
 
 _PROBABILISTIC = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
@@ -223,7 +224,8 @@ def written_params(actor: nn.Module) -> list[NestedKey]:
 def categorical_log_probs(dist: Distribution) -> Tensor:
     """Log-probs of all actions, (*B, n_actions); TypeError if the distribution has none."""
     # With `indices` a MaskedCategorical has no column for each action.
-    if not isinstance(dist, (Categorical, OneHotCategorical)) or indices_of(dist) is not None:
+    kinds = (Categorical, OneHotCategorical, TiledCategorical)
+    if not isinstance(dist, kinds) or indices_of(dist) is not None:
         raise TypeError(
             "the top k need a Categorical, OneHotCategorical or MaskedCategorical distribution "
             f'(with a mask, not with indices), got {type(dist).__name__}: use `estimator="exact"`.'

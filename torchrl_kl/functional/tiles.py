@@ -159,7 +159,7 @@ def kl_of_tiles(policy: Distribution, reference: Distribution, mask: Tensor | No
 
 
 def figures(
-    policy: Distribution,
+    policy: Distribution | Tensor,
     action: Tensor | None = None,
     reference: Distribution | None = None,
     *,
@@ -177,7 +177,7 @@ def figures(
         ref_log_probs = None
         if "reference" in given:  # first, so that its logits are no longer there
             ref_log_probs = given["reference"]().log_softmax(-1)
-        logits = given["policy"]()
+        logits = given["policy"] if isinstance(policy, Tensor) else given["policy"]()
         found = _Figures.apply(logits, given.get("action"), ref_log_probs, entropy)
         return tuple(each for each in found if each is not None)
 

@@ -36,24 +36,28 @@ class LogitsReader(StateReader):
         super().__init__(model, clamp_full=True)
         self.temperature = check_number("temperature", temperature, above=0)
         self._check(self.lm.n_out)
-        self.head_chunk = _check_chunk(head_chunk, self.lm.n_out or self.lm.vocab_size)
+        n_out = self.lm.n_out or self.lm.vocab_size
+        self.head_chunk = head_chunk
+        if head_chunk == "auto":
+            self.head_chunk = None if n_out is None else max(1, _TILE // n_out)
+        elif head_chunk is not None and (type(head_chunk) is not int or head_chunk < 1):
+            raise ValueError(f"`head_chunk` must be an int of at least 1, got {head_chunk!r}.")
 
     def dist(self, tokens: Tensor, position: Tensor) -> TiledCategorical | None:
         """The distribution of the next token of each state, in tiles; None where one is enough."""
-        size, grad = self.head_chunk, torch.is_grad_enabled()
-        if size is None or position.numel() <= size or not (grad or recurrent_mode()):
+        size, cached = self.head_chunk, not (torch.is_grad_enabled() or recurrent_mode())
+        if not isinstance(size, int) or position.numel() <= size or cached:
             return None
-        if values_hidden(tokens) or values_hidden(next(self.parameters(), tokens)):
-            return None
-        if not can_split(self.lm, tokens.reshape(-1, tokens.shape[-1])):
+        hidden = values_hidden(tokens) or values_hidden(next(self.parameters(), tokens))
+        if hidden or not can_split(self.lm, tokens.reshape(-1, tokens.shape[-1])):
             return None
         split = SplitLM(self.lm)
-        hidden = self._read(tokens, position, split.hidden_at).flatten(0, -2)
+        states = self._read(tokens, position, split.hidden_at).flatten(0, -2)
 
-        def tile(hidden: Tensor) -> Tensor:
-            return self.scale(split.logits(hidden))
+        def tile(rows: Tensor) -> Tensor:
+            return self.scale(split.logits(rows))
 
-        return TiledCategorical(hidden, tile, position.shape, size, NextToken)
+        return TiledCategorical(states, tile, position.shape, size, NextToken)
 
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         """The logits for each state, (*B, V)."""
@@ -72,17 +76,6 @@ class LogitsReader(StateReader):
                 f"{n_out} outputs: a critic's model cannot act, and an actor is built after "
                 "`resize_token_embeddings`."
             )
-
-
-def _check_chunk(head_chunk: HeadChunk, n_out: int | None) -> int | None:
-    """How many positions a tile has; None: all."""
-    if head_chunk == "auto":
-        return None if n_out is None else max(1, _TILE // n_out)
-    if head_chunk is not None and (type(head_chunk) is not int or head_chunk < 1):
-        raise ValueError(
-            f'`head_chunk` must be an int of at least 1, "auto" or None, got {head_chunk!r}.'
-        )
-    return head_chunk
 
 
 class _Value(StateReader):
@@ -191,10 +184,10 @@ class CausalLMActor(ProbabilisticActor):
     def get_dist(
         self, tensordict: TensorDictBase, *args: Any, **kwargs: Any
     ) -> NextToken | TiledCategorical:
-        """The distribution of the next token; writes the logits into the states (*B), unless tiled.
+        """The distribution of the next token; writes the logits into the states (*B).
 
-        It is tiled for more than `head_chunk` states: its log-probs, entropy and samples are
-        computed tile by tile, and `logits` gives all.
+        For more than `head_chunk` states none are written: it computes what it is asked for, tile
+        by tile, and its `logits` are all of them.
         """
         # What the superclass does, without its general machinery, which takes longer than a token.
         state = [tensordict.get(key, None) for key in self.in_keys]

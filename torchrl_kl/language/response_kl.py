@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from tensordict import (
@@ -14,7 +13,6 @@ from tensordict import (
     lazy_stack,
 )
 from torch import Tensor, nn
-from torch.distributions import Distribution
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 from torchrl.modules import set_recurrent_mode
@@ -24,7 +22,7 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.controllers import KLController
-from torchrl_kl.functional.tiles import TiledCategorical, figures, over_tiles
+from torchrl_kl.functional.tiles import TiledCategorical, figures
 from torchrl_kl.keys import KLKeys, get_required
 from torchrl_kl.language.heads import CausalLMActor, HeadChunk
 from torchrl_kl.language.responses import (
@@ -39,7 +37,7 @@ from torchrl_kl.transforms.base import open_batch
 from torchrl_kl.transforms.estimates import Estimator, ExactEstimate, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.placement import refuse_sums
-from torchrl_kl.transforms.steps import counted_steps, measure, score_batch
+from torchrl_kl.transforms.steps import measure, score_batch
 
 _LOG_PROB, _REF_LOG_PROB = ("log_probs", "full"), ("ref_log_probs", "full")
 _TOP_K = 64  # tokens of a vocabulary that the estimator "top_k" measures exactly
@@ -197,11 +195,8 @@ class ResponseKLTransform(PenaltyTransform):
         size = self.chunk_size or n_rows
         for first in range(0, n_rows, size):
             rows = cast(TensorDictBase, steps[first : first + size])
-            policy = self._ask_policy(rows)
-            if isinstance(policy, TiledCategorical) and isinstance(self.estimate, ExactEstimate):
-                step = self._score_tiles(policy, rows)
-            else:
-                self._record(policy, rows)
+            step = self._ask_policy(rows)
+            if step is None:
                 step = score_batch(self.reference, rows, self.estimate, None, fake=False)
                 step = measure(step, rows, self.estimate)
             chunks.append((step.log_prob, step.ref_log_prob, step.mask, step.kl, step.estimate))
@@ -211,38 +206,31 @@ class ResponseKLTransform(PenaltyTransform):
         return KLStep(log_prob, ref_log_prob, mask, kl=kl, estimate=estimate)  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def _ask_policy(self, rows: TensorDictBase) -> Distribution:
-        """The policy's distributions (N, T)."""
-        actor = self._policy.held
+    def _ask_policy(self, rows: TensorDictBase) -> KLStep | None:
+        """Writes the log-prob of each token, and what the estimator reads of the policy.
+
+        Or it measures the exact KL at once, in tiles of policy and reference.
+        """
+        actor, action = self._policy.held, rows.get("action")
         if len(rows):
             actor.reader.lm.check_causal(rows.get("tokens")[0, 0, :-1])
         with evaluating(actor), set_recurrent_mode(True):
-            return actor.get_dist(rows.select(*actor.in_keys))
-
-    @torch.no_grad()
-    def _score_tiles(self, policy: TiledCategorical, rows: TensorDictBase) -> KLStep:
-        """The log-probs and the exact KL, all from the same tiles of policy and reference."""
-        reference = self.reference.get_dist(rows, timed=True)
-        log_prob, kl, ref_log_prob = figures(policy, rows.get("action"), reference)
-        step = KLStep(log_prob, ref_log_prob, counted_steps(rows, False))
-        step = measure(step, rows, None)
-        return step._replace(estimate=torch.where(cast(Tensor, step.mask), kl, 0.0).unsqueeze(-1))
-
-    @torch.no_grad()
-    def _record(self, dist: Any, rows: TensorDictBase) -> None:
-        """Writes the log-prob of each token, and what the estimator reads of the policy."""
-        action = rows.get("action")
-        rows.set(self._policy.held.log_prob_keys[0], dist.log_prob(action))
+            dist = actor.get_dist(rows.select(*actor.in_keys))
+        if isinstance(dist, TiledCategorical) and isinstance(self.estimate, ExactEstimate):
+            reference = self.reference.get_dist(rows, timed=True)
+            log_prob, kl, ref_log_prob = figures(dist, action, reference)
+            step = measure(KLStep(log_prob, ref_log_prob, rows.get(MASK_KEY)), rows, None)
+            return step._replace(estimate=torch.where(step.mask, kl, 0.0).unsqueeze(-1))
+        rows.set(actor.log_prob_keys[0], dist.log_prob(action))
         for key in [] if self.estimate is None else self.estimate.policy_keys:
+            logits = dist.logits
             if key != self._step_keys.top_k:
-                rows.set(key, dist.logits)
+                rows.set(key, logits)
                 continue
-            tiled = isinstance(dist, TiledCategorical)
-            values = (
-                over_tiles(_top_k, dist, action) if tiled else _top_k(lambda: dist.logits, action)
-            )
+            values = record_top_k(logits, action, min(_TOP_K, logits.shape[-1]))
             record = dict(zip(RECORDED, values, strict=True))
             rows.set(key, TensorDict(record, batch_size=rows.batch_size))
+        return None
 
     def _add_up(self, step: KLStep, reward: Tensor) -> KLStep:
         """The KL of each response, in the reward's shape, and log-probs (N, T), 0 where unused."""
@@ -281,11 +269,6 @@ class ResponseKLTransform(PenaltyTransform):
         """The measured KL of tokens, or of the responses that have any, (M,)."""
         mask, measured = cast(Tensor, step.mask), step.measured.squeeze(-1)
         return measured[mask] if self.controller.per == "step" else measured.sum(1)[mask.any(1)]
-
-
-def _top_k(logits: Callable[[], Tensor], action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    log_probs = logits().log_softmax(-1)
-    return record_top_k(log_probs, action, min(_TOP_K, log_probs.shape[-1]))
 
 
 def _places(responses: Responses, steps: TensorDict, values: Tensor) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torchrl_kl.actors.reading import (
 from torchrl_kl.batches import expand_right
 from torchrl_kl.functional.distributions import joint
 from torchrl_kl.functional.estimators import ESTIMATORS, kl_exact, kl_top_k
-from torchrl_kl.functional.tiles import TiledCategorical, figures, over_tiles
+from torchrl_kl.functional.tiles import TiledCategorical, figures
 from torchrl_kl.keys import (
     ResolvedKeys,
     as_tuple,
@@ -96,9 +96,9 @@ class ExactEstimate(Estimate):
     def of_reference(self, tensordict, score, reference):  # noqa: D102
         (key, *others), dist = dist_module_of(reference).in_keys, score.dist
         if isinstance(dist, TiledCategorical) and self.policy_keys == [key]:
-            # Next to the policy's logits, since the reference's are never all there.
-            logits = get_required(tensordict, key, _RECORD_PARAMS)
-            (kl,) = figures(logits, reference=dist)
+            # Of the reference, logits are never all there.
+            policy: Any = get_required(tensordict, key, _RECORD_PARAMS)
+            (kl,) = figures(policy, reference=dist)
             return TensorDict(kl=kl, batch_size=tensordict.batch_size)
         # The parameters, such as logits (*B, V).
         return score.outputs.select(key, *others).detach()
@@ -138,24 +138,18 @@ class TopKEstimate(Estimate):
 
     def of_reference(self, tensordict, score, reference):  # noqa: D102
         # (*B, V) log-probs under the reference, of which the policy's k actions (*B, k) are kept.
-        actions, dist = self._recorded(tensordict, "actions"), score.dist
-        tiled = isinstance(dist, TiledCategorical)
-        if not tiled:
-            dist = dist_module_of(reference).get_dist(score.outputs)
-            log_probs = categorical_log_probs(dist)
-        of_step = dist.batch_shape if tiled else log_probs.shape[:-1]
+        dist = score.dist or dist_module_of(reference).get_dist(score.outputs)
+        log_probs = categorical_log_probs(dist)
+        actions = self._recorded(tensordict, "actions")
         one_per_step = holder_batch_size(tensordict, self.top_k_key)
-        if not actions.shape[:-1] == of_step == one_per_step:
+        if not actions.shape[:-1] == log_probs.shape[:-1] == one_per_step:
             raise ValueError(
                 "the top k measure one choice per step, got choices of shape "
-                f"{tuple(actions.shape[:-1])} of the policy and {tuple(of_step)} of "
+                f"{tuple(actions.shape[:-1])} of the policy and {tuple(log_probs.shape[:-1])} of "
                 f"the reference in a batch of shape {tuple(one_per_step)}: use the exact estimator."
             )
-        if tiled:
-            (kept,) = over_tiles(lambda x, k: x().log_softmax(-1).gather(-1, k), dist, actions)
-        else:
-            kept = log_probs.gather(-1, actions)
-        return TensorDict(log_probs=kept, batch_size=score.outputs.batch_size)
+        batch_size = score.outputs.batch_size
+        return TensorDict(log_probs=log_probs.gather(-1, actions), batch_size=batch_size)
 
     def forward(self, tensordict, step: Any):  # noqa: D102
         return kl_top_k(
