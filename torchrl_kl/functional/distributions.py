@@ -57,9 +57,14 @@ def kl_of_logits(policy: Tensor, reference: Tensor, mask: Tensor | None) -> Tens
         fill_padding(logits, mask).log_softmax(-1, dtype=working_dtype(dtype))
         for logits in (policy, reference)
     )
+    return kl_of_log_probs(log_probs, ref_log_probs).to(dtype)
+
+
+def kl_of_log_probs(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The same of log-probs (*B, V)."""
     log_probs, log_ratio, infinite = split_log_ratio(log_probs, ref_log_probs, None)
     kl = (log_probs.exp() * log_ratio).sum(-1)
-    return torch.where(infinite.any(-1), torch.inf, kl).to(dtype)
+    return torch.where(infinite.any(-1), torch.inf, kl)
 
 
 def kl_of_distributions(

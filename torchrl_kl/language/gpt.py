@@ -122,21 +122,14 @@ class GPT(nn.Module):
         output = self.head(self.hidden(tokens, past_key_values, position_ids, attention_mask, keep))
         return output if tokens.ndim == 2 else output.view(*tokens.shape[:-1], *output.shape[1:])
 
-    def hidden(
-        self,
-        tokens: Tensor,
-        cache: Any = None,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        keep: Keep = None,
-    ) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: Any, places: Any, mask: Any, keep: Keep) -> Tensor:
         """The last hidden states at the positions `keep`, of which `head` makes the outputs."""
-        x = self._embed(tokens, position_ids)
+        x = self._embed(tokens, places)
         # Of the last block, only keys and values are needed at the other positions.
         *blocks, last = self.blocks
         for block in blocks:
-            x = block(x, cache, attention_mask)
-        return self.norm(last(x, cache, attention_mask, keep))
+            x = block(x, cache, mask)
+        return self.norm(last(x, cache, mask, keep))
 
     def get_decoder(self) -> Any:
         """What makes the last hidden states, as Hugging Face's models name it."""

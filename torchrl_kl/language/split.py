@@ -14,12 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_kl.actors.policy import evaluating
-from torchrl_kl.language.causal_lm import (
-    READ_TOGETHER,
-    CausalLM,
-    differ_by_rounding,
-    innermost,
-)
+from torchrl_kl.language.causal_lm import READ_TOGETHER, CausalLM, differ_by_rounding, innermost
 
 
 class SplitLM:
@@ -27,8 +22,7 @@ class SplitLM:
 
     So the model's own `forward` makes the logits of any hidden states, with all that belongs to its
     head: adapters, scales, caps, hooks. Weights and modes outside the decoder are those of now.
-
-    ValueError if the model has no `get_decoder`, as those of Hugging Face and GPT have.
+    The model has a `get_decoder`, as those of Hugging Face and GPT do.
     """
 
     def __init__(self, lm: CausalLM):
@@ -72,22 +66,19 @@ class SplitLM:
 def can_split(lm: CausalLM, tokens: Tensor) -> bool:
     """Whether a model computes the same in two parts; if not, it warns. Looked at once."""
     if lm.splits is None:
-        text, problem = tokens[:1, :8], ""
+        text, problem = tokens[:1, :8], "its logits differ"
         with torch.autocast(text.device.type, enabled=False), evaluating(lm):
             expected = lm(text)[0]
             try:
                 split = SplitLM(lm)
-                hidden = split.hidden(text)[0]
-                output = torch.cat([split.logits(part) for part in hidden.split(3)])
+                parts = [split.logits(part) for part in split.hidden(text)[0].split(3)]
+                lm.splits = differ_by_rounding(torch.cat(parts), expected, lm)
             except Exception as error:  # the model's code may raise anything
                 lm.splits, problem = False, f"{type(error).__name__}: {error}"
-            else:
-                lm.splits = differ_by_rounding(output, expected, lm)
-                problem = "its logits differed"
         if not lm.splits:
             warnings.warn(
-                "the head of this model cannot be applied to a part of the positions alone "
-                f"({problem}): the logits of a whole batch are held in memory at once.",
+                "the head of this model does not work on a part of the positions alone "
+                f"({problem}): the logits of a whole batch are held at once.",
                 stacklevel=2,
             )
     return lm.splits
@@ -95,17 +86,11 @@ def can_split(lm: CausalLM, tokens: Tensor) -> bool:
 
 def _find_decoder(lm: CausalLM) -> tuple[nn.Module, str, Callable[..., Any]]:
     """The module that calls the decoder, under which name, and the decoder."""
-    find = getattr(innermost(lm.model), "get_decoder", None)
-    decoder = None if find is None else find()
-    if decoder is None:
-        raise ValueError("it has no `get_decoder`")
+    decoder: Any = innermost(lm.model).get_decoder()  # type: ignore[operator]
     if not isinstance(decoder, nn.Module):  # a method
         return decoder.__self__, decoder.__name__, decoder
-    for owner in lm.modules():
-        for name, part in owner.named_children():
-            if part is decoder:
-                return owner, name, decoder
-    raise ValueError("its decoder is the whole model")
+    parts = ((owner, *named) for owner in lm.modules() for named in owner.named_children())
+    return next(found for found in parts if found[-1] is decoder)
 
 
 def _copy(module: nn.Module, owner: nn.Module, name: str, answer: Callable[..., Any]) -> Any:
@@ -132,8 +117,6 @@ def _with_hidden(output: Any, hidden: Tensor) -> Any:
     """An output of a decoder with other hidden states."""
     if isinstance(output, Tensor):
         return hidden
-    if isinstance(output, tuple):
-        return (hidden, *output[1:])
     output = copy.copy(output)
     output.last_hidden_state = hidden
     return output

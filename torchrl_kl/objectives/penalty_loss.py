@@ -353,9 +353,8 @@ class KLPenaltyLoss(LossModule):
         # A shared reference may receive gradients elsewhere.
         with torch.no_grad():
             reference = self.reference.get_dist(tensordict, timed=timed)
-        both = isinstance(policy, TiledCategorical) and isinstance(reference, TiledCategorical)
-        if both and self.gradient != "k2" and self._reads_actions:
-            policy.beside = reference  # the KL follows the log-probs of the actions
+        if isinstance(policy, TiledCategorical):
+            policy.also = None if self.gradient == "k2" else reference
         return policy, reference
 
 
