@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -203,15 +203,10 @@ class FrozenActor(nn.Module):
             return self._scored(self.actor.get_dist(inputs), timed)
 
     def _scored(self, dist: Any, timed: bool) -> Any:
-        """A distribution whose tiles, which are made later, are made as this pass was."""
-        if isinstance(dist, TiledCategorical):
-            tile = dist.tile
-
-            def scored(hidden: Tensor) -> Tensor:
-                with self.scoring(timed):
-                    return tile(hidden)
-
-            dist.tile = scored
+        """A distribution whose tiles, which are computed later, are so in the same context."""
+        context = self.scoring(timed)
+        if isinstance(dist, TiledCategorical) and isinstance(context, ContextDecorator):
+            dist.tile = context(dist.tile)  # which enters it anew for each tile
         return dist
 
     def state_specs(self) -> dict[NestedKey, TensorSpec]:

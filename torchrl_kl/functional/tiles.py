@@ -50,10 +50,8 @@ class TiledCategorical(Distribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probs of actions (*B), nats."""
         also = self.also if self._grad and torch.is_grad_enabled() else None
-        if also == "entropy":
-            log_prob, *self._found = figures(self, value, entropy=True)
-        else:
-            log_prob, *self._found = figures(self, value, also)
+        reference = None if also == "entropy" else also
+        log_prob, *self._found = figures(self, value, reference, entropy=also == "entropy")
         return log_prob
 
     def entropy(self) -> Tensor:
@@ -90,8 +88,7 @@ class TiledCategorical(Distribution):
 def over_tiles(fn: Callable[..., Any], *parts: Distribution | Tensor) -> list[Tensor]:
     """What `fn` computes of tiles, one tensor or several, joined to (*B, ...).
 
-    For each distribution it gets a function that makes logits (K, V), for each tensor (*B, ...) its
-    rows.
+    It gets a function that makes logits (K, V) of each distribution, and rows of others (*B, ...).
     """
     tiled = [part for part in parts if isinstance(part, TiledCategorical)]
     shape, size = tiled[0].batch_shape, min(part.size for part in tiled)

@@ -18,11 +18,10 @@ from torchrl.modules import ProbabilisticActor, ValueOperator, recurrent_mode
 
 from torchrl_kl.functional.numbers import check_number
 from torchrl_kl.functional.tiles import TiledCategorical
-from torchrl_kl.language.causal_lm import CausalLM
+from torchrl_kl.language.causal_lm import CausalLM, SplitLM, can_split
 from torchrl_kl.language.distribution import NextToken
 from torchrl_kl.language.gpt import values_hidden
 from torchrl_kl.language.reader import StateReader, check_one_per_text
-from torchrl_kl.language.split import SplitLM, can_split
 
 Keys = Sequence[NestedKey]
 HeadChunk = int | Literal["auto"] | None
@@ -53,11 +52,8 @@ class LogitsReader(StateReader):
             return None
         split = SplitLM(self.lm)
         states = self._read(tokens, position, split.hidden_at).flatten(0, -2)
-
-        def tile(rows: Tensor) -> Tensor:
-            return self.scale(split.logits(rows))
-
-        return TiledCategorical(states, tile, position.shape, size, NextToken)
+        logits_of = lambda rows: self.scale(split.logits(rows))  # noqa: E731
+        return TiledCategorical(states, logits_of, position.shape, size, NextToken)
 
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         """The logits for each state, (*B, V)."""
@@ -181,14 +177,8 @@ class CausalLMActor(ProbabilisticActor):
             tensordict.set("logits", dist.logits)
         return tensordict if self.return_logits else tensordict.exclude("logits", inplace=True)
 
-    def get_dist(
-        self, tensordict: TensorDictBase, *args: Any, **kwargs: Any
-    ) -> NextToken | TiledCategorical:
-        """The distribution of the next token; writes the logits into the states (*B).
-
-        For more than `head_chunk` states none are written: it computes what it is asked for, tile
-        by tile, and its `logits` are all of them.
-        """
+    def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
+        """The distribution of the next token; writes the logits into the states (*B), if whole."""
         # What the superclass does, without its general machinery, which takes longer than a token.
         state = [tensordict.get(key, None) for key in self.in_keys]
         if args or kwargs or any(part is None for part in state):

@@ -138,7 +138,9 @@ class TopKEstimate(Estimate):
 
     def of_reference(self, tensordict, score, reference):  # noqa: D102
         # (*B, V) log-probs under the reference, of which the policy's k actions (*B, k) are kept.
-        dist = score.dist or dist_module_of(reference).get_dist(score.outputs)
+        dist: Any = score.dist
+        if not isinstance(dist, TiledCategorical):
+            dist = dist_module_of(reference).get_dist(score.outputs)
         log_probs = categorical_log_probs(dist)
         actions = self._recorded(tensordict, "actions")
         one_per_step = holder_batch_size(tensordict, self.top_k_key)
