@@ -79,8 +79,9 @@ def make_call(args: Args, case: str, chunk: int | None) -> Callable[[TensorDict]
     if case == "exact":
         options: Any = {"estimator": "exact", "head_chunk": chunk}
         return ResponseKLTransform(model, 0.1, reference=other, **options)
+    loss: Any = None
     if case == "ppo":
-        loss: Any = ClipPPOLoss(actor, None)  # type: ignore[arg-type]
+        loss = ClipPPOLoss(actor, None)  # type: ignore[arg-type]
     elif case != "by hand":
         loss = KLPenaltyLoss(actor, 0.1, reference=reference, gradient=case)  # type: ignore[arg-type]
 
@@ -88,7 +89,8 @@ def make_call(args: Args, case: str, chunk: int | None) -> Callable[[TensorDict]
         steps = make_steps(batch)
         steps["advantage"] = torch.randn(*steps.shape, 1)
         found = loss(steps)
-        sum(value for key, value in found.items() if key.startswith("loss_")).backward()
+        total: Any = sum(value for key, value in found.items() if key.startswith("loss_"))
+        total.backward()
         model.zero_grad()
 
     @torch.no_grad()

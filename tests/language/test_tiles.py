@@ -159,9 +159,9 @@ class TestAgainstTheWhole:
         for banned in (5, 6):
             pair = []
             for chunk in (None, CHUNK):
-                actor = CausalLMActor(copy.deepcopy(model), head_chunk=chunk)
+                actor: Any = CausalLMActor(copy.deepcopy(model), head_chunk=chunk)
                 actor.reader.lm.model.head.register_forward_hook(ban(5))
-                reference = CausalLMActor(copy.deepcopy(other), head_chunk=chunk)
+                reference: Any = CausalLMActor(copy.deepcopy(other), head_chunk=chunk)
                 reference.reader.lm.model.head.register_forward_hook(ban(banned))
                 policy = dist_of(actor, batch)
                 kl, entropy = kl_exact(policy, dist_of(reference, batch)), policy.entropy()

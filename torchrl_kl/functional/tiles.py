@@ -29,7 +29,7 @@ class TiledCategorical(Distribution):
     of it; `kind` is a distribution of whole logits, by which tiles are sampled.
     """
 
-    arg_constraints = {}  # noqa: RUF012
+    arg_constraints = {}  # type: ignore[assignment]  # noqa: RUF012
 
     def __init__(
         self, hidden: Tensor, tile: Callable, batch_shape: torch.Size, size: int, kind: Callable
@@ -157,7 +157,7 @@ def figures(
     def compute(*rows: Any) -> list[Tensor]:
         given = dict(zip(names, rows, strict=True))
         log_probs = given["policy"]().log_softmax(-1)
-        found = []
+        found, actions = [], None
         if "action" in given:
             actions = given["action"].unsqueeze(-1)
             found.append(log_probs.gather(-1, actions).squeeze(-1))
@@ -172,7 +172,7 @@ def figures(
             if not kl.isfinite().all():
                 kl = kl_of_log_probs(log_probs, ref_log_probs)
             found.append(kl)
-            if "action" in given:
+            if actions is not None:
                 found.append(ref_log_probs.gather(-1, actions).squeeze(-1))
         return found
 

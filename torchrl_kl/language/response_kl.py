@@ -220,7 +220,7 @@ class ResponseKLTransform(PenaltyTransform):
             reference = self.reference.get_dist(rows, timed=True)
             log_prob, kl, ref_log_prob = figures(dist, action, reference)
             step = measure(KLStep(log_prob, ref_log_prob, rows.get(MASK_KEY)), rows, None)
-            return step._replace(estimate=torch.where(step.mask, kl, 0.0).unsqueeze(-1))
+            return step._replace(estimate=torch.where(rows.get(MASK_KEY), kl, 0.0).unsqueeze(-1))
         rows.set(actor.log_prob_keys[0], dist.log_prob(action))
         for key in [] if self.estimate is None else self.estimate.policy_keys:
             logits = dist.logits
