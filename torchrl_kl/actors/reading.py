@@ -106,7 +106,7 @@ def policy_log_prob(actor: Any, tensordict: TensorDictBase, timed: bool) -> Tens
 def log_prob_of_actions(
     actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey], recorded: LogProbKeys
 ) -> tuple[Tensor, Distribution | None]:
-    """The log-prob of the actions in `inputs`, (*B, *A), where the outputs are written; the dist."""
+    """The log-prob of the actions in `inputs`, (*B, *A), nats, and the dist; writes its outputs."""
     batch_size = recorded.batch_size(inputs)
     log_prob, dist = _log_prob(actor, inputs, action_keys)
     if isinstance(log_prob, Tensor):
