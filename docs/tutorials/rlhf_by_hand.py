@@ -106,8 +106,8 @@ print(f"from 500 samples per prompt: coefficient {coeff_for_budget(rewards, 0.5)
 # %% [markdown]
 # ## 4. PPO with KL control
 #
-# The controller is told the target. It plans a first coefficient from the rewards of the first batch,
-# and searches from there. The learning rate falls to 0.
+# The controller is told the target. It plans a first coefficient from the rewards of the first
+# batch, and searches from there. The learning rate falls to 0.
 
 # %%
 critic = CausalLMCritic(GPT(vocab_size=11, block_size=9, n_out=1))

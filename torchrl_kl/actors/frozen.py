@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, cast
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -20,6 +20,7 @@ from torchrl_kl.actors import reading
 from torchrl_kl.actors.moving import MasterWeights
 from torchrl_kl.batches import MASK_KEY, expand_right, leaf_keys, require_order
 from torchrl_kl.functional.numbers import working_dtype
+from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import LogProbKeys, as_tuple, sibling
 
 
@@ -29,6 +30,7 @@ class Score(NamedTuple):
     log_prob: Tensor  # (*B, *A): batch shape of the tensordict that holds the action; >= float32
     states: list[Tensor]  # after each step, (*B, ...), in the order of `own_state_keys`
     outputs: TensorDictBase  # all that the actor read and wrote
+    dist: Distribution | None  # of a single action
 
 
 class FrozenActor(nn.Module):
@@ -185,20 +187,27 @@ class FrozenActor(nn.Module):
         inputs, timed = self._begin(tensordict, timed=timed, fake=fake)
         self._prepare(inputs)
         with self.scoring(timed):
-            log_prob = reading.log_prob_of_actions(
+            log_prob, dist = reading.log_prob_of_actions(
                 self.actor, inputs, self.action_keys, self.recorded
             )
         # The difference of two log-probs would be mostly rounding in half precision.
         log_prob = log_prob.to(working_dtype(log_prob.dtype))
         states = [cast(Tensor, inputs.get(("next", *as_tuple(key)))) for key in self.state_keys]
-        return Score(log_prob, states, inputs)
+        return Score(log_prob, states, inputs, self._scored(dist, timed))
 
     def get_dist(self, tensordict: TensorDictBase, *, timed: bool) -> Distribution:
         """The distribution over the actions of a batch (*B), in one pass along time if `timed`."""
         inputs, timed = self._begin(tensordict, timed=timed)
         self._prepare(inputs)
         with self.scoring(timed):
-            return self.actor.get_dist(inputs)
+            return self._scored(self.actor.get_dist(inputs), timed)
+
+    def _scored(self, dist: Any, timed: bool) -> Any:
+        """A distribution whose tiles, which are computed later, are so in the same context."""
+        context = self.scoring(timed)
+        if isinstance(dist, TiledCategorical) and isinstance(context, ContextDecorator):
+            dist.tile = context(dist.tile)  # which enters it anew for each tile
+        return dist
 
     def state_specs(self) -> dict[NestedKey, TensorSpec]:
         """The specs of its own state by key, from the actor's `make_tensordict_primer`."""

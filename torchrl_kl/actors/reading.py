@@ -18,6 +18,7 @@ from torchrl.modules import LLMMaskedCategorical, set_recurrent_mode
 
 from torchrl_kl._torchrl import indices_of
 from torchrl_kl.actors.policy import evaluating
+from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import (
     RECORD_LOG_PROB,
     LogProbKeys,
@@ -114,41 +115,41 @@ def policy_log_prob(actor: Any, tensordict: TensorDictBase, timed: bool) -> Tens
     inputs = tensordict.select(*read_keys(actor), *actions, strict=False)
     recorded = LogProbKeys(find_log_prob_keys(actor))
     with evaluating(actor), set_recurrent_mode(timed):
-        return log_prob_of_actions(actor, inputs, actions, recorded)
+        return log_prob_of_actions(actor, inputs, actions, recorded)[0]
 
 
 def log_prob_of_actions(
     actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey], recorded: LogProbKeys
-) -> Tensor:
-    """The log-prob of the actions in `inputs`, (*B, *A), nats; writes its outputs into `inputs`."""
+) -> tuple[Tensor, Distribution | None]:
+    """The log-prob of the actions in `inputs`, (*B, *A), nats, and the dist; writes its outputs."""
     batch_size = recorded.batch_size(inputs)
-    log_prob = _log_prob(actor, inputs, action_keys)
+    log_prob, dist = _log_prob(actor, inputs, action_keys)
     if isinstance(log_prob, Tensor):
-        return sum_action_dims(log_prob, batch_size)
+        return sum_action_dims(log_prob, batch_size), dist
     # A policy that records one sum for all parts has another key than its parts have.
     if recorded.missing(log_prob):
         recorded = LogProbKeys(list(log_prob.keys(True, True)))
-    return cast(Tensor, recorded.read(log_prob, batch_size))
+    return cast(Tensor, recorded.read(log_prob, batch_size)), None
 
 
 def _log_prob(
     actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey]
-) -> Tensor | TensorDictBase:
-    """One log-prob, or one for each part of the action, under the actor's keys."""
+) -> tuple[Tensor | TensorDictBase, Distribution | None]:
+    """One log-prob and its distribution, or a log-prob of each part, under the actor's keys."""
     composite = getattr(actor, "return_composite", False)
     if not composite and _has_own_log_prob(actor):
-        return actor.log_prob(inputs)
+        return actor.log_prob(inputs), None
     # Before the pass, in which a part may write an action of its own, as gSDEModule does.
     needed_for = "the reference scores the policy's action."
     actions = {key: get_required(inputs, key, needed_for) for key in action_keys}
     if composite:
-        return _log_probs_in_turn(actor, inputs, actions)
+        return _log_probs_in_turn(actor, inputs, actions), None
     dist = actor.get_dist(inputs)
     if not isinstance(dist, CompositeDistribution):
-        return log_prob_of(dist, actions[action_keys[0]])
+        return log_prob_of(dist, actions[action_keys[0]]), dist
     for key, part in dist.dists.items():
         _check_shape(part, actions[unravel_key(key)])
-    return actor.log_prob(inputs.update(actions), dist=dist)
+    return actor.log_prob(inputs.update(actions), dist=dist), None
 
 
 def _log_probs_in_turn(
@@ -162,7 +163,7 @@ def _log_probs_in_turn(
             module(inputs)
             continue
         keys = [key for key in module.dist_sample_keys if key in actions]
-        log_prob = _log_prob(module, inputs.update({key: actions[key] for key in keys}), keys)
+        log_prob, _ = _log_prob(module, inputs.update({key: actions[key] for key in keys}), keys)
         if isinstance(log_prob, Tensor):
             log_prob = TensorDict().set(find_log_prob_keys(module)[0], log_prob)
         log_probs.update(log_prob)
@@ -235,7 +236,8 @@ def written_params(actor: nn.Module) -> list[NestedKey]:
 def categorical_log_probs(dist: Distribution) -> Tensor:
     """Log-probs of all actions, (*B, n_actions); TypeError if the distribution has none."""
     # With `indices` a MaskedCategorical has no column for each action.
-    if not isinstance(dist, (Categorical, OneHotCategorical)) or indices_of(dist) is not None:
+    kinds = (Categorical, OneHotCategorical, TiledCategorical)
+    if not isinstance(dist, kinds) or indices_of(dist) is not None:
         raise TypeError(
             "the top k need a Categorical, OneHotCategorical or MaskedCategorical distribution "
             f'(with a mask, not with indices), got {type(dist).__name__}: use `estimator="exact"`.'

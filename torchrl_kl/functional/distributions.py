@@ -57,9 +57,14 @@ def kl_of_logits(policy: Tensor, reference: Tensor, mask: Tensor | None) -> Tens
         fill_padding(logits, mask).log_softmax(-1, dtype=working_dtype(dtype))
         for logits in (policy, reference)
     )
+    return kl_of_log_probs(log_probs, ref_log_probs).to(dtype)
+
+
+def kl_of_log_probs(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The same of log-probs (*B, V)."""
     log_probs, log_ratio, infinite = split_log_ratio(log_probs, ref_log_probs, None)
     kl = (log_probs.exp() * log_ratio).sum(-1)
-    return torch.where(infinite.any(-1), torch.inf, kl).to(dtype)
+    return torch.where(infinite.any(-1), torch.inf, kl)
 
 
 def kl_of_distributions(
@@ -131,7 +136,7 @@ def _kl_of_categoricals(policy: Distribution, reference: Distribution) -> Tensor
             f"{_name(reference)} with different `indices`: give both the same `indices`, or a mask."
         )
     _check_equal("number of actions", policy, reference, lambda dist: dist._param.shape[-1])
-    return kl_of_logits(_log_probs(policy), _log_probs(reference), None)
+    return kl_of_logits(log_probs_of(policy), log_probs_of(reference), None)
 
 
 def _columns(dist: Distribution) -> Tensor | None:
@@ -140,8 +145,9 @@ def _columns(dist: Distribution) -> Tensor | None:
     return next((columns for columns in found if columns is not None), None)
 
 
-def _log_probs(dist: Any) -> Tensor:
-    # (*B, V), from what a categorical distribution was built with: `logits` of probabilities are
+def log_probs_of(dist: Any) -> Tensor:
+    """Log-probs (*B, V) of a categorical distribution."""
+    # From what a categorical distribution was built with: `logits` of probabilities are
     # clamped, so that 0 becomes 1e-7. Some probability is positive; log-probabilities never are.
     return _logs(dist._param, (dist._param > 0).any(-1, keepdim=True))
 

@@ -116,17 +116,24 @@ class GPT(nn.Module):
         (N, 1, T, S) is added to the scores of the S positions in the cache `past_key_values`;
         `logits_to_keep`: how many of the last positions, or which ones (K,), have outputs.
         """
-        x = self._embed(tokens, position_ids)
         keep: Keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
         if keep is None and logits_to_keep:
             keep = slice(-logits_to_keep, None)
+        output = self.head(self.hidden(tokens, past_key_values, position_ids, attention_mask, keep))
+        return output if tokens.ndim == 2 else output.view(*tokens.shape[:-1], *output.shape[1:])
+
+    def hidden(self, tokens: Tensor, cache: Any, places: Any, mask: Any, keep: Keep) -> Tensor:
+        """The last hidden states at the positions `keep`, of which `head` makes the outputs."""
+        x = self._embed(tokens, places)
         # Of the last block, only keys and values are needed at the other positions.
         *blocks, last = self.blocks
         for block in blocks:
-            x = block(x, past_key_values, attention_mask)
-        x = last(x, past_key_values, attention_mask, keep)
-        output = self.head(self.norm(x))
-        return output if tokens.ndim == 2 else output.view(*tokens.shape[:-1], *output.shape[1:])
+            x = block(x, cache, mask)
+        return self.norm(last(x, cache, mask, keep))
+
+    def get_decoder(self) -> Any:
+        """What makes the last hidden states, as Hugging Face's models name it."""
+        return self.hidden
 
     @torch.no_grad()
     def attention_maps(self, tokens: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Axes: B* any leading dimensions, L length of a whole text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -14,23 +14,46 @@ from tensordict.nn import TensorDictModule, dispatch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrl.envs.utils import ExplorationType, exploration_type
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import ProbabilisticActor, ValueOperator, recurrent_mode
 
 from torchrl_kl.functional.numbers import check_number
-from torchrl_kl.language.causal_lm import CausalLM
+from torchrl_kl.functional.tiles import TiledCategorical
+from torchrl_kl.language.causal_lm import CausalLM, SplitLM, can_split
 from torchrl_kl.language.distribution import NextToken
+from torchrl_kl.language.gpt import values_hidden
 from torchrl_kl.language.reader import StateReader, check_one_per_text
 
 Keys = Sequence[NestedKey]
+HeadChunk = int | Literal["auto"] | None
+_TILE = 2**26  # logits: 256 MB in float32
 
 
 class LogitsReader(StateReader):
     """Next-token logits of each state, divided by the temperature."""
 
-    def __init__(self, model: nn.Module, temperature: float):
+    def __init__(self, model: nn.Module, temperature: float, head_chunk: HeadChunk = None):
         super().__init__(model, clamp_full=True)
         self.temperature = check_number("temperature", temperature, above=0)
         self._check(self.lm.n_out)
+        n_out = self.lm.n_out or self.lm.vocab_size
+        self.head_chunk = head_chunk
+        if head_chunk == "auto":
+            self.head_chunk = None if n_out is None else max(1, _TILE // n_out)
+        elif head_chunk is not None and (type(head_chunk) is not int or head_chunk < 1):
+            raise ValueError(f"`head_chunk` must be an int of at least 1, got {head_chunk!r}.")
+
+    def dist(self, tokens: Tensor, position: Tensor) -> TiledCategorical | None:
+        """The distribution of the next token of each state, in tiles; None where one is enough."""
+        size, cached = self.head_chunk, not (torch.is_grad_enabled() or recurrent_mode())
+        if not isinstance(size, int) or position.numel() <= size or cached:
+            return None
+        hidden = values_hidden(tokens) or values_hidden(next(self.parameters(), tokens))
+        if hidden or not can_split(self.lm, tokens.reshape(-1, tokens.shape[-1])):
+            return None
+        split = SplitLM(self.lm)
+        states = self._read(tokens, position, split.hidden_at).flatten(0, -2)
+        logits_of = lambda rows: self.scale(split.logits(rows))  # noqa: E731
+        return TiledCategorical(states, logits_of, position.shape, size, NextToken)
 
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         """The logits for each state, (*B, V)."""
@@ -90,6 +113,9 @@ class CausalLMActor(ProbabilisticActor):
         return_log_prob: whether to write the log-prob.
         return_logits: whether to write the logits (*B, V) under "logits". For a large vocabulary
             they fill the memory of a batch; the exact estimator needs them, the others do not.
+        head_chunk: where a whole batch is scored, as in losses, of how many positions there are
+            logits at a time; they are computed again in the backward pass. "auto": as fill 256 MB.
+            None: of all. It needs a model with `get_decoder`, as those of Hugging Face have.
 
     Raises:
         TypeError: `model` is not a module, or tokens or position are not int64 or int32.
@@ -115,8 +141,9 @@ class CausalLMActor(ProbabilisticActor):
         action_key: NestedKey = "action",
         return_log_prob: bool = True,
         return_logits: bool = True,
+        head_chunk: HeadChunk = "auto",
     ):
-        reader = LogitsReader(model, temperature)
+        reader = LogitsReader(model, temperature, head_chunk)
         super().__init__(
             TensorDictModule(reader, in_keys=list(in_keys), out_keys=["logits"]),
             in_keys=["logits"],
@@ -146,14 +173,19 @@ class CausalLMActor(ProbabilisticActor):
         token = dist.sample()
         for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
             tensordict.set(key, value)
+        if self.return_logits and isinstance(dist, TiledCategorical):
+            tensordict.set("logits", dist.logits)
         return tensordict if self.return_logits else tensordict.exclude("logits", inplace=True)
 
-    def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> NextToken:
-        """The distribution of the next token; writes the logits into the states (*B)."""
+    def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
+        """The distribution of the next token; writes the logits into the states (*B), if whole."""
         # What the superclass does, without its general machinery, which takes longer than a token.
         state = [tensordict.get(key, None) for key in self.in_keys]
         if args or kwargs or any(part is None for part in state):
             return cast(NextToken, super().get_dist(tensordict, *args, **kwargs))
+        tiled = self.reader.dist(*state)
+        if tiled is not None:
+            return tiled
         logits = self.reader(*state)
         tensordict.set("logits", logits)
         return NextToken(logits)

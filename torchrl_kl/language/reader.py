@@ -51,6 +51,10 @@ class StateReader(nn.Module):
 
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         """The output for each state."""
+        return self._read(tokens, position, self.lm.at)
+
+    def _read(self, tokens: Tensor, position: Tensor, at: Callable[..., Tensor]) -> Tensor:
+        """The output for each state; `at`: how whole texts are read."""
         weight = next(self.parameters(), tokens)
         hidden = values_hidden(tokens) or values_hidden(weight)  # an ensemble's weights are batched
         n_tokens = self._check_state(tokens, position, hidden)
@@ -63,14 +67,14 @@ class StateReader(nn.Module):
             rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
             output = self.lm(rows)[torch.arange(len(length), device=rows.device), length - 1]
         elif recurrent_mode():
-            output = self.lm.at(*_find_texts(tokens[..., :n_tokens], length), length - 1)
+            output = at(*_find_texts(tokens[..., :n_tokens], length), length - 1)
         else:
             rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
             if not torch.is_grad_enabled():
                 output = self._read_cached(rows, length)
             if output is None:
                 every = torch.arange(len(rows), device=rows.device)
-                output = self.lm.at(rows, every, length - 1)
+                output = at(rows, every, length - 1)
         return output.view(*position.shape, output.shape[-1])
 
     def _read_cached(self, rows: Tensor, length: Tensor) -> Tensor | None:

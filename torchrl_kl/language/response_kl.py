@@ -25,8 +25,9 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.controllers import KLController
+from torchrl_kl.functional.tiles import TiledCategorical, figures
 from torchrl_kl.keys import KLKeys, as_keys, get_required
-from torchrl_kl.language.heads import CausalLMActor
+from torchrl_kl.language.heads import CausalLMActor, HeadChunk
 from torchrl_kl.language.responses import (
     EndTokens,
     Responses,
@@ -36,7 +37,7 @@ from torchrl_kl.language.responses import (
     read_responses,
 )
 from torchrl_kl.transforms.base import open_batch
-from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
+from torchrl_kl.transforms.estimates import Estimator, ExactEstimate, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.placement import refuse_sums
 from torchrl_kl.transforms.steps import measure, score_batch
@@ -78,6 +79,7 @@ class ResponseKLTransform(PenaltyTransform):
         update_every: how many responses (tokens) an update of the controller waits for. None: each
             batch updates once.
         chunk_size: how many responses are scored at a time. None: all.
+        head_chunk: of how many tokens there are logits at a time; see CausalLMActor.
         pad_token, eos_token: as for `as_steps`; by default those of the model's configuration.
         keys: names of entries; `KLKeys.named("second")` for a second reference. `log_prob` and
             `ref_log_prob` of others than `named` are not read.
@@ -109,6 +111,7 @@ class ResponseKLTransform(PenaltyTransform):
         temperature: float = 1.0,
         update_every: int | None = None,
         chunk_size: int | None = None,
+        head_chunk: HeadChunk = "auto",
         pad_token: int | None = None,
         eos_token: EndTokens = None,
         keys: KLKeys | None = None,
@@ -133,6 +136,7 @@ class ResponseKLTransform(PenaltyTransform):
         )
         self.temperature = temperature
         self.chunk_size = chunk_size
+        self.head_chunk: HeadChunk = head_chunk
         actor = self._actor_over(model)
         if isinstance(reference, nn.Module) and not hasattr(reference, "get_dist"):
             reference = self._actor_over(reference)
@@ -143,7 +147,7 @@ class ResponseKLTransform(PenaltyTransform):
         self.pad_token, self.eos_token = choose_tokens(model, pad_token, eos_token)
 
     def _actor_over(self, model: nn.Module) -> CausalLMActor:
-        return CausalLMActor(model, temperature=self.temperature)
+        return CausalLMActor(model, temperature=self.temperature, head_chunk=self.head_chunk)
 
     @property
     def _device(self) -> torch.device | None:
@@ -206,9 +210,10 @@ class ResponseKLTransform(PenaltyTransform):
         size = self.chunk_size or n_rows
         for first in range(0, n_rows, size):
             rows = cast(TensorDictBase, steps[first : first + size])
-            self._ask_policy(rows)
-            step = score_batch(self.reference, rows, self.estimate, None, fake=False)
-            step = measure(step, rows, self.estimate)
+            step = self._ask_policy(rows)
+            if step is None:
+                step = score_batch(self.reference, rows, self.estimate, None, fake=False)
+                step = measure(step, rows, self.estimate)
             chunks.append((step.log_prob, step.ref_log_prob, step.mask, step.kl, step.estimate))
         log_prob, ref_log_prob, mask, kl, estimate = (
             None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)
@@ -216,22 +221,31 @@ class ResponseKLTransform(PenaltyTransform):
         return KLStep(log_prob, ref_log_prob, mask, kl=kl, estimate=estimate)  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def _ask_policy(self, rows: TensorDictBase) -> None:
-        """Writes the log-prob of each token, and what the estimator reads of the policy."""
-        actor = self._policy.held
+    def _ask_policy(self, rows: TensorDictBase) -> KLStep | None:
+        """Writes the log-prob of each token, and what the estimator reads of the policy.
+
+        Or it measures the exact KL at once, in tiles of policy and reference.
+        """
+        actor, action = self._policy.held, rows.get("action")
         if len(rows):
             actor.reader.lm.check_causal(rows.get("tokens")[0, 0, :-1])
         with evaluating(actor), set_recurrent_mode(True):
             dist = actor.get_dist(rows.select(*actor.in_keys))
-        rows.set(actor.log_prob_keys[0], dist.log_prob(rows.get("action")))
+        if isinstance(dist, TiledCategorical) and isinstance(self.estimate, ExactEstimate):
+            reference = self.reference.get_dist(rows, timed=True)
+            log_prob, kl, ref_log_prob = figures(dist, action, reference)
+            step = measure(KLStep(log_prob, ref_log_prob, rows.get(MASK_KEY)), rows, None)
+            return step._replace(estimate=torch.where(rows.get(MASK_KEY), kl, 0.0).unsqueeze(-1))
+        rows.set(actor.log_prob_keys[0], dist.log_prob(action))
         for key in [] if self.estimate is None else self.estimate.policy_keys:
+            logits = dist.logits
             if key != self._step_keys.top_k:
-                rows.set(key, dist.logits)
+                rows.set(key, logits)
                 continue
-            k = min(_TOP_K, dist.logits.shape[-1])
-            values = record_top_k(dist.logits, rows.get("action"), k)
+            values = record_top_k(logits, action, min(_TOP_K, logits.shape[-1]))
             record = dict(zip(RECORDED, values, strict=True))
             rows.set(key, TensorDict(record, batch_size=rows.batch_size))
+        return None
 
     def _add_up(self, step: KLStep, reward: Tensor) -> KLStep:
         """The KL of each response, in the reward's shape, and log-probs (N, T), 0 where unused."""

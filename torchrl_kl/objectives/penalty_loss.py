@@ -26,6 +26,7 @@ from torchrl_kl.feeding import ControllerFeed
 from torchrl_kl.functional.estimators import kl_exact, kl_k1, kl_k2
 from torchrl_kl.functional.numbers import check_finite, working_dtype
 from torchrl_kl.functional.sums import sum_after, sum_before
+from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import RECORD_LOG_PROB, get_required, holder_batch_size, sum_action_dims
 
 Gradient = Literal["step", "sequence", "k2"]
@@ -351,7 +352,10 @@ class KLPenaltyLoss(LossModule):
             policy = network.get_dist(inputs)
         # A shared reference may receive gradients elsewhere.
         with torch.no_grad():
-            return policy, self.reference.get_dist(tensordict, timed=timed)
+            reference = self.reference.get_dist(tensordict, timed=timed)
+        if isinstance(policy, TiledCategorical):
+            policy.also = None if self.gradient == "k2" else reference
+        return policy, reference
 
 
 def check_options(gradient: str, weights: str, reduction: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from torchrl_kl.actors.frozen import Score
 from torchrl_kl.actors.policy import Borrowed
 from torchrl_kl.actors.reading import (
     categorical_log_probs,
@@ -20,6 +21,7 @@ from torchrl_kl.actors.reading import (
 from torchrl_kl.batches import expand_right
 from torchrl_kl.functional.distributions import joint
 from torchrl_kl.functional.estimators import ESTIMATORS, kl_exact, kl_top_k
+from torchrl_kl.functional.tiles import TiledCategorical, figures
 from torchrl_kl.keys import (
     ResolvedKeys,
     as_tuple,
@@ -57,9 +59,9 @@ class Estimate(nn.Module):
         self.policy_keys = policy_keys
 
     def of_reference(
-        self, tensordict: TensorDictBase, outputs: TensorDictBase, reference: nn.Module
+        self, tensordict: TensorDictBase, score: Score, reference: nn.Module
     ) -> TensorDictBase | None:
-        """What it keeps of the `outputs` (*B) of a pass of `reference`."""
+        """What it keeps of a pass of `reference` over a batch (*B)."""
         return None
 
     @abstractmethod
@@ -91,15 +93,23 @@ class ExactEstimate(Estimate):
         self.ref_dist_module = copy.deepcopy(own) if other is own else other
         self.recorded = keys.recorded
 
-    def of_reference(self, tensordict, outputs, reference):  # noqa: D102
+    def of_reference(self, tensordict, score, reference):  # noqa: D102
+        (key, *others), dist = dist_module_of(reference).in_keys, score.dist
+        if isinstance(dist, TiledCategorical) and self.policy_keys == [key]:
+            # Of the reference, logits are never all there.
+            policy: Any = get_required(tensordict, key, _RECORD_PARAMS)
+            (kl,) = figures(policy, reference=dist)
+            return TensorDict(kl=kl, batch_size=tensordict.batch_size)
         # The parameters, such as logits (*B, V).
-        return outputs.select(*dist_module_of(reference).in_keys).detach()
+        return score.outputs.select(key, *others).detach()
 
     @torch.no_grad()
     def forward(self, tensordict, step: Any):  # noqa: D102
         for key in self.policy_keys:
             get_required(tensordict, key, _RECORD_PARAMS)
         dist_module, mask = self._of_policy.held, step.mask
+        if (kl := step.of_reference.get("kl", None)) is not None:
+            return kl if mask is None else torch.where(mask, kl, 0.0)
         params = tensordict.select(*dist_module.in_keys).detach()
         _check_shapes(params, step.of_reference)
         if mask is not None:
@@ -126,9 +136,12 @@ class TopKEstimate(Estimate):
         super().__init__([top_k_key])
         self.top_k_key = top_k_key
 
-    def of_reference(self, tensordict, outputs, reference):  # noqa: D102
+    def of_reference(self, tensordict, score, reference):  # noqa: D102
         # (*B, V) log-probs under the reference, of which the policy's k actions (*B, k) are kept.
-        log_probs = categorical_log_probs(dist_module_of(reference).get_dist(outputs))
+        dist: Any = score.dist
+        if not isinstance(dist, TiledCategorical):
+            dist = dist_module_of(reference).get_dist(score.outputs)
+        log_probs = categorical_log_probs(dist)
         actions = self._recorded(tensordict, "actions")
         one_per_step = holder_batch_size(tensordict, self.top_k_key)
         if not actions.shape[:-1] == log_probs.shape[:-1] == one_per_step:
@@ -137,7 +150,8 @@ class TopKEstimate(Estimate):
                 f"{tuple(actions.shape[:-1])} of the policy and {tuple(log_probs.shape[:-1])} of "
                 f"the reference in a batch of shape {tuple(one_per_step)}: use the exact estimator."
             )
-        return TensorDict(log_probs=log_probs.gather(-1, actions), batch_size=outputs.batch_size)
+        batch_size = score.outputs.batch_size
+        return TensorDict(log_probs=log_probs.gather(-1, actions), batch_size=batch_size)
 
     def forward(self, tensordict, step: Any):  # noqa: D102
         return kl_top_k(

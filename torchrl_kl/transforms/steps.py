@@ -50,7 +50,7 @@ def score_env_step(
         return KLStep(None, zeros, drawn=False, states=states)
     score = reference.score(tensordict, timed=False)
     # The outputs, such as logits (*B, V), are dropped but for what the estimate needs.
-    params = estimate and estimate.of_reference(tensordict, score.outputs, reference.actor)
+    params = estimate and estimate.of_reference(tensordict, score, reference.actor)
     return KLStep(log_prob, score.log_prob, None, acting.samples(), params, score.states)
 
 
@@ -73,7 +73,7 @@ def score_batch(
     for rows in [tensordict] if chunk is None else tensordict.split(chunk):
         score = reference.score(rows, timed=timed, fake=fake)
         if estimate is not None:
-            params.append(estimate.of_reference(rows, score.outputs, reference.actor))
+            params.append(estimate.of_reference(rows, score, reference.actor))
         log_probs.append(score.log_prob)
     ref_log_prob = _join(log_probs)  # (*B, *A)
     if fake:

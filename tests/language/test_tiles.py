@@ -1,0 +1,304 @@
+"""Tiles of the head: the numbers and gradients of whole logits, for any model and caller."""
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from tensordict import TensorDict
+from torch.distributions import Categorical, kl_divergence
+from torch.testing import assert_close
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.modules import set_recurrent_mode
+from torchrl.objectives import ClipPPOLoss
+
+from tests.gpt_helpers import sharp
+from tests.language.models import SIZES, random_texts, sample, seeded
+from tests.language.test_causal_lm import TOKENS, Plain
+from torchrl_kl import (
+    KLConstrainedTransform,
+    KLMonitor,
+    KLPenaltyLoss,
+    ResponseKLTransform,
+    kl_exact,
+)
+from torchrl_kl.functional.tiles import TiledCategorical
+from torchrl_kl.language import GPT, CausalLMActor
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+]
+CHUNK = 7
+GPT2 = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 20}
+FAMILIES: dict[str, Any] = {
+    "tied": ("GPT2", GPT2),
+    "llama": ("Llama", SIZES),
+    "soft cap": ("Gemma2", {**SIZES, "head_dim": 8, "final_logit_softcapping": 2.0}),
+    "scaled": ("Granite", {**SIZES, "logits_scaling": 3.0}),
+    "cohere": ("Cohere", {**SIZES, "logit_scale": 0.25}),
+}
+
+
+def make_model(name: str, seed: int = 0, lora: bool = False) -> Any:
+    if name == "gpt":
+        model: Any = GPT(11, 20, n_layer=2, n_head=4, n_embd=32)
+    else:
+        config, sizes = FAMILIES[name]
+        config = getattr(transformers, f"{config}Config")(**{**TOKENS, "vocab_size": 11, **sizes})
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    if lora:
+        head = "head" if name == "gpt" else "lm_head"
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[head]))
+    return sharp(model.double(), seed).eval()
+
+
+@pytest.fixture(scope="module")
+def batch() -> Any:
+    actor = CausalLMActor(make_model("gpt", 3), return_logits=False)
+    steps = sample(actor, random_texts(6)[:, :4])
+    steps["advantage"] = torch.randn(6, 8, 1, generator=seeded(), dtype=torch.float64)
+    return steps
+
+
+def dist_of(actor: Any, batch: Any) -> Any:
+    with set_recurrent_mode(True):
+        return actor.get_dist(batch.select("tokens", "position"))
+
+
+def gradients(value: torch.Tensor, module: Any) -> list[torch.Tensor]:
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    found = torch.autograd.grad(value, weights, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True)]
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    """To 1e-12 of the largest number."""
+    for one, other in zip(got, expected, strict=True):
+        assert_close(one, other, rtol=0.0, atol=1e-12 * max(1.0, other.abs().max().item()))
+
+
+def losses(actor: Any, reference: Any, batch: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    for gradient in ("step", "sequence", "k2"):
+        loss = KLPenaltyLoss(actor, 0.5, reference=reference, gradient=gradient)  # type: ignore[arg-type]
+        found[gradient] = loss(batch)["loss_kl"]
+    weights = KLPenaltyLoss(actor, 0.5, reference=reference, gradient="step", weights="trajectory")
+    found["step, weighted"] = weights(batch)["loss_kl"]
+    ppo = ClipPPOLoss(actor, None, entropy_coeff=0.1)(batch)  # type: ignore[arg-type]
+    found["ppo"] = ppo["loss_objective"] + ppo["loss_entropy"]
+    return found
+
+
+class TestAgainstTheWhole:
+    @pytest.mark.parametrize("lora", [False, True])
+    @pytest.mark.parametrize("name", ["gpt", *FAMILIES])
+    def test_losses_and_gradients(self, name, lora, batch):
+        model, other = make_model(name, 0, lora), make_model(name, 1, lora)
+        found = []
+        for chunk in (None, CHUNK):
+            actor, reference = (CausalLMActor(m, head_chunk=chunk) for m in (model, other))
+            assert isinstance(dist_of(actor, batch), TiledCategorical) == (chunk == CHUNK)
+            values = losses(actor, reference, batch)
+            found.append((values, {key: gradients(x, model) for key, x in values.items()}))
+        (whole, of_whole), (tiled, of_tiles) = found
+        assert_equal(tiled.values(), whole.values())
+        for key, expected in of_whole.items():
+            assert_equal(of_tiles[key], expected)
+            assert any(gradient.any() for gradient in expected)
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_the_distribution(self, temperature, batch):
+        model = make_model("llama")
+        whole, tiled = (
+            dist_of(CausalLMActor(model, head_chunk=chunk, temperature=temperature), batch)
+            for chunk in (None, CHUNK)
+        )
+        action = batch["action"]
+        assert_equal([tiled.entropy()], [whole.entropy()])
+        pairs = [(d.log_prob(action), d.entropy(), d.logits) for d in (tiled, whole)]
+        assert_equal(*pairs)
+        assert tiled.mode.equal(whole.mode)
+        assert tiled.deterministic_sample.equal(whole.deterministic_sample)
+        drawn = []
+        for dist in (tiled, whole):
+            torch.manual_seed(0)
+            drawn.append(dist.sample())
+        assert drawn[0].equal(drawn[1])
+        assert tiled.sample(torch.Size([3, 2])).shape == (3, 2, *action.shape)
+
+    def test_the_kl_of_any_pair(self, batch):
+        model, other = make_model("gpt"), make_model("gpt", 1)
+        actors = (CausalLMActor(m, head_chunk=None) for m in (model, other))
+        policy, reference = (dist_of(actor, batch) for actor in actors)
+        expected = kl_divergence(
+            Categorical(logits=policy.logits), Categorical(logits=reference.logits)
+        )
+        tiles = [dist_of(CausalLMActor(m, head_chunk=CHUNK), batch) for m in (model, other)]
+        for one in (policy, tiles[0]):
+            for two in (reference, tiles[1]):
+                kl = kl_exact(one, two)
+                assert_equal([kl], [expected])
+                got, true = (gradients(x.sum(), other) for x in (kl, expected))
+                assert_equal(got, true)
+
+    def test_actions_that_cannot_be_drawn(self, batch):
+        model, other = make_model("gpt"), make_model("gpt", 1)
+
+        def ban(token: int) -> Any:
+            mask = torch.zeros(11, dtype=torch.float64)
+            mask[token] = -torch.inf
+            return lambda _, inputs, output: output + mask
+
+        policies = []
+        for banned in (5, 6):
+            pair = []
+            for chunk in (None, CHUNK):
+                actor: Any = CausalLMActor(copy.deepcopy(model), head_chunk=chunk)
+                actor.reader.lm.model.head.register_forward_hook(ban(5))
+                reference: Any = CausalLMActor(copy.deepcopy(other), head_chunk=chunk)
+                reference.reader.lm.model.head.register_forward_hook(ban(banned))
+                policy = dist_of(actor, batch)
+                kl, entropy = kl_exact(policy, dist_of(reference, batch)), policy.entropy()
+                value = kl[kl.isfinite()].sum() + entropy.sum()
+                pair.append((kl, entropy, *gradients(value, actor)))
+            assert_close(pair[1], pair[0], rtol=1e-12, atol=1e-12)
+            policies.append(pair[1][0])
+        assert policies[0].isfinite().all()
+        assert (policies[1] == torch.inf).all()
+
+
+class TestCallers:
+    @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "exact", "top_k"])
+    def test_transforms(self, estimator, batch):
+        model, other = make_model("llama"), make_model("llama", 1)
+        full = batch["tokens"][:, 0]
+        texts = TensorDict(tokens={"full": full, "prompt": full[:, :4]}, batch_size=6)
+        texts["next"] = TensorDict(reward=torch.zeros(6, 1, dtype=torch.float64), batch_size=6)
+        found = []
+        for chunk in (None, CHUNK):
+            response = ResponseKLTransform(
+                model, 0.1, reference=other, estimator=estimator, head_chunk=chunk
+            )(texts)
+            found.append(response["next"].exclude("ref_log_probs"))
+        assert_close(found[1].to_dict(), found[0].to_dict(), rtol=1e-12, atol=1e-12)
+        if estimator == "top_k":  # of TopKActor, which has a test of its own
+            return
+        found = []
+        for chunk in (None, CHUNK):
+            actor, reference = (CausalLMActor(m, head_chunk=chunk) for m in (model, other))
+            steps = batch.exclude("advantage")
+            whole = dist_of(CausalLMActor(model, head_chunk=None), batch)
+            steps["logits"] = whole.logits.detach()
+            stack = KLConstrainedTransform(actor, 0.1, reference=reference, estimator=estimator)
+            after = stack(steps)
+            found.append(after["next"].exclude("tokens", "position"))
+            pickle.dumps(after)
+            assert not [key for key in stack.state_dict() if "tile" in key or "split" in key]
+        assert_close(found[1].to_dict(), found[0].to_dict(), rtol=1e-12, atol=1e-12)
+
+    def test_the_controller_of_a_loss_and_the_monitor(self, batch):
+        model, other = make_model("gpt", 3), make_model("gpt", 1)
+        actor, reference = (CausalLMActor(m, head_chunk=CHUNK) for m in (model, other))
+        loss = KLPenaltyLoss(actor, 0.5, reference=reference, gradient="sequence")
+        loss.update_controller(batch)
+        stack = KLConstrainedTransform(actor, 0.1, reference=reference)
+        monitor = KLMonitor(stack.controller, actor=actor)
+        after = stack(batch.exclude("advantage"))
+        assert "sampler_disagrees" not in [message.condition for message in monitor(after)]
+
+    def test_adapters_that_are_off_in_the_reference(self, batch):
+        """Also those of the head, whose tiles are computed after the switch."""
+        model = make_model("llama", 0, lora=True)
+        found = []
+        for chunk in (None, CHUNK):
+            actor = CausalLMActor(model, head_chunk=chunk)
+            loss = KLPenaltyLoss(actor, 0.5, reference=model.disable_adapter, gradient="sequence")
+            value = loss(batch)["loss_kl"]
+            found.append((value, *gradients(value, model)))
+        assert_equal(found[1], found[0])
+        assert found[0][0] > 0
+
+    def test_dropout_in_the_head_is_repeated(self, batch):
+        model = make_model("llama", 0)
+        config = peft.LoraConfig(r=2, target_modules=["lm_head"], lora_dropout=0.5)
+        model = peft.get_peft_model(model, config)
+        actor = CausalLMActor(sharp(model.double()).train(), head_chunk=CHUNK)
+        torch.manual_seed(0)
+        log_prob = dist_of(actor, batch).log_prob(batch["action"])
+        model.eval()  # after the pass
+        (gradient,) = gradients(log_prob.sum(), model)[:1]
+        again = []
+        for step in (1e-6, -1e-6):
+            twin = copy.deepcopy(model).train()
+            weight = next(w for w in twin.parameters() if w.requires_grad)
+            weight.data[0, 0] += step
+            torch.manual_seed(0)
+            actor = CausalLMActor(twin, head_chunk=CHUNK)
+            again.append(dist_of(actor, batch).log_prob(batch["action"]).sum())
+        slope = (again[0] - again[1]).item() / 2e-6
+        assert gradient[0, 0].item() == pytest.approx(slope, rel=1e-6)
+
+    def test_an_actor_that_acts_in_recurrent_mode(self, batch):
+        model, states = make_model("gpt"), batch.select("tokens", "position")
+        actors = [CausalLMActor(model, head_chunk=CHUNK, return_logits=r) for r in (True, False)]
+        with set_recurrent_mode(True), set_exploration_type(ExplorationType.RANDOM):
+            whole, tiled = (actor(states.clone()) for actor in actors)
+        assert whole["logits"].shape == (6, 8, 11)
+        assert "logits" not in tiled.keys()
+
+
+class TestTiles:
+    def test_the_head_sees_a_tile_at_a_time(self, batch):
+        model = make_model("gpt")
+        seen: list[int] = []
+        model.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+        dist = dist_of(CausalLMActor(model, head_chunk=CHUNK), batch)
+        seen.clear()
+        dist.log_prob(batch["action"]).sum().backward()
+        # And again in the backward pass, the last one first.
+        assert seen == [7, 7, 7, 7, 7, 7, 6, 6, 7, 7, 7, 7, 7, 7]
+
+    def test_nothing_is_left_without_garbage_collection(self, batch):
+        actor, reference = (CausalLMActor(make_model("gpt", i), head_chunk=CHUNK) for i in (0, 1))
+        gc.collect()
+        gc.disable()
+        try:
+            policy = dist_of(actor, batch)
+            policy.also = dist_of(reference, batch)
+            log_prob = policy.log_prob(batch["action"])
+            hidden = weakref.ref(policy.hidden)
+            del policy, log_prob
+            assert hidden() is None
+        finally:
+            gc.enable()
+
+    def test_models_without_a_decoder_are_read_as_before(self, batch):
+        actor = CausalLMActor(sharp(Plain()).double(), head_chunk=CHUNK)
+        with pytest.warns(UserWarning, match="does not work on a part .*get_decoder"):
+            assert not isinstance(dist_of(actor, batch), TiledCategorical)
+        assert not isinstance(dist_of(actor, batch), TiledCategorical)  # and says so once
+
+    def test_what_a_model_adds_after_its_decoder_by_position(self, batch):
+        model = make_model("gpt")
+        shift = torch.arange(20, dtype=torch.float64)[:, None] * torch.arange(11)
+        model.register_forward_hook(lambda _, inputs, output: output + shift[: output.shape[1]])
+        with pytest.warns(UserWarning, match="its logits differ"):
+            dist = dist_of(CausalLMActor(model, head_chunk=CHUNK), batch)
+        assert not isinstance(dist, TiledCategorical)
+
+    @pytest.mark.parametrize("chunk", [0, -1, 2.0, True, "all"])
+    def test_sizes(self, chunk):
+        with pytest.raises(ValueError, match="`head_chunk` must be an int of at least 1"):
+            CausalLMActor(GPT(11, 8), head_chunk=chunk)
+
+    def test_the_default_is_256_megabytes(self):
+        with torch.device("meta"):
+            actor = CausalLMActor(GPT(151_936, 8, n_embd=3))
+        assert actor.reader.head_chunk == 441
+        assert CausalLMActor(GPT(11, 8)).reader.head_chunk == 2**26 // 11
