@@ -142,10 +142,8 @@ class DigitLanguageEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         tokens, position, action = (tensordict[key] for key in ("tokens", "position", "action"))
-        stepped = tensordict.get("_step", None)  # (*B) or (*B, 1); None: all rows
-        if stepped is None:
-            stepped = torch.ones_like(position, dtype=torch.bool)
-        stepped = stepped.reshape(self.batch_size)
+        every = torch.ones_like(position, dtype=torch.bool)
+        stepped = tensordict.get("_step", every).reshape(self.batch_size)  # from (*B) or (*B, 1)
         self._check_step(position, action, stepped)
         # Excluded rows may be finished, without a slot to write to, or have any action.
         slot = position.clamp(max=self.language.text_length - 1).unsqueeze(-1)

@@ -301,10 +301,8 @@ class Trajectories(Float64State):
     ) -> TrajectorySums | None:
         """`add`, in a third of its time, where rows are whole trajectories; None elsewhere."""
         batch_size, n_steps = tensordict.batch_size, tensordict.batch_size[-1]
-        step, ids = (
-            cast(TensorDictBase, tensordict.get("next")),
-            tensordict.get(TRAJECTORY_KEY, None),
-        )
+        step = cast(TensorDictBase, tensordict.get("next"))
+        ids = tensordict.get(TRAJECTORY_KEY, None)
         flags = [key for key in step.keys(True, True) if as_tuple(key)[-1] == "done"]
         if values.shape[:-1] != batch_size or flags != [done_key] or "is_init" in tensordict.keys():
             return None
@@ -320,18 +318,14 @@ class Trajectories(Float64State):
         totals = torch.where(counts.unsqueeze(-1), values, 0.0).cumsum(1)
         if ids is not None:
             ids = ids.reshape(-1, n_steps)
-            other = (
-                (ids != ids[:, :1]).any()
-                | (self.ids < 0).any()
-                | torch.isin(ids[:, 0], self.ids).any()
-            )
+            known = (self.ids < 0).any() | torch.isin(ids[:, 0], self.ids).any()
+            other = known | (ids != ids[:, :1]).any()
             if other or mask is not None or not _is_first(ids[:, 0]).all():
                 return None
             ends = torch.arange(1, len(ids) + 1, device=ids.device) * n_steps - 1
             left = _states(step, keys, len(batch_size), ends)
-            opened = self._table(
-                [], ids[:, 0], values.new_zeros(len(ids), values.shape[-1] + 2), left
-            )
+            sums = values.new_zeros(len(ids), values.shape[-1] + 2)
+            opened = self._table([], ids[:, 0], sums, left)
         if check_order:
             may_differ = ~counts.reshape(batch_size)[..., 1:]
             require_order(tensordict, keys, may_differ, _SHUFFLED)

@@ -70,7 +70,7 @@ class ControllerFeed(nn.Module):
         rewards = log_ratios = None
         if plans and not by_trajectory:
             # The KL of a batch that a controller plans from says nothing about what it plans.
-            steps = None
+            steps = measured.new_zeros(0)
             rewards = cast(Tensor, reward)[counts].flatten()
             log_ratios = cast(Tensor, log_ratio)[counts].flatten()
         if batches.find_time_dim(tensordict, time_dim) is None:
@@ -96,7 +96,7 @@ class ControllerFeed(nn.Module):
             return Reading(running, sums.finished[:, 0] if moves else None, opened=opened)
         _, log_ratios, rewards, _ = sums.finished.unbind(-1)
         groups = _groups(tensordict, sums, observed)
-        return Reading(running, None, rewards, log_ratios, groups, opened)
+        return Reading(running, rewards[:0], rewards, log_ratios, groups, opened)
 
     def plan(self, controller: KLController, reading: Reading) -> None:
         """Lets a controller plan its coefficient from what has finished; it may raise."""
@@ -126,8 +126,6 @@ class ControllerFeed(nn.Module):
         """Updates a controller with a batch, and keeps what is open after it."""
         if reading.values is not None:
             self.pool(controller, reading.values)
-        elif reading.rewards is not None:
-            self._count_idle(controller, "batches")
         if reading.opened is not None:
             self.trajectories.keep(reading.opened)
 

@@ -187,9 +187,8 @@ class GPT(nn.Module):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, folder / _FILE)
-        except BaseException:
+        finally:
             unfinished.unlink(missing_ok=True)
-            raise
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> GPT:

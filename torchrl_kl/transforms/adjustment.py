@@ -10,7 +10,7 @@ from torchrl.data import Composite
 from torchrl_kl.batches import expand_right
 from torchrl_kl.controllers import KLController
 from torchrl_kl.keys import KLKeys, as_keys, get_required
-from torchrl_kl.transforms.base import open_batch, require_spec
+from torchrl_kl.transforms.base import require_spec
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.penalty import NO_KL, PenaltyTransform
 from torchrl_kl.transforms.steps import counted_steps, stepped, without_random
@@ -88,16 +88,11 @@ class RewardAdjustmentTransform(PenaltyTransform):
         self.adjust_env_step(tensordict, next_tensordict, step)
         return next_tensordict
 
-    def _process(self, tensordict: TensorDictBase, *, moves: bool) -> TensorDictBase:
-        """Penalizes a batch (*B)."""
-        self.refuse_wrong_order()
-        tensordict, fake = open_batch(tensordict)
-        following = tensordict.get("next")
+    def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
+        following = batch.get("next")
         self.refuse_penalized(following, "the batch")
-        mask = without_random(following, self.keys, counted_steps(tensordict, fake))
-        step = self._step_of(following, mask)
-        self.adjust_batch(tensordict, step, moves=moves and not fake)
-        return tensordict
+        mask = without_random(following, self.keys, counted_steps(batch, fake))
+        self.adjust_batch(batch, self._step_of(following, mask), moves=moves)
 
     def _step_of(self, next_tensordict: TensorDictBase, mask: Tensor | None) -> KLStep:
         kl = get_required(next_tensordict, self.keys.kl, NO_KL)

@@ -100,15 +100,12 @@ class PenaltyTransform(KLTransform):
             self.keys.ref_log_prob: step.ref_log_prob,
             self.keys.kl: kl,
             self.keys.kl_estimate: step.estimate,
-            self.keys.reward: reward,
         }
         if self.controller.coeff.item() == 0 and not self.controller.planning:
             # It only measures: an infinite KL is subtracted from nothing.
-            entries = {
-                key: value if key == self.keys.reward else _without_infinity(value)
-                for key, value in entries.items()
-            }
-        check_finite(type(self).__name__, entries, step.mask)
+            for key, value in entries.items():
+                entries[key] = None if value is None else value.masked_fill(value.isinf(), 0.0)
+        check_finite(type(self).__name__, entries | {self.keys.reward: reward}, step.mask)
 
     def _penalize(self, next_tensordict: TensorDictBase, step: KLStep, reward: Tensor) -> None:
         # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1).
@@ -133,11 +130,10 @@ class PenaltyTransform(KLTransform):
         measured = step.measured.detach().to(working_dtype(step.measured.dtype))
         episode_kl = get_required(tensordict, self.keys.episode_kl, _NO_SUM) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
+        sums = torch.cat([reward.to(measured), cast(Tensor, step.kl).to(measured)], -1).detach()
         if self._plans:
-            kl = cast(Tensor, step.kl).to(measured)
-            sums = torch.cat([reward.to(measured), kl], -1)
-            before = get_required(tensordict, self.keys.episode_sums, _NO_SUM)
-            next_tensordict.set(self.keys.episode_sums, before + sums.detach())
+            sums += get_required(tensordict, self.keys.episode_sums, _NO_SUM)  # (*B, *A, 2)
+            next_tensordict.set(self.keys.episode_sums, sums)
         if self.frozen:
             return
         by_step = self.controller.per == "step"
@@ -152,9 +148,6 @@ class PenaltyTransform(KLTransform):
         taken = torch.ones_like(measured, dtype=torch.bool) if taken is None else taken
         values = (measured if by_step else episode_kl)[taken]
         if self.controller.planning:
-            sums = torch.cat([reward.to(measured), cast(Tensor, step.kl).to(measured)], -1)
-            if not by_step:
-                sums = next_tensordict.get(self.keys.episode_sums)  # (*B, *A, 2)
             rewards, log_ratios = sums[taken.squeeze(-1)].double().unbind(-1)
             self.feed.plan_from(self.controller, rewards, log_ratios=log_ratios)
             values = values[:0]  # says nothing about what is planned
@@ -271,10 +264,6 @@ class PenaltyTransform(KLTransform):
             leaf = reward_spec[self.keys.penalized]
             add_spec(reward_spec, self.keys.penalized, leaf.shape, leaf.dtype, reward_spec.shape)
         return reward_spec
-
-
-def _without_infinity(value: Tensor | None) -> Tensor | None:
-    return None if value is None else torch.where(value.isinf(), 0.0, value)
 
 
 NO_KL = "put KLDivergenceTransform before this transform, or name its entry with `KLKeys(kl=...)`."
