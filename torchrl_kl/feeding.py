@@ -78,8 +78,7 @@ class ControllerFeed(nn.Module):
                 raise RuntimeError(_NO_TIME.format(tuple(tensordict.batch_size)))
             return Reading(None, steps, rewards, log_ratios)
         zeros = torch.zeros_like(measured)
-        columns = [measured, zeros if log_ratio is None else log_ratio]
-        columns.append(zeros if reward is None else reward)
+        columns = [zeros if each is None else each for each in (measured, log_ratio, reward)]
         sums = (self.trajectories if trace else Trajectories()).add(
             tensordict,
             torch.cat([column.detach().double() for column in columns], -1),

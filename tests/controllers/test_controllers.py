@@ -402,7 +402,7 @@ def test_what_a_rule_gives_is_checked(gives):
         assert type(value := controller.update(1.0, 1)) is float
         assert value == 0.5
         return
-    with pytest.raises(ValueError, match=rf"`Rule.next_coeff` must return .*, got {gives}"):
+    with pytest.raises(ValueError, match=rf"`Rule.next_coeff` must be .*, got {gives}"):
         controller.update(1.0, 1)
     assert controller.coeff.item() == 0.1
 

@@ -84,22 +84,21 @@ def as_reference(
                 "`KLKeys.log_prob` must be that of the FrozenActor, "
                 f"{reference.log_prob_key!r}, got {log_prob_key!r}."
             )
-        reference.read_for(actor)
-        return reference
-    if reference is None or isinstance(reference, nn.Module):
-        # Of another actor the weights; the actions and log-probs are those of `actor`.
+    elif reference is None or isinstance(reference, nn.Module):
         check_actor(actor)
-        copied = FrozenActor(
+        reference = FrozenActor(
             actor if reference is None else reference,
             log_prob_key=log_prob_key or find_log_prob_keys(actor),
             chunk_size=chunk_size,
         )
-        copied.read_for(actor)
-        return copied
-    if isinstance(reference, AbstractContextManager) or not callable(reference):
+    elif isinstance(reference, AbstractContextManager) or not callable(reference):
         raise TypeError(
             "`reference` must be an actor or a callable that returns a context manager, got "
             f"{type(reference).__name__}: pass `model.disable_adapter`, not "
             "`model.disable_adapter()`, which could be entered only once."
         )
-    return SwitchedActor(actor, reference, log_prob_key=log_prob_key, chunk_size=chunk_size)
+    else:
+        return SwitchedActor(actor, reference, log_prob_key=log_prob_key, chunk_size=chunk_size)
+    # Of another actor the weights; the actions and log-probs are those of `actor`.
+    reference.read_for(actor)
+    return reference

@@ -149,8 +149,7 @@ class KLTransform(Transform):
 
     def claim(self, spec: Composite, keys: Iterable[NestedKey]) -> None:
         """RuntimeError if the env already has one of the keys that this transform declares."""
-        taken = [key for key in keys if key in spec.keys(True, True)]
-        if taken:
+        if taken := [key for key in keys if key in spec.keys(True, True)]:
             raise RuntimeError(
                 f"{type(self).__name__} would overwrite {taken}, which the env has already: give "
                 'this transform other keys, such as `keys=KLKeys.named("second")`, and a recurrent '

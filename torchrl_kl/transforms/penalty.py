@@ -137,32 +137,23 @@ class PenaltyTransform(KLTransform):
         if self.frozen:
             return
         by_step = self.controller.per == "step"
-        taken = None if by_step else self._find_ended(tensordict, next_tensordict, measured.shape)
-        if taken is not None and not taken.any():  # as in most steps
+        taken = torch.ones_like(measured, dtype=torch.bool)
+        if not by_step:
+            # An agent that left while others go on was counted when it left.
+            before = expand_right(tensordict.get(self.keys.done, ~taken), measured.shape)
+            taken = find_ends(next_tensordict, self.keys.done, measured.shape) & ~before
+        if not taken.any():  # as in most steps
             self.feed.pool(self.controller, measured.new_zeros(0), in_env=True)
             return
         counts = without_random(next_tensordict, self.keys, step.mask)
         if counts is not None:
-            counts = expand_right(counts, measured.shape)
-            taken = counts if taken is None else taken & counts
-        taken = torch.ones_like(measured, dtype=torch.bool) if taken is None else taken
+            taken = taken & expand_right(counts, measured.shape)
         values = (measured if by_step else episode_kl)[taken]
         if self.controller.planning:
             rewards, log_ratios = sums[taken.squeeze(-1)].double().unbind(-1)
             self.feed.plan_from(self.controller, rewards, log_ratios=log_ratios)
             values = values[:0]  # says nothing about what is planned
         self.feed.pool(self.controller, values, in_env=True)
-
-    def _find_ended(
-        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, shape: torch.Size
-    ) -> Tensor:
-        """Which trajectories end with this step, of `shape`."""
-        ended = find_ends(next_tensordict, self.keys.done, shape)
-        before = tensordict.get(self.keys.done, None)
-        # An agent that left while others go on was counted when it left.
-        if before is None or not ended.any():
-            return ended
-        return ended & ~expand_right(before, shape)
 
     def adjust_batch(self, tensordict: TensorDictBase, step: KLStep, *, moves: bool) -> None:
         """Penalizes a batch (a copy), adds up its trajectories, and feeds the controller."""
@@ -221,8 +212,7 @@ class PenaltyTransform(KLTransform):
         signs = {self.keys.kl_coeff}
         if self.keys.penalized != self.keys.reward:  # which must not be penalized either
             signs.add(sibling(self.keys.reward, "kl_coeff"))
-        found = signs & set(entries.keys(True, True))
-        if found:
+        if found := signs & set(entries.keys(True, True)):
             raise RuntimeError(
                 f"{where} has {min(map(str, found))!r}: {self.keys.reward!r} was penalized for its "
                 "KL before, and a second penalty would count it twice. Use one stack; for a second "
