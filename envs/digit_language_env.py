@@ -25,8 +25,7 @@ class DigitLanguageEnv(EnvBase):
     Only reset is random. A seed gives the same prompts on every device. A copy continues from the
     same state: seed copies differently, as `set_seed` of `SerialEnv` and `ParallelEnv` does.
 
-    State: that of the generator, as `generator`, (N,) uint8. What is being written is in the
-    tensordict only.
+    State: that of the generator, as `generator`, (N,) uint8.
 
     `reset(prompt=prompts)` starts from the given int64 digits (*B, P), or (P,) for all rows; with
     `SerialEnv` and `ParallelEnv` it is `reset(list_of_kwargs=[{"prompt": ...}, ...])`.
@@ -85,8 +84,7 @@ class DigitLanguageEnv(EnvBase):
         self.prompts = None if prompts is None else prompts.clone()
         # Not a submodule, so the env's train(), to() and state_dict() do not affect a user's model.
         object.__setattr__(self, "reward_fn", reward_fn or language.preference)
-        # On the CPU, so that a seed gives the same prompts on every device.
-        self._generator = torch.Generator(device="cpu")
+        self._generator = torch.Generator(device="cpu")  # whatever the device of the env
         self._set_seed(seed)
         first, last = language.context_length, language.text_length
         batch_size, device = self.batch_size, self.device

@@ -82,8 +82,7 @@ def find_ends(step: TensorDictBase, done_key: NestedKey, shape: Sequence[int]) -
             f"there is no {done_key!r} in the step, where trajectories end: name it with "
             f"`KLKeys(done=...)`. The step has {existing_keys(step)}."
         )
-    flags = found.values()
-    return reduce(torch.logical_or, [expand_right(flag, shape) for flag in flags])
+    return reduce(torch.logical_or, [expand_right(flag, shape) for flag in found.values()])
 
 
 def state_keys(

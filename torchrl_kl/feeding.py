@@ -14,7 +14,7 @@ from torchrl_kl import batches
 from torchrl_kl.batches import Trajectories, TrajectorySums, expand_right
 from torchrl_kl.controllers import KLController, KLStatistics, TargetKLController, is_constant
 
-_ENV_TRAJECTORIES, _ENV_STEPS = 16, 256  # an update in an env waits for so many by default
+_IN_ENV = {"trajectory": 16, "step": 256}  # an update in an env waits for so many by default
 _PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before the user is warned
 
 
@@ -147,11 +147,7 @@ class ControllerFeed(nn.Module):
 
     def needed(self, controller: KLController, in_env: bool) -> int:
         """How many values an update waits for."""
-        if self.update_every is not None:
-            return self.update_every
-        if in_env:
-            return _ENV_STEPS if controller.per == "step" else _ENV_TRAJECTORIES
-        return 1
+        return self.update_every or (_IN_ENV[controller.per] if in_env else 1)
 
     def _count_idle(self, controller: KLController, what: str) -> None:
         """Warns once where updates fail to come."""

@@ -53,8 +53,7 @@ class MasterWeights(Float64State):
 def entries_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, including those that are not in `state_dict`."""
     if not isinstance(module, nn.Module):
-        name = type(module).__name__
-        raise TypeError(f"`source` must be a module, got {name}: pass the policy itself.")
+        raise TypeError(f"`source` must be the policy, a module, got {type(module).__name__}.")
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 

@@ -32,14 +32,12 @@ class SwitchedActor(FrozenActor):
         chunk_size: int | None = None,
     ):
         # In another process it is a copy, which serves as well: the base model does not change.
-        policy = cast(ProbabilisticTensorDictSequential, actor)
-        self._borrowed = Borrowed((policy, switch))
+        self._borrowed = Borrowed((cast(ProbabilisticTensorDictSequential, actor), switch))
         super().__init__(actor, log_prob_key=log_prob_key, chunk_size=chunk_size)
 
     def _hold(self, actor: nn.Module) -> None:
         """Takes no copy."""
 
-    # A property: as a submodule the policy would be moved and put into eval mode with the env.
     @property
     def actor(self) -> ProbabilisticTensorDictSequential:  # type: ignore[override]
         """The policy with its adapters on; it is the reference within `scoring`."""

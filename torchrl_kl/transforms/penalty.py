@@ -176,13 +176,21 @@ class PenaltyTransform(KLTransform):
     def observe(self, tensordict: TensorDictBase) -> None:
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
         next_tensordict = tensordict.get("next")
-        kl = get_required(next_tensordict, self.keys.kl, NO_KL)
-        estimate = next_tensordict.get(self.keys.kl_estimate, None)
-        step = KLStep(None, None, tensordict.get(MASK_KEY, None), kl=kl, estimate=estimate)
+        step = self.read_step(next_tensordict, tensordict.get(MASK_KEY, None))
         reward = get_required(next_tensordict, self.keys.task_reward, _NO_REWARD)
         reading = self._read(tensordict, step, reward, True)
         self.feed.plan(self.controller, reading)
         self.feed.learn(self.controller, reading)
+
+    def read_step(self, next_tensordict: TensorDictBase, mask: Tensor | None) -> KLStep:
+        """The KL and the estimate that were measured, 0 outside the mask (*B)."""
+        kl = get_required(next_tensordict, self.keys.kl, NO_KL)  # (*B, *A, 1)
+        estimate = next_tensordict.get(self.keys.kl_estimate, None)
+        if mask is not None:
+            covered = expand_right(mask, kl.shape)
+            kl = torch.where(covered, kl, 0.0)
+            estimate = None if estimate is None else torch.where(covered, estimate, 0.0)
+        return KLStep(None, None, mask, kl=kl, estimate=estimate)
 
     def _read(
         self, tensordict: TensorDictBase, step: KLStep, reward: Tensor, moves: bool
