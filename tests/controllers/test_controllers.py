@@ -370,7 +370,7 @@ class TestHelpers:
             assert controller.coeff.item() == number
         controller = Switch(0.1, per="step")
         assert as_controller(controller) is controller
-        for other in ("0.1", None, True, [0.1]):
+        for other in ("0.1", None, True, [0.1], torch.tensor(0.1), Switch):
             message = (
                 f"^`controller` must be a KLController or a number, got {type(other).__name__}"
             )
