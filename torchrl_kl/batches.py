@@ -165,7 +165,7 @@ class _Steps(NamedTuple):
         flags = [flag.unsqueeze(-1).flatten(n_dims).any(-1) for flag in flags]
         gone, init = tensordict.get(done_key, None), tensordict.get("is_init", None)
         done, ids = flat(ends), tensordict.get(TRAJECTORY_KEY, None)
-        agents = torch.arange(len(done), device=done.device) // max(n_places, 1)
+        agents = torch.arange(len(done), device=done.device) // n_places
         return cls(
             done,
             flat(reduce(torch.logical_or, flags)),
@@ -173,7 +173,7 @@ class _Steps(NamedTuple):
             torch.ones_like(done) if mask is None else flat(mask),
             agents if ids is None else agents + n_agents * flat(ids.to(done.device)),
             agents,
-            None if init is None or not init.numel() else flat(init.bool()),
+            None if init is None else flat(init.bool()),
         )
 
 
@@ -212,14 +212,14 @@ class Trajectories(Float64State):
         """
         batch_size, n_dims = tensordict.batch_size, tensordict.batch_dims
         shape, keys = values.shape, state_keys(tensordict, observed)
+        if not values.numel():
+            empty = values.new_zeros(0, shape[-1] + 1).double()
+            return TrajectorySums(values.double(), empty, self.ids[:0], dict(self.named_buffers()))
         whole = self._add_whole(tensordict, values, mask, done_key, keys, check_order)
         if whole is not None:
             return whole
         n_places, n_steps = batch_size.numel(), batch_size[-1]
         steps = _Steps.read(tensordict, torch.Size((*shape[:-1], 1)), mask, done_key)
-        if not len(steps.done):
-            empty = values.new_zeros(0, shape[-1] + 1).double()
-            return TrajectorySums(values.double(), empty, steps.ids, dict(self.named_buffers()))
         numbered, init = tensordict.get(TRAJECTORY_KEY, None) is not None, steps.init
         self.to(steps.done.device)
         place = torch.arange(len(steps.done), device=steps.done.device)
