@@ -25,8 +25,7 @@ class DigitLanguageEnv(EnvBase):
     Only reset is random. A seed gives the same prompts on every device. A copy continues from the
     same state: seed copies differently, as `set_seed` of `SerialEnv` and `ParallelEnv` does.
 
-    State: that of the generator, as `generator`, (N,) uint8. What is being written is in the
-    tensordict only.
+    State: that of the generator, as `generator`, (N,) uint8.
 
     `reset(prompt=prompts)` starts from the given int64 digits (*B, P), or (P,) for all rows; with
     `SerialEnv` and `ParallelEnv` it is `reset(list_of_kwargs=[{"prompt": ...}, ...])`.
@@ -85,8 +84,7 @@ class DigitLanguageEnv(EnvBase):
         self.prompts = None if prompts is None else prompts.clone()
         # Not a submodule, so the env's train(), to() and state_dict() do not affect a user's model.
         object.__setattr__(self, "reward_fn", reward_fn or language.preference)
-        # On the CPU, so that a seed gives the same prompts on every device.
-        self._generator = torch.Generator(device="cpu")
+        self._generator = torch.Generator(device="cpu")  # whatever the device of the env
         self._set_seed(seed)
         first, last = language.context_length, language.text_length
         batch_size, device = self.batch_size, self.device
@@ -142,10 +140,8 @@ class DigitLanguageEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         tokens, position, action = (tensordict[key] for key in ("tokens", "position", "action"))
-        stepped = tensordict.get("_step", None)  # (*B) or (*B, 1); None: all rows
-        if stepped is None:
-            stepped = torch.ones_like(position, dtype=torch.bool)
-        stepped = stepped.reshape(self.batch_size)
+        every = torch.ones_like(position, dtype=torch.bool)
+        stepped = tensordict.get("_step", every).reshape(self.batch_size)  # from (*B) or (*B, 1)
         self._check_step(position, action, stepped)
         # Excluded rows may be finished, without a slot to write to, or have any action.
         slot = position.clamp(max=self.language.text_length - 1).unsqueeze(-1)

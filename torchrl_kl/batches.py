@@ -82,8 +82,7 @@ def find_ends(step: TensorDictBase, done_key: NestedKey, shape: Sequence[int]) -
             f"there is no {done_key!r} in the step, where trajectories end: name it with "
             f"`KLKeys(done=...)`. The step has {existing_keys(step)}."
         )
-    flags = found.values()
-    return reduce(torch.logical_or, [expand_right(flag, shape) for flag in flags])
+    return reduce(torch.logical_or, [expand_right(flag, shape) for flag in found.values()])
 
 
 def state_keys(
@@ -166,7 +165,7 @@ class _Steps(NamedTuple):
         flags = [flag.unsqueeze(-1).flatten(n_dims).any(-1) for flag in flags]
         gone, init = tensordict.get(done_key, None), tensordict.get("is_init", None)
         done, ids = flat(ends), tensordict.get(TRAJECTORY_KEY, None)
-        agents = torch.arange(len(done), device=done.device) // max(n_places, 1)
+        agents = torch.arange(len(done), device=done.device) // n_places
         return cls(
             done,
             flat(reduce(torch.logical_or, flags)),
@@ -174,7 +173,7 @@ class _Steps(NamedTuple):
             torch.ones_like(done) if mask is None else flat(mask),
             agents if ids is None else agents + n_agents * flat(ids.to(done.device)),
             agents,
-            None if init is None or not init.numel() else flat(init.bool()),
+            None if init is None else flat(init.bool()),
         )
 
 
@@ -213,14 +212,14 @@ class Trajectories(Float64State):
         """
         batch_size, n_dims = tensordict.batch_size, tensordict.batch_dims
         shape, keys = values.shape, state_keys(tensordict, observed)
+        if not values.numel():
+            empty = values.new_zeros(0, shape[-1] + 1).double()
+            return TrajectorySums(values.double(), empty, self.ids[:0], dict(self.named_buffers()))
         whole = self._add_whole(tensordict, values, mask, done_key, keys, check_order)
         if whole is not None:
             return whole
         n_places, n_steps = batch_size.numel(), batch_size[-1]
         steps = _Steps.read(tensordict, torch.Size((*shape[:-1], 1)), mask, done_key)
-        if not len(steps.done):
-            empty = values.new_zeros(0, shape[-1] + 1).double()
-            return TrajectorySums(values.double(), empty, steps.ids, dict(self.named_buffers()))
         numbered, init = tensordict.get(TRAJECTORY_KEY, None) is not None, steps.init
         self.to(steps.done.device)
         place = torch.arange(len(steps.done), device=steps.done.device)
@@ -301,10 +300,8 @@ class Trajectories(Float64State):
     ) -> TrajectorySums | None:
         """`add`, in a third of its time, where rows are whole trajectories; None elsewhere."""
         batch_size, n_steps = tensordict.batch_size, tensordict.batch_size[-1]
-        step, ids = (
-            cast(TensorDictBase, tensordict.get("next")),
-            tensordict.get(TRAJECTORY_KEY, None),
-        )
+        step = cast(TensorDictBase, tensordict.get("next"))
+        ids = tensordict.get(TRAJECTORY_KEY, None)
         flags = [key for key in step.keys(True, True) if as_tuple(key)[-1] == "done"]
         if values.shape[:-1] != batch_size or flags != [done_key] or "is_init" in tensordict.keys():
             return None
@@ -320,18 +317,14 @@ class Trajectories(Float64State):
         totals = torch.where(counts.unsqueeze(-1), values, 0.0).cumsum(1)
         if ids is not None:
             ids = ids.reshape(-1, n_steps)
-            other = (
-                (ids != ids[:, :1]).any()
-                | (self.ids < 0).any()
-                | torch.isin(ids[:, 0], self.ids).any()
-            )
+            known = (self.ids < 0).any() | torch.isin(ids[:, 0], self.ids).any()
+            other = known | (ids != ids[:, :1]).any()
             if other or mask is not None or not _is_first(ids[:, 0]).all():
                 return None
             ends = torch.arange(1, len(ids) + 1, device=ids.device) * n_steps - 1
             left = _states(step, keys, len(batch_size), ends)
-            opened = self._table(
-                [], ids[:, 0], values.new_zeros(len(ids), values.shape[-1] + 2), left
-            )
+            sums = values.new_zeros(len(ids), values.shape[-1] + 2)
+            opened = self._table([], ids[:, 0], sums, left)
         if check_order:
             may_differ = ~counts.reshape(batch_size)[..., 1:]
             require_order(tensordict, keys, may_differ, _SHUFFLED)

@@ -174,8 +174,7 @@ class Enumeration:
         `coeff` may be that of a controller, which is read now.
         """
         optimum = self.optimum(coeff)
-        coeff = optimum.coeff
-        own = self._values(self._model_log_probs(policy, "policy"), coeff, "policy")
+        own = self._values(self._model_log_probs(policy, "policy"), optimum.coeff, "policy")
         return ExactValues(**vars(own), optimum=optimum, reference_reward=self.reference_reward)
 
     def optimum(self, coeff: float | Tensor) -> PolicyValues:

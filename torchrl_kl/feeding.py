@@ -14,7 +14,7 @@ from torchrl_kl import batches
 from torchrl_kl.batches import Trajectories, TrajectorySums, expand_right
 from torchrl_kl.controllers import KLController, KLStatistics, TargetKLController, is_constant
 
-_ENV_TRAJECTORIES, _ENV_STEPS = 16, 256  # an update in an env waits for so many by default
+_IN_ENV = {"trajectory": 16, "step": 256}  # an update in an env waits for so many by default
 _PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before the user is warned
 
 
@@ -70,7 +70,7 @@ class ControllerFeed(nn.Module):
         rewards = log_ratios = None
         if plans and not by_trajectory:
             # The KL of a batch that a controller plans from says nothing about what it plans.
-            steps = None
+            steps = measured.new_zeros(0)
             rewards = cast(Tensor, reward)[counts].flatten()
             log_ratios = cast(Tensor, log_ratio)[counts].flatten()
         if batches.find_time_dim(tensordict, time_dim) is None:
@@ -78,8 +78,7 @@ class ControllerFeed(nn.Module):
                 raise RuntimeError(_NO_TIME.format(tuple(tensordict.batch_size)))
             return Reading(None, steps, rewards, log_ratios)
         zeros = torch.zeros_like(measured)
-        columns = [measured, zeros if log_ratio is None else log_ratio]
-        columns.append(zeros if reward is None else reward)
+        columns = [zeros if each is None else each for each in (measured, log_ratio, reward)]
         sums = (self.trajectories if trace else Trajectories()).add(
             tensordict,
             torch.cat([column.detach().double() for column in columns], -1),
@@ -96,7 +95,7 @@ class ControllerFeed(nn.Module):
             return Reading(running, sums.finished[:, 0] if moves else None, opened=opened)
         _, log_ratios, rewards, _ = sums.finished.unbind(-1)
         groups = _groups(tensordict, sums, observed)
-        return Reading(running, None, rewards, log_ratios, groups, opened)
+        return Reading(running, rewards[:0], rewards, log_ratios, groups, opened)
 
     def plan(self, controller: KLController, reading: Reading) -> None:
         """Lets a controller plan its coefficient from what has finished; it may raise."""
@@ -126,8 +125,6 @@ class ControllerFeed(nn.Module):
         """Updates a controller with a batch, and keeps what is open after it."""
         if reading.values is not None:
             self.pool(controller, reading.values)
-        elif reading.rewards is not None:
-            self._count_idle(controller, "batches")
         if reading.opened is not None:
             self.trajectories.keep(reading.opened)
 
@@ -150,11 +147,7 @@ class ControllerFeed(nn.Module):
 
     def needed(self, controller: KLController, in_env: bool) -> int:
         """How many values an update waits for."""
-        if self.update_every is not None:
-            return self.update_every
-        if in_env:
-            return _ENV_STEPS if controller.per == "step" else _ENV_TRAJECTORIES
-        return 1
+        return self.update_every or (_IN_ENV[controller.per] if in_env else 1)
 
     def _count_idle(self, controller: KLController, what: str) -> None:
         """Warns once where updates fail to come."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -188,11 +189,9 @@ class LogProbKeys:
         self.key = self.keys[0] if len(self.keys) == 1 else self.keys
         self.name = self.keys[0] if len(self.keys) == 1 else " + ".join(map(str, self.keys))
         # The KL is the sum over the parts: it belongs to the nested tensordict that holds them all.
-        first, *others = (as_tuple(one)[:-1] for one in self.keys)
-        depth = len(first)
-        while any(path[:depth] != first[:depth] for path in others):
-            depth -= 1
-        self.branch = first[:depth]
+        paths = [as_tuple(one)[:-1] for one in self.keys]
+        shared = takewhile(lambda names: len({*names}) == 1, zip(*paths, strict=False))
+        self.branch = tuple(name for name, *_ in shared)
 
     def sibling(self, name: str) -> NestedKey:
         """The key called `name` in the nested tensordict that holds all of them."""

@@ -74,17 +74,16 @@ class KLMonitor:
     - "coeff_at_max", "coeff_at_min": the coefficient is at a bound of the controller.
     - "kl_not_finite": some steps have an infinite or NaN KL. They are left out of all means.
     - "negative_noise": the mean k1 is negative, as a sample mean near the reference can be.
-    - "sampler_disagrees": the recorded log-probs are not the actor's, or the mean k1 is too
-      negative for chance: a sum of k1 below -a has a probability of at most exp(-a).
+    - "sampler_disagrees": the recorded log-probs are not the actor's, or k1 is beyond chance.
 
     An episode ends when its condition did not hold in `window` batches in a row. With `actor`,
     log-probs are recomputed in the first batch of each `window`, and in each one with a negative
     mean k1; they may differ by 1e-3 nats, or 0.05 in half precision. A batch of TorchRL's LLM API
     is read by `as_steps`. State: `state_dict`, plain numbers and tensors.
 
-    You may rely on: on actions of the policy whose log-probs are recorded, a batch is beyond chance
-    with a probability of at most 1e-6. You may not rely on it to notice actions that were drawn
-    from another distribution as long as the mean k1 is positive.
+    You may rely on: on actions of the policy whose log-probs are recorded, the mean k1 of a batch
+    is so negative with a probability of at most 1e-6. You may not rely on it to notice actions that
+    were drawn from another distribution as long as the mean k1 is positive.
 
     Keys:
         reads ("next", keys.kl), and ("next", keys.kl_estimate) for the target if it is there; done
@@ -155,9 +154,8 @@ class KLMonitor:
         fix = "run the stack before the monitor, or name the entry with `KLKeys(kl=...)`."
         step = cast(TensorDictBase, get_required(batch, "next", fix))
         k1 = get_required(step, self.keys.kl, fix).detach()  # (*B, *A, 1)
-        mask = batch.get(MASK_KEY, None)
         every = torch.ones_like(k1, dtype=torch.bool)
-        counted = every if mask is None else expand_right(mask, k1.shape)
+        counted = expand_right(batch.get(MASK_KEY, every), k1.shape)
         k1 = k1.double()[counted]  # (N,)
         k1_sum = k1.nan_to_num(math.inf, math.inf).sum().item()
         k1_sums = [*self._state.k1_sums, k1_sum][-self.window :]
@@ -190,8 +188,7 @@ class KLMonitor:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where another monitor was; KeyError if the state is not that of a KLMonitor."""
-        missing = sorted(set(self.state_dict()) - set(state_dict))
-        if missing:
+        if missing := sorted(set(self.state_dict()) - set(state_dict)):
             raise KeyError(f"`state_dict` lacks {missing}, got {sorted(state_dict)}.")
         state = copy.deepcopy(dict(state_dict))
         self._trajectories.load_state_dict(state.pop("trajectories"))

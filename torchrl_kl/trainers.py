@@ -68,12 +68,6 @@ class KLControlHook(TrainerHookBase):
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Penalizes a batch and moves the controller; returns a shallow copy."""
-        # An advantage that exists will not be computed again, whatever the reward becomes.
-        if "advantage" in batch.keys():
-            raise RuntimeError(
-                "the batch has an 'advantage' already, computed from rewards without the penalty: "
-                "register KLControlHook before what computes it, or leave that to PPOTrainer."
-            )
         return self.stack(batch)
 
     def log_batch(self, batch: TensorDictBase | None) -> dict[str, Any]:

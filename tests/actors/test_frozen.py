@@ -223,7 +223,7 @@ def other_policies() -> dict[str, tuple[Any, float, type[Exception], str]]:
     policy = moved(make_actor())
     got = r"got '{}' of shape {}, where the reference has {}: pass the policy"
     rows: dict[str, tuple[Any, Any, type[Exception], str]] = {
-        "state": (policy.state_dict(), 1.0, TypeError, "must be a module, got OrderedDict: pass"),
+        "state": (policy.state_dict(), 1.0, TypeError, "must be the policy, a module, got Ord"),
         "wide": (wide, 0.5, ValueError, got.format("module.*bias", r"\(7,\)", r"\(4,\)")),
         "wrapped": (nn.Sequential(policy), 1.0, ValueError, got.format("0.*", r"\(4,\)", "None")),
         "diverged": (diverged, 1.0, ValueError, "NaN in 'module.*bias': the policy has diverged"),

@@ -370,7 +370,7 @@ class TestHelpers:
             assert controller.coeff.item() == number
         controller = Switch(0.1, per="step")
         assert as_controller(controller) is controller
-        for other in ("0.1", None, True, [0.1]):
+        for other in ("0.1", None, True, [0.1], torch.tensor(0.1), Switch):
             message = (
                 f"^`controller` must be a KLController or a number, got {type(other).__name__}"
             )
@@ -402,7 +402,7 @@ def test_what_a_rule_gives_is_checked(gives):
         assert type(value := controller.update(1.0, 1)) is float
         assert value == 0.5
         return
-    with pytest.raises(ValueError, match=rf"`Rule.next_coeff` must return .*, got {gives}"):
+    with pytest.raises(ValueError, match=rf"`Rule.next_coeff` must be .*, got {gives}"):
         controller.update(1.0, 1)
     assert controller.coeff.item() == 0.1
 

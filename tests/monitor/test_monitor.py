@@ -222,17 +222,6 @@ class TestSamples:
         assert found[0].figures == {"steps": 1, "count": 3}
         assert monitor.state_dict()["pools"] == [[2, 1.0, 0.5]]
 
-    def test_the_bound_by_enumeration(self):
-        """P(sum of k1 <= -a) <= exp(-a) on the policy's own actions."""
-        policy = Categorical(logits=torch.tensor([0.3, -1.0, 0.9]).double())
-        reference = Categorical(logits=torch.tensor([-2.0, 1.0, 0.0]).double())
-        grid = torch.cartesian_prod(*[torch.arange(3)] * 6)
-        probability = policy.log_prob(grid).sum(-1).exp()
-        total = (policy.log_prob(grid) - reference.log_prob(grid)).sum(-1)
-        for a in (0.5, 1.0, 2.0, 3.0):
-            chance = probability[total <= -a].sum()
-            assert 0 < chance <= math.exp(-a)
-
     def test_at_the_target_only_noise_is_ever_reported(self):
         """300 batches of 64 steps at a KL of 0.001: only negative means."""
         reference = Categorical(logits=torch.tensor([0.4, 0.0, -0.3, 0.2]).double())

@@ -233,12 +233,14 @@ def test_exact_is_the_sum_over_the_parts(name):
         ([("agents", "pick"), ("agents", "move")], ("agents",), (5, 3)),
         ([("agents", "pick"), "root"], (), (5,)),
         ([("agents", "deep", "far"), ("agents", "move")], ("agents",), (5, 3)),
+        ([("agents", "deep", "far"), ("agents", "wide", "far")], ("agents",), (5, 3)),
     ],
-    ids=["one branch", "the root and a branch", "a branch and one inside"],
+    ids=["one branch", "the root and a branch", "a branch and one inside", "two inside"],
 )
 def test_parts_in_several_branches_are_added_where_all_of_them_are_held(keys, branch, shape):
     agents = TensorDict(pick=torch.randn(5, 3), move=torch.randn(5, 3, 2), batch_size=(5, 3))
     agents["deep"] = TensorDict(far=torch.randn(5, 3, 4, 2), batch_size=(5, 3, 4))
+    agents["wide"] = agents["deep"].clone()
     batch = TensorDict(agents=agents, root=torch.randn(5, 2), batch_size=5)
     ref_log_prob = torch.randn(shape)
     batch["next"] = TensorDict(agents=TensorDict(batch_size=(5, 3)), batch_size=5)

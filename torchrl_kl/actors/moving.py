@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -44,22 +41,19 @@ class MasterWeights(Float64State):
             if master is not value:
                 value.copy_(master)
 
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
+    def _load_from_state_dict(self, state_dict, prefix, *args):
         # The buffers are those that the state has: `__init__` makes none, the first average does.
         self._buffers.clear()
         for key, value in state_dict.items():
             if key.startswith(prefix):
                 self.register_buffer(key.removeprefix(prefix), torch.empty_like(value))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[arg-type]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def entries_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, including those that are not in `state_dict`."""
     if not isinstance(module, nn.Module):
-        name = type(module).__name__
-        raise TypeError(f"`source` must be a module, got {name}: pass the policy itself.")
+        raise TypeError(f"`source` must be the policy, a module, got {type(module).__name__}.")
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 

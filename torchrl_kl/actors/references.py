@@ -32,14 +32,12 @@ class SwitchedActor(FrozenActor):
         chunk_size: int | None = None,
     ):
         # In another process it is a copy, which serves as well: the base model does not change.
-        policy = cast(ProbabilisticTensorDictSequential, actor)
-        self._borrowed = Borrowed((policy, switch))
+        self._borrowed = Borrowed((cast(ProbabilisticTensorDictSequential, actor), switch))
         super().__init__(actor, log_prob_key=log_prob_key, chunk_size=chunk_size)
 
     def _hold(self, actor: nn.Module) -> None:
         """Takes no copy."""
 
-    # A property: as a submodule the policy would be moved and put into eval mode with the env.
     @property
     def actor(self) -> ProbabilisticTensorDictSequential:  # type: ignore[override]
         """The policy with its adapters on; it is the reference within `scoring`."""
@@ -84,22 +82,21 @@ def as_reference(
                 "`KLKeys.log_prob` must be that of the FrozenActor, "
                 f"{reference.log_prob_key!r}, got {log_prob_key!r}."
             )
-        reference.read_for(actor)
-        return reference
-    if reference is None or isinstance(reference, nn.Module):
-        # Of another actor the weights; the actions and log-probs are those of `actor`.
+    elif reference is None or isinstance(reference, nn.Module):
         check_actor(actor)
-        copied = FrozenActor(
+        reference = FrozenActor(
             actor if reference is None else reference,
             log_prob_key=log_prob_key or find_log_prob_keys(actor),
             chunk_size=chunk_size,
         )
-        copied.read_for(actor)
-        return copied
-    if isinstance(reference, AbstractContextManager) or not callable(reference):
+    elif isinstance(reference, AbstractContextManager) or not callable(reference):
         raise TypeError(
             "`reference` must be an actor or a callable that returns a context manager, got "
             f"{type(reference).__name__}: pass `model.disable_adapter`, not "
             "`model.disable_adapter()`, which could be entered only once."
         )
-    return SwitchedActor(actor, reference, log_prob_key=log_prob_key, chunk_size=chunk_size)
+    else:
+        return SwitchedActor(actor, reference, log_prob_key=log_prob_key, chunk_size=chunk_size)
+    # Of another actor the weights; the actions and log-probs are those of `actor`.
+    reference.read_for(actor)
+    return reference

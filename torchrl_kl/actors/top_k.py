@@ -70,12 +70,10 @@ class TopKActor(ProbabilisticTensorDictSequential):
         modules: Any = actor.module
         named = isinstance(modules, nn.ModuleDict)  # by names that are in `state_dict`
         parts: Any = [OrderedDict(modules.items())] if named else modules
-        tolerant, composite = actor.partial_tolerant, actor.return_composite
-        super().__init__(*parts, partial_tolerant=tolerant, return_composite=composite)
+        options = {name: getattr(actor, name) for name in ("partial_tolerant", "return_composite")}
+        super().__init__(*parts, **options)
         # With all its out_keys; unregistered, or its weights would be in `state_dict` twice.
-        self.__dict__["_whole"] = ProbabilisticTensorDictSequential(
-            *parts, partial_tolerant=tolerant, return_composite=composite
-        )
+        self.__dict__["_whole"] = ProbabilisticTensorDictSequential(*parts, **options)
         self.k = k
         self.top_k_key = unravel_key(top_k_key or sibling(log_prob_key, "top_k"))
         self._record_keys = [(*as_tuple(self.top_k_key), name) for name in RECORDED]

@@ -1,7 +1,7 @@
 """Measured KL in, coefficient out: rules, the statistics they are fed, planning for a budget."""
 
-from torchrl_kl.controllers.base import KLController, Per, TargetKLController
-from torchrl_kl.controllers.plan import RewardPlan, coeff_for_budget
+from torchrl_kl.controllers.base import KLController, TargetKLController
+from torchrl_kl.controllers.plan import coeff_for_budget
 from torchrl_kl.controllers.rules import (
     AdaptiveKLController,
     ConstantKLController,
@@ -20,9 +20,7 @@ __all__ = [
     "KLController",
     "KLStatistics",
     "PIDKLController",
-    "Per",
     "PlannedKLController",
-    "RewardPlan",
     "TargetKLController",
     "as_controller",
     "coeff_for_budget",

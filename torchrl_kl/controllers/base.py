@@ -131,11 +131,7 @@ class KLController(Float64State, ABC):
         if n_steps < 1:
             raise ValueError(f"`n_steps` must be at least 1, got {n_steps}.")
         value = float(self.next_coeff(float(kl), n_steps))
-        if not (value >= 0 and math.isfinite(value)):
-            raise ValueError(
-                f"`{type(self).__name__}.next_coeff` must return a finite number of at least 0, "
-                f"got {value}. The coefficient stays {self.coeff.item():.6g}."
-            )
+        check_number(f"{type(self).__name__}.next_coeff", value, at_least=0.0)
         self.coeff.fill_(value)
         return value
 

@@ -46,8 +46,7 @@ def masked_mean(
     """
     total = _sum_counted(values, mask, dim)
     number = (torch.ones_like(values) if mask is None else mask).sum(dim, dtype=torch.long)
-    empty = int((number == 0).sum())
-    if empty > 0:
+    if empty := int((number == 0).sum()):
         raise ValueError(
             f"`mask` must be True somewhere in each mean, got {empty} of {number.numel()} means "
             f"over `values` of shape {tuple(values.shape)} with nothing that counts: leave such "

@@ -185,8 +185,7 @@ class GPT(nn.Module):
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        layout = torch.contiguous_format
-        weights = {name: w.clone(memory_format=layout) for name, w in self.state_dict().items()}
+        weights = {name: w.contiguous().clone() for name, w in self.state_dict().items()}
         config = json.dumps({"class": type(self).__name__, **self.config})
         unfinished = folder / f"{_FILE}.unfinished"
         try:
@@ -195,9 +194,8 @@ class GPT(nn.Module):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, folder / _FILE)
-        except BaseException:
+        finally:
             unfinished.unlink(missing_ok=True)
-            raise
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> GPT:
@@ -207,10 +205,7 @@ class GPT(nn.Module):
         """
         path = Path(folder) / _FILE
         if not path.is_file():
-            raise FileNotFoundError(
-                f"`folder` must contain {_FILE}, but {path} does not exist: give a folder written "
-                "by `save_pretrained`."
-            )
+            raise FileNotFoundError(f"`folder` must contain {_FILE}, but {path} does not exist.")
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}

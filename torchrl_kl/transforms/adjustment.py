@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 from torchrl.data import Composite
 
-from torchrl_kl.batches import expand_right
 from torchrl_kl.controllers import KLController
-from torchrl_kl.keys import KLKeys, as_keys, get_required
-from torchrl_kl.transforms.base import open_batch, require_spec
-from torchrl_kl.transforms.estimates import KLStep
+from torchrl_kl.keys import KLKeys, as_keys
+from torchrl_kl.transforms.base import require_spec
 from torchrl_kl.transforms.penalty import NO_KL, PenaltyTransform
 from torchrl_kl.transforms.steps import counted_steps, stepped, without_random
 
@@ -84,30 +80,15 @@ class RewardAdjustmentTransform(PenaltyTransform):
         )
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        step = self._step_of(next_tensordict, stepped(tensordict))
+        step = self.read_step(next_tensordict, stepped(tensordict))
         self.adjust_env_step(tensordict, next_tensordict, step)
         return next_tensordict
 
-    def _process(self, tensordict: TensorDictBase, *, moves: bool) -> TensorDictBase:
-        """Penalizes a batch (*B)."""
-        self.refuse_wrong_order()
-        tensordict, fake = open_batch(tensordict)
-        following = tensordict.get("next")
+    def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
+        following = batch.get("next")
         self.refuse_penalized(following, "the batch")
-        mask = without_random(following, self.keys, counted_steps(tensordict, fake))
-        step = self._step_of(following, mask)
-        self.adjust_batch(tensordict, step, moves=moves and not fake)
-        return tensordict
-
-    def _step_of(self, next_tensordict: TensorDictBase, mask: Tensor | None) -> KLStep:
-        kl = get_required(next_tensordict, self.keys.kl, NO_KL)
-        estimate = next_tensordict.get(self.keys.kl_estimate, None)
-        if mask is not None:
-            # From (*B) to the shape of the KL, (*B, *A, 1).
-            covered = expand_right(mask, kl.shape)
-            kl = torch.where(covered, kl, 0.0)
-            estimate = None if estimate is None else torch.where(covered, estimate, 0.0)
-        return KLStep(None, None, mask, kl=kl, estimate=estimate)
+        mask = without_random(following, self.keys, counted_steps(batch, fake))
+        self.adjust_batch(batch, self.read_step(following, mask), moves=moves)
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Adds the running sum to the state spec."""

@@ -93,8 +93,15 @@ class KLTransform(Transform):
         return self
 
     @abstractmethod
+    def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
+        """Processes a shallow copy of a batch (*B) in place; `fake`: all of its data are zeros."""
+
     def _process(self, tensordict: TensorDictBase, *, moves: bool) -> TensorDictBase:
         """A processed shallow copy of a batch (*B), which `moves` the controller or not."""
+        refuse_wrong_order(self, KLTransform)
+        batch, fake = open_batch(tensordict)
+        self._process_copy(batch, fake=fake, moves=moves and not fake)
+        return batch
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Processes a batch (*B) that has "next"; returns a shallow copy."""
@@ -123,19 +130,15 @@ class KLTransform(Transform):
             if value is not None:
                 # The mask lies next to the entry, or at the root for all agents.
                 reset = tensordict.get(sibling(key, "_reset"), tensordict.get("_reset", None))
-                reset = expand_right(reset, value.shape)
-                tensordict_reset.set(key, torch.where(reset, torch.zeros_like(value), value))
+                zeroed = value.masked_fill(expand_right(reset, value.shape), 0)
+                tensordict_reset.set(key, zeroed)
         return tensordict_reset
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """Refuses an env in which later transforms undo this one."""
         # Here and not in `__init__` alone: transforms can be appended at any time.
-        self.refuse_wrong_order()
-        return super().transform_output_spec(output_spec)
-
-    def refuse_wrong_order(self) -> None:
-        """RuntimeError if a transform after this one undoes its work."""
         refuse_wrong_order(self, KLTransform)
+        return super().transform_output_spec(output_spec)
 
     def drop_record(self, tensordict: TensorDictBase) -> None:
         """Drops from a measured batch what the policy recorded for this estimate alone."""
@@ -146,8 +149,7 @@ class KLTransform(Transform):
 
     def claim(self, spec: Composite, keys: Iterable[NestedKey]) -> None:
         """RuntimeError if the env already has one of the keys that this transform declares."""
-        taken = [key for key in keys if key in spec.keys(True, True)]
-        if taken:
+        if taken := [key for key in keys if key in spec.keys(True, True)]:
             raise RuntimeError(
                 f"{type(self).__name__} would overwrite {taken}, which the env has already: give "
                 'this transform other keys, such as `keys=KLKeys.named("second")`, and a recurrent '
@@ -208,9 +210,7 @@ def check_batch(batch: TensorDictBase) -> None:
         got = type(batch).__name__
         raise TypeError(f"the batch must be a TensorDict, got {got}: pass what a collector gives.")
     if isinstance(batch, LazyStackedTensorDict) and not batch.tensordicts:
-        raise ValueError(
-            "the batch must have entries, got a lazy stack of no elements, which has none: skip it."
-        )
+        raise ValueError("the batch must have entries, got a lazy stack of no elements: skip it.")
 
 
 def _is_fake(tensordict: TensorDictBase) -> bool:

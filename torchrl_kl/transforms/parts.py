@@ -13,7 +13,7 @@ from torchrl_kl.actors.reading import require_recording
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import expand_right
 from torchrl_kl.keys import KLKeys, as_keys, get_required
-from torchrl_kl.transforms.base import KLTransform, add_spec, open_batch, require_spec
+from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate, require_one_kind
 from torchrl_kl.transforms.steps import (
     ScoringTransform,
@@ -91,19 +91,15 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         self._write(next_tensordict, self._take_score(tensordict, next_tensordict))
         return next_tensordict
 
-    def _process(self, tensordict: TensorDictBase, *, moves: bool) -> TensorDictBase:
-        """Scores a batch (*B)."""
-        self.refuse_wrong_order()
-        tensordict, fake = open_batch(tensordict)
-        step = self.score_batch(tensordict, fake)
-        following, counted = tensordict.get("next"), counted_steps(tensordict, fake)
+    def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
+        step = self.score_batch(batch, fake)
+        following, counted = batch.get("next"), counted_steps(batch, fake)
         self._write(following, step)
         if step.mask is not None and (counted is None or not step.mask.equal(counted)):
             # Steps of a random policy.
             not_drawn = ~step.mask if counted is None else counted & ~step.mask
             shape = (*cast(Tensor, step.log_prob).shape, 1)
             following.set(self.keys.not_drawn, expand_right(not_drawn, shape).contiguous())
-        return tensordict
 
     def _write(self, next_tensordict: TensorDictBase, step: KLStep) -> None:
         # `ref_log_prob` (*B, *A), and for KLDivergenceTransform the reference's parameters.
@@ -183,15 +179,11 @@ class KLDivergenceTransform(KLTransform):
         self._measure(tensordict, next_tensordict, log_prob, mask)
         return next_tensordict
 
-    def _process(self, tensordict: TensorDictBase, *, moves: bool) -> TensorDictBase:
-        """Measures a batch (*B)."""
-        self.refuse_wrong_order()
-        tensordict, fake = open_batch(tensordict)
-        following = tensordict.get("next")
-        log_prob, mask = self.keys.recorded.require(tensordict), counted_steps(tensordict, fake)
-        self._measure(tensordict, following, log_prob, without_random(following, self.keys, mask))
-        self.drop_record(tensordict)
-        return tensordict
+    def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
+        following, log_prob = batch.get("next"), self.keys.recorded.require(batch)
+        mask = without_random(following, self.keys, counted_steps(batch, fake))
+        self._measure(batch, following, log_prob, mask)
+        self.drop_record(batch)
 
     def _measure(
         self,

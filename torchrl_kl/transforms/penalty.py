@@ -100,15 +100,12 @@ class PenaltyTransform(KLTransform):
             self.keys.ref_log_prob: step.ref_log_prob,
             self.keys.kl: kl,
             self.keys.kl_estimate: step.estimate,
-            self.keys.reward: reward,
         }
         if self.controller.coeff.item() == 0 and not self.controller.planning:
             # It only measures: an infinite KL is subtracted from nothing.
-            entries = {
-                key: value if key == self.keys.reward else _without_infinity(value)
-                for key, value in entries.items()
-            }
-        check_finite(type(self).__name__, entries, step.mask)
+            for key, value in entries.items():
+                entries[key] = None if value is None else value.masked_fill(value.isinf(), 0.0)
+        check_finite(type(self).__name__, entries | {self.keys.reward: reward}, step.mask)
 
     def _penalize(self, next_tensordict: TensorDictBase, step: KLStep, reward: Tensor) -> None:
         # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1).
@@ -133,43 +130,30 @@ class PenaltyTransform(KLTransform):
         measured = step.measured.detach().to(working_dtype(step.measured.dtype))
         episode_kl = get_required(tensordict, self.keys.episode_kl, _NO_SUM) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
+        sums = torch.cat([reward.to(measured), cast(Tensor, step.kl).to(measured)], -1).detach()
         if self._plans:
-            kl = cast(Tensor, step.kl).to(measured)
-            sums = torch.cat([reward.to(measured), kl], -1)
-            before = get_required(tensordict, self.keys.episode_sums, _NO_SUM)
-            next_tensordict.set(self.keys.episode_sums, before + sums.detach())
+            sums += get_required(tensordict, self.keys.episode_sums, _NO_SUM)  # (*B, *A, 2)
+            next_tensordict.set(self.keys.episode_sums, sums)
         if self.frozen:
             return
         by_step = self.controller.per == "step"
-        taken = None if by_step else self._find_ended(tensordict, next_tensordict, measured.shape)
-        if taken is not None and not taken.any():  # as in most steps
+        taken = torch.ones_like(measured, dtype=torch.bool)
+        if not by_step:
+            # An agent that left while others go on was counted when it left.
+            before = expand_right(tensordict.get(self.keys.done, ~taken), measured.shape)
+            taken = find_ends(next_tensordict, self.keys.done, measured.shape) & ~before
+        if not taken.any():  # as in most steps
             self.feed.pool(self.controller, measured.new_zeros(0), in_env=True)
             return
         counts = without_random(next_tensordict, self.keys, step.mask)
         if counts is not None:
-            counts = expand_right(counts, measured.shape)
-            taken = counts if taken is None else taken & counts
-        taken = torch.ones_like(measured, dtype=torch.bool) if taken is None else taken
+            taken = taken & expand_right(counts, measured.shape)
         values = (measured if by_step else episode_kl)[taken]
         if self.controller.planning:
-            sums = torch.cat([reward.to(measured), cast(Tensor, step.kl).to(measured)], -1)
-            if not by_step:
-                sums = next_tensordict.get(self.keys.episode_sums)  # (*B, *A, 2)
             rewards, log_ratios = sums[taken.squeeze(-1)].double().unbind(-1)
             self.feed.plan_from(self.controller, rewards, log_ratios=log_ratios)
             values = values[:0]  # says nothing about what is planned
         self.feed.pool(self.controller, values, in_env=True)
-
-    def _find_ended(
-        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, shape: torch.Size
-    ) -> Tensor:
-        """Which trajectories end with this step, of `shape`."""
-        ended = find_ends(next_tensordict, self.keys.done, shape)
-        before = tensordict.get(self.keys.done, None)
-        # An agent that left while others go on was counted when it left.
-        if before is None or not ended.any():
-            return ended
-        return ended & ~expand_right(before, shape)
 
     def adjust_batch(self, tensordict: TensorDictBase, step: KLStep, *, moves: bool) -> None:
         """Penalizes a batch (a copy), adds up its trajectories, and feeds the controller."""
@@ -192,13 +176,21 @@ class PenaltyTransform(KLTransform):
     def observe(self, tensordict: TensorDictBase) -> None:
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
         next_tensordict = tensordict.get("next")
-        kl = get_required(next_tensordict, self.keys.kl, NO_KL)
-        estimate = next_tensordict.get(self.keys.kl_estimate, None)
-        step = KLStep(None, None, tensordict.get(MASK_KEY, None), kl=kl, estimate=estimate)
+        step = self.read_step(next_tensordict, tensordict.get(MASK_KEY, None))
         reward = get_required(next_tensordict, self.keys.task_reward, _NO_REWARD)
         reading = self._read(tensordict, step, reward, True)
         self.feed.plan(self.controller, reading)
         self.feed.learn(self.controller, reading)
+
+    def read_step(self, next_tensordict: TensorDictBase, mask: Tensor | None) -> KLStep:
+        """The KL and the estimate that were measured, 0 outside the mask (*B)."""
+        kl = get_required(next_tensordict, self.keys.kl, NO_KL)  # (*B, *A, 1)
+        estimate = next_tensordict.get(self.keys.kl_estimate, None)
+        if mask is not None:
+            covered = expand_right(mask, kl.shape)
+            kl = torch.where(covered, kl, 0.0)
+            estimate = None if estimate is None else torch.where(covered, estimate, 0.0)
+        return KLStep(None, None, mask, kl=kl, estimate=estimate)
 
     def _read(
         self, tensordict: TensorDictBase, step: KLStep, reward: Tensor, moves: bool
@@ -228,8 +220,7 @@ class PenaltyTransform(KLTransform):
         signs = {self.keys.kl_coeff}
         if self.keys.penalized != self.keys.reward:  # which must not be penalized either
             signs.add(sibling(self.keys.reward, "kl_coeff"))
-        found = signs & set(entries.keys(True, True))
-        if found:
+        if found := signs & set(entries.keys(True, True)):
             raise RuntimeError(
                 f"{where} has {min(map(str, found))!r}: {self.keys.reward!r} was penalized for its "
                 "KL before, and a second penalty would count it twice. Use one stack; for a second "
@@ -271,10 +262,6 @@ class PenaltyTransform(KLTransform):
             leaf = reward_spec[self.keys.penalized]
             add_spec(reward_spec, self.keys.penalized, leaf.shape, leaf.dtype, reward_spec.shape)
         return reward_spec
-
-
-def _without_infinity(value: Tensor | None) -> Tensor | None:
-    return None if value is None else torch.where(value.isinf(), 0.0, value)
 
 
 NO_KL = "put KLDivergenceTransform before this transform, or name its entry with `KLKeys(kl=...)`."

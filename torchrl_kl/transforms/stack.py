@@ -13,7 +13,7 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.functional.numbers import check_number
 from torchrl_kl.keys import KLKeys, as_keys, as_tuple
-from torchrl_kl.transforms.base import add_spec, open_batch
+from torchrl_kl.transforms.base import add_spec
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.steps import ScoringTransform, measure
@@ -113,16 +113,13 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         self._write(next_tensordict, step)
         return next_tensordict
 
-    def _process(self, tensordict: TensorDictBase, *, moves: bool) -> TensorDictBase:
-        self.refuse_wrong_order()
-        tensordict, fake = open_batch(tensordict)
-        self.refuse_penalized(tensordict.get("next"), "the batch")
-        step = self.score_batch(tensordict, fake)
-        step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
-        self.adjust_batch(tensordict, step, moves=moves and not fake)
-        self._write(tensordict.get("next"), step)
-        self.drop_record(tensordict)
-        return tensordict
+    def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
+        self.refuse_penalized(batch.get("next"), "the batch")
+        step = self.score_batch(batch, fake)
+        step = measure(step, batch, self.estimate, sum_agents=self.sum_agents)
+        self.adjust_batch(batch, step, moves=moves)
+        self._write(batch.get("next"), step)
+        self.drop_record(batch)
 
     def _write(self, next_tensordict: TensorDictBase, step: KLStep) -> None:
         # (*B, *A), then twice (*B, *A, 1), or (*B, 1) where agents are summed.
