@@ -34,7 +34,8 @@ class KLControlHook(TrainerHookBase):
         stack: penalizes the rewards; it must not be in an env or the collector's `postproc` too.
 
     Raises:
-        RuntimeError: in training, if rewards were penalized or advantages computed before it.
+        RuntimeError: in training, if rewards were penalized or advantages computed before it, unless
+            the coefficient is 0.
 
     Example:
         >>> from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform, KLControlHook

@@ -217,8 +217,8 @@ class TargetKLController(KLController):
 
         Raises:
             TypeError: if one of them is not a tensor of real numbers.
-            ValueError: if a number is not finite, shapes differ, `lengths` are given for a target
-                per trajectory, or the coefficient is outside the controller's bounds.
+            ValueError: if a number is not finite, shapes differ, or `lengths` are given for a
+                target per trajectory.
         """
         plan = self.plan
         if plan is None or plan.made:
@@ -233,7 +233,7 @@ class TargetKLController(KLController):
         fewest = _STEPS if self.per == "step" and lengths is None else _TRAJECTORIES
         planned = plan.solve(samples, self.target, fewest)
         if planned is not None:
-            self.coeff.fill_(self._begin(planned))
+            self.coeff.fill_(min(max(planned, self.min_coeff), self.max_coeff))
             plan.close(planned)
             return self.coeff.item()
         plan.samples = samples
@@ -242,10 +242,6 @@ class TargetKLController(KLController):
             budget = self.target * samples[:, 2].mean().item()
             self.coeff.fill_(spread / math.sqrt(2 * budget))
         return self.coeff.item()
-
-    def _begin(self, planned: float) -> float:
-        """The first coefficient for a planned one; it may raise, and changes nothing."""
-        return planned
 
     def _relative_error(self, kl: float, clip: float = 1.0) -> float:
         # Not a logarithm of the ratio: a sample mean may be negative.

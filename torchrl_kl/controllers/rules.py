@@ -117,9 +117,6 @@ class _LogKLController(TargetKLController):
                 f"{max_coeff:g}], got {coeff:g}: move the bound or start inside."
             )
 
-    def _begin(self, planned: float) -> float:
-        return min(max(planned, self.min_coeff), self.max_coeff)
-
     @abstractmethod
     def _log_change(self, error: float) -> float:
         """How far log(coeff) moves for a relative error of the KL within [-1, 1]."""
