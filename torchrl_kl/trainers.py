@@ -34,8 +34,8 @@ class KLControlHook(TrainerHookBase):
         stack: penalizes the rewards; it must not be in an env or the collector's `postproc` too.
 
     Raises:
-        RuntimeError: in training, if rewards were penalized or advantages computed before it, unless
-            the coefficient is 0.
+        RuntimeError: in training, if rewards were penalized or, unless the coefficient is 0,
+            advantages computed before it.
 
     Example:
         >>> from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform, KLControlHook
