@@ -313,24 +313,24 @@ class Trajectories(Float64State):
         if not done.equal(last) or not single.all() or (gone is not None and gone.any()):
             return None
         opened = dict(self.named_buffers())
-        values = values.detach().double().flatten(0, -3)  # (R, T, K)
-        totals = torch.where(counts.unsqueeze(-1), values, 0.0).cumsum(1)
+        began = torch.arange(len(done), device=done.device) * n_steps
+        values = values.detach().double().reshape(*done.shape, -1)  # (R, T, K)
+        counted = counts.unsqueeze(-1)
+        totals = torch.where(counted, values, 0.0).cumsum(1)
         if ids is not None:
             ids = ids.reshape(-1, n_steps)
-            known = (self.ids < 0).any() | torch.isin(ids[:, 0], self.ids).any()
-            other = known | (ids != ids[:, :1]).any()
-            if other or mask is not None or not _is_first(ids[:, 0]).all():
+            held = torch.isin(ids[:, 0], self.ids) | (self.ids < 0).any()
+            new = _is_first(ids[:, 0]) & ~held & (ids == ids[:, :1]).all(1)
+            if mask is not None or not new.all():
                 return None
-            ends = torch.arange(1, len(ids) + 1, device=ids.device) * n_steps - 1
-            left = _states(step, keys, len(batch_size), ends)
+            left = _states(step, keys, len(batch_size), began + n_steps - 1)
             sums = values.new_zeros(len(ids), values.shape[-1] + 2)
             opened = self._table([], ids[:, 0], sums, left)
         if check_order:
-            may_differ = ~counts.reshape(batch_size)[..., 1:]
-            require_order(tensordict, keys, may_differ, _SHUFFLED)
+            require_order(tensordict, keys, ~counts.reshape(batch_size)[..., 1:], _SHUFFLED)
         finished = torch.cat([totals[:, -1], counts.sum(-1, keepdim=True)], -1)
-        began = torch.arange(len(done), device=done.device) * n_steps
-        return TrajectorySums(totals.reshape(*batch_size, -1), finished, began, opened)
+        running = torch.where(counted, totals, 0.0).reshape(*batch_size, -1)
+        return TrajectorySums(running, finished, began, opened)
 
     def keep(self, opened: dict[str, Tensor]) -> None:
         """Makes what `add` has left open the state."""

@@ -191,7 +191,7 @@ axes[2].axhline(0.2, color="black", linewidth=1)
 _ = axes[2].text(len(rows) + 0.2, 0.6, "target: 0.2", ha="right")
 
 # %% [markdown]
-# With a coefficient of about 0.7 the car coasts four times as often as before, and still reaches
+# With a coefficient of about 0.6 the car coasts four times as often as before, and still reaches
 # its goal.
 #
 # ## 6. What to do in your own code

@@ -32,6 +32,21 @@ def test_a_batch_without_steps_tells_the_controller_nothing(per):
     assert controller.calls
 
 
+@pytest.mark.parametrize("n_dims", [1, 2])
+def test_rows_that_are_whole_trajectories_are_added_up_as_others_are(n_dims):
+    batch = play(WalkEnv((2,)), moved(make_actor()), 8)[:, :3].clone()
+    batch["next", "done"][:] = torch.tensor([False, True, False])[:, None]
+    batch["collector", "mask"] = torch.tensor([True, True, False]).expand(2, 3)
+    batch = batch.exclude(("collector", "traj_ids"), "done")
+    batch = batch[0] if n_dims == 1 else batch
+    batch.names = [*[None] * (n_dims - 1), "time"]
+    stack, controller = spied()
+    step = stack(batch)["next"]
+    wanted = step["kl"].cumsum(-2) * batch["collector", "mask"].unsqueeze(-1)
+    torch.testing.assert_close(step["episode_kl"], wanted)
+    assert controller.calls
+
+
 class TestTheRunningSumOfAnEnv:
     """Where a step had none it began anew, and the controller was told of the last step alone."""
 
