@@ -257,7 +257,7 @@ class PlannedKLController(TargetKLController):
 
     - A policy needs time to move: 12 updates. The error is that of x now or of x in 12 updates, at
       its mean rate over half as many, whichever is nearer to the target: `kl / target - 1` above
-      it, `log(kl / target)` below. It is 0 where x is on its way through the target.
+      it, at most 1, and `log(kl / target)` below. It is 0 where x is on its way through the target.
     - log(coeff) moves by 0.7 / 12 of the error, so that a lasting error of 1 moves it by 0.7 in the
       time in which the policy responds; and faster by a quarter with each update in which the error
       keeps its sign, up to 3 times: where chance decides most of the rewards, a plan is a hundred
@@ -271,8 +271,7 @@ class PlannedKLController(TargetKLController):
     KL where it is not steady with a constant coefficient, or where a policy takes more than twelve
     updates to respond.
 
-    State: `coeff`, `average` (of x), `last` (x), `pace`, 0-dim float64 buffers, changed in place;
-    the plan. A negative pace is that of a search for a lower coefficient.
+    State: the plan; `coeff`, `average` (of x), `last` (x), `pace`: 0-dim float64 buffers.
 
     Args:
         target, per: as in `TargetKLController`. Per step 0.01 nats is cautious and 0.2 much; per

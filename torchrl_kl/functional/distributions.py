@@ -109,7 +109,7 @@ def _with_params(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _kl(policy: Distribution, reference: Distribution) -> Tensor:
-    _check_equal("batch_shape", policy, reference, lambda dist: tuple(dist.batch_shape))
+    check_equal("batch_shape", policy, reference, lambda dist: tuple(dist.batch_shape))
     for kinds, kl in (
         (Mapping, _kl_of_composites),
         ((Categorical, OneHotCategorical), _kl_of_categoricals),
@@ -135,7 +135,7 @@ def _kl_of_categoricals(policy: Distribution, reference: Distribution) -> Tensor
             f"`policy` and `reference` must be over the same actions, got {_name(policy)} and "
             f"{_name(reference)} with different `indices`: give both the same `indices`, or a mask."
         )
-    _check_equal("number of actions", policy, reference, lambda dist: dist._param.shape[-1])
+    check_equal("number of actions", policy, reference, lambda dist: dist._param.shape[-1])
     return kl_of_logits(log_probs_of(policy), log_probs_of(reference), None)
 
 
@@ -176,7 +176,7 @@ def _log_odds(dist: Any) -> Tensor:
 
 def _kl_of_composites(policy: Any, reference: Any) -> Tensor:
     # A CompositeDistribution is a mapping of independent parts: their KLs add up.
-    _check_equal("parts", policy, reference, lambda dist: sorted(map(str, dist)))
+    check_equal("parts", policy, reference, lambda dist: sorted(map(str, dist)))
     n = len(policy.batch_shape)
     first, *others = (_kl(joint(policy[name], n), joint(reference[name], n)) for name in policy)
     return sum(others, first)
@@ -214,11 +214,12 @@ def _kl_of_transformed(policy: Any, reference: Any) -> Tensor:
 
 def _registered_kl(policy: Distribution, reference: Distribution) -> Tensor:
     # A CompositeDistribution, paired here with another kind, has no event shape.
-    _check_equal("event_shape", policy, reference, lambda d: tuple(getattr(d, "_event_shape", ())))
+    check_equal("event_shape", policy, reference, lambda d: tuple(getattr(d, "_event_shape", ())))
     return kl_divergence(policy, reference)
 
 
-def _check_equal(what: str, policy: Any, reference: Any, read: Callable[[Any], object]) -> None:
+def check_equal(what: str, policy: Any, reference: Any, read: Callable[[Any], object]) -> None:
+    """ValueError unless `read` gives the same for both."""
     got, ref_got = read(policy), read(reference)
     if got != ref_got:
         raise ValueError(

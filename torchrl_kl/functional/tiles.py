@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, OneHotCategorical
 from torch.utils.checkpoint import checkpoint
 
-from torchrl_kl.functional.distributions import kl_of_log_probs, log_probs_of
+from torchrl_kl.functional.distributions import check_equal, kl_of_log_probs, log_probs_of
 
 _LOWEST = -1e30  # for a log-probability of -inf, times a probability of 0
 
@@ -25,8 +25,8 @@ class TiledCategorical(Distribution):
     """A categorical distribution (*B) of which only hidden states are held, not the logits.
 
     Log-probs, entropy and KL are computed in tiles of `size` rows, again in the backward pass.
-    `hidden` is (R, H); `tile` makes logits (K, V), at least float32, of K rows
-    of it; `kind` is a distribution of whole logits, by which tiles are sampled.
+    `hidden` is (R, H); `tile` makes logits (K, V), at least float32, of K rows of it; `kind` is a
+    distribution of whole logits, by which tiles are sampled.
     """
 
     arg_constraints = {}  # type: ignore[assignment]  # noqa: RUF012
@@ -40,7 +40,11 @@ class TiledCategorical(Distribution):
             with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
                 return tile(hidden)
 
-        self.hidden, self.tile, self.size, self._kind, self._grad = hidden, now, size, kind, grad
+        self.hidden = hidden
+        self.tile = now
+        self.size = size
+        self._kind = kind
+        self._grad = grad
         # What a loss may want next is computed with the log-probs, from the same tiles: the
         # entropy, the KL to a reference, or nothing.
         self.also: Distribution | Literal["entropy"] | None = "entropy"
@@ -128,15 +132,9 @@ def _trim() -> Callable[[int], Any]:
 
 def kl_of_tiles(policy: Distribution, reference: Distribution, mask: Tensor | None) -> Tensor:
     """KL(policy || reference) of shape `batch_shape`, where one of them is tiled."""
-    if policy.batch_shape != reference.batch_shape:
-        raise ValueError(
-            "`policy` and `reference` must have the same batch_shape, got "
-            f"{tuple(policy.batch_shape)} and {tuple(reference.batch_shape)}."
-        )
-    if isinstance(policy, TiledCategorical):
-        kl = policy.kl_to(reference)
-    else:
-        (kl,) = figures(policy, reference=reference)
+    check_equal("batch_shape", policy, reference, lambda dist: tuple(dist.batch_shape))
+    tiled = isinstance(policy, TiledCategorical)
+    kl = policy.kl_to(reference) if tiled else figures(policy, reference=reference)[0]
     return kl if mask is None else torch.where(mask, kl, 0.0)
 
 

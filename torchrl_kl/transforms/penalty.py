@@ -130,10 +130,10 @@ class PenaltyTransform(KLTransform):
         measured = step.measured.detach().to(working_dtype(step.measured.dtype))
         episode_kl = get_required(tensordict, self.keys.episode_kl, _NO_SUM) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
-        sums = torch.cat([reward.to(measured), cast(Tensor, step.kl).to(measured)], -1).detach()
+        columns = (reward.detach().to(measured), cast(Tensor, step.kl).detach().to(measured))
         if self._plans:
-            sums += get_required(tensordict, self.keys.episode_sums, _NO_SUM)  # (*B, *A, 2)
-            next_tensordict.set(self.keys.episode_sums, sums)
+            before = get_required(tensordict, self.keys.episode_sums, _NO_SUM)  # (*B, *A, 2)
+            next_tensordict.set(self.keys.episode_sums, before + torch.cat(columns, -1))
         if self.frozen:
             return
         by_step = self.controller.per == "step"
@@ -150,6 +150,7 @@ class PenaltyTransform(KLTransform):
             taken = taken & expand_right(counts, measured.shape)
         values = (measured if by_step else episode_kl)[taken]
         if self.controller.planning:
+            sums = next_tensordict.get(self.keys.episode_sums, torch.cat(columns, -1))
             rewards, log_ratios = sums[taken.squeeze(-1)].double().unbind(-1)
             self.feed.plan_from(self.controller, rewards, log_ratios=log_ratios)
             values = values[:0]  # says nothing about what is planned
