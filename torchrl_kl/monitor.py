@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchrl_kl.actors import reading
 from torchrl_kl.batches import MASK_KEY, Trajectories, expand_right, find_time_dim
 from torchrl_kl.controllers import KLController, KLStatistics
-from torchrl_kl.keys import KLKeys, LogProbKeys, as_keys, get_required
+from torchrl_kl.keys import KLKeys, LogProbKeys, MissingKeyError, as_keys, get_required
 from torchrl_kl.language import as_steps
 
 CONDITIONS = (
@@ -189,7 +189,7 @@ class KLMonitor:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where another monitor was; KeyError if the state is not that of a KLMonitor."""
         if missing := sorted(set(self.state_dict()) - set(state_dict)):
-            raise KeyError(f"`state_dict` lacks {missing}, got {sorted(state_dict)}.")
+            raise MissingKeyError(f"`state_dict` lacks {missing}, got {sorted(state_dict)}.")
         state = copy.deepcopy(dict(state_dict))
         self._trajectories.load_state_dict(state.pop("trajectories"))
         self._state = _State(**state)
