@@ -179,7 +179,7 @@ class TestPID(BoundedLaws):
 @pytest.mark.filterwarnings("ignore:the coefficient is .* and the KL:UserWarning")
 class TestPlanned(ClosedLoopLaws):
     kind, settings = PlannedKLController, {"init_coeff": 0.1, "target": 0.5}
-    buffers = ("coeff", "average", "last", "pace")
+    buffers = ("coeff", "average", "last", "pace", "n_updates")
     log_fall, log_rise = 0.175 * math.log(100) + 0.7, 0.175 + 0.7  # of the search, and of the brake
     shown = "PlannedKLController(coeff=0.1, per='trajectory', target=0.5)"
 
@@ -232,6 +232,13 @@ class TestPlanned(ClosedLoopLaws):
             log = sorted((math.log(0.1e-4), log + move + brake, math.log(0.1e4)))[1]
             assert math.log(controller.update(kl, 1)) == pytest.approx(log, abs=1e-9)
         assert seen == {False, True}
+
+    def test_it_starts_above_its_plan_for_twelve_updates(self):
+        controller: Any = PlannedKLController(0.1)
+        values = [controller.observe_rewards(torch.tensor([0.0, 1.0] * 50))]
+        values += [controller.update(0.1, 1) for _ in range(14)]
+        made, left = controller.plan.made.item(), [max(1 - n / 12, 0) for n in range(15)]
+        assert values == pytest.approx([made * 0.7 ** (-part / 2) for part in left], rel=1e-12)
 
     @pytest.mark.parametrize("lag", [1.0, 5.0, 20.0])
     @pytest.mark.parametrize("off", [0.1, 1.0, 100.0])

@@ -52,6 +52,7 @@ class KLController(Float64State, ABC):
     min_coeff: float = 0.0
     max_coeff: float = math.inf
     plan: RewardPlan | None
+    _margin: ClassVar[float] = 1.0  # the first coefficient, as a multiple of the planned one
 
     def __new__(cls, *args: Any, **options: Any):
         """Answers the name that TorchRL and TRL give to the first coefficient."""
@@ -233,7 +234,8 @@ class TargetKLController(KLController):
         fewest = _STEPS if self.per == "step" and lengths is None else _TRAJECTORIES
         planned = plan.solve(samples, self.target, fewest)
         if planned is not None:
-            self.coeff.fill_(min(max(planned, self.min_coeff), self.max_coeff))
+            first = self._margin * planned
+            self.coeff.fill_(min(max(first, self.min_coeff), self.max_coeff))
             plan.close(planned)
             return self.coeff.item()
         plan.samples = samples

@@ -252,9 +252,11 @@ class PIDKLController(_LogKLController):
 class PlannedKLController(TargetKLController):
     """Needs the target only: plans a first coefficient, searches for the right one, and holds it.
 
-    It starts at the plan (see `observe_rewards`). With `x = sqrt(kl / target)`, which grows evenly
-    where a policy moves evenly, and is as 1 / coeff where it has settled:
+    Let `x = sqrt(kl / target)`: it grows evenly where a policy moves evenly, and goes as 1 / coeff
+    where it has settled.
 
+    - It starts at 1.2 times the plan (see `observe_rewards`), with which kl would settle at 0.7 of
+      the target: a fast policy passes what it settles at. 12 updates take this margin back.
     - A policy needs time to move: 12 updates. The error is that of x now or of x in 12 updates, at
       its mean rate over half as many, whichever is nearer to the target: `kl / target - 1` above
       it, at most 1, and `log(kl / target)` below. It is 0 where x is on its way through the target.
@@ -271,12 +273,13 @@ class PlannedKLController(TargetKLController):
     KL where it is not steady with a constant coefficient, or where a policy takes more than twelve
     updates to respond.
 
-    State: the plan; `coeff`, `average` (of x), `last` (x), `pace`: 0-dim float64 buffers.
+    State: the plan; `coeff`, `average` (of x), `last` (x), `pace` and `n_updates`: 0-dim float64
+    buffers.
 
     Args:
         target, per: as in `TargetKLController`. Per step 0.01 nats is cautious and 0.2 much; per
             response 3 nats let a language model change its style.
-        init_coeff: "plan", or a number that is taken for the planned coefficient.
+        init_coeff: "plan", or the first coefficient; there is no margin to take back then.
 
     Example:
         >>> import torch
@@ -284,18 +287,20 @@ class PlannedKLController(TargetKLController):
         >>> controller = PlannedKLController(target=0.1)
         >>> fair_coin = torch.tensor([0.0, 1.0] * 50)
         >>> round(controller.observe_rewards(fair_coin), 2)
-        1.06
+        1.27
         >>> [round(controller.update(kl, n_steps=64), 2) for kl in (0.05, 0.1, 0.12)]
-        [1.06, 1.06, 1.15]
+        [1.25, 1.23, 1.31]
     """
 
     average: Tensor
     last: Tensor
     pace: Tensor
+    n_updates: Tensor
+    _margin = _SHARE**-0.5
 
     def __init__(self, target: float, *, init_coeff: InitCoeff = "plan", per: Per = "trajectory"):
         super().__init__(init_coeff, target, per=per)
-        for name in ("average", "last", "pace"):
+        for name in ("average", "last", "pace", "n_updates"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self._warned = False
         self._given = self.coeff.item()  # 0 where it is planned
@@ -317,6 +322,9 @@ class PlannedKLController(TargetKLController):
         self.pace.fill_(pace)
         self.last.fill_(x)
         value = self.coeff.item() * math.exp(move + brake)
+        if self.plan is not None and self.n_updates < _RESPONSE:
+            value *= self._margin ** (-1 / _RESPONSE)
+        self.n_updates += 1
         first = self._given if self.plan is None else self.plan.made.item()
         bounded = min(max(value, 1e-4 * first), 1e4 * first)
         if bounded != value and not self._warned:
