@@ -56,7 +56,7 @@ ARROWS: dict[str, set[str]] = {
     "transforms": {*_DATA, "_torchrl", "actors", "controllers", "feeding", "functional"},
     "language": {*_DATA, "actors", "controllers", "functional", "transforms"},
     "objectives": {*_DATA, "actors", "controllers", "feeding", "functional"},
-    "monitor": {*_DATA, "actors", "controllers", "language"},
+    "monitor": {*_DATA, "actors", "controllers", "functional", "language"},
     "collectors": {"batches", "controllers", "transforms"},
     "trainers": {*_DATA, "transforms"},
 }
