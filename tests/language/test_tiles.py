@@ -25,6 +25,7 @@ from torchrl_kl import (
     KLMonitor,
     KLPenaltyLoss,
     ResponseKLTransform,
+    TopKActor,
     kl_exact,
 )
 from torchrl_kl.functional.tiles import TiledCategorical
@@ -175,7 +176,8 @@ class TestAgainstTheWhole:
 
 class TestCallers:
     @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "exact", "top_k"])
-    def test_transforms(self, estimator, batch):
+    def test_transforms(self, estimator, batch, monkeypatch):
+        monkeypatch.delattr(TiledCategorical, "logits")  # nobody asks for all of them
         model, other = make_model("llama"), make_model("llama", 1)
         full = batch["tokens"][:, 0]
         texts = TensorDict(tokens={"full": full, "prompt": full[:, :4]}, batch_size=6)
@@ -187,14 +189,19 @@ class TestCallers:
             )(texts)
             found.append(response["next"].exclude("ref_log_probs"))
         assert_close(found[1].to_dict(), found[0].to_dict(), rtol=1e-12, atol=1e-12)
-        if estimator == "top_k":  # of TopKActor, which has a test of its own
-            return
         found = []
         for chunk in (None, CHUNK):
             actor, reference = (CausalLMActor(m, head_chunk=chunk) for m in (model, other))
             steps = batch.exclude("advantage")
-            whole = dist_of(CausalLMActor(model, head_chunk=None), batch)
-            steps["logits"] = whole.logits.detach()
+            if estimator == "top_k":
+                actor: Any = TopKActor(actor, 3)
+                torch.manual_seed(0)
+                with set_recurrent_mode(True), set_exploration_type(ExplorationType.RANDOM):
+                    actor(steps)
+                assert isinstance(dist_of(actor, batch), TiledCategorical) == (chunk == CHUNK)
+            else:
+                whole = dist_of(CausalLMActor(model, head_chunk=None), batch)
+                steps["logits"] = whole.logits.detach()
             stack = KLConstrainedTransform(actor, 0.1, reference=reference, estimator=estimator)
             after = stack(steps)
             found.append(after["next"].exclude("tokens", "position"))

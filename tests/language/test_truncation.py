@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 every_truncation = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
-def warpers(top_k=None, top_p=None, min_p=None, temperature=1.0) -> LogitsProcessorList:
+def warpers(top_k=None, top_p=None, min_p=None, temperature=1.0) -> Any:
     """Those of transformers, which draw the line."""
     chain: list[Any] = [TemperatureLogitsWarper(temperature)] if temperature != 1 else []
     chain += [TopKLogitsWarper(top_k)] if top_k else []
@@ -73,7 +73,7 @@ def all_texts(prompts: torch.Tensor) -> torch.Tensor:
     return torch.cat([prompts.repeat_interleave(len(ends), 0), ends.repeat(len(prompts), 1)], 1)
 
 
-def steps_of(texts: torch.Tensor, actor: CausalLMActor) -> TensorDict:
+def steps_of(texts: torch.Tensor, actor: CausalLMActor) -> Any:
     """All texts as responses (N, T), with the kept ids and the log-probs of `actor`."""
     tokens = TensorDict(full=texts, prompt=texts[:, :PROMPT])
     steps = as_steps(TensorDict(tokens=tokens, batch_size=len(texts)), pad_token=None)
@@ -97,7 +97,7 @@ class TestKeptSets:
         if tied:
             logits = logits.round()
         expected = warpers(**options)(torch.zeros(1, 1).long(), logits.clone()).isfinite()
-        truncation = Truncation.of(**{"top_k": None, "top_p": None, "min_p": None, **options})
+        truncation: Any = Truncation.of(**{"top_k": None, "top_p": None, "min_p": None, **options})
         ids = truncation.keep(logits, bounded=False)
         assert torch.zeros_like(expected).scatter(-1, ids.long(), True).equal(expected)
         bounded = truncation.keep(logits, bounded=True)
@@ -107,8 +107,8 @@ class TestKeptSets:
 
     def test_most_likely_first_then_the_first_again_and_never_a_banned_one(self):
         logits = torch.tensor([[0.0, 3.0, -torch.inf, 2.0]])
-        keep = Truncation.of(4, None, None).keep
-        assert keep(logits, bounded=True).tolist() == [[1, 3, 0, 1]]
+        truncation: Any = Truncation.of(4, None, None)
+        assert truncation.keep(logits, bounded=True).tolist() == [[1, 3, 0, 1]]
 
     @pytest.mark.parametrize(
         "options", [{"top_k": 0}, {"top_k": 2.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 2.0}]
@@ -180,7 +180,7 @@ class TestAgainstEnumeration:
         assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-def sampled(actor: CausalLMActor, n: int = 64, length: int = 8) -> TensorDict:
+def sampled(actor: CausalLMActor, n: int = 64, length: int = 8) -> Any:
     torch.manual_seed(0)
     return sample_responses(actor, torch.randint(0, VOCAB, (n, 4)), length, pad_token=0)
 
@@ -205,7 +205,6 @@ class TestRecord:
         gpt = make_gpt()
         actor = CausalLMActor(gpt, top_k=3)
         batch = sampled(actor)
-        before = log_prob_of(actor, batch)
         with torch.no_grad():  # a sampler whose edges lie elsewhere
             for weight in gpt.parameters():
                 weight += 0.02 * torch.randn_like(weight)
@@ -255,7 +254,7 @@ class TestRecord:
             TopKActor(CausalLMActor(make_gpt(), top_k=3), 2)
 
 
-def responses_of(steps: TensorDict, **entries: torch.Tensor) -> TensorDict:
+def responses_of(steps: Any, **entries: Any) -> Any:
     """Steps (N, T) of responses as a batch of TorchRL's LLM API."""
     texts, n = steps["tokens"][:, 0], len(steps)
     first = int(steps["position"][0, 0])
@@ -303,7 +302,7 @@ class TestSampler:
             noise = 0.2 * torch.randn(VOCAB, dtype=torch.float64)
         temperature = 0.9 if kind == "temperature" else 1.0
         if kind == "noise":
-            noisy.register_forward_hook(lambda module, args, output: output + noise)
+            noisy.register_forward_hook(lambda module, args, output: torch.add(output, noise))
         torch.manual_seed(1)
         prompts = PROMPTS[:1].expand(self.N, -1)
         steps = sample_responses(

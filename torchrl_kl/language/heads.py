@@ -55,11 +55,11 @@ class LogitsReader(StateReader):
         if hidden or not can_split(self.lm, tokens.reshape(-1, tokens.shape[-1])):
             return None
         split = SplitLM(self.lm)
-        states = self._read(tokens, position, split.hidden_at).flatten(0, -2)
-        logits_of = lambda rows: self.scale(split.logits(rows))  # noqa: E731
-        return TiledCategorical(states, logits_of, position.shape, size, NextToken)
+        states = super().forward(tokens, position, split.at).flatten(0, -2)
+        tile = lambda rows: NextToken(self.scale(split.logits(rows)))  # noqa: E731
+        return TiledCategorical(states, tile, position.shape, size)
 
-    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:  # type: ignore[override]
         """The logits for each state, (*B, V)."""
         return self.scale(super().forward(tokens, position))
 

@@ -33,7 +33,7 @@ from torchrl_kl.functional.sampler import (
     effective_share,
     sampler_weights,
 )
-from torchrl_kl.functional.tiles import TiledCategorical, figures
+from torchrl_kl.functional.tiles import figures
 from torchrl_kl.keys import KLKeys, as_keys, get_required
 from torchrl_kl.language.heads import CausalLMActor, HeadChunk
 from torchrl_kl.language.responses import (
@@ -50,7 +50,7 @@ from torchrl_kl.language.responses import (
     read_responses,
 )
 from torchrl_kl.transforms.base import open_batch
-from torchrl_kl.transforms.estimates import Estimator, ExactEstimate, KLStep, make_estimate
+from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.placement import refuse_sums
 from torchrl_kl.transforms.steps import measure, score_batch
@@ -175,6 +175,7 @@ class ResponseKLTransform(PenaltyTransform):
         self._policy = Borrowed(actor, refusal=_NOT_PICKLED)
         self.reference = as_reference(actor, reference)
         self._step_keys = KLKeys().resolve(self.reference.log_prob_key)
+        self._estimator = estimator
         self.estimate = make_estimate(estimator, actor, self._step_keys, self.reference.actor)
         self.pad_token, self.eos_token = choose_tokens(model, pad_token, eos_token)
 
@@ -255,10 +256,7 @@ class ResponseKLTransform(PenaltyTransform):
         size, actor, n_rescued = self.chunk_size or n_rows, self._policy.held, 0
         for first in range(0, n_rows, size):
             rows = cast(TensorDictBase, steps[first : first + size])
-            step = self._ask_policy(rows)
-            if step is None:
-                step = score_batch(self.reference, rows, self.estimate, None, fake=False)
-                step = measure(step, rows, self.estimate)
+            step = self._score_rows(rows)
             chunks.append((step.log_prob, step.ref_log_prob, step.mask, step.kl, step.estimate))
             kept.append(rows.get(KEPT, None))
             n_rescued += int(actor.n_rescued)
@@ -271,11 +269,8 @@ class ResponseKLTransform(PenaltyTransform):
         return KLStep(log_prob, ref_log_prob, mask, kl=kl, estimate=estimate)  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def _ask_policy(self, rows: TensorDictBase) -> KLStep | None:
-        """Writes the log-prob of each token, and what the estimator reads of the policy.
-
-        Or it measures the exact KL at once, in tiles of policy and reference.
-        """
+    def _score_rows(self, rows: TensorDictBase) -> KLStep:
+        """The same of all `rows` at once."""
         actor, action = self._policy.held, rows.get("action")
         if len(rows):
             actor.reader.lm.check_causal(rows.get("tokens")[0, 0, :-1])
@@ -284,21 +279,17 @@ class ResponseKLTransform(PenaltyTransform):
             dist = actor.get_dist(inputs)
         if actor.truncation is not None:
             rows.set(KEPT, inputs.get(KEPT))
-        if isinstance(dist, TiledCategorical) and isinstance(self.estimate, ExactEstimate):
-            reference = self.reference.get_dist(rows, timed=True)
+        if self._estimator == "exact":  # in tiles of both
+            reference, mask = self.reference.get_dist(rows, timed=True), rows.get(MASK_KEY)
             log_prob, kl, ref_log_prob = figures(dist, action, reference)
-            step = measure(KLStep(log_prob, ref_log_prob, rows.get(MASK_KEY)), rows, None)
-            return step._replace(estimate=torch.where(rows.get(MASK_KEY), kl, 0.0).unsqueeze(-1))
+            step = measure(KLStep(log_prob, ref_log_prob, mask), rows, None)
+            return step._replace(estimate=torch.where(mask, kl, 0.0).unsqueeze(-1))
         rows.set(actor.log_prob_keys[0], dist.log_prob(action))
-        for key in [] if self.estimate is None else self.estimate.policy_keys:
-            logits = dist.logits
-            if key != self._step_keys.top_k:
-                rows.set(key, logits)
-                continue
-            values = record_top_k(logits, action, min(_TOP_K, logits.shape[-1]))
-            record = dict(zip(RECORDED, values, strict=True))
-            rows.set(key, TensorDict(record, batch_size=rows.batch_size))
-        return None
+        if self._estimator == "top_k":
+            record = dict(zip(RECORDED, record_top_k(dist, action, _TOP_K), strict=True))
+            rows.set(self._step_keys.top_k, TensorDict(record, batch_size=rows.batch_size))
+        step = score_batch(self.reference, rows, self.estimate, None, fake=False)
+        return measure(step, rows, self.estimate)
 
     def _add_up(self, step: KLStep, reward: Tensor) -> KLStep:
         """The KL of each response, in the reward's shape, and log-probs (N, T), 0 where unused."""

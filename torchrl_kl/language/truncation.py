@@ -6,11 +6,14 @@ Axes: *B states, V tokens of the vocabulary, K tokens kept at most.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrl_kl.functional.numbers import check_number
+from torchrl_kl.functional.tiles import TiledCategorical, over_tiles
+from torchrl_kl.language.distribution import NextToken
 
 _DEFAULT_TOP_K = 256
 
@@ -40,11 +43,13 @@ class Truncation:
         return cls(top_k, top_p, min_p)
 
     @torch.no_grad()
-    def keep(self, logits: Tensor, *, bounded: bool) -> Tensor:
+    def keep(self, logits: Tensor | TiledCategorical, *, bounded: bool) -> Tensor:
         """The ids kept of logits (*B, V): int32 (*B, K), most likely first, then the first again.
 
         If `bounded`, K is `top_k`; else V, as all that are tied with the last of these are kept.
         """
+        if isinstance(logits, TiledCategorical):
+            return over_tiles(lambda dist: self.keep(dist.logits, bounded=True), dist=logits)[0]
         values, ids = logits.topk(min(self.top_k, logits.shape[-1]))
         if bounded:
             values, ids = values.flip(-1), ids.flip(-1)
@@ -75,7 +80,15 @@ def keep_drawn(ids: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(replaced, action.unsqueeze(-1).to(ids.dtype), ids), missing
 
 
-def restrict(logits: Tensor, ids: Tensor) -> Tensor:
-    """Logits (*B, V), -inf for all tokens but `ids` (*B, K)."""
+def restrict(logits: Any, ids: Tensor) -> Any:
+    """Logits (*B, V) or their tiles, -inf for all tokens but `ids` (*B, K)."""
+    if isinstance(logits, TiledCategorical):
+        rows = torch.arange(len(logits.hidden), device=ids.device)
+        of_rows = ids.flatten(0, -2)
+
+        def tile(rows: Tensor) -> NextToken:
+            return NextToken(restrict(logits.tile(logits.hidden[rows]).logits, of_rows[rows]))
+
+        return TiledCategorical(rows, tile, logits.batch_shape, logits.size)
     kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids.long(), True)
     return logits.masked_fill(~kept, -torch.inf)
