@@ -302,7 +302,7 @@ class TestSampler:
             noise = 0.2 * torch.randn(VOCAB, dtype=torch.float64)
         temperature = 0.9 if kind == "temperature" else 1.0
         if kind == "noise":
-            noisy.register_forward_hook(lambda _module, _args, output: torch.add(output, noise))
+            noisy.register_forward_hook(lambda _module, _args, logits: logits + noise)  # type: ignore[operator]
         torch.manual_seed(1)
         prompts = PROMPTS[:1].expand(self.N, -1)
         steps = sample_responses(
