@@ -12,6 +12,7 @@ import torch
 import transformers
 from tensordict import TensorDict
 from torch.distributions import Categorical, kl_divergence
+from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import set_recurrent_mode
@@ -27,6 +28,7 @@ from torchrl_kl import (
     KLPenaltyLoss,
     ResponseKLTransform,
     TopKActor,
+    as_steps,
     kl_exact,
 )
 from torchrl_kl.functional.tiles import TiledCategorical
@@ -232,6 +234,15 @@ class TestCallers:
         monitor = KLMonitor(stack.controller, actor=actor)
         after = stack(batch.exclude("advantage"))
         assert "sampler_disagrees" not in [message.condition for message in monitor(after)]
+
+    def test_supervised_fine_tuning(self):
+        model, ids = make_model("llama"), random_texts(6)
+        texts = TensorDict(tokens={"full": ids, "prompt": ids[:, :1]}, batch_size=6)
+        steps = as_steps(texts, pad_token=None)
+        dist = dist_of(CausalLMActor(model, head_chunk=CHUNK), steps)
+        loss = -dist.log_prob(steps["action"]).mean()
+        whole = cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
+        assert_equal([loss, *gradients(loss, model)], [whole, *gradients(whole, model)])
 
     def test_grpo_next_to_the_penalty(self, batch):
         model, other, found = make_model("gpt", 3), make_model("gpt", 1), []
