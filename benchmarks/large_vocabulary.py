@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -63,10 +64,11 @@ def make_batch(args: Args, responses: int) -> TensorDict:
     return batch.to(args.device)
 
 
-def make_steps(batch: TensorDict) -> TensorDict:
+def make_steps(args: Args, batch: TensorDict) -> TensorDict:
     """The same, one step per token, with log-probs."""
     steps = as_steps(batch, pad_token=None)
-    steps["action_log_prob"] = torch.full_like(steps["action"], -10.0, dtype=torch.float32)
+    drawn = torch.zeros_like(steps["action"], dtype=torch.float32)
+    steps["action_log_prob"] = drawn - math.log(args.vocab)  # about what fresh weights say
     return steps
 
 
@@ -78,7 +80,7 @@ def make_call(args: Args, case: str, chunk: int | None) -> Callable[[TensorDict]
     actor, reference = (CausalLMActor(each, head_chunk=chunk) for each in (model, other))
     if case == "k1":
         stack = KLConstrainedTransform(actor, 0.1, reference=reference)
-        return lambda batch: stack(make_steps(batch))
+        return lambda batch: stack(make_steps(args, batch))
     if case == "exact":
         options: Any = {"estimator": "exact", "head_chunk": chunk}
         return ResponseKLTransform(model, 0.1, reference=other, **options)
@@ -89,7 +91,7 @@ def make_call(args: Args, case: str, chunk: int | None) -> Callable[[TensorDict]
         loss = KLPenaltyLoss(actor, 0.1, reference=reference, gradient=case)  # type: ignore[arg-type]
 
     def train(batch: TensorDict) -> None:
-        steps = make_steps(batch)
+        steps = make_steps(args, batch)
         steps["advantage"] = torch.randn_like(steps["action_log_prob"]).unsqueeze(-1)
         found = loss(steps)
         total: Any = sum(value for key, value in found.items() if key.startswith("loss_"))
