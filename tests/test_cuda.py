@@ -11,6 +11,7 @@ from torchrl.collectors import Collector
 from torchrl.envs import TransformedEnv
 from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.value import GAE
 
 from tests.language.models import make_model
 from torchrl_kl import (
@@ -113,13 +114,13 @@ def test_the_whole_loop():
         auto_register_policy_transforms=False,
     )
     loss = ClipPPOLoss(actor, critic)
-    loss.make_value_estimator()
+    gae = GAE(gamma=1.0, lmbda=1.0, value_network=critic, deactivate_vmap=True)
     optimizer = torch.optim.Adam(loss.parameters(), 1e-3)
     monitor = KLMonitor(controller, actor=actor)
     for batch in collector:
         assert batch["action"].is_cuda
-        with torch.no_grad():
-            loss.value_estimator(batch)
+        with torch.no_grad(), set_recurrent_mode(True):
+            gae(batch)
         losses = loss(batch.reshape(-1))
         (losses["loss_objective"] + losses["loss_critic"]).backward()
         optimizer.step()
