@@ -29,6 +29,8 @@ from torchrl_kl import (
 from torchrl_kl.envs import DigitLanguageEnv
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+# Llama's norms and angles are in float32 in any precision.
+TOLERANCE = {"gpt": {"rtol": 1e-9, "atol": 1e-11}, "llama": {"rtol": 1e-3, "atol": 1e-5}}
 OPTIONS = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.02}
 
 
@@ -53,7 +55,7 @@ def test_a_batch_has_the_numbers_of_the_cpu(kind, options, head_chunk):
     other = CausalLMActor(make_model(kind, seed=1).double().eval())
     batch = sampled(on_gpu, return_logits=True)
     assert_close(
-        rescore(on_gpu, batch)["next", "sampler_kl"].abs().max().item(), 0.0, atol=1e-9, rtol=0
+        rescore(on_gpu, batch)["next", "sampler_kl"].abs().max().item(), 0.0, **TOLERANCE[kind]
     )
     found = []
     for actor, device in ((on_cpu, "cpu"), (on_gpu, "cuda")):
@@ -70,7 +72,7 @@ def test_a_batch_has_the_numbers_of_the_cpu(kind, options, head_chunk):
             )
         found.append(TensorDict(scored=scored, **gradients).cpu())
     assert_close(
-        dict(found[1].items(True, True)), dict(found[0].items(True, True)), rtol=1e-9, atol=1e-11
+        dict(found[1].items(True, True)), dict(found[0].items(True, True)), **TOLERANCE[kind]
     )
 
 
@@ -84,8 +86,9 @@ def test_first_ratios_are_one(kind, dtype):
     assert log_prob.equal(batch["action_log_prob"])
 
 
-def test_responses():
-    on_cpu, on_gpu = actors("llama")
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_responses(kind):
+    on_cpu, on_gpu = actors(kind)
     steps = sampled(on_gpu, 16)
     texts = steps["tokens"][:, 0]
     tokens = TensorDict(full=texts, prompt=texts[:, :4], batch_size=16)
@@ -96,7 +99,7 @@ def test_responses():
         transform = ResponseKLTransform(model, 0.1, estimator="exact", **OPTIONS)  # type: ignore[arg-type]
         # A collector may store batches elsewhere.
         found.append(transform(batch.cpu())["next"].select("kl", "kl_estimate", "reward"))
-    assert_close(dict(found[1].items()), dict(found[0].items()), rtol=1e-9, atol=1e-11)
+    assert_close(dict(found[1].items()), dict(found[0].items()), **TOLERANCE[kind])
 
 
 def test_the_whole_loop():
