@@ -30,7 +30,10 @@ from torchrl_kl.envs import DigitLanguageEnv
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 # Llama's norms and angles are in float32 in any precision.
-TOLERANCE = {"gpt": {"rtol": 1e-9, "atol": 1e-11}, "llama": {"rtol": 1e-3, "atol": 1e-5}}
+TOLERANCE: dict[str, Any] = {
+    "gpt": {"rtol": 1e-9, "atol": 1e-11},
+    "llama": {"rtol": 1e-3, "atol": 1e-5},
+}
 OPTIONS = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.02}
 
 

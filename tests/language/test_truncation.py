@@ -385,7 +385,7 @@ class TestSampler:
         with pytest.raises(ValueError, match="`cap` must be"):
             KLPenaltyLoss(CausalLMActor(gpt), 0.1, sampler_weights="truncated", cap=0.5)
         batch = responses_of(sampled(CausalLMActor(gpt), 4)).exclude("log_probs")
-        with pytest.raises(KeyError, match="needs the log-probs of the sampler"):
+        with pytest.raises(KeyError, match="let the sampler record it"):
             ResponseKLTransform(gpt, 0.1, sampler_weights="truncated")(batch)
 
     def test_effective_share(self):
