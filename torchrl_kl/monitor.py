@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchrl_kl.actors import reading
 from torchrl_kl.batches import MASK_KEY, Trajectories, expand_right, find_time_dim
 from torchrl_kl.controllers import KLController, KLStatistics
+from torchrl_kl.functional.sampler import FEWEST, effective_share
 from torchrl_kl.keys import KLKeys, LogProbKeys, MissingKeyError, as_keys, get_required
 from torchrl_kl.language import as_steps
 
@@ -26,6 +27,7 @@ CONDITIONS = (
     "kl_not_finite",
     "negative_noise",
     "sampler_disagrees",
+    "sampler_far",
 )
 _BEYOND_CHANCE = math.log(1e6)  # nats: once in a million batches at most
 _ERRORS = 4  # standard errors that a mean KL must be from the target
@@ -75,6 +77,9 @@ class KLMonitor:
     - "kl_not_finite": some steps have an infinite or NaN KL. They are left out of all means.
     - "negative_noise": the mean k1 is negative, as a sample mean near the reference can be.
     - "sampler_disagrees": the recorded log-probs are not the actor's, or k1 is beyond chance.
+    - "sampler_far": where a batch has a sampler's log-probs, too, which `rescore` and
+      ResponseKLTransform keep, the effective sample size of its steps (of its rows, if the
+      controller is of trajectories) is under a tenth.
 
     An episode ends when its condition did not hold in `window` batches in a row. With `actor`,
     log-probs are recomputed in the first batch of each `window`, and in each one with a negative
@@ -170,7 +175,7 @@ class KLMonitor:
         applied = step.get(self.keys.kl_coeff, None)  # an update may have followed
         coeff = self.controller.coeff if applied is None else applied.flatten()[-1]
         found = self._look_at_numbers(k1) | self._look_at_target(pools, coeffs, coeff.item())
-        found |= self._look_at_samples(batch, k1, k1_sums)
+        found |= self._look_at_samples(batch, k1, k1_sums) | self._look_at_sampler(batch)
         n_batches = self._state.n_batches + 1  # from here on the state changes
         self._state = _State(coeffs, self._state.conditions, n_batches, pools, k1_sums)
         if opened is not None:
@@ -315,6 +320,26 @@ class KLMonitor:
         found[name] = f"{text} {advice}", {"kl": mean, "count": count}
         return found
 
+    def _look_at_sampler(self, batch: TensorDictBase) -> dict[str, Finding | None]:
+        """Whether a sampler that is not the policy is too far from it."""
+        recorded = self.keys.recorded
+        sampler = batch.get(recorded.sibling("sampler_log_prob"), None)
+        if sampler is None:
+            return {}
+        log_ratio = (recorded.require(batch) - sampler).double()
+        mask = expand_right(batch.get(MASK_KEY, torch.ones_like(sampler).bool()), sampler.shape)
+        if self.controller.per == "step":
+            ratios = log_ratio[mask]
+        else:
+            ratios = torch.where(mask, log_ratio, 0.0).sum(-1)[mask.any(-1)]
+        share = effective_share(ratios)
+        if share >= FEWEST:
+            return {"sampler_far": None}
+        kl, count = -ratios.mean().item(), ratios.numel()
+        error = ratios.std().item() / math.sqrt(count)
+        text = _FAR.format(kl=kl, error=error, per=self.controller.per, share=share, count=count)
+        return {"sampler_far": (text, {"sampler_kl": kl, "standard_error": error, "share": share})}
+
     @torch.no_grad()
     def _unlike_actor(self, batch: TensorDictBase) -> Finding | None:
         """What is wrong if recorded log-probs are not those that the actor gives the actions."""
@@ -369,6 +394,11 @@ _ESTIMATE = ': use estimator="k3" or "exact", which are never negative, or pool 
 _TOO_NEGATIVE = (
     "This occurs by chance in at most one of a million batches: the actions were not drawn from "
     "the policy whose log-probs are recorded (another policy, temperature, top-k or mask)."
+)
+_FAR = (
+    "The sampler is {kl:.3g} +- {error:.2g} nats per {per} from the policy that is trained, and "
+    "{count} samples are worth {share:.1%} of as many of its own: the measured KL is that of the "
+    "sampler. Give both the same weights, temperature, top-k, top-p and min-p."
 )
 _OTHER_POLICY = (
     "The recorded log-probs differ from those that the actor gives the same actions by up to "

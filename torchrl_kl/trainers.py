@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor
 from torchrl.trainers import Trainer, TrainerHookBase
 
 from torchrl_kl.batches import MASK_KEY, expand_right
@@ -25,6 +26,8 @@ class KLControlHook(TrainerHookBase):
       epoch, nats per step: how far the updates of one batch have gone.
     - `kl_coeff`: mean coefficient of the penalty, reward per nat.
     - `task_reward`: mean reward before the penalty, per step.
+    - `sampler_kl`, `sampler_kl_error`: mean KL(sampler || policy), nats per step, and its standard
+      error, of batches from `rescore`.
 
     You may rely on: padding (("collector", "mask") False) is in no mean; a trainer's checkpoint
     restores the controller, what it was fed, and the reference. A restarted collector begins new
@@ -76,7 +79,13 @@ class KLControlHook(TrainerHookBase):
         if batch is None:
             fix = "put the stack into the env if the collector writes into a replay buffer"
             raise RuntimeError(f"the trainer has no batch to penalize: {fix}.")
-        return {
+        sampler_kl = unravel_key(("next", self.stack.keys.recorded.sibling("sampler_kl")))
+        sampler = {}
+        if batch.get(sampler_kl, None) is not None:
+            values = _counted(batch, sampler_kl)
+            error = values.std().item() / len(values) ** 0.5
+            sampler = {"sampler_kl": values.mean().item(), "sampler_kl_error": error}
+        return sampler | {
             "kl_to_reference": _mean(batch, self.stack.measured_key),
             "kl_coeff": _mean(batch, self.stack.keys.kl_coeff),
             "task_reward": _mean(batch, self.stack.keys.task_reward),
@@ -100,7 +109,11 @@ class KLControlHook(TrainerHookBase):
 
 def _mean(batch: TensorDictBase, key: NestedKey) -> float:
     """Mean of an entry of "next", (*B, 1), over the steps that are not padding."""
+    return _counted(batch, unravel_key(("next", key))).mean().item()
+
+
+def _counted(batch: TensorDictBase, key: NestedKey) -> Tensor:
+    """An entry (*B, 1) of the steps that are not padding, (N,)."""
     fix = "let nothing drop it between KLControlHook and the log."
-    values, mask = get_required(batch, unravel_key(("next", key)), fix), batch.get(MASK_KEY, None)
-    counted = values if mask is None else values[expand_right(mask, values.shape)]
-    return counted.mean().item()
+    values, mask = get_required(batch, key, fix), batch.get(MASK_KEY, None)
+    return values.flatten() if mask is None else values[expand_right(mask, values.shape)]

@@ -87,6 +87,12 @@ def read_keys(actor: Any) -> list[NestedKey]:
     return [key for key in actor.in_keys if not (key in params and as_tuple(key) in paths)]
 
 
+def scored_inputs(actor: Any, tensordict: TensorDictBase) -> TensorDictBase:
+    """What an actor reads to score the actions of a batch: also which ones its sampler kept."""
+    # Without its other outputs: parameters left in the batch would be taken for inputs.
+    return tensordict.select(*read_keys(actor), *getattr(actor, "replayed_keys", ()), strict=False)
+
+
 def find_log_prob_keys(actor: Any) -> list[NestedKey]:
     """Where an actor records the log-prob of each part of its action; ValueError if twice there."""
     keys = [unravel_key(key) for key in actor.log_prob_keys]
@@ -110,9 +116,8 @@ def require_recording(actor: nn.Module) -> None:
 @torch.no_grad()
 def policy_log_prob(actor: Any, tensordict: TensorDictBase, timed: bool) -> Tensor:
     """A policy's log-prob of the actions of a batch (*B), nats, (*B, *A), in eval mode."""
-    # Without its other outputs: parameters left in the batch would be taken for inputs.
     actions = actor.dist_sample_keys
-    inputs = tensordict.select(*read_keys(actor), *actions, strict=False)
+    inputs = scored_inputs(actor, tensordict).update(tensordict.select(*actions, strict=False))
     recorded = LogProbKeys(find_log_prob_keys(actor))
     with evaluating(actor), set_recurrent_mode(timed):
         return log_prob_of_actions(actor, inputs, actions, recorded)[0]

@@ -34,7 +34,7 @@ class TiledCategorical(Distribution):
     def __init__(self, hidden: Tensor, tile: Callable, batch_shape: torch.Size, size: int):
         grad = torch.is_grad_enabled()
 
-        def now(rows: Tensor) -> Distribution:
+        def now(rows: Tensor) -> Any:
             with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
                 return tile(rows)
 

@@ -5,6 +5,7 @@ Axes: B* any leading dimensions, L length of a whole text.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -16,12 +17,15 @@ from torch.nn import functional as F
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor, ValueOperator, recurrent_mode
 
+from torchrl_kl.batches import MASK_KEY, expand_right
 from torchrl_kl.functional.numbers import check_number
 from torchrl_kl.functional.tiles import TiledCategorical
+from torchrl_kl.keys import as_tuple, sibling
 from torchrl_kl.language.causal_lm import CausalLM, SplitLM, can_split
 from torchrl_kl.language.distribution import NextToken
 from torchrl_kl.language.gpt import values_hidden
 from torchrl_kl.language.reader import StateReader, check_one_per_text
+from torchrl_kl.language.truncation import Truncation, keep_drawn, restrict
 
 Keys = Sequence[NestedKey]
 HeadChunk = int | Literal["auto"] | None
@@ -99,6 +103,17 @@ class CausalLMActor(ProbabilisticActor):
       elements through `.data`, or of a layer's attributes, call `clear_cache`.
     - A model whose first cached step differs from an uncached pass by more than rounding is warned
       of, and reads whole texts in each step.
+    - With `top_k`, `top_p` or `min_p` the policy is the truncated one: log-probs, entropies, KL and
+      gradients are those of the kept tokens alone, renormalized. Which ones were kept when a token
+      was drawn is recorded, and read again wherever it is scored, so that no rounding moves the
+      edge. Of a batch without the record the kept tokens are computed, and the drawn one is among
+      them; `n_rescued` counts those that would not have been. As a reference, it is whole.
+
+    Keys:
+        reads `in_keys`; where tokens are scored also ("kept", "ids"), next to the action.
+        writes the action, its log-prob, "logits" (-inf for tokens that are not kept), and, if
+        truncated, ("kept", "ids"): int32 (*B, `top_k`), most likely first, filled up with the first
+        one: 4 bytes * `top_k` per token.
 
     Call `eval()` on a model with dropout, or the recorded log-probs are those of a policy with
     noise. Actions are sampled only where the exploration type is RANDOM, which collectors set.
@@ -107,6 +122,9 @@ class CausalLMActor(ProbabilisticActor):
         model: a GPT or a Hugging Face causal language model, also with PEFT's adapters, or any
             module that maps ids (N, T) to logits (N, T, V).
         temperature: the logits are divided by it, in rollouts and in losses alike.
+        top_k: how many tokens are kept at most; None: all, or 256 with `top_p` or `min_p`.
+        top_p: of these, the most likely ones that together have this probability, in (0, 1].
+        min_p: of these, those of at least this share of the largest probability, in [0, 1].
         in_keys: text (*B, L) and position (*B,), the number of tokens before the padding.
         action_key: the token (*B,), int64. Its log-prob (*B,), nats, is under this key with
             "_log_prob" appended.
@@ -137,6 +155,9 @@ class CausalLMActor(ProbabilisticActor):
         model: nn.Module,
         *,
         temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         in_keys: Keys = ("tokens", "position"),
         action_key: NestedKey = "action",
         return_log_prob: bool = True,
@@ -155,6 +176,13 @@ class CausalLMActor(ProbabilisticActor):
         self.return_logits = return_logits
         if not return_logits:
             self.select_out_keys(*(key for key in self.out_keys if key != "logits"))
+        self.truncation = Truncation.of(top_k, top_p, min_p)
+        self.kept_key = (*as_tuple(sibling(action_key, "kept")), "ids")
+        self.replayed_keys: list[NestedKey] = []  # what is read where a token is scored
+        self.n_rescued: Tensor | int = 0
+        if self.truncation is not None:
+            self.out_keys = [*self.out_keys, self.kept_key]
+            self.replayed_keys = [self.kept_key, action_key, MASK_KEY]
 
     @dispatch(auto_batch_size=False)
     def forward(  # type: ignore[override]
@@ -167,10 +195,13 @@ class CausalLMActor(ProbabilisticActor):
                 "the exploration type must be RANDOM, or MODE or DETERMINISTIC for the most likely "
                 "token, got MEAN: the mean of token ids is not a token."
             )
-        if tensordict_out is not None or kwargs or kind != ExplorationType.RANDOM:
+        state = self._state(tensordict)
+        if state is None or (self.truncation is None and (tensordict_out is not None or kwargs)):
             return super().forward(tensordict, tensordict_out, **kwargs)
-        dist = self.get_dist(tensordict)
-        token = dist.sample()
+        if tensordict_out is not None:
+            return tensordict_out.update(self(tensordict.copy()).select(*self.out_keys))
+        dist = self._dist(tensordict, state, drawn=False)
+        token = dist.sample() if kind == ExplorationType.RANDOM else dist.deterministic_sample
         for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
             tensordict.set(key, value)
         if self.return_logits and isinstance(dist, TiledCategorical):
@@ -180,15 +211,61 @@ class CausalLMActor(ProbabilisticActor):
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         """The distribution of the next token; writes the logits into the states (*B), if whole."""
         # What the superclass does, without its general machinery, which takes longer than a token.
-        state = [tensordict.get(key, None) for key in self.in_keys]
-        if args or kwargs or any(part is None for part in state):
+        state = self._state(tensordict)
+        if state is None or (self.truncation is None and (args or kwargs)):
             return cast(NextToken, super().get_dist(tensordict, *args, **kwargs))
+        return self._dist(tensordict, state, drawn=True)
+
+    def _state(self, tensordict: TensorDictBase) -> list[Tensor] | None:
+        state = [tensordict.get(key, None) for key in self.in_keys]
+        return None if any(part is None for part in state) else cast(list[Tensor], state)
+
+    def _dist(self, tensordict: TensorDictBase, state: list[Tensor], *, drawn: bool) -> Any:
+        """The distribution of the next token; `drawn`: whether the batch may have that token."""
         tiled = self.reader.dist(*state)
-        if tiled is not None:
-            return tiled
-        logits = self.reader(*state)
-        tensordict.set("logits", logits)
-        return NextToken(logits)
+        made = self.reader(*state) if tiled is None else tiled
+        if self.truncation is not None:
+            ids = self._kept(tensordict, self.truncation, made, drawn=drawn)
+            tensordict.set(self.kept_key, ids)
+            made = restrict(made, ids)
+        if isinstance(made, TiledCategorical):
+            return made
+        tensordict.set("logits", made)
+        return NextToken(made)
+
+    def _kept(
+        self,
+        tensordict: TensorDictBase,
+        truncation: Truncation,
+        made: Tensor | TiledCategorical,
+        *,
+        drawn: bool,
+    ) -> Tensor:
+        """The ids of kept tokens, (*B, K)."""
+        record, action, mask = (
+            tensordict.get(key, None) if drawn else None for key in self.replayed_keys
+        )
+        ids = record
+        if ids is None:
+            # What may be written next to tokens has one width.
+            ids = truncation.keep(made, bounded=not drawn or action is not None)
+        if action is None:
+            return ids
+        ids, missing = keep_drawn(ids, action)
+        if record is None:
+            counted = True if mask is None else expand_right(mask, missing.shape)
+            self.n_rescued = (missing & counted).sum()
+        return ids
+
+    @property
+    def untruncated(self) -> CausalLMActor:
+        """The same policy with all tokens, over the same modules."""
+        if self.truncation is None:
+            return self
+        view = copy.copy(self)
+        view.truncation, view.replayed_keys = None, []
+        view.out_keys = [key for key in self.out_keys if key != self.kept_key]
+        return view
 
     @property
     def reader(self) -> LogitsReader:

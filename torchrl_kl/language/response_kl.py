@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from tensordict import (
@@ -21,18 +21,31 @@ from torchrl.envs.transforms import Transform
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_kl.actors.policy import Borrowed, evaluating
+from torchrl_kl.actors.reading import scored_inputs
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.controllers import KLController
+from torchrl_kl.functional.sampler import (
+    FEWEST,
+    SamplerWeights,
+    check_sampler_weights,
+    effective_share,
+    sampler_weights,
+)
 from torchrl_kl.functional.tiles import figures
 from torchrl_kl.keys import KLKeys, as_keys, get_required
 from torchrl_kl.language.heads import CausalLMActor, HeadChunk
 from torchrl_kl.language.responses import (
+    KEPT,
+    LOG_PROB,
+    SAMPLER_LOG_PROB,
     EndTokens,
     Responses,
+    aligned,
     check_rewards,
     choose_tokens,
+    flat,
     make_steps,
     read_responses,
 )
@@ -42,7 +55,7 @@ from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.placement import refuse_sums
 from torchrl_kl.transforms.steps import measure, score_batch
 
-_LOG_PROB = ("log_probs", "full")
+_LOG_RATIO = "sampler_log_ratio"  # log pi - log pi_sampler of steps, nats, 0 on padding
 _TOP_K = 64  # tokens of a vocabulary that the estimator "top_k" measures exactly
 
 
@@ -53,17 +66,22 @@ class ResponseKLTransform(PenaltyTransform):
     LLMCollector, append it to a replay buffer (`append_transform(transform, invert=True)`), or call
     it on a batch, of which it returns a shallow copy. Policy and reference score in eval mode.
 
-    You may rely on: `reward = task_reward - kl_coeff * kl`, once for each response; log-probs at
-    `temperature`, of every token that counts, the first and the end token too. Not on log-probs
-    recorded by the sampler, which are not read; nor on a penalty that survives GRPO's division by
-    the rewards' standard deviation: there, pass the KL to the loss (docs/pitfalls.md).
+    You may rely on: `reward = task_reward - kl_coeff * kl`, once for each response; log-probs of
+    the policy as it samples (`temperature`, `top_k`, `top_p`, `min_p`), of every token that counts,
+    the first and the end token too, while the reference is whole. You may not rely on a penalty
+    that survives GRPO's division by the rewards' standard deviation: there, pass the KL to the loss
+    (docs/pitfalls.md).
 
     Keys:
-        reads what `as_steps` reads, and ("next", "reward"), one number per response.
+        reads what `as_steps` reads, and ("next", "reward"), one number per response. A sampler's
+        own ("log_probs", "full") are kept as ("sampler_log_probs", "full").
         writes ("log_probs", "full") and ("next", "ref_log_probs", "full"), nats, of the width of
         ("tokens", "full"), NaN where a token does not count, as GRPOLoss reads them; and of the
         reward's shape ("next", "kl"), k1 of each response, ("next", "kl_estimate") with another
-        estimator, ("next", "task_reward"), ("next", "kl_coeff") and ("next", "reward").
+        estimator, ("next", "task_reward"), ("next", "kl_coeff") and ("next", "reward"); where the
+        sampler's log-probs are there, ("next", "sampler_kl"), log pi_sampler - log pi of each
+        response. If truncated, ("kept", "ids"), (width, `top_k`) of each response, which is read if
+        it is there; `n_rescued` counts the tokens of the last batch that would not have been kept.
 
     State: the reference's, the controller's, and the pool since its last update.
 
@@ -76,6 +94,12 @@ class ResponseKLTransform(PenaltyTransform):
             `model` is the reference, such as PEFT's `model.disable_adapter`.
         estimator: what is measured, as for KLConstrainedTransform; "top_k" is exact on 64 tokens.
         temperature: that of the sampler, by which logits of policy and reference are divided.
+        top_k, top_p, min_p: those of the sampler; see CausalLMActor.
+        sampler_weights: "truncated": the KL that the controller is fed is weighted by
+            min(pi / pi_sampler, `cap`) of the response up to each token (with `per="step"`, of the
+            token), for a sampler that is another engine. A batch whose effective sample size, of
+            weights without a cap, is under a tenth does not move the controller. None: not.
+        cap: of these weights, at least 1.
         update_every: how many responses (tokens) an update of the controller waits for. None: each
             batch updates once.
         chunk_size: how many responses are scored at a time. None: all.
@@ -109,6 +133,11 @@ class ResponseKLTransform(PenaltyTransform):
         reference: nn.Module | Switch | None = None,
         estimator: Estimator = "k1",
         temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        sampler_weights: SamplerWeights | None = None,
+        cap: float = 2.0,
         update_every: int | None = None,
         chunk_size: int | None = None,
         head_chunk: HeadChunk = "auto",
@@ -121,12 +150,12 @@ class ResponseKLTransform(PenaltyTransform):
         named = as_keys(keys)
         resolved = replace(
             named,
-            log_prob=_LOG_PROB,
+            log_prob=LOG_PROB,
             ref_log_prob=(f"{named._prefix}ref_log_probs", "full"),
             kl=named.kl or f"{named._prefix}kl",
         ).resolve()
         out_keys = [resolved.kl, *([] if estimator == "k1" else [resolved.kl_estimate])]
-        out_keys += [_LOG_PROB, unravel_key(("next", resolved.ref_log_prob))]
+        out_keys += [LOG_PROB, unravel_key(("next", resolved.ref_log_prob))]
         super().__init__(
             controller,
             resolved,
@@ -134,10 +163,13 @@ class ResponseKLTransform(PenaltyTransform):
             out_keys=out_keys,
             update_every=update_every,
         )
+        check_sampler_weights(sampler_weights, cap)
+        self.sampler_weights, self.cap = sampler_weights, cap
         self.temperature = temperature
+        self.n_rescued = 0
         self.chunk_size = chunk_size
         self.head_chunk: HeadChunk = head_chunk
-        actor = self._actor_over(model)
+        actor = self._actor_over(model, top_k=top_k, top_p=top_p, min_p=min_p)
         if isinstance(reference, nn.Module) and not hasattr(reference, "get_dist"):
             reference = self._actor_over(reference)
         self._policy = Borrowed(actor, refusal=_NOT_PICKLED)
@@ -147,8 +179,9 @@ class ResponseKLTransform(PenaltyTransform):
         self.estimate = make_estimate(estimator, actor, self._step_keys, self.reference.actor)
         self.pad_token, self.eos_token = choose_tokens(model, pad_token, eos_token)
 
-    def _actor_over(self, model: nn.Module) -> CausalLMActor:
-        return CausalLMActor(model, temperature=self.temperature, head_chunk=self.head_chunk)
+    def _actor_over(self, model: nn.Module, **kept: Any) -> CausalLMActor:
+        options = {"temperature": self.temperature, "head_chunk": self.head_chunk, **kept}
+        return CausalLMActor(model, **options)
 
     @property
     def _device(self) -> torch.device | None:
@@ -182,39 +215,57 @@ class ResponseKLTransform(PenaltyTransform):
         tokens = responses.tokens.to(self._device)
         responses = responses._replace(tokens=tokens, counted=responses.counted.to(self._device))
         rewards = reward.reshape(-1).to(tokens.device)
-        steps = make_steps(responses, rewards, self.eos_token)
+        steps, rows = make_steps(responses, rewards, self.eos_token), flat(batch)
+        for key in (KEPT, SAMPLER_LOG_PROB, LOG_PROB):
+            if (values := aligned(rows, key, responses, steps)) is not None:
+                steps.set(key, values)
         step = self._score(steps)
         totals = self._add_up(step, reward)
         self._check(totals, reward)
         moves, planned = moves and not self.frozen, self.controller.planning
         if moves and planned:
             self._plan_from(responses, rewards, step)
+        fed = self._fed(step, steps)
         self._penalize(following, totals, reward)
         following.set(self.keys.kl, totals.kl)
         if totals.estimate is not None:
             following.set(self.keys.kl_estimate, totals.estimate)
-        scores = (
-            (batch, _LOG_PROB, step.log_prob),
-            (following, self.keys.ref_log_prob, step.ref_log_prob),
-        )
-        for holder, key, values in scores:
-            rows = _places(responses, steps, cast(Tensor, values))
-            _set_rows(holder, key, [row.to(reward.device) for row in rows], responses.width)
+        if (log_ratio := steps.get(_LOG_RATIO, None)) is not None:
+            following.set("sampler_kl", -log_ratio.sum(1).to(reward).reshape(reward.shape))
+        scores = {
+            LOG_PROB: (batch, step.log_prob),
+            self.keys.ref_log_prob: (following, step.ref_log_prob),
+            SAMPLER_LOG_PROB: (batch, steps.get(SAMPLER_LOG_PROB, None)),
+            KEPT: (batch, steps.get(KEPT, None)),
+        }
+        for key, (holder, values) in scores.items():
+            if values is not None:
+                places = _places(responses, steps, values)
+                _set_rows(holder, key, [row.to(reward.device) for row in places], responses.width)
         if moves:
             # A KL from which a coefficient is planned says nothing about that coefficient.
-            self.feed.pool(self.controller, self._values(step)[: 0 if planned else None])
+            self.feed.pool(self.controller, fed[: 0 if planned else None])
         return batch.set("next", following)
 
     def _score(self, steps: TensorDict) -> KLStep:
-        """The log-probs (N, T) and the KL (N, T, 1) of the steps, a few responses at a time."""
-        chunks, n_rows = [], max(len(steps), 1)  # also a batch of none is one chunk
-        size = self.chunk_size or n_rows
+        """The log-probs (N, T) and the KL (N, T, 1) of the steps, a few responses at a time.
+
+        Writes the kept ids into the steps.
+        """
+        chunks, kept, n_rows = [], [], max(len(steps), 1)  # also a batch of none is one chunk
+        size, actor, n_rescued = self.chunk_size or n_rows, self._policy.held, 0
         for first in range(0, n_rows, size):
-            step = self._score_rows(cast(TensorDictBase, steps[first : first + size]))
+            rows = cast(TensorDictBase, steps[first : first + size])
+            step = self._score_rows(rows)
             chunks.append((step.log_prob, step.ref_log_prob, step.mask, step.kl, step.estimate))
+            kept.append(rows.get(KEPT, None))
+            n_rescued += int(actor.n_rescued)
         log_prob, ref_log_prob, mask, kl, estimate = (
             None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)
         )
+        if kept[0] is not None:
+            steps.set(KEPT, torch.cat(kept))
+        self.n_rescued = n_rescued
         return KLStep(log_prob, ref_log_prob, mask, kl=kl, estimate=estimate)  # type: ignore[arg-type]
 
     @torch.no_grad()
@@ -223,8 +274,11 @@ class ResponseKLTransform(PenaltyTransform):
         actor, action = self._policy.held, rows.get("action")
         if len(rows):
             actor.reader.lm.check_causal(rows.get("tokens")[0, 0, :-1])
+        inputs = scored_inputs(actor, rows)
         with evaluating(actor), set_recurrent_mode(True):
-            dist = actor.get_dist(rows.select(*actor.in_keys))
+            dist = actor.get_dist(inputs)
+        if actor.truncation is not None:
+            rows.set(KEPT, inputs.get(KEPT))
         if self._estimator == "exact":  # in tiles of both
             reference, mask = self.reference.get_dist(rows, timed=True), rows.get(MASK_KEY)
             log_prob, kl, ref_log_prob = figures(dist, action, reference)
@@ -270,19 +324,34 @@ class ResponseKLTransform(PenaltyTransform):
             lengths=lengths[some],
         )
 
-    def _values(self, step: KLStep) -> Tensor:
-        """The measured KL of tokens, or of the responses that have any, (M,)."""
+    def _fed(self, step: KLStep, steps: TensorDict) -> Tensor:
+        """What the controller is fed: the KL of tokens, or of the responses that have any, (M,).
+
+        Writes the log-ratio of policy and sampler, and the sampler's log-probs, into the steps.
+        """
         mask, measured = cast(Tensor, step.mask), step.measured.squeeze(-1)
-        return measured[mask] if self.controller.per == "step" else measured.sum(1)[mask.any(1)]
+        by_step = self.controller.per == "step"
+        recorded = steps.get(SAMPLER_LOG_PROB, steps.get(LOG_PROB, None))
+        if recorded is not None:
+            log_ratio = torch.where(mask, cast(Tensor, step.log_prob) - recorded, 0.0)
+            steps.set(SAMPLER_LOG_PROB, recorded).set(_LOG_RATIO, log_ratio)
+        if self.sampler_weights is not None:
+            log_ratio = get_required(steps, _LOG_RATIO, _NO_SAMPLER)
+            ends = None if by_step else torch.zeros_like(mask)  # each row is one trajectory
+            measured = measured * sampler_weights(log_ratio, self.cap, ends)
+            ratios = log_ratio[mask] if by_step else log_ratio.sum(1)[mask.any(1)]
+            if not effective_share(ratios) >= FEWEST:
+                return measured.new_zeros(0)
+        return measured[mask] if by_step else measured.sum(1)[mask.any(1)]
 
 
 def _places(responses: Responses, steps: TensorDict, values: Tensor) -> list[Tensor]:
-    """Values of steps (N, T) at their tokens in ("tokens", "full"), NaN at all others."""
-    rows = []
+    """Values of steps (N, T, ...) at their tokens in ("tokens", "full"); else NaN, or of ids 0."""
+    rows, missing = [], torch.nan if values.is_floating_point() else 0
     mask = steps.get(MASK_KEY)
     position = steps.get("position")
     for i, width in enumerate(responses.widths):
-        row = values.new_full((width,), torch.nan)
+        row = values.new_full((width, *values.shape[2:]), missing)
         row[position[i][mask[i]] + responses.shift[i]] = values[i][mask[i]]
         rows.append(row)
     return rows
@@ -297,6 +366,8 @@ def _set_rows(batch: TensorDictBase, key: NestedKey, values: list[Tensor], width
     if not values or (len(widths) == 1 and not isinstance(batch, LazyStackedTensorDict)):
         holder = TensorDict(batch_size=batch.batch_size) if holder is None else holder.copy()
         shape = *batch.batch_size, width
+        if values:
+            shape = *shape, *values[0].shape[1:]
         holder.set(leaf, torch.stack(values).reshape(shape) if values else torch.zeros(shape))
     else:
         old = [TensorDict()] * len(values) if holder is None else holder.reshape(-1).unbind(0)
@@ -310,6 +381,10 @@ def _set_rows(batch: TensorDictBase, key: NestedKey, values: list[Tensor], width
 
 
 _NO_REWARD = "a response has one; set it before this transform, to zeros for a measurement only."
+_NO_SAMPLER = (
+    '`sampler_weights` needs the log-probs of the sampler, ("log_probs", "full"): let the wrapper '
+    "record them."
+)
 _NOT_PICKLED = (
     "a ResponseKLTransform cannot be sent to another process, where it would not see the policy "
     "learn: use it in the process that trains, as `postproc` or in the replay buffer there."
