@@ -316,7 +316,7 @@ class TestErrors:
             KLMonitor(controller, keys=KLKeys(**keys))(batch)
 
     def test_a_state_of_something_else(self):
-        with pytest.raises(KeyError, match="lacks \\['coeffs', 'conditions', 'k1_sums', 'traj"):
+        with pytest.raises(KeyError, match="lacks \\['coeffs', 'conditions', 'traj"):
             KLMonitor(per_step()).load_state_dict({"n_batches": 1, "pools": []})
 
 

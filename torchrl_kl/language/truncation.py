@@ -20,10 +20,7 @@ _DEFAULT_TOP_K = 256
 
 @dataclass(frozen=True)
 class Truncation:
-    """Keeps the `top_k` most likely tokens, of these top-p's, and of those min-p's.
-
-    As the samplers of transformers do, each renormalizes what is left by the one before.
-    """
+    """Keeps the `top_k` most likely tokens, of these top-p's, and of those min-p's, renormalized."""
 
     top_k: int
     top_p: float
