@@ -6,10 +6,10 @@ import warnings
 from typing import Any
 
 from tensordict import NestedKey, TensorDictBase, unravel_key
-from torch import Tensor
 from torchrl.trainers import Trainer, TrainerHookBase
 
 from torchrl_kl.batches import MASK_KEY, expand_right
+from torchrl_kl.controllers import KLStatistics
 from torchrl_kl.keys import get_required
 from torchrl_kl.transforms import KLConstrainedTransform
 
@@ -79,18 +79,17 @@ class KLControlHook(TrainerHookBase):
         if batch is None:
             fix = "put the stack into the env if the collector writes into a replay buffer"
             raise RuntimeError(f"the trainer has no batch to penalize: {fix}.")
-        sampler_kl = unravel_key(("next", self.stack.keys.recorded.sibling("sampler_kl")))
-        sampler = {}
-        if batch.get(sampler_kl, None) is not None:
-            values = _counted(batch, sampler_kl)
-            error = values.std().item() / len(values) ** 0.5
-            sampler = {"sampler_kl": values.mean().item(), "sampler_kl_error": error}
-        return sampler | {
-            "kl_to_reference": _mean(batch, self.stack.measured_key),
-            "kl_coeff": _mean(batch, self.stack.keys.kl_coeff),
-            "task_reward": _mean(batch, self.stack.keys.task_reward),
+        found = {
+            "kl_to_reference": _pooled(batch, self.stack.measured_key).mean,
+            "kl_coeff": _pooled(batch, self.stack.keys.kl_coeff).mean,
+            "task_reward": _pooled(batch, self.stack.keys.task_reward).mean,
             "log_pbar": True,
         }
+        key = self.stack.keys.recorded.sibling("sampler_kl")
+        if batch.get(unravel_key(("next", key)), None) is not None:
+            pool = _pooled(batch, key)
+            found |= {"sampler_kl": pool.mean, "sampler_kl_error": pool.standard_error}
+        return found
 
     def log_update(self, optim_steps: int, losses: TensorDictBase | None) -> dict[str, Any] | None:
         """What is known after the updates on a batch; nothing if the loss has no `kl_approx`."""
@@ -107,13 +106,8 @@ class KLControlHook(TrainerHookBase):
         self.stack.load_state_dict(state_dict)
 
 
-def _mean(batch: TensorDictBase, key: NestedKey) -> float:
-    """Mean of an entry of "next", (*B, 1), over the steps that are not padding."""
-    return _counted(batch, unravel_key(("next", key))).mean().item()
-
-
-def _counted(batch: TensorDictBase, key: NestedKey) -> Tensor:
-    """An entry (*B, 1) of the steps that are not padding, (N,)."""
+def _pooled(batch: TensorDictBase, key: NestedKey) -> KLStatistics:
+    """An entry of "next", (*B, 1), over the steps that are not padding."""
     fix = "let nothing drop it between KLControlHook and the log."
-    values, mask = get_required(batch, key, fix), batch.get(MASK_KEY, None)
-    return values.flatten() if mask is None else values[expand_right(mask, values.shape)]
+    values, mask = get_required(batch, unravel_key(("next", key)), fix), batch.get(MASK_KEY, None)
+    return KLStatistics().add(values if mask is None else values[expand_right(mask, values.shape)])

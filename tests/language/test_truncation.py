@@ -302,7 +302,7 @@ class TestSampler:
             noise = 0.2 * torch.randn(VOCAB, dtype=torch.float64)
         temperature = 0.9 if kind == "temperature" else 1.0
         if kind == "noise":
-            noisy.register_forward_hook(lambda _module, _args, output: torch.add(output, noise))
+            noisy.register_forward_hook(lambda _module, _args, logits: logits + noise)  # type: ignore[operator]
         torch.manual_seed(1)
         prompts = PROMPTS[:1].expand(self.N, -1)
         steps = sample_responses(
@@ -385,7 +385,7 @@ class TestSampler:
         with pytest.raises(ValueError, match="`cap` must be"):
             KLPenaltyLoss(CausalLMActor(gpt), 0.1, sampler_weights="truncated", cap=0.5)
         batch = responses_of(sampled(CausalLMActor(gpt), 4)).exclude("log_probs")
-        with pytest.raises(KeyError, match="needs the log-probs of the sampler"):
+        with pytest.raises(KeyError, match="let the sampler record it"):
             ResponseKLTransform(gpt, 0.1, sampler_weights="truncated")(batch)
 
     def test_effective_share(self):

@@ -14,24 +14,21 @@ from torchrl_kl.keys import RECORD_LOG_PROB, as_tuple, get_required, sibling
 
 
 def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -> TensorDictBase:
-    """Replaces recorded log-probs by those that `actor` gives the actions in one pass.
+    """A shallow copy of a batch (*B) with the log-probs that `actor` gives its actions in one pass.
 
-    For a sampler that computes other numbers than the loss: another engine, a cache, a padding.
-    The first ratios of an update are then exactly 1, and the rest is a number: `sampler_kl`.
+    For a sampler that computes other numbers than the loss: another engine, or a cache. The first
+    ratios of an update are then exactly 1, and how far the sampler is becomes a number.
 
     Keys:
         reads what the actor reads, its action and its log-prob.
-        writes the log-prob, nats, (*B), in eval mode; the sampler's under "sampler_log_prob" next
-        to it, unless it is there; ("next", "sampler_kl"): log pi_sampler - log pi, nats, (*B, 1), 0
-        on padding. Its mean over trajectories estimates KL(sampler || policy).
+        writes the log-prob, in eval mode, nats, (*B); the sampler's as "sampler_log_prob" next to
+        it, unless it is there; ("next", "sampler_kl"), log pi_sampler - log pi, nats, (*B, 1), 0 on
+        padding. Its mean over trajectories estimates KL(sampler || policy).
 
     Args:
         actor: the policy that is trained, of one action.
-        batch: steps (*B), which are not written to, with "next".
-        time_dim: the last batch dimension, if it is time and the batch does not name it "time".
-
-    Returns:
-        A shallow copy of the batch.
+        batch: is not written to.
+        time_dim: as for KLConstrainedTransform.
 
     Raises:
         KeyError: if the action or the log-prob is missing.
@@ -44,7 +41,6 @@ def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -
         >>> rescore(actor, batch)["next", "sampler_kl"].abs().max() < 1e-5
         tensor(True)
     """
-    reading.check_actor(actor)
     key = reading.find_log_prob_keys(actor)[0]
     sampler_key = sibling(key, "sampler_log_prob")
     recorded = get_required(batch, key, RECORD_LOG_PROB)
@@ -52,10 +48,8 @@ def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -
     log_prob = reading.policy_log_prob(actor, batch, timed)
     batch = batch.copy()
     sampler = cast(Tensor, batch.get(sampler_key, recorded))
-    mask = batch.get(MASK_KEY, None)
-    gap = sampler.detach() - log_prob
-    if mask is not None:
-        gap = torch.where(expand_right(mask, gap.shape), gap, 0.0)
+    mask = expand_right(batch.get(MASK_KEY, torch.ones_like(log_prob).bool()), log_prob.shape)
+    gap = torch.where(mask, sampler - log_prob, 0.0).detach()
     batch.set(key, log_prob).set(sampler_key, sampler)
     batch.set(("next", *as_tuple(sibling(key, "sampler_kl"))), gap.unsqueeze(-1))
     return batch

@@ -25,7 +25,7 @@ from torchrl_kl.language.causal_lm import CausalLM, SplitLM, can_split
 from torchrl_kl.language.distribution import NextToken
 from torchrl_kl.language.gpt import values_hidden
 from torchrl_kl.language.reader import StateReader, check_one_per_text
-from torchrl_kl.language.truncation import Truncation, keep_drawn, restrict
+from torchrl_kl.language.truncation import Truncation, restrict
 
 Keys = Sequence[NestedKey]
 HeadChunk = int | Literal["auto"] | None
@@ -103,17 +103,12 @@ class CausalLMActor(ProbabilisticActor):
       elements through `.data`, or of a layer's attributes, call `clear_cache`.
     - A model whose first cached step differs from an uncached pass by more than rounding is warned
       of, and reads whole texts in each step.
-    - With `top_k`, `top_p` or `min_p` the policy is the truncated one: log-probs, entropies, KL and
-      gradients are those of the kept tokens alone, renormalized. Which ones were kept when a token
-      was drawn is recorded, and read again wherever it is scored, so that no rounding moves the
-      edge. Of a batch without the record the kept tokens are computed, and the drawn one is among
-      them; `n_rescued` counts those that would not have been. As a reference, it is whole.
-
-    Keys:
-        reads `in_keys`; where tokens are scored also ("kept", "ids"), next to the action.
-        writes the action, its log-prob, "logits" (-inf for tokens that are not kept), and, if
-        truncated, ("kept", "ids"): int32 (*B, `top_k`), most likely first, filled up with the first
-        one: 4 bytes * `top_k` per token.
+    - With `top_k`, `top_p` or `min_p` the policy is the truncated one: its distribution is that of
+      the kept tokens, renormalized ("logits": -inf for others). What was kept when a token was
+      drawn is recorded under ("kept", "ids") next to the action, and read wherever it is scored:
+      int32 (*B, `top_k`), most likely first, filled up with the first one. Without a record it is
+      computed, with the drawn token in it; `n_rescued` counts the tokens of the last batch that
+      needed this. A reference is whole.
 
     Call `eval()` on a model with dropout, or the recorded log-probs are those of a policy with
     noise. Actions are sampled only where the exploration type is RANDOM, which collectors set.
@@ -178,11 +173,10 @@ class CausalLMActor(ProbabilisticActor):
             self.select_out_keys(*(key for key in self.out_keys if key != "logits"))
         self.truncation = Truncation.of(top_k, top_p, min_p)
         self.kept_key = (*as_tuple(sibling(action_key, "kept")), "ids")
-        self.replayed_keys: list[NestedKey] = []  # what is read where a token is scored
+        self.replayed_keys = (self.kept_key, action_key, MASK_KEY)  # read where tokens are scored
         self.n_rescued: Tensor | int = 0
         if self.truncation is not None:
             self.out_keys = [*self.out_keys, self.kept_key]
-            self.replayed_keys = [self.kept_key, action_key, MASK_KEY]
 
     @dispatch(auto_batch_size=False)
     def forward(  # type: ignore[override]
@@ -225,7 +219,15 @@ class CausalLMActor(ProbabilisticActor):
         tiled = self.reader.dist(*state)
         made = self.reader(*state) if tiled is None else tiled
         if self.truncation is not None:
-            ids = self._kept(tensordict, self.truncation, made, drawn=drawn)
+            record, action, mask = (
+                tensordict.get(key, None) if drawn else None for key in self.replayed_keys
+            )
+            if action is None:
+                ids = self.truncation.keep(made, bounded=not drawn) if record is None else record
+            else:
+                ids, missing = self.truncation.replay(made, record, action)
+                counted = missing if mask is None else missing & expand_right(mask, missing.shape)
+                self.n_rescued = counted.sum() if record is None else 0
             tensordict.set(self.kept_key, ids)
             made = restrict(made, ids)
         if isinstance(made, TiledCategorical):
@@ -233,38 +235,11 @@ class CausalLMActor(ProbabilisticActor):
         tensordict.set("logits", made)
         return NextToken(made)
 
-    def _kept(
-        self,
-        tensordict: TensorDictBase,
-        truncation: Truncation,
-        made: Tensor | TiledCategorical,
-        *,
-        drawn: bool,
-    ) -> Tensor:
-        """The ids of kept tokens, (*B, K)."""
-        record, action, mask = (
-            tensordict.get(key, None) if drawn else None for key in self.replayed_keys
-        )
-        ids = record
-        if ids is None:
-            # What may be written next to tokens has one width.
-            ids = truncation.keep(made, bounded=not drawn or action is not None)
-        if action is None:
-            return ids
-        ids, missing = keep_drawn(ids, action)
-        if record is None:
-            counted = True if mask is None else expand_right(mask, missing.shape)
-            self.n_rescued = (missing & counted).sum()
-        return ids
-
     @property
     def untruncated(self) -> CausalLMActor:
         """The same policy with all tokens, over the same modules."""
-        if self.truncation is None:
-            return self
         view = copy.copy(self)
-        view.truncation, view.replayed_keys = None, []
-        view.out_keys = [key for key in self.out_keys if key != self.kept_key]
+        view.truncation = None
         return view
 
     @property

@@ -30,11 +30,10 @@ from torchrl_kl.functional.sampler import (
     FEWEST,
     SamplerWeights,
     check_sampler_weights,
-    effective_share,
     sampler_weights,
 )
 from torchrl_kl.functional.tiles import figures
-from torchrl_kl.keys import KLKeys, as_keys, get_required
+from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, get_required
 from torchrl_kl.language.heads import CausalLMActor, HeadChunk
 from torchrl_kl.language.responses import (
     KEPT,
@@ -55,7 +54,6 @@ from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.placement import refuse_sums
 from torchrl_kl.transforms.steps import measure, score_batch
 
-_LOG_RATIO = "sampler_log_ratio"  # log pi - log pi_sampler of steps, nats, 0 on padding
 _TOP_K = 64  # tokens of a vocabulary that the estimator "top_k" measures exactly
 
 
@@ -67,9 +65,9 @@ class ResponseKLTransform(PenaltyTransform):
     it on a batch, of which it returns a shallow copy. Policy and reference score in eval mode.
 
     You may rely on: `reward = task_reward - kl_coeff * kl`, once for each response; log-probs of
-    the policy as it samples (`temperature`, `top_k`, `top_p`, `min_p`), of every token that counts,
-    the first and the end token too, while the reference is whole. You may not rely on a penalty
-    that survives GRPO's division by the rewards' standard deviation: there, pass the KL to the loss
+    the policy as it samples, of every token that counts, the first and the end token too. Not on
+    log-probs recorded by the sampler, which are only compared; nor on a penalty that survives
+    GRPO's division by the rewards' standard deviation: there, pass the KL to the loss
     (docs/pitfalls.md).
 
     Keys:
@@ -79,9 +77,9 @@ class ResponseKLTransform(PenaltyTransform):
         ("tokens", "full"), NaN where a token does not count, as GRPOLoss reads them; and of the
         reward's shape ("next", "kl"), k1 of each response, ("next", "kl_estimate") with another
         estimator, ("next", "task_reward"), ("next", "kl_coeff") and ("next", "reward"); where the
-        sampler's log-probs are there, ("next", "sampler_kl"), log pi_sampler - log pi of each
-        response. If truncated, ("kept", "ids"), (width, `top_k`) of each response, which is read if
-        it is there; `n_rescued` counts the tokens of the last batch that would not have been kept.
+        sampler's log-probs are there, ("next", "sampler_kl"), log pi_sampler - log pi. If
+        truncated, ("kept", "ids"), (width, `top_k`) of each response, unless they are there;
+        `n_rescued` as for CausalLMActor.
 
     State: the reference's, the controller's, and the pool since its last update.
 
@@ -95,11 +93,8 @@ class ResponseKLTransform(PenaltyTransform):
         estimator: what is measured, as for KLConstrainedTransform; "top_k" is exact on 64 tokens.
         temperature: that of the sampler, by which logits of policy and reference are divided.
         top_k, top_p, min_p: those of the sampler; see CausalLMActor.
-        sampler_weights: "truncated": the KL that the controller is fed is weighted by
-            min(pi / pi_sampler, `cap`) of the response up to each token (with `per="step"`, of the
-            token), for a sampler that is another engine. A batch whose effective sample size, of
-            weights without a cap, is under a tenth does not move the controller. None: not.
-        cap: of these weights, at least 1.
+        sampler_weights, cap: None, or "truncated": weights what the controller is fed, as for
+            KLPenaltyLoss, by the ratios up to each token, or with `per="step"` its own.
         update_every: how many responses (tokens) an update of the controller waits for. None: each
             batch updates once.
         chunk_size: how many responses are scored at a time. None: all.
@@ -215,9 +210,11 @@ class ResponseKLTransform(PenaltyTransform):
         tokens = responses.tokens.to(self._device)
         responses = responses._replace(tokens=tokens, counted=responses.counted.to(self._device))
         rewards = reward.reshape(-1).to(tokens.device)
-        steps, rows = make_steps(responses, rewards, self.eos_token), flat(batch)
-        for key in (KEPT, SAMPLER_LOG_PROB, LOG_PROB):
-            if (values := aligned(rows, key, responses, steps)) is not None:
+        steps = make_steps(responses, rewards, self.eos_token)
+        # Of a batch that another of these has scored, log-probs are not those of a sampler.
+        scored = any(str(key).endswith("ref_log_probs") for key in following.keys())
+        for key in (KEPT, SAMPLER_LOG_PROB, *([] if scored else [LOG_PROB])):
+            if (values := aligned(flat(batch), key, responses, steps)) is not None:
                 steps.set(key, values)
         step = self._score(steps)
         totals = self._add_up(step, reward)
@@ -225,17 +222,19 @@ class ResponseKLTransform(PenaltyTransform):
         moves, planned = moves and not self.frozen, self.controller.planning
         if moves and planned:
             self._plan_from(responses, rewards, step)
-        fed = self._fed(step, steps)
+        recorded = steps.get(SAMPLER_LOG_PROB, steps.get(LOG_PROB, None))
+        fed = self._fed(step, recorded, steps["next", "done"].squeeze(-1))
         self._penalize(following, totals, reward)
         following.set(self.keys.kl, totals.kl)
         if totals.estimate is not None:
             following.set(self.keys.kl_estimate, totals.estimate)
-        if (log_ratio := steps.get(_LOG_RATIO, None)) is not None:
-            following.set("sampler_kl", -log_ratio.sum(1).to(reward).reshape(reward.shape))
+        if recorded is not None:
+            gap = (recorded - cast(Tensor, totals.log_prob)).sum(1)
+            following.set("sampler_kl", gap.to(reward).reshape(reward.shape))
         scores = {
             LOG_PROB: (batch, step.log_prob),
             self.keys.ref_log_prob: (following, step.ref_log_prob),
-            SAMPLER_LOG_PROB: (batch, steps.get(SAMPLER_LOG_PROB, None)),
+            SAMPLER_LOG_PROB: (batch, recorded),
             KEPT: (batch, steps.get(KEPT, None)),
         }
         for key, (holder, values) in scores.items():
@@ -252,20 +251,17 @@ class ResponseKLTransform(PenaltyTransform):
 
         Writes the kept ids into the steps.
         """
-        chunks, kept, n_rows = [], [], max(len(steps), 1)  # also a batch of none is one chunk
-        size, actor, n_rescued = self.chunk_size or n_rows, self._policy.held, 0
-        for first in range(0, n_rows, size):
-            rows = cast(TensorDictBase, steps[first : first + size])
+        size, self.n_rescued, found = self.chunk_size or len(steps), 0, []
+        parts = steps.split(size) if len(steps) else [steps]
+        for rows in parts:
             step = self._score_rows(rows)
-            chunks.append((step.log_prob, step.ref_log_prob, step.mask, step.kl, step.estimate))
-            kept.append(rows.get(KEPT, None))
-            n_rescued += int(actor.n_rescued)
+            found.append((step.log_prob, step.ref_log_prob, step.mask, step.kl, step.estimate))
+            self.n_rescued += int(self._policy.held.n_rescued)
+        if KEPT in parts[0].keys(True):
+            steps.set(KEPT, torch.cat([rows.get(KEPT) for rows in parts]))
         log_prob, ref_log_prob, mask, kl, estimate = (
-            None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)
+            None if each[0] is None else torch.cat(each) for each in zip(*found, strict=True)
         )
-        if kept[0] is not None:
-            steps.set(KEPT, torch.cat(kept))
-        self.n_rescued = n_rescued
         return KLStep(log_prob, ref_log_prob, mask, kl=kl, estimate=estimate)  # type: ignore[arg-type]
 
     @torch.no_grad()
@@ -324,24 +320,16 @@ class ResponseKLTransform(PenaltyTransform):
             lengths=lengths[some],
         )
 
-    def _fed(self, step: KLStep, steps: TensorDict) -> Tensor:
-        """What the controller is fed: the KL of tokens, or of the responses that have any, (M,).
-
-        Writes the log-ratio of policy and sampler, and the sampler's log-probs, into the steps.
-        """
+    def _fed(self, step: KLStep, sampler: Tensor | None, ends: Tensor) -> Tensor:
+        """What the controller is fed: the KL of tokens, or of the responses that have any, (M,)."""
         mask, measured = cast(Tensor, step.mask), step.measured.squeeze(-1)
         by_step = self.controller.per == "step"
-        recorded = steps.get(SAMPLER_LOG_PROB, steps.get(LOG_PROB, None))
-        if recorded is not None:
-            log_ratio = torch.where(mask, cast(Tensor, step.log_prob) - recorded, 0.0)
-            steps.set(SAMPLER_LOG_PROB, recorded).set(_LOG_RATIO, log_ratio)
         if self.sampler_weights is not None:
-            log_ratio = get_required(steps, _LOG_RATIO, _NO_SAMPLER)
-            ends = None if by_step else torch.zeros_like(mask)  # each row is one trajectory
-            measured = measured * sampler_weights(log_ratio, self.cap, ends)
-            ratios = log_ratio[mask] if by_step else log_ratio.sum(1)[mask.any(1)]
-            if not effective_share(ratios) >= FEWEST:
-                return measured.new_zeros(0)
+            if sampler is None:
+                raise MissingKeyError(_NO_SAMPLER)
+            log_ratio = torch.where(mask, cast(Tensor, step.log_prob) - sampler, 0.0)
+            weights, share = sampler_weights(log_ratio, self.cap, None if by_step else ends, mask)
+            measured, mask = measured * weights, mask & (share >= FEWEST)
         return measured[mask] if by_step else measured.sum(1)[mask.any(1)]
 
 
@@ -382,8 +370,8 @@ def _set_rows(batch: TensorDictBase, key: NestedKey, values: list[Tensor], width
 
 _NO_REWARD = "a response has one; set it before this transform, to zeros for a measurement only."
 _NO_SAMPLER = (
-    '`sampler_weights` needs the log-probs of the sampler, ("log_probs", "full"): let the wrapper '
-    "record them."
+    '("log_probs", "full") is not in the data, with which `sampler_weights` compares the policy: '
+    "let the sampler record it."
 )
 _NOT_PICKLED = (
     "a ResponseKLTransform cannot be sent to another process, where it would not see the policy "

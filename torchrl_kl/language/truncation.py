@@ -34,8 +34,7 @@ class Truncation:
         """That of an actor's arguments; None where all tokens are kept."""
         if top_k is None and top_p is None and min_p is None:
             return None
-        if top_k is None:
-            top_k = _DEFAULT_TOP_K
+        top_k = _DEFAULT_TOP_K if top_k is None else top_k
         if type(top_k) is not int or top_k < 1:
             raise ValueError(f"`top_k` must be an int of at least 1, or None, got {top_k!r}.")
         top_p = 1.0 if top_p is None else check_number("top_p", top_p, above=0, at_most=1)
@@ -43,7 +42,7 @@ class Truncation:
         return cls(top_k, top_p, min_p)
 
     @torch.no_grad()
-    def keep(self, logits: Tensor | TiledCategorical, *, bounded: bool) -> Tensor:
+    def keep(self, logits: Any, *, bounded: bool) -> Tensor:
         """The ids kept of logits (*B, V): int32 (*B, K), most likely first, then the first again.
 
         If `bounded`, K is `top_k`; else V, as all that are tied with the last of these are kept.
@@ -65,26 +64,24 @@ class Truncation:
         ids, dropped = ids.flip(-1), dropped.flip(-1)
         return torch.where(dropped, ids[..., :1], ids).int()
 
+    def replay(self, logits: Any, record: Tensor | None, action: Tensor) -> tuple[Tensor, Tensor]:
+        """The ids kept when tokens (*B) were drawn; where these would not have been kept, (*B).
 
-def keep_drawn(ids: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-    """Kept ids (*B, K) with the tokens drawn (*B) among them; where they were not, (*B).
-
-    A sampler that computes other last digits may keep another token at the edge: the drawn one
-    takes a free place, or that of the least likely one.
-    """
-    missing = (ids != action.unsqueeze(-1)).all(-1)
-    n_kept = (ids != ids[..., :1]).sum(-1) + 1
-    place = torch.arange(ids.shape[-1], device=ids.device)
-    here = place == n_kept.clamp(max=ids.shape[-1] - 1).unsqueeze(-1)
-    replaced = missing.unsqueeze(-1) & here
-    return torch.where(replaced, action.unsqueeze(-1).to(ids.dtype), ids), missing
+        Without a record it is computed. At an edge, a sampler that computes other last digits may
+        keep another token: the drawn one takes a free place, or that of the least likely one.
+        """
+        ids = self.keep(logits, bounded=True) if record is None else record
+        missing = (ids != action.unsqueeze(-1)).all(-1)
+        last = (ids != ids[..., :1]).sum(-1, keepdim=True) + 1
+        place = torch.arange(ids.shape[-1], device=ids.device)
+        replaced = missing.unsqueeze(-1) & (place == last.clamp(max=ids.shape[-1] - 1))
+        return torch.where(replaced, action.unsqueeze(-1).to(ids.dtype), ids), missing
 
 
 def restrict(logits: Any, ids: Tensor) -> Any:
     """Logits (*B, V) or their tiles, -inf for all tokens but `ids` (*B, K)."""
     if isinstance(logits, TiledCategorical):
-        rows = torch.arange(len(logits.hidden), device=ids.device)
-        of_rows = ids.flatten(0, -2)
+        rows, of_rows = torch.arange(len(logits.hidden), device=ids.device), ids.flatten(0, -2)
 
         def tile(rows: Tensor) -> NextToken:
             return NextToken(restrict(logits.tile(logits.hidden[rows]).logits, of_rows[rows]))

@@ -29,10 +29,9 @@ from torchrl_kl.functional.sampler import (
     FEWEST,
     SamplerWeights,
     check_sampler_weights,
-    effective_share,
     sampler_weights,
 )
-from torchrl_kl.functional.sums import running_sum, sum_after, sum_before
+from torchrl_kl.functional.sums import sum_after, sum_before
 from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import RECORD_LOG_PROB, get_required, holder_batch_size, sum_action_dims
 
@@ -47,7 +46,6 @@ class Drawn(NamedTuple):
     action: Tensor  # (*B, ...)
     log_prob: Tensor  # under the policy, nats, (*B)
     recorded: Tensor  # under the policy that took them, when it did, (*B)
-    sampler: Tensor | None  # under the sampler that drew them for it, (*B); None: itself
     ends: Tensor | None  # (*B), True at last steps; None where nothing is added up
 
 
@@ -59,6 +57,7 @@ class Steps(NamedTuple):
     batch_size: torch.Size  # *B
     mask: Tensor | None  # (*B), True where a step counts; None where all do
     drawn: Drawn | None = None  # None where no action is read
+    share: float = 1.0  # effective sample size, where another sampler drew the actions
 
     def terms(self, gradient: str, weights: str) -> tuple[Tensor, Tensor]:
         """What is minimised, and the measured KL; nats, (*B) each, 0 where the mask is False."""
@@ -66,7 +65,7 @@ class Steps(NamedTuple):
             kl = self._exact_kl()
             return kl, kl
         drawn = self.drawn
-        log_ratio = self._masked(drawn.log_prob - drawn.recorded)
+        log_ratio = self.masked(drawn.log_prob - drawn.recorded)
         ratio = log_ratio.exp()
         if gradient == "k2":
             ref_log_prob = self.summed(log_prob_of(self.reference, drawn.action))
@@ -80,14 +79,9 @@ class Steps(NamedTuple):
             # The second term is 0 in value and has the gradient of the ratio.
             return value + (ratio - ratio.detach()) * sum_after(kl.detach(), drawn.ends), kl
         # W_t, the product of the ratios before. On padding it could overflow, and inf * 0 is NaN.
-        weight = self._masked(sum_before(log_ratio, drawn.ends)).exp()
+        weight = self.masked(sum_before(log_ratio, drawn.ends)).exp()
         # The gradient of the probability of getting to a step is what makes "sequence" exact.
         return (weight if gradient == "sequence" else weight.detach()) * value, weight * kl
-
-    def sampler_log_ratio(self) -> Tensor:
-        """Log pi_old - log pi_sampler of the actions, nats, (*B), 0 where the mask is False."""
-        drawn = cast(Drawn, self.drawn)
-        return self._masked(drawn.recorded - cast(Tensor, drawn.sampler))
 
     def summed(self, values: Tensor) -> Tensor:
         """Log-probs or KL summed over agents and action dimensions, (*B, ...) -> (*B)."""
@@ -98,7 +92,8 @@ class Steps(NamedTuple):
         mask = None if self.mask is None else expand_right(self.mask, self.policy.batch_shape)
         return self.summed(kl_exact(self.policy, self.reference, mask=mask))
 
-    def _masked(self, values: Tensor) -> Tensor:
+    def masked(self, values: Tensor) -> Tensor:
+        """Values (*B), 0 where the mask is False."""
         return values if self.mask is None else torch.where(self.mask, values, 0.0)
 
 
@@ -125,10 +120,10 @@ class KLPenaltyLoss(LossModule):
     - "step": each action has only its own ratio, as in PPO. "sequence" then has the value `KL_t`
       and the gradient of `KL_t + w_t sum_{s>t} KL_s` (sum detached), approximate off-policy.
 
-    `sampler_weights="truncated"` weights both the loss and `kl` by min(pi_old / pi_sampler, `cap`),
-    detached, where another engine has drawn the actions: with weights="trajectory" that of all
-    actions up to a step, else its own. Where the effective sample size (of weights without a cap)
-    is under a tenth, `update_controller` does not move the controller. See `rescore`.
+    `sampler_weights="truncated"`, for actions that another engine has drawn, weights the loss and
+    `kl` by min(pi_old / pi_sampler, `cap`), detached: with weights="trajectory" that of all actions
+    up to a step, else its own. A batch whose effective sample size (of weights without a cap) is
+    under a tenth does not move the controller. See `rescore`.
 
     You may rely on: the reference gets no gradient, is not among `parameters()`, and is in
     `state_dict`; `forward` never moves the controller; padding, NaN too, changes neither value nor
@@ -322,14 +317,8 @@ class KLPenaltyLoss(LossModule):
             log_ratio=log_ratio,
         )
         self.feed.plan(self.controller, reading)
-        if self.sampler_weights is not None and reading.values is not None:
-            ratios, ends = steps.sampler_log_ratio(), cast(Drawn, steps.drawn).ends
-            if ends is not None:
-                ratios = running_sum(ratios, ends)[ends]
-            elif steps.mask is not None:
-                ratios = ratios[steps.mask]
-            if not effective_share(ratios) >= FEWEST:
-                reading = reading._replace(values=reading.values[:0])
+        if not steps.share >= FEWEST and reading.values is not None:
+            reading = reading._replace(values=reading.values[:0])
         self.feed.learn(self.controller, reading)
         return self.controller.coeff.item()
 
@@ -357,9 +346,13 @@ class KLPenaltyLoss(LossModule):
             steps = steps._replace(drawn=self._drawn(tensordict, steps))
         value, kl = steps.terms(self.gradient, self.weights)
         if self.sampler_weights is not None:
-            ends = cast(Drawn, steps.drawn).ends if self.weights == "trajectory" else None
-            weight = sampler_weights(steps.sampler_log_ratio(), self.cap, ends)
+            drawn, own = cast(Drawn, steps.drawn), self.tensor_keys.sampler_log_prob
+            sampler = steps.summed(get_required(tensordict, own, _NO_SAMPLER).detach())
+            log_ratio = steps.masked(drawn.recorded - sampler)
+            ends = drawn.ends if self.weights == "trajectory" else None
+            weight, share = sampler_weights(log_ratio, self.cap, ends, mask)
             value, kl = weight * value, weight * kl
+            steps = steps._replace(share=share)
         numbers = {"kl": kl, "loss_kl": value}
         if self.controller.coeff.item() == 0:  # only measures, also where the KL is infinite
             value = torch.zeros_like(kl).requires_grad_()
@@ -375,14 +368,11 @@ class KLPenaltyLoss(LossModule):
         refuse_own_log_prob(self.actor_network)
         action = get_required(tensordict, self.tensor_keys.action, "name it with `set_keys`.")
         recorded = get_required(tensordict, self.tensor_keys.sample_log_prob, RECORD_LOG_PROB)
-        log_prob, ends, sampler = steps.summed(steps.policy.log_prob(action)), None, None
-        if self.sampler_weights is not None:
-            key = self.tensor_keys.sampler_log_prob
-            sampler = steps.summed(get_required(tensordict, key, _NO_SAMPLER).detach())
+        log_prob, ends = steps.summed(steps.policy.log_prob(action)), None
         if self._reads_trajectories:
             done_key = unravel_key(("next", self.tensor_keys.done))
             ends = find_last_steps(tensordict, steps.mask, done_key, self.actor_network.in_keys)
-        return Drawn(action, log_prob, steps.summed(recorded.detach()), sampler, ends)
+        return Drawn(action, log_prob, steps.summed(recorded.detach()), ends)
 
     def _distributions(self, tensordict: TensorDictBase) -> tuple[Distribution, Distribution]:
         timed = find_time_dim(tensordict, self.time_dim) is not None
@@ -405,9 +395,7 @@ class KLPenaltyLoss(LossModule):
         return policy, reference
 
 
-_NO_SAMPLER = (
-    "`sampler_weights` reads it; `rescore` writes it, and `as_steps` where it was recorded."
-)
+_NO_SAMPLER = "`sampler_weights` reads it, and `rescore` or ResponseKLTransform keeps it."
 
 
 def check_options(gradient: str, weights: str, reduction: str) -> None:
