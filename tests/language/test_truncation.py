@@ -294,7 +294,7 @@ class TestResponses:
 class TestSampler:
     """A sampler at another temperature, or with noise in its logits, against enumeration."""
 
-    N = 40_000
+    N = 6_000
 
     def draw(self, kind: str) -> tuple[Any, Any, TensorDict]:
         gpt, noisy = make_gpt(), make_gpt()
@@ -343,6 +343,7 @@ class TestSampler:
             (found["next", "sampler_kl"].flatten(), of["sampler"] - of["own"]),
             (found["next", "kl"].flatten(), k1),
             (fed[0], weighted),
+            (fed[0] - found["next", "kl"].flatten(), weighted - k1),
         ):
             error = values.std() / math.sqrt(self.N)
             assert abs(values.mean() - probs @ expected) < 4 * error
