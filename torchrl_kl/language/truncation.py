@@ -20,7 +20,7 @@ _DEFAULT_TOP_K = 256
 
 @dataclass(frozen=True)
 class Truncation:
-    """Keeps the `top_k` most likely tokens, of these top-p's, and of those min-p's, renormalized."""
+    """Keeps the `top_k` most likely tokens, of these top-p's, and of those min-p's."""
 
     top_k: int
     top_p: float
