@@ -353,10 +353,8 @@ def _set_rows(batch: TensorDictBase, key: NestedKey, values: list[Tensor], width
     widths = {len(row) for row in values}
     if not values or (len(widths) == 1 and not isinstance(batch, LazyStackedTensorDict)):
         holder = TensorDict(batch_size=batch.batch_size) if holder is None else holder.copy()
-        shape = *batch.batch_size, width
-        if values:
-            shape = *shape, *values[0].shape[1:]
-        holder.set(leaf, torch.stack(values).reshape(shape) if values else torch.zeros(shape))
+        stacked = torch.stack(values) if values else torch.zeros(0, width)
+        holder.set(leaf, stacked.reshape(*batch.batch_size, *stacked.shape[1:]))
     else:
         old = [TensorDict()] * len(values) if holder is None else holder.reshape(-1).unbind(0)
         parts = [part.copy() for part in old]
