@@ -14,7 +14,15 @@ from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from torchrl_kl import GPT, CausalLMActor, CausalLMCritic, KLConstrainedTransform, KLPenaltyLoss
+from torchrl_kl import (
+    GPT,
+    CausalLMActor,
+    CausalLMCritic,
+    KLConstrainedTransform,
+    KLController,
+    KLPenaltyLoss,
+    rescore,
+)
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
 
 EPOCHS, MINIBATCH = 2, 256
@@ -70,11 +78,14 @@ def train(
     reference: GPT,
     language: DigitLanguage,
     reward_fn: Callable[[torch.Tensor], torch.Tensor],
-    coeff: float,
+    coeff: KLController | float,
     *,
     batches: int,
     responses: int,
     loss_args: dict[str, Any] | None = None,
+    top_p: float | None = None,
+    whole: bool = False,
+    lr: float = 1e-3,
     prompts: torch.Tensor | None = None,
     stop: int | None = None,
 ) -> GPT:
@@ -84,17 +95,22 @@ def train(
         reference: the initial policy, against which the KL is measured.
         language: the language of the prompts.
         reward_fn: whole texts to rewards.
-        coeff: reward per nat.
+        coeff: reward per nat, or a controller.
         batches: how many batches of responses training is planned for: the learning rates reach
             zero after them.
         responses: responses per batch.
         loss_args: the arguments of KLPenaltyLoss; None penalizes the reward.
+        top_p: that of the sampler.
+        whole: whether all but the sampler ignores it: log-probs, ratios and KL are those of the
+            whole policy.
+        lr: initial learning rate of the policy.
         prompts: those to draw from; None: all prompts there are.
         stop: after how many batches to stop; None: after all of them.
     """
     policy = copy.deepcopy(reference)
     critic = GPT(language.n_tokens, language.text_length, n_layer=1, n_out=1)
-    actor, value = CausalLMActor(policy), CausalLMCritic(critic)
+    sampler, value = CausalLMActor(policy, top_p=top_p), CausalLMCritic(critic)
+    actor = sampler.untruncated if whole else sampler
     stack = KLConstrainedTransform(actor, coeff if loss_args is None else 0.0)  # 0 only measures
     loss = ClipPPOLoss(
         actor, value, clip_epsilon=0.2, entropy_bonus=False, critic_coeff=1.0, loss_critic_type="l2"
@@ -102,7 +118,7 @@ def train(
     if loss_args is not None:
         loss = KLPenaltyLoss(actor, coeff, loss=loss, **loss_args)
     optimizer = torch.optim.Adam(
-        [{"params": policy.parameters(), "lr": 1e-3}, {"params": critic.parameters(), "lr": 3e-3}],
+        [{"params": policy.parameters(), "lr": lr}, {"params": critic.parameters(), "lr": 3e-3}],
         betas=(0.9, 0.95),
         fused=True,
     )
@@ -113,10 +129,10 @@ def train(
         DigitLanguageEnv(
             language, prompts=prompts, reward_fn=reward_fn, batch_size=(responses,), seed=seed
         ),
-        actor,
+        sampler,
         frames_per_batch=frames,
         total_frames=frames * (batches if stop is None else stop),
-        postproc=stack,
+        postproc=(lambda batch: stack(rescore(actor, batch))) if whole else stack,
         auto_register_policy_transforms=False,
     )
     gae = GAE(gamma=1.0, lmbda=1.0, value_network=value, deactivate_vmap=True, shifted=False)

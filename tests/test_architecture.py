@@ -22,7 +22,7 @@ PUBLIC = """
     KLController ConstantKLController TargetKLController AdaptiveKLController PIDKLController
     ExponentialKLController PlannedKLController coeff_for_budget KLStatistics
     FrozenActor TopKActor kl_k1 kl_k2 kl_k3 kl_exact kl_top_k
-    masked_mean masked_sum
+    masked_mean masked_sum rescore
     Enumeration ExactValues PolicyValues exact_kl
     GPT CausalLMActor CausalLMCritic CausalLMRewardModel
     sample_responses as_steps ResponseKLTransform
@@ -56,9 +56,9 @@ ARROWS: dict[str, set[str]] = {
     "transforms": {*_DATA, "_torchrl", "actors", "controllers", "feeding", "functional"},
     "language": {*_DATA, "actors", "controllers", "functional", "transforms"},
     "objectives": {*_DATA, "actors", "controllers", "feeding", "functional"},
-    "monitor": {*_DATA, "actors", "controllers", "language"},
+    "monitor": {*_DATA, "actors", "controllers", "functional", "language"},
     "collectors": {"batches", "controllers", "transforms"},
-    "trainers": {*_DATA, "transforms"},
+    "trainers": {*_DATA, "controllers", "transforms"},
 }
 
 # What a room may import of others' packages, in addition to the standard library.

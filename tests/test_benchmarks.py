@@ -155,3 +155,13 @@ def test_when_a_run_is_steady():
     assert judge.steady(curves, loop) == 5
     assert judge.end(curves, loop) == pytest.approx(1.0)
     assert judge.steady(judge.Curves([0.0] * 9, [], []), loop) is None
+
+
+@pytest.mark.slow
+def test_truncated_sampling(tmp_path):
+    pytest.importorskip("transformers")
+    printed = run_command("benchmarks/truncated_sampling.py", tmp_path, "--quick --out out")
+    rows = rows_of(printed)
+    assert float(rows["counted"][2]) > 0.1
+    assert float(rows["ignored"][2]) > 0.1
+    assert printed.count("| True |") == 4  # all ratios are 1

@@ -4,7 +4,7 @@ import sys as _sys
 from importlib import util as _util
 from os import path as _path
 
-from torchrl_kl.actors import FrozenActor, TopKActor
+from torchrl_kl.actors import FrozenActor, TopKActor, rescore
 from torchrl_kl.collectors import kl_collector
 from torchrl_kl.controllers import (
     AdaptiveKLController,
@@ -80,6 +80,7 @@ __all__ = [
     "kl_top_k",
     "masked_mean",
     "masked_sum",
+    "rescore",
     "sample_responses",
 ]
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchrl_kl.actors import reading
 from torchrl_kl.batches import MASK_KEY, Trajectories, expand_right, find_time_dim
 from torchrl_kl.controllers import KLController, KLStatistics
+from torchrl_kl.functional.sampler import FEWEST, effective_share
 from torchrl_kl.keys import KLKeys, LogProbKeys, MissingKeyError, as_keys, get_required
 from torchrl_kl.language import as_steps
 
@@ -26,8 +27,8 @@ CONDITIONS = (
     "kl_not_finite",
     "negative_noise",
     "sampler_disagrees",
+    "sampler_far",
 )
-_BEYOND_CHANCE = math.log(1e6)  # nats: once in a million batches at most
 _ERRORS = 4  # standard errors that a mean KL must be from the target
 _ROUNDING = 1e-6  # nats per step: the KL of a policy that is still its reference
 
@@ -59,7 +60,6 @@ class _State:
     conditions: dict[str, list[int]]  # batches and episodes in which each held; batches since then
     n_batches: int = 0
     pools: list[list[float]] = field(default_factory=list)  # see KLStatistics; of each batch
-    k1_sums: list[float] = field(default_factory=list)
 
 
 class KLMonitor:
@@ -74,16 +74,17 @@ class KLMonitor:
     - "coeff_at_max", "coeff_at_min": the coefficient is at a bound of the controller.
     - "kl_not_finite": some steps have an infinite or NaN KL. They are left out of all means.
     - "negative_noise": the mean k1 is negative, as a sample mean near the reference can be.
-    - "sampler_disagrees": the recorded log-probs are not the actor's, or k1 is beyond chance.
+    - "sampler_disagrees": the recorded log-probs are not those that `actor` gives the actions.
+    - "sampler_far": with a sampler's log-probs in the batch (see `rescore`), the effective sample
+      size of its steps, or of its rows with `per="trajectory"`, is under a tenth.
 
     An episode ends when its condition did not hold in `window` batches in a row. With `actor`,
     log-probs are recomputed in the first batch of each `window`, and in each one with a negative
     mean k1; they may differ by 1e-3 nats, or 0.05 in half precision. A batch of TorchRL's LLM API
     is read by `as_steps`. State: `state_dict`, plain numbers and tensors.
 
-    You may rely on: on actions of the policy whose log-probs are recorded, the mean k1 of a batch
-    is so negative with a probability of at most 1e-6. You may not rely on it to notice actions that
-    were drawn from another distribution as long as the mean k1 is positive.
+    You may not rely on it to notice actions that were drawn from another distribution than the one
+    whose log-probs are recorded.
 
     Keys:
         reads ("next", keys.kl), and ("next", keys.kl_estimate) for the target if it is there; done
@@ -157,8 +158,6 @@ class KLMonitor:
         every = torch.ones_like(k1, dtype=torch.bool)
         counted = expand_right(batch.get(MASK_KEY, every), k1.shape)
         k1 = k1.double()[counted]  # (N,)
-        k1_sum = k1.nan_to_num(math.inf, math.inf).sum().item()
-        k1_sums = [*self._state.k1_sums, k1_sum][-self.window :]
         coeffs = self._state.coeffs
         if not self.controller.planning:
             coeffs = [*coeffs, self.controller.coeff.item()][-self.window - 1 :]
@@ -170,9 +169,9 @@ class KLMonitor:
         applied = step.get(self.keys.kl_coeff, None)  # an update may have followed
         coeff = self.controller.coeff if applied is None else applied.flatten()[-1]
         found = self._look_at_numbers(k1) | self._look_at_target(pools, coeffs, coeff.item())
-        found |= self._look_at_samples(batch, k1, k1_sums)
+        found |= self._look_at_samples(batch, k1) | self._look_at_sampler(batch)
         n_batches = self._state.n_batches + 1  # from here on the state changes
-        self._state = _State(coeffs, self._state.conditions, n_batches, pools, k1_sums)
+        self._state = _State(coeffs, self._state.conditions, n_batches, pools)
         if opened is not None:
             self._trajectories.keep(opened)
         return self._count(found)
@@ -290,12 +289,10 @@ class KLMonitor:
             "kl_below": (text, figures) if below else None,
         }
 
-    def _look_at_samples(
-        self, batch: TensorDictBase, k1: Tensor, k1_sums: list[float]
-    ) -> dict[str, Finding | None]:
+    def _look_at_samples(self, batch: TensorDictBase, k1: Tensor) -> dict[str, Finding | None]:
         """Whether the samples can be the policy's; k1: of the steps that count, (N,)."""
         # The actor is evaluated in its turn, and where the samples look wrong.
-        negative = k1_sums[-1] < -_ROUNDING * k1.numel()
+        negative = k1.nan_to_num(math.inf, math.inf).sum().item() < -_ROUNDING * k1.numel()
         due = self.actor is not None and self._state.n_batches % self.window == 0
         found: dict[str, Finding | None] = {"negative_noise": None}
         if negative or due:
@@ -305,15 +302,27 @@ class KLMonitor:
         mean, count = k1.mean().item(), k1.numel()
         error = f" +- {k1.std().item() / math.sqrt(count):.2g}" if count > 1 else ""
         text = f"The mean k1 of this batch is {mean:.3g}{error} nats per step over {count} steps."
-        # E[exp(-sum of k1)] = E_pi[product of pi_ref / pi] <= 1 on the policy's own actions, so
-        # that a sum below -a has a probability of at most exp(-a).
-        beyond_chance = max(-k1_sums[-1], -sum(k1_sums)) >= _BEYOND_CHANCE
-        name = "sampler_disagrees" if beyond_chance else "negative_noise"
         measured = batch.get(unravel_key(("next", self.keys.kl_estimate)), None) is not None
         advice = _NOISE.format("" if measured else _ESTIMATE)
-        advice = _TOO_NEGATIVE if beyond_chance else advice
-        found[name] = f"{text} {advice}", {"kl": mean, "count": count}
+        found["negative_noise"] = f"{text} {advice}", {"kl": mean, "count": count}
         return found
+
+    def _look_at_sampler(self, batch: TensorDictBase) -> dict[str, Finding | None]:
+        """Whether a sampler that is not the policy is too far from it."""
+        recorded = self.keys.recorded
+        sampler = batch.get(recorded.sibling("sampler_log_prob"), None)
+        if sampler is None:
+            return {}
+        log_ratio = (recorded.require(batch) - sampler).double()
+        mask = expand_right(batch.get(MASK_KEY, torch.ones_like(sampler).bool()), sampler.shape)
+        if self.controller.per == "step":
+            ratios = log_ratio[mask]
+        else:
+            ratios = torch.where(mask, log_ratio, 0.0).sum(-1)[mask.any(-1)]
+        share, pool = effective_share(ratios), KLStatistics().add(-ratios)
+        figures = {"kl": pool.mean, "error": pool.standard_error, "share": share}
+        text = _FAR.format(per=self.controller.per, count=ratios.numel(), **figures)
+        return {"sampler_far": (text, figures) if share < FEWEST else None}
 
     @torch.no_grad()
     def _unlike_actor(self, batch: TensorDictBase) -> Finding | None:
@@ -366,9 +375,10 @@ _NOISE = (
     "not clamp it{}."
 )
 _ESTIMATE = ': use estimator="k3" or "exact", which are never negative, or pool more steps'
-_TOO_NEGATIVE = (
-    "This occurs by chance in at most one of a million batches: the actions were not drawn from "
-    "the policy whose log-probs are recorded (another policy, temperature, top-k or mask)."
+_FAR = (
+    "The sampler is {kl:.3g} +- {error:.2g} nats per {per} from the policy that is trained, and "
+    "{count} samples are worth {share:.1%} of as many of its own: the measured KL is that of the "
+    "sampler. Give both the same weights, temperature, top-k, top-p and min-p."
 )
 _OTHER_POLICY = (
     "The recorded log-probs differ from those that the actor gives the same actions by up to "

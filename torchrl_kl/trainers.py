@@ -9,6 +9,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.trainers import Trainer, TrainerHookBase
 
 from torchrl_kl.batches import MASK_KEY, expand_right
+from torchrl_kl.controllers import KLStatistics
 from torchrl_kl.keys import get_required
 from torchrl_kl.transforms import KLConstrainedTransform
 
@@ -25,6 +26,8 @@ class KLControlHook(TrainerHookBase):
       epoch, nats per step: how far the updates of one batch have gone.
     - `kl_coeff`: mean coefficient of the penalty, reward per nat.
     - `task_reward`: mean reward before the penalty, per step.
+    - `sampler_kl`, `sampler_kl_error`: mean KL(sampler || policy), nats per step, and its standard
+      error, of batches from `rescore`.
 
     You may rely on: padding (("collector", "mask") False) is in no mean; a trainer's checkpoint
     restores the controller, what it was fed, and the reference. A restarted collector begins new
@@ -76,12 +79,17 @@ class KLControlHook(TrainerHookBase):
         if batch is None:
             fix = "put the stack into the env if the collector writes into a replay buffer"
             raise RuntimeError(f"the trainer has no batch to penalize: {fix}.")
-        return {
-            "kl_to_reference": _mean(batch, self.stack.measured_key),
-            "kl_coeff": _mean(batch, self.stack.keys.kl_coeff),
-            "task_reward": _mean(batch, self.stack.keys.task_reward),
+        found = {
+            "kl_to_reference": _pooled(batch, self.stack.measured_key).mean,
+            "kl_coeff": _pooled(batch, self.stack.keys.kl_coeff).mean,
+            "task_reward": _pooled(batch, self.stack.keys.task_reward).mean,
             "log_pbar": True,
         }
+        key = self.stack.keys.recorded.sibling("sampler_kl")
+        if batch.get(unravel_key(("next", key)), None) is not None:
+            pool = _pooled(batch, key)
+            found |= {"sampler_kl": pool.mean, "sampler_kl_error": pool.standard_error}
+        return found
 
     def log_update(self, optim_steps: int, losses: TensorDictBase | None) -> dict[str, Any] | None:
         """What is known after the updates on a batch; nothing if the loss has no `kl_approx`."""
@@ -98,9 +106,8 @@ class KLControlHook(TrainerHookBase):
         self.stack.load_state_dict(state_dict)
 
 
-def _mean(batch: TensorDictBase, key: NestedKey) -> float:
-    """Mean of an entry of "next", (*B, 1), over the steps that are not padding."""
+def _pooled(batch: TensorDictBase, key: NestedKey) -> KLStatistics:
+    """An entry of "next", (*B, 1), over the steps that are not padding."""
     fix = "let nothing drop it between KLControlHook and the log."
     values, mask = get_required(batch, unravel_key(("next", key)), fix), batch.get(MASK_KEY, None)
-    counted = values if mask is None else values[expand_right(mask, values.shape)]
-    return counted.mean().item()
+    return KLStatistics().add(values if mask is None else values[expand_right(mask, values.shape)])

@@ -12,10 +12,12 @@ import torch
 import transformers
 from tensordict import TensorDict
 from torch.distributions import Categorical, kl_divergence
+from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.llm import GRPOLoss
 
 from tests.gpt_helpers import sharp
 from tests.language.models import SIZES, random_texts, sample, seeded
@@ -25,6 +27,8 @@ from torchrl_kl import (
     KLMonitor,
     KLPenaltyLoss,
     ResponseKLTransform,
+    TopKActor,
+    as_steps,
     kl_exact,
 )
 from torchrl_kl.functional.tiles import TiledCategorical
@@ -81,6 +85,19 @@ def assert_equal(got: Any, expected: Any) -> None:
     """To 1e-12 of the largest number."""
     for one, other in zip(got, expected, strict=True):
         assert_close(one, other, rtol=0.0, atol=1e-12 * max(1.0, other.abs().max().item()))
+
+
+class Scorer(torch.nn.Module):
+    """A CausalLMActor as GRPOLoss asks for its distributions, on batches (N, T) of steps."""
+
+    def __init__(self, actor: CausalLMActor):
+        super().__init__()
+        self.actor, self.in_keys = actor, actor.in_keys
+
+    def get_dist(self, tensordict: Any, logits_key: Any) -> Any:
+        dist: Any = dist_of(self.actor, tensordict)
+        dist.mask = tensordict["collector", "mask"]
+        return dist
 
 
 def losses(actor: Any, reference: Any, batch: Any) -> dict[str, torch.Tensor]:
@@ -175,7 +192,8 @@ class TestAgainstTheWhole:
 
 class TestCallers:
     @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "exact", "top_k"])
-    def test_transforms(self, estimator, batch):
+    def test_transforms(self, estimator, batch, monkeypatch):
+        monkeypatch.delattr(TiledCategorical, "logits")  # nobody asks for all of them
         model, other = make_model("llama"), make_model("llama", 1)
         full = batch["tokens"][:, 0]
         texts = TensorDict(tokens={"full": full, "prompt": full[:, :4]}, batch_size=6)
@@ -187,14 +205,19 @@ class TestCallers:
             )(texts)
             found.append(response["next"].exclude("ref_log_probs"))
         assert_close(found[1].to_dict(), found[0].to_dict(), rtol=1e-12, atol=1e-12)
-        if estimator == "top_k":  # of TopKActor, which has a test of its own
-            return
         found = []
         for chunk in (None, CHUNK):
             actor, reference = (CausalLMActor(m, head_chunk=chunk) for m in (model, other))
             steps = batch.exclude("advantage")
-            whole = dist_of(CausalLMActor(model, head_chunk=None), batch)
-            steps["logits"] = whole.logits.detach()
+            if estimator == "top_k":
+                actor: Any = TopKActor(actor, 3)
+                torch.manual_seed(0)
+                with set_recurrent_mode(True), set_exploration_type(ExplorationType.RANDOM):
+                    actor(steps)
+                assert isinstance(dist_of(actor, batch), TiledCategorical) == (chunk == CHUNK)
+            else:
+                whole = dist_of(CausalLMActor(model, head_chunk=None), batch)
+                steps["logits"] = whole.logits.detach()
             stack = KLConstrainedTransform(actor, 0.1, reference=reference, estimator=estimator)
             after = stack(steps)
             found.append(after["next"].exclude("tokens", "position"))
@@ -211,6 +234,27 @@ class TestCallers:
         monitor = KLMonitor(stack.controller, actor=actor)
         after = stack(batch.exclude("advantage"))
         assert "sampler_disagrees" not in [message.condition for message in monitor(after)]
+
+    def test_supervised_fine_tuning(self):
+        model, ids = make_model("llama"), random_texts(6)
+        texts = TensorDict(tokens={"full": ids, "prompt": ids[:, :1]}, batch_size=6)
+        steps = as_steps(texts, pad_token=None)
+        dist = dist_of(CausalLMActor(model, head_chunk=CHUNK), steps)
+        loss = -dist.log_prob(steps["action"]).mean()
+        whole = cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
+        assert_equal([loss, *gradients(loss, model)], [whole, *gradients(whole, model)])
+
+    def test_grpo_next_to_the_penalty(self, batch):
+        model, other, found = make_model("gpt", 3), make_model("gpt", 1), []
+        for chunk in (None, CHUNK):
+            actor, reference = (CausalLMActor(m, head_chunk=chunk) for m in (model, other))
+            grpo: Any = GRPOLoss(Scorer(actor), kl_to_ref_coeff=None)  # type: ignore[arg-type]
+            grpo.set_keys(action="action", sample_log_prob="action_log_prob")
+            penalty = KLPenaltyLoss(actor, 0.5, reference=reference, gradient="sequence")
+            terms = grpo(batch)
+            losses = (terms.loss_objective, terms.loss_entropy, penalty(batch)["loss_kl"])
+            found.append([x for loss in losses for x in (loss, *gradients(loss, model))])
+        assert_equal(found[1], found[0])
 
     def test_adapters_that_are_off_in_the_reference(self, batch):
         """Also those of the head, whose tiles are computed after the switch."""

@@ -350,9 +350,6 @@ def test_what_exact_cannot_compare():
 
 
 def test_what_top_k_cannot_compare():
-    batch = play(WalkEnv((2,), discrete=False), moved(make_actor("normal")))
-    with pytest.raises(TypeError, match=r"the top k need a Categorical, .*got Normal: use `estim"):
-        stack(make_actor("normal"), "top_k")(batch)
     model = nn.Sequential(nn.Linear(N_OBS, 6), nn.Unflatten(-1, (2, 3)))  # two choices among three
     net, options = TensorDictModule(model, ["observation"], ["logits"]), {"in_keys": ["logits"]}
     actor = probabilistic_actor(

@@ -98,7 +98,7 @@ class FrozenActor(nn.Module):
     def _hold(self, actor: nn.Module) -> None:
         """Takes a copy of the actor."""
         with torch.no_grad():  # or TorchScript's weights would be a part of a graph
-            copied = copy.deepcopy(actor)
+            copied = copy.deepcopy(getattr(actor, "untruncated", actor))
         copied.zero_grad()
         self.actor = cast(ProbabilisticTensorDictSequential, copied)
         self.actor.requires_grad_(False).eval()

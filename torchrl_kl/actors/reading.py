@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,7 @@ from torchrl.modules import LLMMaskedCategorical, set_recurrent_mode
 
 from torchrl_kl._torchrl import indices_of
 from torchrl_kl.actors.policy import evaluating
-from torchrl_kl.functional.tiles import TiledCategorical
+from torchrl_kl.functional.tiles import TiledCategorical, over_tiles
 from torchrl_kl.keys import (
     RECORD_LOG_PROB,
     LogProbKeys,
@@ -87,6 +87,12 @@ def read_keys(actor: Any) -> list[NestedKey]:
     return [key for key in actor.in_keys if not (key in params and as_tuple(key) in paths)]
 
 
+def scored_inputs(actor: Any, tensordict: TensorDictBase) -> TensorDictBase:
+    """What an actor reads to score the actions of a batch: also which ones its sampler kept."""
+    # Without its other outputs: parameters left in the batch would be taken for inputs.
+    return tensordict.select(*read_keys(actor), *getattr(actor, "replayed_keys", ()), strict=False)
+
+
 def find_log_prob_keys(actor: Any) -> list[NestedKey]:
     """Where an actor records the log-prob of each part of its action; ValueError if twice there."""
     keys = [unravel_key(key) for key in actor.log_prob_keys]
@@ -110,9 +116,8 @@ def require_recording(actor: nn.Module) -> None:
 @torch.no_grad()
 def policy_log_prob(actor: Any, tensordict: TensorDictBase, timed: bool) -> Tensor:
     """A policy's log-prob of the actions of a batch (*B), nats, (*B, *A), in eval mode."""
-    # Without its other outputs: parameters left in the batch would be taken for inputs.
     actions = actor.dist_sample_keys
-    inputs = tensordict.select(*read_keys(actor), *actions, strict=False)
+    inputs = scored_inputs(actor, tensordict).update(tensordict.select(*actions, strict=False))
     recorded = LogProbKeys(find_log_prob_keys(actor))
     with evaluating(actor), set_recurrent_mode(timed):
         return log_prob_of_actions(actor, inputs, actions, recorded)[0]
@@ -233,16 +238,20 @@ def written_params(actor: nn.Module) -> list[NestedKey]:
     return [key for key in params if key not in read]
 
 
-def categorical_log_probs(dist: Distribution) -> Tensor:
-    """Log-probs of all actions, (*B, n_actions); TypeError if the distribution has none."""
+def over_log_probs(fn: Callable[..., Any], dist: Any, actions: Tensor) -> Sequence[Tensor]:
+    """What `fn` computes of log-probs of all actions, (*B, n_actions), and of some, (*B, ...).
+
+    Of rows (K, ...) where the distribution is tiled; TypeError if it has no such log-probs.
+    """
+    if isinstance(dist, TiledCategorical):
+        return over_tiles(lambda dist, some: fn(dist.logits, some), dist=dist, some=actions)
     # With `indices` a MaskedCategorical has no column for each action.
-    kinds = (Categorical, OneHotCategorical, TiledCategorical)
-    if not isinstance(dist, kinds) or indices_of(dist) is not None:
+    if not isinstance(dist, (Categorical, OneHotCategorical)) or indices_of(dist) is not None:
         raise TypeError(
             "the top k need a Categorical, OneHotCategorical or MaskedCategorical distribution "
             f'(with a mask, not with indices), got {type(dist).__name__}: use `estimator="exact"`.'
         )
-    return dist.logits
+    return fn(dist.logits, actions)
 
 
 def action_index(action: Tensor, log_probs: Tensor) -> Tensor:

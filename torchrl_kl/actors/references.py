@@ -31,6 +31,7 @@ class SwitchedActor(FrozenActor):
         log_prob_key: NestedKey | list[NestedKey] | None = None,
         chunk_size: int | None = None,
     ):
+        actor = getattr(actor, "untruncated", actor)
         # In another process it is a copy, which serves as well: the base model does not change.
         self._borrowed = Borrowed((cast(ProbabilisticTensorDictSequential, actor), switch))
         super().__init__(actor, log_prob_key=log_prob_key, chunk_size=chunk_size)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, cast
 
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from torch import Tensor, nn
+from torch.distributions import Distribution
+from torchrl.envs.utils import ExplorationType, exploration_type
 
 from torchrl_kl.actors import reading
+from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import as_tuple, sibling
 
 RECORDED = ("log_probs", "actions", "in_top_k")
@@ -29,8 +33,8 @@ class TopKActor(ProbabilisticTensorDictSequential):
 
     Args:
         actor: records its log-prob and has one categorical distribution (Categorical,
-            OneHotCategorical, MaskedCategorical) of one choice per step (or per agent). Its parts
-            are used, not methods that its class may replace.
+            OneHotCategorical, MaskedCategorical) of one choice per step (or per agent). Of the
+            methods that its class may replace, `get_dist` is used.
         k: how many actions, from 1 to all of them.
         top_k_key: the nested tensordict to write; by default "top_k" next to the log-prob.
 
@@ -60,6 +64,11 @@ class TopKActor(ProbabilisticTensorDictSequential):
             raise TypeError(f"`actor` must be a ProbabilisticTensorDictSequential, got {name}.")
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"`k` must be an int of at least 1, got {k!r}.")
+        if getattr(actor, "truncation", None) is not None:
+            raise ValueError(
+                "`actor` must not truncate its distribution, got one with `top_k`, `top_p` or "
+                '`min_p`: use `estimator="exact"`, or "top_k" of ResponseKLTransform.'
+            )
         log_prob_key = cast(list[NestedKey], reading.dist_module_of(actor).log_prob_keys)[0]
         out_keys = cast(list[NestedKey], actor.out_keys)
         if log_prob_key not in out_keys:
@@ -70,10 +79,8 @@ class TopKActor(ProbabilisticTensorDictSequential):
         modules: Any = actor.module
         named = isinstance(modules, nn.ModuleDict)  # by names that are in `state_dict`
         parts: Any = [OrderedDict(modules.items())] if named else modules
-        options = {name: getattr(actor, name) for name in ("partial_tolerant", "return_composite")}
-        super().__init__(*parts, **options)
-        # With all its out_keys; unregistered, or its weights would be in `state_dict` twice.
-        self.__dict__["_whole"] = ProbabilisticTensorDictSequential(*parts, **options)
+        super().__init__(*parts, partial_tolerant=actor.partial_tolerant)
+        self.get_dist = actor.get_dist  # of one in tiles, its parts would make all logits
         self.k = k
         self.top_k_key = unravel_key(top_k_key or sibling(log_prob_key, "top_k"))
         self._record_keys = [(*as_tuple(self.top_k_key), name) for name in RECORDED]
@@ -86,21 +93,30 @@ class TopKActor(ProbabilisticTensorDictSequential):
     ) -> TensorDictBase:
         """Draws an action; writes it, its log-prob and the top k."""
         # On a copy: the logits must not reach the caller's tensordict.
-        played = self._whole(tensordict.copy(), **kwargs)
-        dist_module = reading.dist_module_of(self)
-        log_probs = reading.categorical_log_probs(dist_module.get_dist(played))
-        n = log_probs.shape[-1]
+        played, dist_module = tensordict.copy(), reading.dist_module_of(self)
+        dist, action_key = self.get_dist(played, **kwargs), dist_module.dist_sample_keys[0]
+        if isinstance(dist, TiledCategorical):  # whose parameters are not in `played`
+            drawn = dist.sample() if exploration_type() == ExplorationType.RANDOM else dist.mode
+            log_prob_key = reading.find_log_prob_keys(self)[0]
+            played.set(action_key, drawn).set(log_prob_key, dist.log_prob(drawn))
+        else:
+            dist_module(played)
+        values = record_top_k(dist, played.get(action_key), self.k)
+        n = values[0].shape[-1]
         if self.k > n:
             raise ValueError(f"`k` must be at most the number of actions, {n}, got {self.k}.")
-        drawn = reading.action_index(played.get(dist_module.dist_sample_keys[0]), log_probs)
-        values = record_top_k(log_probs, drawn, self.k)
         for key, value in zip(self._record_keys, values, strict=True):
             played.set(key, value)
         tensordict_out = tensordict if tensordict_out is None else tensordict_out
         return tensordict_out.update(played.select(*self.out_keys, strict=False))
 
 
-def record_top_k(log_probs: Tensor, drawn: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What is recorded, as `RECORDED` names it, of log-probs (*B, V) and drawn actions (*B,)."""
-    top = log_probs.topk(k, dim=-1)
-    return top.values, top.indices, (top.indices == drawn.unsqueeze(-1)).any(-1)
+def record_top_k(dist: Distribution, drawn: Tensor, k: int) -> Sequence[Tensor]:
+    """What is recorded, as `RECORDED` names it, of drawn actions (*B,); all if they are fewer."""
+
+    def record(log_probs: Tensor, drawn: Tensor) -> list[Tensor]:
+        top = log_probs.topk(min(k, log_probs.shape[-1]), dim=-1)
+        index = reading.action_index(drawn, log_probs).unsqueeze(-1)
+        return [top.values, top.indices, (top.indices == index).any(-1)]
+
+    return reading.over_log_probs(record, dist, drawn)

@@ -9,6 +9,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,8 +146,8 @@ class SplitLM:
     """
 
     def __init__(self, lm: CausalLM):
-        owner, name, self._decoder = _find_decoder(lm)
-        self._lm = _copy(lm, owner, name, self._answer)
+        self._decoder: Any = innermost(lm.model).get_decoder()  # type: ignore[operator]
+        self._lm = _without_decoder(lm, self._decoder, self._answer)
         self._hidden: Tensor | None = None  # what the decoder answers; None: it is asked
         self._output: Any = None  # that of the decoder, in whatever form
 
@@ -156,20 +157,14 @@ class SplitLM:
             return _with_hidden(self._output, _hidden_of(self._output)[:1, :1])
         return _with_hidden(self._output, self._hidden)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """The last hidden states (N, T, H) of texts (N, T)."""
+    at: Any = CausalLM.at  # by `__call__`, hidden states
+
+    def __call__(self, tokens: Tensor, keep: Tensor) -> Tensor:
+        """The last hidden states of texts (N, T) at the positions `keep` (K,): (N, K, H)."""
         self._lm(tokens)
         hidden = _hidden_of(self._output)
         self._output = _with_hidden(self._output, hidden.new_empty(0))
-        return hidden
-
-    def hidden_at(self, tokens: Tensor, row: Tensor, last: Tensor) -> Tensor:
-        """The hidden states at pairs of a row and a position, (K,) each: (K, H); see `at`."""
-        tokens = tokens[:, : int(last.max()) + 1]
-        if torch.is_grad_enabled() or tokens.device.type != "cpu":
-            return self.hidden(tokens)[row, last]
-        parts = tokens.split(max(1, READ_TOGETHER // tokens.shape[1]))
-        return torch.cat([self.hidden(part) for part in parts])[row, last]
+        return hidden[:, keep]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits (K, V) of hidden states (K, H), at least float32."""
@@ -190,7 +185,8 @@ def can_split(lm: CausalLM, tokens: Tensor) -> bool:
             expected = lm(text)[0]
             try:
                 split = SplitLM(lm)
-                parts = [split.logits(part) for part in split.hidden(text)[0].split(3)]
+                hidden = split(text, torch.arange(text.shape[1], device=text.device))[0]
+                parts = [split.logits(part) for part in hidden.split(3)]
                 lm.splits = differ_by_rounding(torch.cat(parts), expected, lm)
             except Exception as error:  # the model's code may raise anything
                 lm.splits, problem = False, f"{type(error).__name__}: {error}"
@@ -203,28 +199,16 @@ def can_split(lm: CausalLM, tokens: Tensor) -> bool:
     return lm.splits
 
 
-def _find_decoder(lm: CausalLM) -> tuple[nn.Module, str, Callable[..., Any]]:
-    """The module that calls the decoder, under which name, and the decoder."""
-    decoder: Any = innermost(lm.model).get_decoder()  # type: ignore[operator]
+def _without_decoder(lm: CausalLM, decoder: Any, answer: Callable[..., Any]) -> CausalLM:
+    """A model with `answer` for its decoder, and the tensors and settings that it has now."""
+    memo: dict[int, Any] = {id(decoder): answer}  # and all that is not copied
+    for part in lm.modules():
+        held = (*vars(part).values(), *part.parameters(False), *part.buffers(False))
+        memo.update((id(value), value) for value in held if isinstance(value, Tensor))
+    memo[id(lm.model)] = copy.deepcopy(getattr(lm.model, "_orig_mod", lm.model), memo)
+    view = copy.deepcopy(lm, memo)
     if not isinstance(decoder, nn.Module):  # a method
-        return decoder.__self__, decoder.__name__, decoder
-    parts = ((owner, *named) for owner in lm.modules() for named in owner.named_children())
-    return next(found for found in parts if found[-1] is decoder)
-
-
-def _copy(module: nn.Module, owner: nn.Module, name: str, answer: Callable[..., Any]) -> Any:
-    """A module without its decoder, with the tensors and settings that it has now."""
-    module = getattr(module, "_orig_mod", module)
-    view: Any = object.__new__(type(module))
-    vars(view).update(
-        (key, copy.copy(value) if isinstance(value, dict | list) else value)
-        for key, value in vars(module).items()
-    )
-    parts = view._modules
-    if module is owner:
-        parts.pop(name, None)
-        vars(view)[name] = answer
-    parts.update((key, part and _copy(part, owner, name, answer)) for key, part in parts.items())
+        vars(memo[id(decoder.__self__)])[decoder.__name__] = answer
     return view
 
 
@@ -234,11 +218,7 @@ def _hidden_of(output: Any) -> Tensor:
 
 def _with_hidden(output: Any, hidden: Tensor) -> Any:
     """An output of a decoder with other hidden states."""
-    if isinstance(output, Tensor):
-        return hidden
-    output = copy.copy(output)
-    output.last_hidden_state = hidden
-    return output
+    return hidden if isinstance(output, Tensor) else replace(output, last_hidden_state=hidden)
 
 
 def innermost(model: nn.Module) -> nn.Module:

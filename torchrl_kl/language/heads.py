@@ -5,6 +5,7 @@ Axes: B* any leading dimensions, L length of a whole text.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -16,12 +17,15 @@ from torch.nn import functional as F
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor, ValueOperator, recurrent_mode
 
+from torchrl_kl.batches import MASK_KEY, expand_right
 from torchrl_kl.functional.numbers import check_number
 from torchrl_kl.functional.tiles import TiledCategorical
+from torchrl_kl.keys import as_tuple, sibling
 from torchrl_kl.language.causal_lm import CausalLM, SplitLM, can_split
 from torchrl_kl.language.distribution import NextToken
 from torchrl_kl.language.gpt import values_hidden
 from torchrl_kl.language.reader import StateReader, check_one_per_text
+from torchrl_kl.language.truncation import Truncation, restrict
 
 Keys = Sequence[NestedKey]
 HeadChunk = int | Literal["auto"] | None
@@ -51,11 +55,11 @@ class LogitsReader(StateReader):
         if hidden or not can_split(self.lm, tokens.reshape(-1, tokens.shape[-1])):
             return None
         split = SplitLM(self.lm)
-        states = self._read(tokens, position, split.hidden_at).flatten(0, -2)
-        logits_of = lambda rows: self.scale(split.logits(rows))  # noqa: E731
-        return TiledCategorical(states, logits_of, position.shape, size, NextToken)
+        states = super().forward(tokens, position, split.at).flatten(0, -2)
+        tile = lambda rows: NextToken(self.scale(split.logits(rows)))  # noqa: E731
+        return TiledCategorical(states, tile, position.shape, size)
 
-    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:  # type: ignore[override]
         """The logits for each state, (*B, V)."""
         return self.scale(super().forward(tokens, position))
 
@@ -99,6 +103,12 @@ class CausalLMActor(ProbabilisticActor):
       elements through `.data`, or of a layer's attributes, call `clear_cache`.
     - A model whose first cached step differs from an uncached pass by more than rounding is warned
       of, and reads whole texts in each step.
+    - With `top_k`, `top_p` or `min_p` the policy is the truncated one: its distribution is that of
+      the kept tokens, renormalized ("logits": -inf for others). What was kept when a token was
+      drawn is recorded under ("kept", "ids") next to the action, and read wherever it is scored:
+      int32 (*B, `top_k`), most likely first, filled up with the first one. Without a record it is
+      computed, with the drawn token in it; `n_rescued` counts the tokens of the last batch that
+      needed this. A reference is whole.
 
     Call `eval()` on a model with dropout, or the recorded log-probs are those of a policy with
     noise. Actions are sampled only where the exploration type is RANDOM, which collectors set.
@@ -107,6 +117,9 @@ class CausalLMActor(ProbabilisticActor):
         model: a GPT or a Hugging Face causal language model, also with PEFT's adapters, or any
             module that maps ids (N, T) to logits (N, T, V).
         temperature: the logits are divided by it, in rollouts and in losses alike.
+        top_k: how many tokens are kept at most; None: all, or 256 with `top_p` or `min_p`.
+        top_p: of these, the most likely ones that together have this probability, in (0, 1].
+        min_p: of these, those of at least this share of the largest probability, in [0, 1].
         in_keys: text (*B, L) and position (*B,), the number of tokens before the padding.
         action_key: the token (*B,), int64. Its log-prob (*B,), nats, is under this key with
             "_log_prob" appended.
@@ -137,6 +150,9 @@ class CausalLMActor(ProbabilisticActor):
         model: nn.Module,
         *,
         temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         in_keys: Keys = ("tokens", "position"),
         action_key: NestedKey = "action",
         return_log_prob: bool = True,
@@ -155,6 +171,12 @@ class CausalLMActor(ProbabilisticActor):
         self.return_logits = return_logits
         if not return_logits:
             self.select_out_keys(*(key for key in self.out_keys if key != "logits"))
+        self.truncation = Truncation.of(top_k, top_p, min_p)
+        self.kept_key = (*as_tuple(sibling(action_key, "kept")), "ids")
+        self.replayed_keys = (self.kept_key, action_key, MASK_KEY)  # read where tokens are scored
+        self.n_rescued: Tensor | int = 0
+        if self.truncation is not None:
+            self.out_keys = [*self.out_keys, self.kept_key]
 
     @dispatch(auto_batch_size=False)
     def forward(  # type: ignore[override]
@@ -167,10 +189,13 @@ class CausalLMActor(ProbabilisticActor):
                 "the exploration type must be RANDOM, or MODE or DETERMINISTIC for the most likely "
                 "token, got MEAN: the mean of token ids is not a token."
             )
-        if tensordict_out is not None or kwargs or kind != ExplorationType.RANDOM:
+        state = self._state(tensordict)
+        if state is None or (self.truncation is None and (tensordict_out is not None or kwargs)):
             return super().forward(tensordict, tensordict_out, **kwargs)
-        dist = self.get_dist(tensordict)
-        token = dist.sample()
+        if tensordict_out is not None:
+            return tensordict_out.update(self(tensordict.copy()).select(*self.out_keys))
+        dist = self._dist(tensordict, state, drawn=False)
+        token = dist.sample() if kind == ExplorationType.RANDOM else dist.deterministic_sample
         for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
             tensordict.set(key, value)
         if self.return_logits and isinstance(dist, TiledCategorical):
@@ -180,15 +205,42 @@ class CausalLMActor(ProbabilisticActor):
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         """The distribution of the next token; writes the logits into the states (*B), if whole."""
         # What the superclass does, without its general machinery, which takes longer than a token.
-        state = [tensordict.get(key, None) for key in self.in_keys]
-        if args or kwargs or any(part is None for part in state):
+        state = self._state(tensordict)
+        if state is None or (self.truncation is None and (args or kwargs)):
             return cast(NextToken, super().get_dist(tensordict, *args, **kwargs))
+        return self._dist(tensordict, state, drawn=True)
+
+    def _state(self, tensordict: TensorDictBase) -> list[Tensor] | None:
+        state = [tensordict.get(key, None) for key in self.in_keys]
+        return None if any(part is None for part in state) else cast(list[Tensor], state)
+
+    def _dist(self, tensordict: TensorDictBase, state: list[Tensor], *, drawn: bool) -> Any:
+        """The distribution of the next token; `drawn`: whether the batch may have that token."""
         tiled = self.reader.dist(*state)
-        if tiled is not None:
-            return tiled
-        logits = self.reader(*state)
-        tensordict.set("logits", logits)
-        return NextToken(logits)
+        made = self.reader(*state) if tiled is None else tiled
+        if self.truncation is not None:
+            record, action, mask = (
+                tensordict.get(key, None) if drawn else None for key in self.replayed_keys
+            )
+            if action is None:
+                ids = self.truncation.keep(made, bounded=not drawn) if record is None else record
+            else:
+                ids, missing = self.truncation.replay(made, record, action)
+                counted = missing if mask is None else missing & expand_right(mask, missing.shape)
+                self.n_rescued = counted.sum() if record is None else 0
+            tensordict.set(self.kept_key, ids)
+            made = restrict(made, ids)
+        if isinstance(made, TiledCategorical):
+            return made
+        tensordict.set("logits", made)
+        return NextToken(made)
+
+    @property
+    def untruncated(self) -> CausalLMActor:
+        """The same policy with all tokens, over the same modules."""
+        view = copy.copy(self)
+        view.truncation = None
+        return view
 
     @property
     def reader(self) -> LogitsReader:

@@ -49,12 +49,9 @@ class StateReader(nn.Module):
         self.clear_cache()  # it would hold the old weights until the next step
         return super()._apply(fn, recurse)
 
-    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
-        """The output for each state."""
-        return self._read(tokens, position, self.lm.at)
-
-    def _read(self, tokens: Tensor, position: Tensor, at: Callable[..., Tensor]) -> Tensor:
-        """The output for each state; `at`: how whole texts are read."""
+    def forward(self, tokens: Tensor, position: Tensor, at: Any = None) -> Tensor:
+        """The output for each state; `at`: reads texts, instead of the model's method."""
+        at = at or self.lm.at
         weight = next(self.parameters(), tokens)
         hidden = values_hidden(tokens) or values_hidden(weight)  # an ensemble's weights are batched
         n_tokens = self._check_state(tokens, position, hidden)

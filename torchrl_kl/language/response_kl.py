@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from tensordict import (
@@ -21,28 +21,39 @@ from torchrl.envs.transforms import Transform
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_kl.actors.policy import Borrowed, evaluating
+from torchrl_kl.actors.reading import scored_inputs
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.controllers import KLController
-from torchrl_kl.functional.tiles import TiledCategorical, figures
-from torchrl_kl.keys import KLKeys, as_keys, get_required
+from torchrl_kl.functional.sampler import (
+    FEWEST,
+    SamplerWeights,
+    check_sampler_weights,
+    sampler_weights,
+)
+from torchrl_kl.functional.tiles import figures
+from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, get_required
 from torchrl_kl.language.heads import CausalLMActor, HeadChunk
 from torchrl_kl.language.responses import (
+    KEPT,
+    LOG_PROB,
+    SAMPLER_LOG_PROB,
     EndTokens,
     Responses,
+    aligned,
     check_rewards,
     choose_tokens,
+    flat,
     make_steps,
     read_responses,
 )
 from torchrl_kl.transforms.base import open_batch
-from torchrl_kl.transforms.estimates import Estimator, ExactEstimate, KLStep, make_estimate
+from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
 from torchrl_kl.transforms.penalty import PenaltyTransform
 from torchrl_kl.transforms.placement import refuse_sums
 from torchrl_kl.transforms.steps import measure, score_batch
 
-_LOG_PROB = ("log_probs", "full")
 _TOP_K = 64  # tokens of a vocabulary that the estimator "top_k" measures exactly
 
 
@@ -53,17 +64,22 @@ class ResponseKLTransform(PenaltyTransform):
     LLMCollector, append it to a replay buffer (`append_transform(transform, invert=True)`), or call
     it on a batch, of which it returns a shallow copy. Policy and reference score in eval mode.
 
-    You may rely on: `reward = task_reward - kl_coeff * kl`, once for each response; log-probs at
-    `temperature`, of every token that counts, the first and the end token too. Not on log-probs
-    recorded by the sampler, which are not read; nor on a penalty that survives GRPO's division by
-    the rewards' standard deviation: there, pass the KL to the loss (docs/pitfalls.md).
+    You may rely on: `reward = task_reward - kl_coeff * kl`, once for each response; log-probs of
+    the policy as it samples, of every token that counts, the first and the end token too. Not on
+    log-probs recorded by the sampler, which are only compared; nor on a penalty that survives
+    GRPO's division by the rewards' standard deviation: there, pass the KL to the loss
+    (docs/pitfalls.md).
 
     Keys:
-        reads what `as_steps` reads, and ("next", "reward"), one number per response.
+        reads what `as_steps` reads, and ("next", "reward"), one number per response. A sampler's
+        own ("log_probs", "full") are kept as ("sampler_log_probs", "full").
         writes ("log_probs", "full") and ("next", "ref_log_probs", "full"), nats, of the width of
         ("tokens", "full"), NaN where a token does not count, as GRPOLoss reads them; and of the
         reward's shape ("next", "kl"), k1 of each response, ("next", "kl_estimate") with another
-        estimator, ("next", "task_reward"), ("next", "kl_coeff") and ("next", "reward").
+        estimator, ("next", "task_reward"), ("next", "kl_coeff") and ("next", "reward"); where the
+        sampler's log-probs are there, ("next", "sampler_kl"), log pi_sampler - log pi. If
+        truncated, ("kept", "ids"), (width, `top_k`) of each response, unless they are there;
+        `n_rescued` as for CausalLMActor.
 
     State: the reference's, the controller's, and the pool since its last update.
 
@@ -76,6 +92,9 @@ class ResponseKLTransform(PenaltyTransform):
             `model` is the reference, such as PEFT's `model.disable_adapter`.
         estimator: what is measured, as for KLConstrainedTransform; "top_k" is exact on 64 tokens.
         temperature: that of the sampler, by which logits of policy and reference are divided.
+        top_k, top_p, min_p: those of the sampler; see CausalLMActor.
+        sampler_weights, cap: None, or "truncated": weights what the controller is fed, as for
+            KLPenaltyLoss, by the ratios up to each token, or with `per="step"` its own.
         update_every: how many responses (tokens) an update of the controller waits for. None: each
             batch updates once.
         chunk_size: how many responses are scored at a time. None: all.
@@ -109,6 +128,11 @@ class ResponseKLTransform(PenaltyTransform):
         reference: nn.Module | Switch | None = None,
         estimator: Estimator = "k1",
         temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        sampler_weights: SamplerWeights | None = None,
+        cap: float = 2.0,
         update_every: int | None = None,
         chunk_size: int | None = None,
         head_chunk: HeadChunk = "auto",
@@ -121,12 +145,12 @@ class ResponseKLTransform(PenaltyTransform):
         named = as_keys(keys)
         resolved = replace(
             named,
-            log_prob=_LOG_PROB,
+            log_prob=LOG_PROB,
             ref_log_prob=(f"{named._prefix}ref_log_probs", "full"),
             kl=named.kl or f"{named._prefix}kl",
         ).resolve()
         out_keys = [resolved.kl, *([] if estimator == "k1" else [resolved.kl_estimate])]
-        out_keys += [_LOG_PROB, unravel_key(("next", resolved.ref_log_prob))]
+        out_keys += [LOG_PROB, unravel_key(("next", resolved.ref_log_prob))]
         super().__init__(
             controller,
             resolved,
@@ -134,20 +158,25 @@ class ResponseKLTransform(PenaltyTransform):
             out_keys=out_keys,
             update_every=update_every,
         )
+        check_sampler_weights(sampler_weights, cap)
+        self.sampler_weights, self.cap = sampler_weights, cap
         self.temperature = temperature
+        self.n_rescued = 0
         self.chunk_size = chunk_size
         self.head_chunk: HeadChunk = head_chunk
-        actor = self._actor_over(model)
+        actor = self._actor_over(model, top_k=top_k, top_p=top_p, min_p=min_p)
         if isinstance(reference, nn.Module) and not hasattr(reference, "get_dist"):
             reference = self._actor_over(reference)
         self._policy = Borrowed(actor, refusal=_NOT_PICKLED)
         self.reference = as_reference(actor, reference)
         self._step_keys = KLKeys().resolve(self.reference.log_prob_key)
+        self._estimator = estimator
         self.estimate = make_estimate(estimator, actor, self._step_keys, self.reference.actor)
         self.pad_token, self.eos_token = choose_tokens(model, pad_token, eos_token)
 
-    def _actor_over(self, model: nn.Module) -> CausalLMActor:
-        return CausalLMActor(model, temperature=self.temperature, head_chunk=self.head_chunk)
+    def _actor_over(self, model: nn.Module, **kept: Any) -> CausalLMActor:
+        options = {"temperature": self.temperature, "head_chunk": self.head_chunk, **kept}
+        return CausalLMActor(model, **options)
 
     @property
     def _device(self) -> torch.device | None:
@@ -182,70 +211,81 @@ class ResponseKLTransform(PenaltyTransform):
         responses = responses._replace(tokens=tokens, counted=responses.counted.to(self._device))
         rewards = reward.reshape(-1).to(tokens.device)
         steps = make_steps(responses, rewards, self.eos_token)
+        # Of a batch that another of these has scored, log-probs are not those of a sampler.
+        scored = any(str(key).endswith("ref_log_probs") for key in following.keys())
+        for key in (KEPT, SAMPLER_LOG_PROB, *([] if scored else [LOG_PROB])):
+            if (values := aligned(flat(batch), key, responses, steps)) is not None:
+                steps.set(key, values)
         step = self._score(steps)
         totals = self._add_up(step, reward)
         self._check(totals, reward)
         moves, planned = moves and not self.frozen, self.controller.planning
         if moves and planned:
             self._plan_from(responses, rewards, step)
+        recorded = steps.get(SAMPLER_LOG_PROB, steps.get(LOG_PROB, None))
+        fed = self._fed(step, recorded, steps["next", "done"].squeeze(-1))
         self._penalize(following, totals, reward)
         following.set(self.keys.kl, totals.kl)
         if totals.estimate is not None:
             following.set(self.keys.kl_estimate, totals.estimate)
-        scores = (
-            (batch, _LOG_PROB, step.log_prob),
-            (following, self.keys.ref_log_prob, step.ref_log_prob),
-        )
-        for holder, key, values in scores:
-            rows = _places(responses, steps, cast(Tensor, values))
-            _set_rows(holder, key, [row.to(reward.device) for row in rows], responses.width)
+        if recorded is not None:
+            gap = (recorded - cast(Tensor, totals.log_prob)).sum(1)
+            following.set("sampler_kl", gap.to(reward).reshape(reward.shape))
+        scores = {
+            LOG_PROB: (batch, step.log_prob),
+            self.keys.ref_log_prob: (following, step.ref_log_prob),
+            SAMPLER_LOG_PROB: (batch, recorded),
+            KEPT: (batch, steps.get(KEPT, None)),
+        }
+        for key, (holder, values) in scores.items():
+            if values is not None:
+                places = _places(responses, steps, values)
+                _set_rows(holder, key, [row.to(reward.device) for row in places], responses.width)
         if moves:
             # A KL from which a coefficient is planned says nothing about that coefficient.
-            self.feed.pool(self.controller, self._values(step)[: 0 if planned else None])
+            self.feed.pool(self.controller, fed[: 0 if planned else None])
         return batch.set("next", following)
 
     def _score(self, steps: TensorDict) -> KLStep:
-        """The log-probs (N, T) and the KL (N, T, 1) of the steps, a few responses at a time."""
-        chunks, n_rows = [], max(len(steps), 1)  # also a batch of none is one chunk
-        size = self.chunk_size or n_rows
-        for first in range(0, n_rows, size):
-            rows = cast(TensorDictBase, steps[first : first + size])
-            step = self._ask_policy(rows)
-            if step is None:
-                step = score_batch(self.reference, rows, self.estimate, None, fake=False)
-                step = measure(step, rows, self.estimate)
-            chunks.append((step.log_prob, step.ref_log_prob, step.mask, step.kl, step.estimate))
+        """The log-probs (N, T) and the KL (N, T, 1) of the steps, a few responses at a time.
+
+        Writes the kept ids into the steps.
+        """
+        size, self.n_rescued, found = self.chunk_size or len(steps), 0, []
+        parts = steps.split(size) if len(steps) else [steps]
+        for rows in parts:
+            step = self._score_rows(rows)
+            found.append((step.log_prob, step.ref_log_prob, step.mask, step.kl, step.estimate))
+            self.n_rescued += int(self._policy.held.n_rescued)
+        if KEPT in parts[0].keys(True):
+            steps.set(KEPT, torch.cat([rows.get(KEPT) for rows in parts]))
         log_prob, ref_log_prob, mask, kl, estimate = (
-            None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)
+            None if each[0] is None else torch.cat(each) for each in zip(*found, strict=True)
         )
         return KLStep(log_prob, ref_log_prob, mask, kl=kl, estimate=estimate)  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def _ask_policy(self, rows: TensorDictBase) -> KLStep | None:
-        """Writes the log-prob of each token, and what the estimator reads of the policy.
-
-        Or it measures the exact KL at once, in tiles of policy and reference.
-        """
+    def _score_rows(self, rows: TensorDictBase) -> KLStep:
+        """The same of all `rows` at once."""
         actor, action = self._policy.held, rows.get("action")
         if len(rows):
             actor.reader.lm.check_causal(rows.get("tokens")[0, 0, :-1])
+        inputs = scored_inputs(actor, rows)
         with evaluating(actor), set_recurrent_mode(True):
-            dist = actor.get_dist(rows.select(*actor.in_keys))
-        if isinstance(dist, TiledCategorical) and isinstance(self.estimate, ExactEstimate):
-            reference = self.reference.get_dist(rows, timed=True)
+            dist = actor.get_dist(inputs)
+        if actor.truncation is not None:
+            rows.set(KEPT, inputs.get(KEPT))
+        if self._estimator == "exact":  # in tiles of both
+            reference, mask = self.reference.get_dist(rows, timed=True), rows.get(MASK_KEY)
             log_prob, kl, ref_log_prob = figures(dist, action, reference)
-            step = measure(KLStep(log_prob, ref_log_prob, rows.get(MASK_KEY)), rows, None)
-            return step._replace(estimate=torch.where(rows.get(MASK_KEY), kl, 0.0).unsqueeze(-1))
+            step = measure(KLStep(log_prob, ref_log_prob, mask), rows, None)
+            return step._replace(estimate=torch.where(mask, kl, 0.0).unsqueeze(-1))
         rows.set(actor.log_prob_keys[0], dist.log_prob(action))
-        for key in [] if self.estimate is None else self.estimate.policy_keys:
-            logits = dist.logits
-            if key != self._step_keys.top_k:
-                rows.set(key, logits)
-                continue
-            values = record_top_k(logits, action, min(_TOP_K, logits.shape[-1]))
-            record = dict(zip(RECORDED, values, strict=True))
-            rows.set(key, TensorDict(record, batch_size=rows.batch_size))
-        return None
+        if self._estimator == "top_k":
+            record = dict(zip(RECORDED, record_top_k(dist, action, _TOP_K), strict=True))
+            rows.set(self._step_keys.top_k, TensorDict(record, batch_size=rows.batch_size))
+        step = score_batch(self.reference, rows, self.estimate, None, fake=False)
+        return measure(step, rows, self.estimate)
 
     def _add_up(self, step: KLStep, reward: Tensor) -> KLStep:
         """The KL of each response, in the reward's shape, and log-probs (N, T), 0 where unused."""
@@ -280,19 +320,26 @@ class ResponseKLTransform(PenaltyTransform):
             lengths=lengths[some],
         )
 
-    def _values(self, step: KLStep) -> Tensor:
-        """The measured KL of tokens, or of the responses that have any, (M,)."""
+    def _fed(self, step: KLStep, sampler: Tensor | None, ends: Tensor) -> Tensor:
+        """What the controller is fed: the KL of tokens, or of the responses that have any, (M,)."""
         mask, measured = cast(Tensor, step.mask), step.measured.squeeze(-1)
-        return measured[mask] if self.controller.per == "step" else measured.sum(1)[mask.any(1)]
+        by_step = self.controller.per == "step"
+        if self.sampler_weights is not None:
+            if sampler is None:
+                raise MissingKeyError(_NO_SAMPLER)
+            log_ratio = torch.where(mask, cast(Tensor, step.log_prob) - sampler, 0.0)
+            weights, share = sampler_weights(log_ratio, self.cap, None if by_step else ends, mask)
+            measured, mask = measured * weights, mask & (share >= FEWEST)
+        return measured[mask] if by_step else measured.sum(1)[mask.any(1)]
 
 
 def _places(responses: Responses, steps: TensorDict, values: Tensor) -> list[Tensor]:
-    """Values of steps (N, T) at their tokens in ("tokens", "full"), NaN at all others."""
-    rows = []
+    """Values of steps (N, T, ...) at their tokens in ("tokens", "full"); else NaN, or of ids 0."""
+    rows, missing = [], torch.nan if values.is_floating_point() else 0
     mask = steps.get(MASK_KEY)
     position = steps.get("position")
     for i, width in enumerate(responses.widths):
-        row = values.new_full((width,), torch.nan)
+        row = values.new_full((width, *values.shape[2:]), missing)
         row[position[i][mask[i]] + responses.shift[i]] = values[i][mask[i]]
         rows.append(row)
     return rows
@@ -306,8 +353,8 @@ def _set_rows(batch: TensorDictBase, key: NestedKey, values: list[Tensor], width
     widths = {len(row) for row in values}
     if not values or (len(widths) == 1 and not isinstance(batch, LazyStackedTensorDict)):
         holder = TensorDict(batch_size=batch.batch_size) if holder is None else holder.copy()
-        shape = *batch.batch_size, width
-        holder.set(leaf, torch.stack(values).reshape(shape) if values else torch.zeros(shape))
+        stacked = torch.stack(values) if values else torch.zeros(0, width)
+        holder.set(leaf, stacked.reshape(*batch.batch_size, *stacked.shape[1:]))
     else:
         old = [TensorDict()] * len(values) if holder is None else holder.reshape(-1).unbind(0)
         parts = [part.copy() for part in old]
@@ -320,6 +367,10 @@ def _set_rows(batch: TensorDictBase, key: NestedKey, values: list[Tensor], width
 
 
 _NO_REWARD = "a response has one; set it before this transform, to zeros for a measurement only."
+_NO_SAMPLER = (
+    '("log_probs", "full") is not in the data, with which `sampler_weights` compares the policy: '
+    "let the sampler record it."
+)
 _NOT_PICKLED = (
     "a ResponseKLTransform cannot be sent to another process, where it would not see the policy "
     "learn: use it in the process that trains, as `postproc` or in the replay buffer there."

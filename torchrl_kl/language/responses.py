@@ -23,6 +23,9 @@ EndTokens = int | Sequence[int] | None  # ids, each of which ends a response
 
 FULL, PROMPT, RESPONSE = ("tokens", "full"), ("tokens", "prompt"), ("tokens", "response")
 LOG_PROB = ("log_probs", "full")
+SAMPLER_LOG_PROB = ("sampler_log_probs", "full")
+KEPT = ("kept", "ids")
+_SCORES = {LOG_PROB: "action_log_prob", SAMPLER_LOG_PROB: "sampler_log_prob", KEPT: KEPT}
 ATTENDED, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
 
 
@@ -43,10 +46,12 @@ def as_steps(
         reads ("tokens", "full"), and ("tokens", "prompt") or ("masks", "all_assistant_mask");
         ("tokens", "response") where TorchRL has cut end tokens out of the prompt in the whole text;
         ("masks", "all_attention_mask"); ("next", "reward") and ("next", "kl_coeff"), one number
-        per response; ("log_probs", "full"), from ResponseKLTransform.
-        writes the keys of `sample_responses`, "action_log_prob" only if those log-probs are there,
-        and ("next", "kl_coeff") if the reward was penalized. The reward is at the last token that
-        counts. The last token of a turn has the next turn's first state as next state.
+        per response; ("log_probs", "full"), ("sampler_log_probs", "full") and ("kept", "ids"), from
+        ResponseKLTransform.
+        writes the keys of `sample_responses`, "action_log_prob", "sampler_log_prob" and ("kept",
+        "ids") only if those are there, and ("next", "kl_coeff") if the reward was penalized. The
+        reward is at the last token that counts. The last token of a turn has the next turn's first
+        state as next state.
 
     Args:
         batch: any batch size, of N elements.
@@ -74,8 +79,9 @@ def as_steps(
         check_rewards(reward, batch.batch_size)
         rewards = reward.reshape(-1).to(rewards.device)
     steps, rows = make_steps(responses, rewards, eos_token), flat(batch)
-    if (full := _rows(rows, LOG_PROB)) is not None:
-        steps.set("action_log_prob", _align(full, responses, steps))
+    for key, name in _SCORES.items():
+        if (values := aligned(rows, key, responses, steps)) is not None:
+            steps.set(name, values)
     coeff = rows.get(("next", "kl_coeff"), None)  # the sign of a penalized reward
     if coeff is not None and coeff.numel() == len(steps) and coeff.any():
         steps["next", "kl_coeff"] = coeff.reshape(-1, 1, 1).expand(*steps.shape, 1).clone()
@@ -265,20 +271,27 @@ def make_steps(responses: Responses, rewards: Tensor, eos_token: EndTokens) -> T
     return steps
 
 
-def _align(values: list[Tensor], responses: Responses, steps: TensorDictBase) -> Tensor:
-    """Log-probs of the tokens of whole texts, at steps (N, T); 0 where no token counts."""
+def aligned(
+    rows: TensorDictBase, key: NestedKey, responses: Responses, steps: TensorDictBase
+) -> Tensor | None:
+    """An entry of the tokens of whole texts, (N,), at steps (N, T, ...); 0 where none counts.
+
+    None if there is no such entry.
+    """
+    values = _rows(rows, key)
+    if not values:
+        return None
     mask, position = steps.get(MASK_KEY), steps.get("position")
-    dtype = values[0].dtype if values else None
-    log_probs = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    at_steps = values[0].new_zeros((*mask.shape, *values[0].shape[1:]), device=mask.device)
     for i, row in enumerate(values):
         if len(row) != responses.widths[i]:
             raise ValueError(
-                f"{LOG_PROB} must have one number per token of {FULL}, got {len(row)} for the "
+                f"{key} must have one number per token of {FULL}, got {len(row)} for the "
                 f"{responses.widths[i]} tokens of element {i}: leave it out of the batch, and let "
                 "ResponseKLTransform score the tokens that were sampled."
             )
-        log_probs[i, mask[i]] = row.to(mask.device)[position[i, mask[i]] + responses.shift[i]]
-    return log_probs
+        at_steps[i, mask[i]] = row.to(mask.device)[position[i, mask[i]] + responses.shift[i]]
+    return at_steps
 
 
 def check_rewards(reward: Tensor, batch_size: torch.Size) -> None:

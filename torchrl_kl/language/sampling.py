@@ -22,6 +22,7 @@ from torchrl_kl.language.cache import KeyValueCache, may_cache
 from torchrl_kl.language.distribution import draw
 from torchrl_kl.language.heads import CausalLMActor, CausalLMRewardModel, LogitsReader
 from torchrl_kl.language.responses import EndTokens, several
+from torchrl_kl.language.truncation import restrict
 
 
 @torch.no_grad()
@@ -46,6 +47,7 @@ def sample_responses(
         "tokens": (N, T, L), whole texts: prompt, response, then `pad_token`; "position": (N, T),
         the number of tokens before the action; both also in "next".
         "action", "action_log_prob", "logits" (if asked for): (N, T), nats (N, T), (N, T, V).
+        ("kept", "ids"): (N, T, K), of an actor that truncates.
         ("collector", "mask"): (N, T), False after the end, where log-probs and logits are 0.
         ("next", "reward"): (N, T, 1), that of the text at its last token, and 0 elsewhere.
         ("next", "done"), ("next", "terminated"), ("next", "truncated"): (N, T, 1), at that token;
@@ -85,9 +87,10 @@ def sample_responses(
     dtype = working_dtype(next(floating, torch.float32))
     log_probs = torch.zeros_like(texts[:, -max_new_tokens:], dtype=dtype)
     spans = (start, start + max_new_tokens)
-    write = partial(_write, reader, ends, pad_token, generator, return_logits)
-    logits = [*map(write, *(each.split(chunk_size) for each in (texts, *spans, log_probs)))]
-    return _batch(actor, texts, *spans, ends, log_probs, logits, reward_fn)
+    write = partial(_write, actor, ends, pad_token, generator, return_logits)
+    parts = [*map(write, *(each.split(chunk_size) for each in (texts, *spans, log_probs)))]
+    asked = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    return _batch(actor, texts, *spans, ends, log_probs, asked, reward_fn)
 
 
 def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Tensor]:
@@ -131,7 +134,7 @@ def _reader_of(
 
 @torch.inference_mode()
 def _write(
-    reader: LogitsReader,
+    actor: CausalLMActor,
     ends: tuple[int, ...],
     pad_token: int,
     generator: torch.Generator | None,
@@ -140,11 +143,12 @@ def _write(
     start: Tensor,
     end: Tensor,
     log_probs: Tensor,
-) -> Tensor | None:
+) -> dict[NestedKey, Tensor]:
     """Writes responses into texts (N, L), their ends (N,) and log-probs (N, T), in place.
 
-    Returns the logits, (N, T, V), 0 after the end; or None.
+    Returns the logits, (N, T, V), 0 after the end, and the kept ids, (N, T, K), as asked for.
     """
+    reader = actor.reader
     shortest, longest = int(start.min()), int(start.max())
     lm = copy.copy(reader.lm)
     vars(lm)["model"] = fast(reader.lm.model)
@@ -153,7 +157,7 @@ def _write(
     rows, last = torch.arange(len(texts), device=texts.device), start - 1
     token = texts[:, :0]  # (N, 1) after the first step
     ended = torch.zeros_like(start, dtype=torch.bool)
-    logits: list[Tensor] = []
+    asked: dict[NestedKey, list[Tensor]] = {}
     for t in range(log_probs.shape[1]):
         width = longest + t
         if not reader.lm.causal:
@@ -167,11 +171,16 @@ def _write(
             cache = cache if cache.buffers else None  # not used in gradient checkpointing
         else:
             output = cache.read_next(lm, token[:, 0], width - 1 if even else last, width)
-        log_prob = reader.scale(output).log_softmax(-1)
+        logits = reader.scale(output)
+        if actor.truncation is not None:
+            ids = actor.truncation.keep(logits, bounded=True)
+            logits = restrict(logits, ids)
+            asked.setdefault(actor.kept_key, []).append(ids)
+        log_prob = logits.log_softmax(-1)
         token = draw(log_prob, generator)
         torch.gather(log_prob, 1, token, out=log_probs[:, t : t + 1])
         if return_logits:
-            logits.append(log_prob.masked_fill(ended[:, None], 0.0))
+            asked.setdefault("logits", []).append(log_prob.masked_fill(ended[:, None], 0.0))
         last = last + 1
         if ends:
             token[ended], log_probs[ended, t] = pad_token, 0.0
@@ -181,9 +190,11 @@ def _write(
         texts.scatter_(1, last[:, None], token)
         if ends and ended.all():
             break
-    if not return_logits:
-        return None
-    return F.pad(torch.stack(logits, 1), (0, 0, 0, log_probs.shape[1] - len(logits)))
+    n_steps = log_probs.shape[1]
+    return {
+        key: F.pad(torch.stack(each, 1), (0, 0, 0, n_steps - len(each)))
+        for key, each in asked.items()
+    }
 
 
 def _rewards(reward_fn: Callable[[Tensor], Tensor] | None, texts: Tensor, end: Tensor) -> Tensor:
@@ -206,7 +217,7 @@ def _batch(
     end: Tensor,
     ends: tuple[int, ...],
     log_probs: Tensor,
-    logits: list[Any],
+    asked: dict[NestedKey, Tensor],
     reward_fn: Callable[[Tensor], Tensor] | None,
 ) -> TensorDict:
     """The layout (N, T) of texts whose responses are the tokens from `start` to `end`."""
@@ -230,7 +241,6 @@ def _batch(
         ("next", "terminated"): done & ~cut,
         ("next", "truncated"): cut,
     }
-    if logits[0] is not None:
-        entries["logits"] = torch.cat(logits)
+    entries |= asked
     names: list[Any] = [None, "time"]
     return TensorDict(entries, batch_size=shape, device=texts.device, names=names)

@@ -18,13 +18,19 @@ from torchrl.objectives import LossModule
 
 from torchrl_kl import batches
 from torchrl_kl.actors.policy import evaluating
-from torchrl_kl.actors.reading import log_prob_of, refuse_own_log_prob
+from torchrl_kl.actors.reading import log_prob_of, refuse_own_log_prob, scored_inputs
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import expand_right, find_time_dim
 from torchrl_kl.controllers import KLController, as_controller
 from torchrl_kl.feeding import ControllerFeed
 from torchrl_kl.functional.estimators import kl_exact, kl_k1, kl_k2
 from torchrl_kl.functional.numbers import check_finite, working_dtype
+from torchrl_kl.functional.sampler import (
+    FEWEST,
+    SamplerWeights,
+    check_sampler_weights,
+    sampler_weights,
+)
 from torchrl_kl.functional.sums import sum_after, sum_before
 from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import RECORD_LOG_PROB, get_required, holder_batch_size, sum_action_dims
@@ -51,6 +57,7 @@ class Steps(NamedTuple):
     batch_size: torch.Size  # *B
     mask: Tensor | None  # (*B), True where a step counts; None where all do
     drawn: Drawn | None = None  # None where no action is read
+    share: float = 1.0  # effective sample size, where another sampler drew the actions
 
     def terms(self, gradient: str, weights: str) -> tuple[Tensor, Tensor]:
         """What is minimised, and the measured KL; nats, (*B) each, 0 where the mask is False."""
@@ -58,7 +65,7 @@ class Steps(NamedTuple):
             kl = self._exact_kl()
             return kl, kl
         drawn = self.drawn
-        log_ratio = self._masked(drawn.log_prob - drawn.recorded)
+        log_ratio = self.masked(drawn.log_prob - drawn.recorded)
         ratio = log_ratio.exp()
         if gradient == "k2":
             ref_log_prob = self.summed(log_prob_of(self.reference, drawn.action))
@@ -72,7 +79,7 @@ class Steps(NamedTuple):
             # The second term is 0 in value and has the gradient of the ratio.
             return value + (ratio - ratio.detach()) * sum_after(kl.detach(), drawn.ends), kl
         # W_t, the product of the ratios before. On padding it could overflow, and inf * 0 is NaN.
-        weight = self._masked(sum_before(log_ratio, drawn.ends)).exp()
+        weight = self.masked(sum_before(log_ratio, drawn.ends)).exp()
         # The gradient of the probability of getting to a step is what makes "sequence" exact.
         return (weight if gradient == "sequence" else weight.detach()) * value, weight * kl
 
@@ -85,7 +92,8 @@ class Steps(NamedTuple):
         mask = None if self.mask is None else expand_right(self.mask, self.policy.batch_shape)
         return self.summed(kl_exact(self.policy, self.reference, mask=mask))
 
-    def _masked(self, values: Tensor) -> Tensor:
+    def masked(self, values: Tensor) -> Tensor:
+        """Values (*B), 0 where the mask is False."""
         return values if self.mask is None else torch.where(self.mask, values, 0.0)
 
 
@@ -112,6 +120,11 @@ class KLPenaltyLoss(LossModule):
     - "step": each action has only its own ratio, as in PPO. "sequence" then has the value `KL_t`
       and the gradient of `KL_t + w_t sum_{s>t} KL_s` (sum detached), approximate off-policy.
 
+    `sampler_weights="truncated"`, for actions that another engine has drawn, weights the loss and
+    `kl` by min(pi_old / pi_sampler, `cap`), detached: with weights="trajectory" that of all actions
+    up to a step, else its own. A batch whose effective sample size (of weights without a cap) is
+    under a tenth does not move the controller. See `rescore`.
+
     You may rely on: the reference gets no gradient, is not among `parameters()`, and is in
     `state_dict`; `forward` never moves the controller; padding, NaN too, changes neither value nor
     gradient; a coefficient of 0 adds nothing, not even an infinite KL. You may not rely on
@@ -122,8 +135,9 @@ class KLPenaltyLoss(LossModule):
 
     Keys:
         reads the actor's in_keys; "action" and "action_log_prob" unless `gradient` and `weights`
-        are "step"; ("next", "done") for "sequence" and "trajectory"; the mask ("collector",
-        "mask"), or `loss_mask_key`; ("next", "kl_coeff"), the sign of a penalized reward.
+        are "step"; "sampler_log_prob" for `sampler_weights`; ("next", "done") for "sequence" and
+        "trajectory"; the mask ("collector", "mask"), or `loss_mask_key`; ("next", "kl_coeff"), the
+        sign of a penalized reward.
         writes, without batch size, "loss_kl"; "kl", nats per step, detached: exact, or for "k2" the
         weighted k1, which may be negative; "kl_coeff", reward per nat; what `loss` writes.
 
@@ -136,6 +150,7 @@ class KLPenaltyLoss(LossModule):
         weights: "trajectory" or "step"; by default "trajectory" for "sequence" and else "step".
         reference: as for KLConstrainedTransform, or its FrozenActor; by default a copy of `actor`.
         loss: an actor loss to add to; its outputs are returned too.
+        sampler_weights, cap: None or "truncated", and the largest weight, at least 1; see above.
         reduction: over the valid steps: "mean", "sum" or "none", shape (*B), 0 on padding.
         time_dim: the last batch dimension, if it is time and the batch does not name it "time".
 
@@ -163,6 +178,7 @@ class KLPenaltyLoss(LossModule):
 
         action: NestedKey = "action"
         sample_log_prob: NestedKey = "action_log_prob"
+        sampler_log_prob: NestedKey = "sampler_log_prob"
         done: NestedKey = "done"
         kl_coeff: NestedKey = "kl_coeff"
         reward: NestedKey = "reward"
@@ -182,11 +198,14 @@ class KLPenaltyLoss(LossModule):
         weights: Weights | None = None,
         reference: nn.Module | Switch | None = None,
         loss: LossModule | None = None,
+        sampler_weights: SamplerWeights | None = None,
+        cap: float = 2.0,
         reduction: Reduction = "mean",
         time_dim: int | None = None,
     ):
         weights = weights or ("trajectory" if gradient == "sequence" else "step")
         check_options(gradient, weights, reduction)
+        check_sampler_weights(sampler_weights, cap)
         if loss is not None and not isinstance(loss, LossModule):
             raise TypeError(f"`loss` must be a LossModule or None, got {type(loss).__name__}.")
         super().__init__()
@@ -200,10 +219,16 @@ class KLPenaltyLoss(LossModule):
         self.controller, self.feed = as_controller(controller), ControllerFeed()
         self.loss = loss
         self.gradient, self.weights = gradient, weights
+        self.sampler_weights, self.cap = sampler_weights, cap
         self.reduction, self.time_dim = reduction, time_dim
         self._reads_trajectories = gradient == "sequence" or weights == "trajectory"
-        self._reads_actions = self._reads_trajectories or gradient == "k2"
-        super().set_keys(action=actions[0], sample_log_prob=self.reference.log_prob_key)
+        self._reads_actions = self._reads_trajectories or gradient == "k2" or bool(sampler_weights)
+        recorded = self.reference.recorded
+        super().set_keys(
+            action=actions[0],
+            sample_log_prob=recorded.key,
+            sampler_log_prob=recorded.sibling("sampler_log_prob"),
+        )
 
     def set_keys(self, **kwargs: Any) -> None:
         """Names entries of this loss, of `loss`, or of both, as a trainer does."""
@@ -219,6 +244,7 @@ class KLPenaltyLoss(LossModule):
         """What `forward` reads, in the order of its positional arguments."""
         keys: list[Any] = [*self.actor_network.in_keys, self.tensor_keys.action]
         keys += [self.tensor_keys.sample_log_prob] if self._reads_actions else []
+        keys += [self.tensor_keys.sampler_log_prob] if self.sampler_weights else []
         keys += [("next", self.tensor_keys.done)] if self._reads_trajectories else []
         keys += [] if self.loss is None else self.loss.in_keys  # which may be the same
         return list(dict.fromkeys(unravel_key(key) for key in keys))
@@ -291,6 +317,8 @@ class KLPenaltyLoss(LossModule):
             log_ratio=log_ratio,
         )
         self.feed.plan(self.controller, reading)
+        if not steps.share >= FEWEST and reading.values is not None:
+            reading = reading._replace(values=reading.values[:0])
         self.feed.learn(self.controller, reading)
         return self.controller.coeff.item()
 
@@ -311,11 +339,20 @@ class KLPenaltyLoss(LossModule):
         key, mask = self.tensor_keys.sample_log_prob, read_mask(tensordict, self.loss_mask_key)
         if mask is not None:
             read = [*self.actor_network.in_keys, *self.reference.own_state_keys]
-            tensordict = finite_padding(tensordict, mask, [*read, self.tensor_keys.action, key])
+            read += [self.tensor_keys.action, key, self.tensor_keys.sampler_log_prob]
+            tensordict = finite_padding(tensordict, mask, read)
         steps = Steps(*self._distributions(tensordict), tensordict.batch_size, mask)
         if self._reads_actions:
             steps = steps._replace(drawn=self._drawn(tensordict, steps))
         value, kl = steps.terms(self.gradient, self.weights)
+        if self.sampler_weights is not None:
+            drawn, own = cast(Drawn, steps.drawn), self.tensor_keys.sampler_log_prob
+            sampler = steps.summed(get_required(tensordict, own, _NO_SAMPLER).detach())
+            log_ratio = steps.masked(drawn.recorded - sampler)
+            ends = drawn.ends if self.weights == "trajectory" else None
+            weight, share = sampler_weights(log_ratio, self.cap, ends, mask)
+            value, kl = weight * value, weight * kl
+            steps = steps._replace(share=share)
         numbers = {"kl": kl, "loss_kl": value}
         if self.controller.coeff.item() == 0:  # only measures, also where the KL is infinite
             value = torch.zeros_like(kl).requires_grad_()
@@ -345,7 +382,7 @@ class KLPenaltyLoss(LossModule):
                 'no time dimension: name the last one "time", or pass `time_dim`.'
             )
         network = self.actor_network
-        inputs = tensordict.select(*network.in_keys, strict=False)
+        inputs = scored_inputs(network, tensordict)
         weights = self.actor_network_params.to_module(network, preserve_module_state=False)
         # TorchRL runs losses in recurrent mode, which takes shuffled steps for one trajectory.
         with weights, set_recurrent_mode(timed):
@@ -356,6 +393,9 @@ class KLPenaltyLoss(LossModule):
         if isinstance(policy, TiledCategorical):
             policy.also = None if self.gradient == "k2" else reference
         return policy, reference
+
+
+_NO_SAMPLER = "`sampler_weights` reads it, and `rescore` or ResponseKLTransform keeps it."
 
 
 def check_options(gradient: str, weights: str, reduction: str) -> None:

@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 from torchrl_kl.actors.frozen import Score
 from torchrl_kl.actors.policy import Borrowed
-from torchrl_kl.actors.reading import (
-    categorical_log_probs,
-    dist_module_of,
-    written_params,
-)
+from torchrl_kl.actors.reading import dist_module_of, over_log_probs, written_params
 from torchrl_kl.batches import expand_right
 from torchrl_kl.functional.distributions import joint
 from torchrl_kl.functional.estimators import ESTIMATORS, kl_exact, kl_top_k
@@ -137,21 +133,18 @@ class TopKEstimate(Estimate):
         self.top_k_key = top_k_key
 
     def of_reference(self, tensordict, score, reference):  # noqa: D102
-        # (*B, V) log-probs under the reference, of which the policy's k actions (*B, k) are kept.
-        dist: Any = score.dist
-        if not isinstance(dist, TiledCategorical):
-            dist = dist_module_of(reference).get_dist(score.outputs)
-        log_probs = categorical_log_probs(dist)
+        # Of log-probs (*B, V), those of the policy's k actions (*B, k) are kept.
+        dist = score.dist or dist_module_of(reference).get_dist(score.outputs)
         actions = self._recorded(tensordict, "actions")
         one_per_step = holder_batch_size(tensordict, self.top_k_key)
-        if not actions.shape[:-1] == log_probs.shape[:-1] == one_per_step:
+        if not actions.shape[:-1] == dist.batch_shape == one_per_step:
             raise ValueError(
                 "the top k measure one choice per step, got choices of shape "
-                f"{tuple(actions.shape[:-1])} of the policy and {tuple(log_probs.shape[:-1])} of "
+                f"{tuple(actions.shape[:-1])} of the policy and {tuple(dist.batch_shape)} of "
                 f"the reference in a batch of shape {tuple(one_per_step)}: use the exact estimator."
             )
-        batch_size = score.outputs.batch_size
-        return TensorDict(log_probs=log_probs.gather(-1, actions), batch_size=batch_size)
+        (kept,) = over_log_probs(lambda all_, some: [all_.gather(-1, some)], dist, actions)
+        return TensorDict(log_probs=kept, batch_size=score.outputs.batch_size)
 
     def forward(self, tensordict, step: Any):  # noqa: D102
         return kl_top_k(
