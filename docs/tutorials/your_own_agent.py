@@ -196,16 +196,10 @@ _ = axes[2].text(len(rows) + 0.2, 0.6, "target: 0.2", ha="right")
 #
 # ## 6. What to do in your own code
 #
-# 1. Build the policy with `return_log_prob=True`, and load its weights *before* the stack is built:
-#    `stack = KLConstrainedTransform(actor, controller)`.
-# 2. Pass the stack to the collector, `postproc=stack`, and compute advantages after it.
-# 3. Run once with the coefficient 0. Plot the KL, and something that the reward does not say: a
+# 1. Add the stack [to your loop](../getting_started.md#add-it-to-your-loop).
+# 2. Run once with the coefficient 0. Plot the KL, and something that the reward does not say: a
 #    success rate, samples that you look at. Choose the KL up to which it is fine.
-# 4. Run with `PlannedKLController(target)`, in nats per trajectory, or with `per="step"` as here.
-# 5. Let a `KLMonitor` watch.
+# 3. Run with `PlannedKLController(target)`, in nats per [trajectory or step](../concepts/units.md),
+#    and let a `KLMonitor` watch.
 #
-# Further reading:
-#
-# - [Units](../concepts/units.md): what a target of so many nats means.
-# - [Controllers](../concepts/controllers.md): the other rules, and how to choose their numbers.
-# - [Recipes](../recipes/index.md): your kind of policy, env and collector.
+# The [recipes](../recipes/index.md) have your kind of policy, env and collector.
