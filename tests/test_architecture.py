@@ -58,7 +58,7 @@ ARROWS: dict[str, set[str]] = {
     "objectives": {*_DATA, "actors", "controllers", "feeding", "functional"},
     "monitor": {*_DATA, "actors", "controllers", "functional", "language"},
     "collectors": {"batches", "controllers", "transforms"},
-    "trainers": {*_DATA, "controllers", "transforms"},
+    "trainers": {*_DATA, "transforms"},
 }
 
 # What a room may import of others' packages, in addition to the standard library.

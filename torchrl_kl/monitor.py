@@ -319,10 +319,10 @@ class KLMonitor:
             ratios = log_ratio[mask]
         else:
             ratios = torch.where(mask, log_ratio, 0.0).sum(-1)[mask.any(-1)]
-        share, pool = effective_share(ratios), KLStatistics().add(-ratios)
+        share, pool = effective_share(ratios), KLStatistics().add(-ratios[ratios.isfinite()])
         figures = {"kl": pool.mean, "error": pool.standard_error, "share": share}
         text = _FAR.format(per=self.controller.per, count=ratios.numel(), **figures)
-        return {"sampler_far": (text, figures) if share < FEWEST else None}
+        return {"sampler_far": (text, figures) if not share >= FEWEST else None}
 
     @torch.no_grad()
     def _unlike_actor(self, batch: TensorDictBase) -> Finding | None:
@@ -331,7 +331,7 @@ class KLMonitor:
             return None
         recorded = self._recorded.require(batch).double()  # (*B, *A)
         timed = find_time_dim(batch, None) is not None
-        scored = reading.policy_log_prob(self.actor, batch, timed).double()
+        scored = reading.policy_log_prob(self.actor, batch, timed)[0].double()
         mask = batch.get(MASK_KEY, None)
         gap = (recorded - scored).abs()
         gap = gap.flatten() if mask is None else gap[expand_right(mask, gap.shape)]

@@ -6,10 +6,10 @@ import warnings
 from typing import Any
 
 from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor
 from torchrl.trainers import Trainer, TrainerHookBase
 
 from torchrl_kl.batches import MASK_KEY, expand_right
-from torchrl_kl.controllers import KLStatistics
 from torchrl_kl.keys import get_required
 from torchrl_kl.transforms import KLConstrainedTransform
 
@@ -80,15 +80,16 @@ class KLControlHook(TrainerHookBase):
             fix = "put the stack into the env if the collector writes into a replay buffer"
             raise RuntimeError(f"the trainer has no batch to penalize: {fix}.")
         found = {
-            "kl_to_reference": _pooled(batch, self.stack.measured_key).mean,
-            "kl_coeff": _pooled(batch, self.stack.keys.kl_coeff).mean,
-            "task_reward": _pooled(batch, self.stack.keys.task_reward).mean,
+            "kl_to_reference": _counted(batch, self.stack.measured_key).mean().item(),
+            "kl_coeff": _counted(batch, self.stack.keys.kl_coeff).mean().item(),
+            "task_reward": _counted(batch, self.stack.keys.task_reward).mean().item(),
             "log_pbar": True,
         }
         key = self.stack.keys.recorded.sibling("sampler_kl")
         if batch.get(unravel_key(("next", key)), None) is not None:
-            pool = _pooled(batch, key)
-            found |= {"sampler_kl": pool.mean, "sampler_kl_error": pool.standard_error}
+            values = _counted(batch, key)
+            error = values.std().item() / len(values) ** 0.5
+            found |= {"sampler_kl": values.mean().item(), "sampler_kl_error": error}
         return found
 
     def log_update(self, optim_steps: int, losses: TensorDictBase | None) -> dict[str, Any] | None:
@@ -106,8 +107,8 @@ class KLControlHook(TrainerHookBase):
         self.stack.load_state_dict(state_dict)
 
 
-def _pooled(batch: TensorDictBase, key: NestedKey) -> KLStatistics:
-    """An entry of "next", (*B, 1), over the steps that are not padding."""
+def _counted(batch: TensorDictBase, key: NestedKey) -> Tensor:
+    """An entry of "next", (*B, 1), of the steps that are not padding, (N,)."""
     fix = "let nothing drop it between KLControlHook and the log."
     values, mask = get_required(batch, unravel_key(("next", key)), fix), batch.get(MASK_KEY, None)
-    return KLStatistics().add(values if mask is None else values[expand_right(mask, values.shape)])
+    return values.flatten() if mask is None else values[expand_right(mask, values.shape)]

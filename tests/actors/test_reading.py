@@ -59,7 +59,7 @@ def test_the_reference_scores_the_actions_of_the_policy(kind, shape, mode):
     before = batch.clone()
     with set_exploration_type(mode):
         own, others = (score(as_reference(policy, each), batch) for each in (policy, other))
-        asked = policy_log_prob(policy, batch, False)
+        asked = policy_log_prob(policy, batch, False)[0]
     for actual, actor in ((own, policy), (others, other), (asked, policy)):
         expected = by_hand(kind, actor, batch).detach()
         assert actual.shape == expected.shape == (*shape, *(3,) * (kind == "agents"))
@@ -82,7 +82,9 @@ def test_the_policy_is_asked_in_eval_mode_and_left_as_it_was(layer):
     actor.train()
     actor[0].module[1].eval()  # one part in another mode
     modes = [part.training for part in actor.modules()]
-    assert_close(policy_log_prob(actor, batch, False), batch["action_log_prob"], rtol=0, atol=1e-6)
+    assert_close(
+        policy_log_prob(actor, batch, False)[0], batch["action_log_prob"], rtol=0, atol=1e-6
+    )
     assert [part.training for part in actor.modules()] == modes
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied|running_mean"):
         policy_log_prob(actor, batch.set("observation", torch.zeros(20, 2)), False)

@@ -87,8 +87,8 @@ def test_identical_weights_give_no_kl_across_resets(kind):
     _, batch = walk(kind, policy=actor)
     for log_prob in (
         FrozenActor(actor).score(batch, timed=True).log_prob,
-        policy_log_prob(actor, batch, True),
-        policy_log_prob(actor, batch.reshape(-1), False).view(2, -1),
+        policy_log_prob(actor, batch, True)[0],
+        policy_log_prob(actor, batch.reshape(-1), False)[0].view(2, -1),
     ):
         assert_close(log_prob, batch["action_log_prob"], **CLOSE)
     env = with_transforms(WalkEnv((2,)), *memory_of(actor), KLConstrainedTransform(actor, 0.1))

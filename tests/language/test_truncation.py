@@ -22,7 +22,9 @@ from tests.language.models import make_model
 from torchrl_kl import (
     GPT,
     CausalLMActor,
+    ConstantKLController,
     Enumeration,
+    ExponentialKLController,
     FrozenActor,
     KLConstrainedTransform,
     KLMonitor,
@@ -108,7 +110,25 @@ class TestKeptSets:
     def test_most_likely_first_then_the_first_again_and_never_a_banned_one(self):
         logits = torch.tensor([[0.0, 3.0, -torch.inf, 2.0]])
         truncation: Any = Truncation.of(4, None, None)
-        assert truncation.keep(logits, bounded=True).tolist() == [[1, 3, 0, 1]]
+        ids = truncation.keep(logits, bounded=True)
+        assert ids.tolist() == [[1, 3, 0, 1]]
+        assert Truncation(4, 1e-9, 0.0).keep(logits, bounded=True).tolist() == [[1] * 4]
+        # A drawn token takes a free place, or that of the least likely one.
+        for record, drawn, expected in (
+            (ids, 2, [1, 3, 0, 2]),
+            (ids, 0, [1, 3, 0, 1]),
+            (torch.tensor([[1, 3]]), 2, [1, 2]),
+        ):
+            found, missing = truncation.replay(logits, record, torch.tensor([drawn]))
+            assert found.tolist() == [expected]
+            assert missing.item() == (drawn == 2)
+
+    def test_values_that_keep_all(self):
+        choices: Any = ({}, {"top_p": 1.0}, {"min_p": 0.0}, {"top_p": 1.0, "min_p": 0.0})
+        for options in choices:
+            assert CausalLMActor(make_gpt(), **options).truncation is None
+        bounded: Any = Truncation.of(None, 0.9, None)
+        assert bounded.top_k == 256
 
     @pytest.mark.parametrize(
         "options", [{"top_k": 0}, {"top_k": 2.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 2.0}]
@@ -208,12 +228,45 @@ class TestRecord:
         with torch.no_grad():  # a sampler whose edges lie elsewhere
             for weight in gpt.parameters():
                 weight += 0.02 * torch.randn_like(weight)
+        replayed = log_prob_of(actor, batch)
         assert actor.n_rescued == 0
-        replayed, computed = (log_prob_of(actor, b) for b in (batch, batch.exclude("kept")))
-        rescued = int(actor.n_rescued)
-        assert rescued > 0
+        states = batch.select("tokens", "position")
+        with set_recurrent_mode(True):
+            whole = actor.untruncated.get_dist(states.clone()).logits
+        kept = actor.truncation.keep(whole, bounded=True)  # type: ignore[union-attr]
+        missing = (kept != batch["action"].unsqueeze(-1)).all(-1)
+        computed = log_prob_of(actor, batch.exclude("kept"))
+        assert actor.n_rescued == missing.sum() > 0
         assert not replayed.equal(computed)
         assert computed.isfinite().all()
+        mask = torch.rand(batch.shape) < 0.5
+        log_prob_of(actor, batch.exclude("kept").set(("collector", "mask"), mask))
+        assert actor.n_rescued == (missing & mask).sum()
+        transform = ResponseKLTransform(gpt, 0.1, top_k=3, chunk_size=20)
+        found = transform(responses_of(batch))
+        assert transform.n_rescued == missing.sum()
+        transform(found.exclude("next").set("next", responses_of(batch)["next"]))
+        assert transform.n_rescued == 0
+
+    def test_states_of_a_later_step(self):
+        """A record that `step_mdp` has kept is that of the step before."""
+        actor = CausalLMActor(make_gpt(), top_k=3)
+        batch = sampled(actor, 6, 4)
+        states = batch[:, 1].select("tokens", "position")
+        expected = actor.get_dist(states.clone()).logits
+        found = actor.get_dist(states.set("kept", batch[:, 0]["kept"])).logits
+        assert found.isfinite().equal(expected.isfinite())
+
+    def test_the_gradient_of_the_entropy(self):
+        actor = CausalLMActor(make_gpt(), top_k=3)
+        batch = sampled(actor, 6, 4)
+        with set_recurrent_mode(True):
+            dist = actor.get_dist(batch)
+        probs = dist.logits.softmax(-1)
+        assert_close(dist.entropy(), -(probs * (probs + (probs == 0)).log()).sum(-1))
+        (1e4 * dist.entropy().sum()).backward()
+        weights: Any = actor.parameters()
+        assert all(weight.grad.isfinite().all() for weight in weights)
 
     @pytest.mark.parametrize("where", ["rollout", "responses"])
     def test_what_is_written(self, where):
@@ -228,6 +281,22 @@ class TestRecord:
         assert (batch["kept", "ids"] == batch["action"].unsqueeze(-1)).any(-1).all()
         assert_close(log_prob_of(actor, batch), batch["action_log_prob"])
         assert "kept" not in sampled(CausalLMActor(make_gpt()), 2, 2).keys()
+
+    def test_rescoring(self):
+        gpt = make_gpt()
+        actor = CausalLMActor(gpt, top_k=3)
+        batch = sampled(actor, 6, 4)
+        batch["action_log_prob"][0, 1:] = torch.nan
+        batch["collector", "mask"][0, 1:] = False
+        first = rescore(actor, batch.exclude("kept"))
+        assert first["kept", "ids"].sort().values.equal(batch["kept", "ids"].sort().values)
+        with torch.no_grad():
+            gpt.head.weight += 0.1 * torch.randn_like(gpt.head.weight)
+        second, mask = rescore(actor, first), batch["collector", "mask"]
+        assert second["action_log_prob"].equal(log_prob_of(actor, batch).detach())
+        gap = (batch["action_log_prob"] - second["action_log_prob"])[mask]
+        assert second["next", "sampler_kl"].squeeze(-1)[mask].equal(gap)
+        assert (second["next", "sampler_kl"].squeeze(-1)[~mask] == 0).all()
 
     def test_the_most_likely_token(self):
         actor = CausalLMActor(make_gpt(), top_k=1)
@@ -245,7 +314,7 @@ class TestRecord:
         for reference in (None, lambda: torch.enable_grad()):
             stack = KLConstrainedTransform(actor, 0.1, reference=reference)
             found = stack(sampled(actor))
-            assert (found["next", "kl"] > 0).any()
+            assert found["next", "kl"].mean() > 0.1
             assert found["next", "ref_log_prob"].isfinite().all()
             assert stack.reference.score(whole, timed=True).log_prob.isfinite().all()
 
@@ -315,13 +384,18 @@ class TestSampler:
     def test_sampler_kl_and_weights(self, kind):
         gpt, sampler, steps = self.draw(kind)
         ref = make_gpt(1)
-        policy, cap = (lambda tokens: gpt(tokens)[:, -1]), 1.5
+        policy, cap = (lambda tokens: gpt(tokens)[:, -1]), 1.2
         transform = ResponseKLTransform(
             gpt, 0.0, reference=ref, sampler_weights="truncated", cap=cap
         )
         fed: list[torch.Tensor] = []
         transform.feed.pool = lambda controller, values: fed.append(values)  # type: ignore[assignment]
         found = transform(responses_of(steps))
+        again = as_steps(found, pad_token=None)
+        own, other = again["action_log_prob"], again["sampler_log_prob"]
+        gap = own - found["next", "ref_log_probs", "full"][:, PROMPT:]
+        weights = (own - other).cumsum(1).exp().clamp(max=cap)
+        assert_close(fed[0], (weights * gap).sum(1), rtol=0, atol=1e-12)
         # By enumeration.
         zero = lambda texts: torch.zeros(len(texts))  # noqa: E731
         of = {
@@ -353,31 +427,51 @@ class TestSampler:
         # And so is the loss.
         loss = KLPenaltyLoss(
             CausalLMActor(gpt),
-            0.0,
+            1.0,
             reference=CausalLMActor(ref),
             gradient="k2",
             weights="trajectory",
             sampler_weights="truncated",
             cap=cap,
         )
-        kl = loss(as_steps(found, pad_token=None))["kl"] * T
-        assert_close(kl.double(), fed[0].mean())
+        out = loss(again)
+        assert_close(out["kl"] * T, fed[0].mean(), rtol=0, atol=1e-12)
+        assert_close(out["loss_kl"], (weights * gap**2 / 2).mean(), rtol=0, atol=1e-12)
+        by_step = ResponseKLTransform(
+            gpt,
+            ConstantKLController(0.0, per="step"),
+            reference=ref,
+            sampler_weights="truncated",
+            cap=cap,
+        )
+        by_step.feed.pool = lambda controller, values: fed.append(values)  # type: ignore[assignment]
+        by_step(responses_of(steps))
+        weights = (own - other).exp().clamp(max=cap)
+        assert_close(fed[1], (weights * gap).flatten(), rtol=0, atol=1e-12)
 
     def test_a_batch_too_far_off_moves_nothing_and_is_named(self):
         gpt = make_gpt()
         steps = sampled(CausalLMActor(gpt), 50)
         steps["action_log_prob"] = steps["action_log_prob"] - 3 * torch.randn(50, 8).double()
-        from torchrl_kl import ExponentialKLController
-
         controller = ExponentialKLController(1.0, target=0.1)
         transform = ResponseKLTransform(gpt, controller, sampler_weights="truncated")
         found = transform(responses_of(steps))
         assert controller.coeff == 1.0
         (message,) = [one for one in KLMonitor(controller)(found) if one.condition == "sampler_far"]
         assert message.figures["share"] < 0.1
-        loss = KLPenaltyLoss(CausalLMActor(gpt), controller, sampler_weights="truncated")
-        loss.update_controller(as_steps(found.exclude(("next", "kl_coeff")), pad_token=None))
+        assert_close(message.figures["kl"], found["next", "sampler_kl"].mean().item())
+        again = as_steps(found.exclude(("next", "kl_coeff")), pad_token=None)
+        planned = ExponentialKLController("plan", target=0.1)
+        for one in (controller, planned):
+            loss = KLPenaltyLoss(CausalLMActor(gpt), one, sampler_weights="truncated")
+            loss.update_controller(again)
+        ResponseKLTransform(gpt, planned, sampler_weights="truncated")(responses_of(steps))
         assert controller.coeff == 1.0
+        assert planned.coeff == 0.0
+        assert len(planned.plan.samples) == 0  # type: ignore[union-attr]
+        by_step = KLMonitor(ExponentialKLController(1.0, target=0.1, per="step"))(found)
+        (message,) = [one for one in by_step if one.condition == "sampler_far"]
+        assert_close(message.figures["kl"], found["next", "sampler_kl"].mean().item() / 8)
 
     def test_what_is_refused(self):
         gpt = make_gpt()
@@ -385,7 +479,12 @@ class TestSampler:
             ResponseKLTransform(gpt, 0.1, sampler_weights="sequence")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="`cap` must be"):
             KLPenaltyLoss(CausalLMActor(gpt), 0.1, sampler_weights="truncated", cap=0.5)
-        batch = responses_of(sampled(CausalLMActor(gpt), 4)).exclude("log_probs")
+        batch = responses_of(sampled(CausalLMActor(gpt), 4))
+        transform = ResponseKLTransform(gpt, 0.1, sampler_weights="truncated")
+        batch["log_probs", "full"][1, -1] = torch.nan
+        with pytest.raises(ValueError, match="sampler_log_probs"):
+            transform(batch)
+        batch = batch.exclude("log_probs")
         with pytest.raises(KeyError, match="let the sampler record it"):
             ResponseKLTransform(gpt, 0.1, sampler_weights="truncated")(batch)
 

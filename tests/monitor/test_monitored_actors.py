@@ -143,7 +143,7 @@ class TestResponses:
         tokens = TensorDict(full=full, prompt=full[:, :4], batch_size=40)
         batch = TensorDict(tokens=tokens, next=TensorDict(kl=kl, batch_size=40), batch_size=40)
         actor = CausalLMActor(GPT(11, 8, n_layer=1, n_head=1, n_embd=8))
-        log_probs = policy_log_prob(actor, as_steps(batch, pad_token=None), True).detach()
+        log_probs = policy_log_prob(actor, as_steps(batch, pad_token=None), True)[0].detach()
         batch["log_probs", "full"] = torch.cat([torch.full((40, 4), torch.nan), log_probs], 1)
         controller = ExponentialKLController(1.0, 1e-6, per=per)
         monitor = KLMonitor(controller, actor=actor, window=1)

@@ -114,13 +114,15 @@ def require_recording(actor: nn.Module) -> None:
 
 
 @torch.no_grad()
-def policy_log_prob(actor: Any, tensordict: TensorDictBase, timed: bool) -> Tensor:
-    """A policy's log-prob of the actions of a batch (*B), nats, (*B, *A), in eval mode."""
+def policy_log_prob(
+    actor: Any, tensordict: TensorDictBase, timed: bool
+) -> tuple[Tensor, TensorDictBase]:
+    """A policy's log-prob of actions (*B), nats, (*B, *A), in eval mode; what it read and wrote."""
     actions = actor.dist_sample_keys
     inputs = scored_inputs(actor, tensordict).update(tensordict.select(*actions, strict=False))
     recorded = LogProbKeys(find_log_prob_keys(actor))
     with evaluating(actor), set_recurrent_mode(timed):
-        return log_prob_of_actions(actor, inputs, actions, recorded)[0]
+        return log_prob_of_actions(actor, inputs, actions, recorded)[0], inputs
 
 
 def log_prob_of_actions(

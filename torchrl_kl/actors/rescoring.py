@@ -23,7 +23,8 @@ def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -
         reads what the actor reads, its action and its log-prob.
         writes the log-prob, in eval mode, nats, (*B); the sampler's as "sampler_log_prob" next to
         it, unless it is there; ("next", "sampler_kl"), log pi_sampler - log pi, nats, (*B, 1), 0 on
-        padding. Its mean over trajectories estimates KL(sampler || policy).
+        padding, whose mean over trajectories estimates KL(sampler || policy); what a policy that
+        truncates has kept.
 
     Args:
         actor: the policy that is trained, of one action.
@@ -45,8 +46,10 @@ def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -
     sampler_key = sibling(key, "sampler_log_prob")
     recorded = get_required(batch, key, RECORD_LOG_PROB)
     timed = find_time_dim(batch, time_dim) is not None
-    log_prob = reading.policy_log_prob(actor, batch, timed)
+    log_prob, scored = reading.policy_log_prob(actor, batch, timed)
     batch = batch.copy()
+    if getattr(actor, "truncation", None) is not None:
+        batch.set(actor.kept_key, scored.get(actor.kept_key))
     sampler = cast(Tensor, batch.get(sampler_key, recorded))
     mask = expand_right(batch.get(MASK_KEY, torch.ones_like(log_prob).bool()), log_prob.shape)
     gap = torch.where(mask, sampler - log_prob, 0.0).detach()

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
+_LOWEST = -1e9  # for a log-prob of -inf, times a probability of 0, whose gradient is then 0
+
 
 class NextToken(Categorical):
     """A Categorical of logits (*B, V) that does little more than a rollout needs.
@@ -28,6 +30,11 @@ class NextToken(Categorical):
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probs of token ids (*B), nats."""
         return self.logits.gather(-1, value.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self) -> Tensor:
+        """Nats, (*B)."""
+        log_probs = self.logits.clamp(min=_LOWEST)
+        return -(log_probs.exp() * log_probs).sum(-1)
 
     @property
     def deterministic_sample(self) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -108,7 +108,7 @@ class CausalLMActor(ProbabilisticActor):
       drawn is recorded under ("kept", "ids") next to the action, and read wherever it is scored:
       int32 (*B, `top_k`), most likely first, filled up with the first one. Without a record it is
       computed, with the drawn token in it; `n_rescued` counts the tokens of the last batch that
-      needed this. A reference is whole.
+      needed this. A reference is whole. A2CLoss passes `in_keys` alone, and cannot read a record.
 
     Call `eval()` on a model with dropout, or the recorded log-probs are those of a policy with
     noise. Actions are sampled only where the exploration type is RANDOM, which collectors set.
@@ -189,12 +189,11 @@ class CausalLMActor(ProbabilisticActor):
                 "the exploration type must be RANDOM, or MODE or DETERMINISTIC for the most likely "
                 "token, got MEAN: the mean of token ids is not a token."
             )
-        state = self._state(tensordict)
-        if state is None or (self.truncation is None and (tensordict_out is not None or kwargs)):
-            return super().forward(tensordict, tensordict_out, **kwargs)
         if tensordict_out is not None:
             return tensordict_out.update(self(tensordict.copy()).select(*self.out_keys))
-        dist = self._dist(tensordict, state, drawn=False)
+        dist = None if kwargs else self._dist(tensordict, drawn=False)
+        if dist is None:
+            return super().forward(tensordict, **kwargs)
         token = dist.sample() if kind == ExplorationType.RANDOM else dist.deterministic_sample
         for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
             tensordict.set(key, value)
@@ -205,25 +204,26 @@ class CausalLMActor(ProbabilisticActor):
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         """The distribution of the next token; writes the logits into the states (*B), if whole."""
         # What the superclass does, without its general machinery, which takes longer than a token.
-        state = self._state(tensordict)
-        if state is None or (self.truncation is None and (args or kwargs)):
-            return cast(NextToken, super().get_dist(tensordict, *args, **kwargs))
-        return self._dist(tensordict, state, drawn=True)
+        general = self.truncation is None and (args or kwargs)
+        dist = None if general else self._dist(tensordict, drawn=True)
+        return super().get_dist(tensordict, *args, **kwargs) if dist is None else dist
 
-    def _state(self, tensordict: TensorDictBase) -> list[Tensor] | None:
-        state = [tensordict.get(key, None) for key in self.in_keys]
-        return None if any(part is None for part in state) else cast(list[Tensor], state)
+    def _dist(self, tensordict: TensorDictBase, *, drawn: bool) -> Any:
+        """The distribution of the next token, if the batch has a state.
 
-    def _dist(self, tensordict: TensorDictBase, state: list[Tensor], *, drawn: bool) -> Any:
-        """The distribution of the next token; `drawn`: whether the batch may have that token."""
+        `drawn`: whether the batch may have that token.
+        """
+        state: Any = [tensordict.get(key, None) for key in self.in_keys]
+        if any(part is None for part in state):
+            return None
         tiled = self.reader.dist(*state)
         made = self.reader(*state) if tiled is None else tiled
         if self.truncation is not None:
             record, action, mask = (
                 tensordict.get(key, None) if drawn else None for key in self.replayed_keys
             )
-            if action is None:
-                ids = self.truncation.keep(made, bounded=not drawn) if record is None else record
+            if action is None:  # a record would be of another state
+                ids = self.truncation.keep(made, bounded=not drawn)
             else:
                 ids, missing = self.truncation.replay(made, record, action)
                 counted = missing if mask is None else missing & expand_right(mask, missing.shape)

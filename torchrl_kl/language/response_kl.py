@@ -26,6 +26,7 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.controllers import KLController
+from torchrl_kl.functional.numbers import check_finite
 from torchrl_kl.functional.sampler import (
     FEWEST,
     SamplerWeights,
@@ -212,7 +213,7 @@ class ResponseKLTransform(PenaltyTransform):
         rewards = reward.reshape(-1).to(tokens.device)
         steps = make_steps(responses, rewards, self.eos_token)
         # Of a batch that another of these has scored, log-probs are not those of a sampler.
-        scored = any(str(key).endswith("ref_log_probs") for key in following.keys())
+        scored = any(str(key).endswith("task_reward") for key in following.keys())
         for key in (KEPT, SAMPLER_LOG_PROB, *([] if scored else [LOG_PROB])):
             if (values := aligned(flat(batch), key, responses, steps)) is not None:
                 steps.set(key, values)
@@ -220,10 +221,10 @@ class ResponseKLTransform(PenaltyTransform):
         totals = self._add_up(step, reward)
         self._check(totals, reward)
         moves, planned = moves and not self.frozen, self.controller.planning
-        if moves and planned:
-            self._plan_from(responses, rewards, step)
         recorded = steps.get(SAMPLER_LOG_PROB, steps.get(LOG_PROB, None))
         fed = self._fed(step, recorded, steps["next", "done"].squeeze(-1))
+        if moves and planned and fed is not None:
+            self._plan_from(responses, rewards, step)
         self._penalize(following, totals, reward)
         following.set(self.keys.kl, totals.kl)
         if totals.estimate is not None:
@@ -241,7 +242,7 @@ class ResponseKLTransform(PenaltyTransform):
             if values is not None:
                 places = _places(responses, steps, values)
                 _set_rows(holder, key, [row.to(reward.device) for row in places], responses.width)
-        if moves:
+        if moves and fed is not None:
             # A KL from which a coefficient is planned says nothing about that coefficient.
             self.feed.pool(self.controller, fed[: 0 if planned else None])
         return batch.set("next", following)
@@ -320,16 +321,22 @@ class ResponseKLTransform(PenaltyTransform):
             lengths=lengths[some],
         )
 
-    def _fed(self, step: KLStep, sampler: Tensor | None, ends: Tensor) -> Tensor:
-        """What the controller is fed: the KL of tokens, or of the responses that have any, (M,)."""
+    def _fed(self, step: KLStep, sampler: Tensor | None, ends: Tensor) -> Tensor | None:
+        """The KL that the controller is fed, of tokens or of responses that have any, (M,).
+
+        None: the sampler is too far from the policy.
+        """
         mask, measured = cast(Tensor, step.mask), step.measured.squeeze(-1)
         by_step = self.controller.per == "step"
         if self.sampler_weights is not None:
             if sampler is None:
                 raise MissingKeyError(_NO_SAMPLER)
+            check_finite(type(self).__name__, {SAMPLER_LOG_PROB: sampler}, mask)
             log_ratio = torch.where(mask, cast(Tensor, step.log_prob) - sampler, 0.0)
             weights, share = sampler_weights(log_ratio, self.cap, None if by_step else ends, mask)
-            measured, mask = measured * weights, mask & (share >= FEWEST)
+            if share < FEWEST:
+                return None
+            measured = measured * weights
         return measured[mask] if by_step else measured.sum(1)[mask.any(1)]
 
 

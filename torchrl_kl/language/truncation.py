@@ -29,7 +29,7 @@ class Truncation:
     @classmethod
     def of(cls, top_k: int | None, top_p: float | None, min_p: float | None) -> Truncation | None:
         """That of an actor's arguments; None where all tokens are kept."""
-        if top_k is None and top_p is None and min_p is None:
+        if top_k is None and top_p in (None, 1) and not min_p:
             return None
         top_k = _DEFAULT_TOP_K if top_k is None else top_k
         if type(top_k) is not int or top_k < 1:

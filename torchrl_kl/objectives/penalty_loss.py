@@ -316,9 +316,9 @@ class KLPenaltyLoss(LossModule):
             reward=reward,
             log_ratio=log_ratio,
         )
+        if steps.share < FEWEST:
+            reading = reading._replace(values=None, rewards=None)
         self.feed.plan(self.controller, reading)
-        if not steps.share >= FEWEST and reading.values is not None:
-            reading = reading._replace(values=reading.values[:0])
         self.feed.learn(self.controller, reading)
         return self.controller.coeff.item()
 
@@ -345,6 +345,7 @@ class KLPenaltyLoss(LossModule):
         if self._reads_actions:
             steps = steps._replace(drawn=self._drawn(tensordict, steps))
         value, kl = steps.terms(self.gradient, self.weights)
+        recorded: dict[Any, Tensor] = {}
         if self.sampler_weights is not None:
             drawn, own = cast(Drawn, steps.drawn), self.tensor_keys.sampler_log_prob
             sampler = steps.summed(get_required(tensordict, own, _NO_SAMPLER).detach())
@@ -352,14 +353,14 @@ class KLPenaltyLoss(LossModule):
             ends = drawn.ends if self.weights == "trajectory" else None
             weight, share = sampler_weights(log_ratio, self.cap, ends, mask)
             value, kl = weight * value, weight * kl
-            steps = steps._replace(share=share)
+            steps, recorded = steps._replace(share=share), {own: sampler}
         numbers = {"kl": kl, "loss_kl": value}
         if self.controller.coeff.item() == 0:  # only measures, also where the KL is infinite
             value = torch.zeros_like(kl).requires_grad_()
             numbers = {"kl": kl.masked_fill(kl == torch.inf, 0.0)}
         if steps.drawn is not None:
-            numbers = {key: steps.drawn.recorded, "log_prob": steps.drawn.log_prob, **numbers}
-        check_finite(type(self).__name__, numbers, mask)
+            recorded |= {key: steps.drawn.recorded, "log_prob": steps.drawn.log_prob}
+        check_finite(type(self).__name__, recorded | numbers, mask)
         # With agents they are sums over them.
         agents = holder_batch_size(tensordict, self.tensor_keys.action)[tensordict.batch_dims :]
         return steps, value / agents.numel(), kl.detach() / agents.numel()
