@@ -57,9 +57,8 @@ class Acting(NamedTuple):
     @classmethod
     def of(cls, policy: Any, recorded: LogProbKeys) -> Acting:
         """That of a policy, whose log-probs are `recorded`."""
-        # Token 0 may be the only one kept.
-        others = (*policy.dist_sample_keys, *getattr(policy, "replayed_keys", ()))
-        known = {*map(unravel_key, (*policy.in_keys, *others)), *recorded.keys}
+        drawn = getattr(policy, "replayed_keys", policy.dist_sample_keys)  # may be all zeros
+        known = {*map(unravel_key, (*policy.in_keys, *drawn)), *recorded.keys}
         written = [key for key in map(unravel_key, policy.out_keys) if as_tuple(key)[0] != "next"]
         traces = [key for key in written if key not in known]
         return cls(traces, getattr(policy, "default_interaction_type", None))

@@ -65,10 +65,8 @@ class TopKActor(ProbabilisticTensorDictSequential):
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"`k` must be an int of at least 1, got {k!r}.")
         if getattr(actor, "truncation", None) is not None:
-            raise ValueError(
-                "`actor` must not truncate its distribution, got one with `top_k`, `top_p` or "
-                '`min_p`: use `estimator="exact"`, or "top_k" of ResponseKLTransform.'
-            )
+            got = "got one with `top_k`, `top_p` or `min_p`"
+            raise ValueError(f'`actor` must not truncate, {got}: use `estimator="exact"`.')
         log_prob_key = cast(list[NestedKey], reading.dist_module_of(actor).log_prob_keys)[0]
         out_keys = cast(list[NestedKey], actor.out_keys)
         if log_prob_key not in out_keys:

@@ -106,9 +106,9 @@ class CausalLMActor(ProbabilisticActor):
     - With `top_k`, `top_p` or `min_p` the policy is the truncated one: its distribution is that of
       the kept tokens, renormalized ("logits": -inf for others). What was kept when a token was
       drawn is recorded under ("kept", "ids") next to the action, and read wherever it is scored:
-      int32 (*B, `top_k`), most likely first, filled up with the first one. Without a record it is
-      computed, with the drawn token in it; `n_rescued` counts the tokens of the last batch that
-      needed this. A reference is whole. A2CLoss passes `in_keys` alone, and cannot read a record.
+      int32 (*B, `top_k`), most likely first, filled up with the first one. Without a record, as in
+      A2CLoss, which passes `in_keys` alone, it is computed, with the drawn token in it if that is
+      there; `n_rescued` counts tokens of the last batch that needed this. A reference is whole.
 
     Call `eval()` on a model with dropout, or the recorded log-probs are those of a policy with
     noise. Actions are sampled only where the exploration type is RANDOM, which collectors set.
@@ -191,7 +191,8 @@ class CausalLMActor(ProbabilisticActor):
             )
         if tensordict_out is not None:
             return tensordict_out.update(self(tensordict.copy()).select(*self.out_keys))
-        dist = None if kwargs else self._dist(tensordict, drawn=False)
+        general = self.truncation is None and kwargs
+        dist = None if general else self._dist(tensordict, drawn=False)
         if dist is None:
             return super().forward(tensordict, **kwargs)
         token = dist.sample() if kind == ExplorationType.RANDOM else dist.deterministic_sample
@@ -209,10 +210,7 @@ class CausalLMActor(ProbabilisticActor):
         return super().get_dist(tensordict, *args, **kwargs) if dist is None else dist
 
     def _dist(self, tensordict: TensorDictBase, *, drawn: bool) -> Any:
-        """The distribution of the next token, if the batch has a state.
-
-        `drawn`: whether the batch may have that token.
-        """
+        """That of a batch with states, else None; `drawn`: whether it may have the next token."""
         state: Any = [tensordict.get(key, None) for key in self.in_keys]
         if any(part is None for part in state):
             return None

@@ -66,10 +66,9 @@ class ResponseKLTransform(PenaltyTransform):
     it on a batch, of which it returns a shallow copy. Policy and reference score in eval mode.
 
     You may rely on: `reward = task_reward - kl_coeff * kl`, once for each response; log-probs of
-    the policy as it samples, of every token that counts, the first and the end token too. Not on
-    log-probs recorded by the sampler, which are only compared; nor on a penalty that survives
-    GRPO's division by the rewards' standard deviation: there, pass the KL to the loss
-    (docs/pitfalls.md).
+    the policy as it samples, of every token that counts, the first and the end token too. You may
+    not rely on a penalty that survives GRPO's division by the rewards' standard deviation: there,
+    pass the KL to the loss (docs/pitfalls.md).
 
     Keys:
         reads what `as_steps` reads, and ("next", "reward"), one number per response. A sampler's

@@ -58,8 +58,7 @@ class Truncation:
         if self.min_p > 0:
             probs = values.masked_fill(dropped, -torch.inf).softmax(-1)
             dropped = dropped | (probs < self.min_p * probs[..., -1:])
-        ids, dropped = ids.flip(-1), dropped.flip(-1)
-        return torch.where(dropped, ids[..., :1], ids).int()
+        return torch.where(dropped, ids[..., -1:], ids).flip(-1).int()
 
     def replay(self, logits: Any, record: Tensor | None, action: Tensor) -> tuple[Tensor, Tensor]:
         """The ids kept when tokens (*B) were drawn; where these would not have been kept, (*B).
