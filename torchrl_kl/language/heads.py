@@ -225,7 +225,7 @@ class CausalLMActor(ProbabilisticActor):
             else:
                 ids, missing = self.truncation.replay(made, record, action)
                 counted = missing if mask is None else missing & expand_right(mask, missing.shape)
-                self.n_rescued = counted.sum() if record is None else 0
+                self.n_rescued = counted.sum()
             tensordict.set(self.kept_key, ids)
             made = restrict(made, ids)
         if isinstance(made, TiledCategorical):

@@ -54,7 +54,6 @@ class Truncation:
         dropped = values == -torch.inf
         if self.top_p < 1:
             dropped = dropped | (values.softmax(-1).cumsum(-1) <= 1 - self.top_p)
-            dropped[..., -1] = False
         if self.min_p > 0:
             probs = values.masked_fill(dropped, -torch.inf).softmax(-1)
             dropped = dropped | (probs < self.min_p * probs[..., -1:])
