@@ -114,7 +114,6 @@ def prepare_language_model(args: Args) -> Path:
         tokenizer = reviews.train_tokenizer(texts, args.vocab_size)
         model = reviews.make_language_model(len(tokenizer), args.layers, args.width, length)
     if args.lm_updates:
-        # A passage is read about once, at most.
         needed = texts[:: max(len(texts) // (args.lm_updates * args.lm_batch), 1)]
         ids = reviews.encode(tokenizer, needed, length)
         reviews.train_language_model(run, model, ids, args.lm_updates, args.lm_batch, args.lm_lr)
