@@ -310,6 +310,9 @@ class TestRecord:
         actor = CausalLMActor(make_gpt(), top_k=3)
         assert FrozenActor(actor).actor.truncation is None
         assert actor.untruncated.untruncated.truncation is None
+        assert "kept" not in actor.untruncated(sampled(actor).select("tokens", "position"))
+        assert actor.untruncated.out_keys == CausalLMActor(make_gpt()).out_keys
+        assert actor.kept_key in actor.out_keys
         whole = sampled(CausalLMActor(actor.reader.lm.model))
         for reference in (None, lambda: torch.enable_grad()):
             stack = KLConstrainedTransform(actor, 0.1, reference=reference)

@@ -238,6 +238,7 @@ class CausalLMActor(ProbabilisticActor):
         """The same policy with all tokens, over the same modules."""
         view = copy.copy(self)
         view.truncation = None
+        view.out_keys = [key for key in self.out_keys if key != self.kept_key]
         return view
 
     @property

@@ -251,8 +251,9 @@ class ResponseKLTransform(PenaltyTransform):
 
         Writes the kept ids into the steps.
         """
-        size, self.n_rescued, found = self.chunk_size or len(steps), 0, []
-        parts = steps.split(size) if len(steps) else [steps]
+        parts = steps.split(self.chunk_size or len(steps)) if len(steps) else [steps]
+        self.n_rescued = 0
+        found = []
         for rows in parts:
             step = self._score_rows(rows)
             found.append((step.log_prob, step.ref_log_prob, step.mask, step.kl, step.estimate))
@@ -321,10 +322,7 @@ class ResponseKLTransform(PenaltyTransform):
         )
 
     def _fed(self, step: KLStep, sampler: Tensor | None, ends: Tensor) -> Tensor | None:
-        """The KL that the controller is fed, of tokens or of responses that have any, (M,).
-
-        None: the sampler is too far from the policy.
-        """
+        """What the controller is fed, of tokens or responses, (M,); None: the sampler is too far."""
         mask, measured = cast(Tensor, step.mask), step.measured.squeeze(-1)
         by_step = self.controller.per == "step"
         if self.sampler_weights is not None:
