@@ -322,7 +322,7 @@ class ResponseKLTransform(PenaltyTransform):
         )
 
     def _fed(self, step: KLStep, sampler: Tensor | None, ends: Tensor) -> Tensor | None:
-        """What the controller is fed, of tokens or responses, (M,); None: the sampler is too far."""
+        """What the controller is fed, of tokens or responses, (M,); None: a sampler too far off."""
         mask, measured = cast(Tensor, step.mask), step.measured.squeeze(-1)
         by_step = self.controller.per == "step"
         if self.sampler_weights is not None:
