@@ -60,6 +60,9 @@ class Loop:
     per: Literal["trajectory", "step"] = "trajectory"
     scale: float = 1.0  # of the rewards
     noise: float = 0.0  # standard deviation of what is added to the last reward of a trajectory
+    power: float = (
+        0.0  # if above 0, a response with n of 4 digits even is rewarded power ** (n - 4)
+    )
     sparse: bool = False  # all rewards come at the end
     lr: float = 1e-3
     decay: bool = False  # the learning rate goes to zero over all batches
@@ -76,6 +79,7 @@ LOOPS = [
     Loop("responses, noisy rewards", "digits", 0.5, noise=10.0, whiten=True),
     Loop("responses, small target, fast", "digits", 0.1),
     Loop("responses, large target, slow", "digits", 2.0, lr=1.5e-4),
+    Loop("responses, slow at first", "digits", 1.0, power=4.0, lr=5e-5),
     Loop("responses, KL in the loss", "digits", 0.5, place="loss", whiten=True),
     Loop("responses, GRPO", "digits", 0.5, place="grpo", scale=100.0),
     Loop("responses, GRPO without std", "digits", 0.5, place="grpo, no std"),
@@ -294,7 +298,10 @@ def digits_env(loop: Loop, seed: int) -> DigitLanguageEnv:
     prompts = None
 
     def reward(texts: Tensor) -> Tensor:
-        return loop.scale * (count_even(texts) + loop.noise * torch.randn(len(texts)))
+        rewards = count_even(texts)
+        if loop.power:
+            rewards = loop.power ** (rewards - 4)
+        return loop.scale * (rewards + loop.noise * torch.randn(len(texts)))
 
     if loop.place.startswith("grpo"):
         prompts = LANGUAGE.sample_prompts(16)

@@ -179,8 +179,8 @@ class TestPID(BoundedLaws):
 @pytest.mark.filterwarnings("ignore:the coefficient is .* and the KL:UserWarning")
 class TestPlanned(ClosedLoopLaws):
     kind, settings = PlannedKLController, {"init_coeff": 0.1, "target": 0.5}
-    buffers = ("coeff", "average", "last", "pace", "n_updates")
-    log_fall, log_rise = 0.175 * math.log(100) + 0.7, 0.175 + 0.7  # of the search, and of the brake
+    buffers = ("coeff", "average", "speed", "pace", "n_updates")
+    log_fall, log_rise = 0.175 * math.log(100), 0.175
     shown = "PlannedKLController(coeff=0.1, per='trajectory', target=0.5)"
 
     def test_above_the_target_it_rises_and_below_it_falls(self):
@@ -196,10 +196,9 @@ class TestPlanned(ClosedLoopLaws):
         """Far off it moves faster and faster, up to 3 times as fast, within its bounds."""
         controller: Any = self.make()
         before, value, moves = 0.1, 0.1, []
-        x = (kl / 0.5) ** 0.5
-        controller.last.fill_(x)
+        controller.speed.fill_(1.0)  # of a policy that responds fast
         for _ in range(70):
-            controller.average.fill_(x)  # it rests there, whatever the coefficient
+            controller.average.fill_((kl / 0.5) ** 0.5)  # it rests there, whatever the coefficient
             value = controller.update(kl, 1)
             moves.append(way * math.log(value / before))
             before = value
@@ -208,32 +207,45 @@ class TestPlanned(ClosedLoopLaws):
         assert moves[:12] == pytest.approx(growing, rel=1e-12)
         assert value == pytest.approx(0.1 * 1e4**way, rel=1e-12)
 
+    def test_a_slow_policy_is_given_time(self):
+        """One that moves by 0.05 per update needs 20 to the target; 1.5 times 20 are its time."""
+        controller: Any = self.make()
+        values = [controller.update(0.5 * (0.05 * n) ** 2, 1) for n in range(2, 8)]
+        assert 1.5 / controller.speed.item() == pytest.approx(30, rel=1e-12)
+        fast: Any = self.make()
+        fast.speed.fill_(1.0)
+        quick = [fast.update(0.5 * (0.05 * n) ** 2, 1) for n in range(2, 8)]
+        assert all(0.1 > slow > other for slow, other in zip(values, quick, strict=True))
+
     def test_it_is_the_rule_of_its_docstring(self):
         rng, controller, log, pace = random.Random(0), self.make(), math.log(0.1), 0.0
-        average, last, error_before, seen = 0.0, 0.0, 0.0, set()
-        for _ in range(400):
+        average, speed, error_before, seen = 0.0, 0.0, 0.0, set()
+        for n in range(1, 401):
             kl = rng.choice([-1.0, 9.0, 0.5, rng.uniform(0, 1), 0.1, 0.1, 0.1])
+            kl = 0.005 if n < 9 else kl  # it learns slowly at first
             x = sorted((0.1, max(kl / 0.5, 0) ** 0.5, 2.0))[1]
-            in_twelve = max(x + 12 * (x - average) / 6, 0.1)
-            average += (x - average) / 6
-            if x < 1 and in_twelve < 1:
-                error = math.log(max(x, in_twelve) ** 2)
-            elif x > 1 and in_twelve > 1:
-                error = min(min(x, in_twelve) ** 2 - 1, 1)
+            speed = max(speed, x / (n + 1))
+            response = max(12, 1.5 / speed)
+            n_averaged = min(response / 2, n + 1)
+            forecast = max(x + 2 * (x - average), 0.1)
+            average += (x - average) / n_averaged
+            if x < 1 and forecast < 1:
+                error = math.log(max(x, forecast) ** 2)
+            elif x > 1 and forecast > 1:
+                error = min(min(x, forecast) ** 2 - 1, 1)
             else:
                 error = 0.0
-            pace = min(pace * 1.25, 3.0) if error * error_before > 0 else 1.0
+            kept, lasting = error * error_before > 0, error * (average - 1) > 0
+            pace = min(pace * (1.25 if lasting else 1), 3.0) if kept else 1.0
             error_before = error
-            seen |= {pace > 1, error == 0, last > 1}
-            move = 0.7 / 12 * pace * error
+            seen |= {(pace > 1, error == 0), (response > 12, kept and not lasting)}
+            move = 0.7 / (12 if error > 0 else response) * pace * error
             average *= math.exp(-0.7 * min(move, 0))
-            brake = 0.7 * (max(x, 1) - max(last, 1))
-            last = x
-            log = sorted((math.log(0.1e-4), log + move + brake, math.log(0.1e4)))[1]
+            log = sorted((math.log(0.1e-4), log + move, math.log(0.1e4)))[1]
             assert math.log(controller.update(kl, 1)) == pytest.approx(log, abs=1e-9)
-        assert seen == {False, True}
+        assert {(True, False), (False, True), (False, False)} <= seen
 
-    def test_it_starts_above_its_plan_for_twelve_updates(self):
+    def test_it_starts_above_its_plan_for_one_response_time(self):
         controller: Any = PlannedKLController(0.1)
         values = [controller.observe_rewards(torch.tensor([0.0, 1.0] * 50))]
         values += [controller.update(0.1, 1) for _ in range(14)]

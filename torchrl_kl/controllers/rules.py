@@ -14,7 +14,8 @@ from torchrl_kl.controllers.base import InitCoeff, KLController, Per, TargetKLCo
 from torchrl_kl.functional.numbers import check_number
 
 # Of PlannedKLController; its docstring says what they do.
-_RESPONSE = 12.0  # updates
+_RESPONSE = 12.0  # updates, at least
+_PATIENCE = 1.5
 _SHARE = 0.7
 _FASTEST = 3.0
 
@@ -256,25 +257,30 @@ class PlannedKLController(TargetKLController):
     where it has settled.
 
     - It starts at 1.2 times the plan (see `observe_rewards`), with which kl would settle at 0.7 of
-      the target: a fast policy passes what it settles at. 12 updates take this margin back.
-    - A policy needs time to move: 12 updates. The error is that of x now or of x in 12 updates, at
-      its mean rate over half as many, whichever is nearer to the target: `kl / target - 1` above
-      it, at most 1, and `log(kl / target)` below. It is 0 where x is on its way through the target.
-    - log(coeff) moves by 0.7 / 12 of the error, so that a lasting error of 1 moves it by 0.7 in the
-      time in which the policy responds; and faster by a quarter with each update in which the error
-      keeps its sign, up to 3 times: where chance decides most of the rewards, a plan is a hundred
-      times too high.
+      the target: a fast policy passes what it settles at. This margin is taken back within one
+      response time.
+    - The response time is learned. At first the penalty is weak, whatever the coefficient, so the
+      speed of x shows how long a free policy needs to the target, and a policy follows a new
+      coefficient in about that time: 1.5 / max_n(x_n / (n + 1)) updates, 12 to 30. Above the
+      target it is 12: patience is for lowering.
+    - The error is that of x now or of x one response time later, at its mean rate over half as
+      many updates, whichever is nearer to the target: `kl / target - 1` above it, at most 1, and
+      `log(kl / target)` below. It is 0 where x is on its way through the target.
+    - log(coeff) moves by 0.7 / response time of the error, so that a lasting error of 1 moves it by
+      0.7 in the time in which the policy responds; and faster by a quarter, up to 3 times, with
+      each update in which the error keeps its sign and the mean of x is on the same side: where
+      chance decides most of the rewards, a plan is a hundred times too high.
     - A rise of x that the fall of the coefficient explains, 0.7 of it, is not taken for being on
-      its way. Above the target, log(coeff) also moves with x, by 0.7 of its change: the brake.
+      its way.
     - The coefficient stays within 1e-4 and 1e4 times the first one. There a warning says, once,
       which KL the policy has: nothing holds it at the target.
 
     You may rely on: k times the rewards give k times the coefficient. You may not rely on a steady
-    KL where it is not steady with a constant coefficient, or where a policy takes more than twelve
-    updates to respond.
+    KL where it is not steady with a constant coefficient, or with a policy that becomes much faster
+    on its way.
 
-    State: the plan; `coeff`, `average` (of x), `last` (x), `pace` and `n_updates`: 0-dim float64
-    buffers.
+    State: the plan; `coeff`, `average` (of x), `speed` (of x, per update), `pace` and `n_updates`:
+    0-dim float64 buffers.
 
     Args:
         target, per: as in `TargetKLController`. Per step 0.01 nats is cautious and 0.2 much; per
@@ -289,42 +295,44 @@ class PlannedKLController(TargetKLController):
         >>> round(controller.observe_rewards(fair_coin), 2)
         1.27
         >>> [round(controller.update(kl, n_steps=64), 2) for kl in (0.05, 0.1, 0.12)]
-        [1.25, 1.23, 1.31]
+        [1.25, 1.23, 1.23]
     """
 
     average: Tensor
-    last: Tensor
+    speed: Tensor
     pace: Tensor
     n_updates: Tensor
     _margin = _SHARE**-0.5
 
     def __init__(self, target: float, *, init_coeff: InitCoeff = "plan", per: Per = "trajectory"):
         super().__init__(init_coeff, target, per=per)
-        for name in ("average", "last", "pace", "n_updates"):
+        for name in ("average", "speed", "pace", "n_updates"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self._warned = False
         self._given = self.coeff.item()  # 0 where it is planned
 
     def next_coeff(self, kl: float, n_steps: int) -> float:  # noqa: D102
         x = math.sqrt(min(max(kl / self.target, 0.01), 4.0))
+        self.n_updates += 1
+        n = self.n_updates.item()
+        self.speed.fill_(max(self.speed.item(), x / (n + 1)))
+        response = max(_PATIENCE / self.speed.item(), _RESPONSE)
         rise = x - self.average.item()
-        self.average += rise / (_RESPONSE / 2)
+        self.average += rise / min(n + 1, response / 2)
         later = max(x + 2 * rise, 0.1)
         near = min(max(1.0, min(x, later)), max(x, later))
         error = min(near**2 - 1, 1.0) if near > 1 else 2 * math.log(near)
-        growth = 1 + _FASTEST / _RESPONSE
-        pace = max(growth * self.pace.item() * math.copysign(1.0, error), 1.0)
-        pace = math.copysign(min(pace, _FASTEST), error) if error else 0.0
-        move = _SHARE / _RESPONSE * abs(pace) * error
+        pace = self.pace.item() * math.copysign(1.0, error)
+        if error * (self.average.item() - 1) > 0:
+            pace *= 1 + _FASTEST / _RESPONSE
+        pace = min(max(pace, 1.0), _FASTEST)
+        self.pace.fill_(math.copysign(pace, error) if error else 0.0)
+        move = _SHARE / (_RESPONSE if error > 0 else response) * pace * error
         if move < 0:  # what x would be with the new coefficient; a policy takes time to follow
             self.average *= math.exp(-_SHARE * move)
-        brake = _SHARE * (max(x, 1.0) - max(self.last.item(), 1.0))
-        self.pace.fill_(pace)
-        self.last.fill_(x)
-        value = self.coeff.item() * math.exp(move + brake)
-        if self.plan is not None and self.n_updates < _RESPONSE:
-            value *= self._margin ** (-1 / _RESPONSE)
-        self.n_updates += 1
+        value = self.coeff.item() * math.exp(move)
+        if self.plan is not None and n <= response:
+            value *= self._margin ** (-1 / response)
         first = self._given if self.plan is None else self.plan.made.item()
         bounded = min(max(value, 1e-4 * first), 1e4 * first)
         if bounded != value and not self._warned:
