@@ -219,13 +219,14 @@ class TestPlanned(ClosedLoopLaws):
 
     def test_it_is_the_rule_of_its_docstring(self):
         rng, controller, log, pace = random.Random(0), self.make(), math.log(0.1), 0.0
-        average, speed, error_before, seen = 0.0, 0.0, 0.0, set()
+        average, speed, error_before, arrived, seen = 0.0, 0.0, 0.0, False, set()
         for n in range(1, 401):
             kl = rng.choice([-1.0, 9.0, 0.5, rng.uniform(0, 1), 0.1, 0.1, 0.1])
             kl = 0.005 if n < 9 else kl  # it learns slowly at first
             x = sorted((0.1, max(kl / 0.5, 0) ** 0.5, 2.0))[1]
             speed = max(speed, x / (n + 1))
-            response = max(12, 1.5 / speed)
+            arrived = arrived or x >= 1
+            response = 12 if arrived else max(12, 1.5 / speed)
             n_averaged = min(response / 2, n + 1)
             forecast = max(x + 2 * (x - average), 0.1)
             average += (x - average) / n_averaged
@@ -239,7 +240,7 @@ class TestPlanned(ClosedLoopLaws):
             pace = min(pace * (1.25 if lasting else 1), 3.0) if kept else 1.0
             error_before = error
             seen |= {(pace > 1, error == 0), (response > 12, kept and not lasting)}
-            move = 0.7 / (12 if error > 0 else response) * pace * error
+            move = 0.7 / response * pace * error
             average *= math.exp(-0.7 * min(move, 0))
             log = sorted((math.log(0.1e-4), log + move, math.log(0.1e4)))[1]
             assert math.log(controller.update(kl, 1)) == pytest.approx(log, abs=1e-9)

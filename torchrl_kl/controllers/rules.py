@@ -261,8 +261,8 @@ class PlannedKLController(TargetKLController):
       response time.
     - The response time is learned. At first the penalty is weak, whatever the coefficient, so the
       speed of x shows how long a free policy needs to the target, and a policy follows a new
-      coefficient in about that time: 1.5 / max_n(x_n / (n + 1)) updates, 12 to 30. Above the
-      target it is 12: patience is for lowering.
+      coefficient in about that time: 1.5 / max_n(x_n / (n + 1)) updates, 12 to 30; and 12 once
+      x has reached 1, where waiting would let it run away.
     - The error is that of x now or of x one response time later, at its mean rate over half as
       many updates, whichever is nearer to the target: `kl / target - 1` above it, at most 1, and
       `log(kl / target)` below. It is 0 where x is on its way through the target.
@@ -315,7 +315,8 @@ class PlannedKLController(TargetKLController):
         x = math.sqrt(min(max(kl / self.target, 0.01), 4.0))
         self.n_updates += 1
         n = self.n_updates.item()
-        self.speed.fill_(max(self.speed.item(), x / (n + 1)))
+        arrived = _PATIENCE / _RESPONSE if x >= 1 else 0.0
+        self.speed.fill_(max(self.speed.item(), x / (n + 1), arrived))
         response = max(_PATIENCE / self.speed.item(), _RESPONSE)
         rise = x - self.average.item()
         self.average += rise / min(n + 1, response / 2)
@@ -327,7 +328,7 @@ class PlannedKLController(TargetKLController):
             pace *= 1 + _FASTEST / _RESPONSE
         pace = min(max(pace, 1.0), _FASTEST)
         self.pace.fill_(math.copysign(pace, error) if error else 0.0)
-        move = _SHARE / (_RESPONSE if error > 0 else response) * pace * error
+        move = _SHARE / response * pace * error
         if move < 0:  # what x would be with the new coefficient; a policy takes time to follow
             self.average *= math.exp(-_SHARE * move)
         value = self.coeff.item() * math.exp(move)
