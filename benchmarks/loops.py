@@ -60,9 +60,7 @@ class Loop:
     per: Literal["trajectory", "step"] = "trajectory"
     scale: float = 1.0  # of the rewards
     noise: float = 0.0  # standard deviation of what is added to the last reward of a trajectory
-    power: float = (
-        0.0  # if above 0, a response with n of 4 digits even is rewarded power ** (n - 4)
-    )
+    power: float = 0.0  # if above 0, n even digits of 4 are rewarded with power ** (n - 4)
     sparse: bool = False  # all rewards come at the end
     lr: float = 1e-3
     decay: bool = False  # the learning rate goes to zero over all batches

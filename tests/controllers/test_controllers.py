@@ -239,12 +239,13 @@ class TestPlanned(ClosedLoopLaws):
             kept, lasting = error * error_before > 0, error * (average - 1) > 0
             pace = min(pace * (1.25 if lasting else 1), 3.0) if kept else 1.0
             error_before = error
-            seen |= {(pace > 1, error == 0), (response > 12, kept and not lasting)}
+            seen |= {"fast"} if pace > 1 else {"kept"} if kept and not lasting else set()
+            seen |= {"patient"} if response > 12 else {"coasting"} if error == 0 else set()
             move = 0.7 / response * pace * error
             average *= math.exp(-0.7 * min(move, 0))
             log = sorted((math.log(0.1e-4), log + move, math.log(0.1e4)))[1]
             assert math.log(controller.update(kl, 1)) == pytest.approx(log, abs=1e-9)
-        assert {(True, False), (False, True), (False, False)} <= seen
+        assert seen == {"fast", "kept", "patient", "coasting"}
 
     def test_it_starts_above_its_plan_for_one_response_time(self):
         controller: Any = PlannedKLController(0.1)
