@@ -179,8 +179,10 @@ class TestPID(BoundedLaws):
 @pytest.mark.filterwarnings("ignore:the coefficient is .* and the KL:UserWarning")
 class TestPlanned(ClosedLoopLaws):
     kind, settings = PlannedKLController, {"init_coeff": 0.1, "target": 0.5}
-    buffers = ("coeff", "average", "speed", "pace", "n_updates")
-    log_fall, log_rise = 0.175 * math.log(100), 0.175
+    buffers = ("coeff", "last", "average", "speed", "pace", "n_updates")
+    # The error, the power of x, and what the power is going to add.
+    log_rise = 0.175 + 3 * math.log(2 / 0.7)
+    log_fall = 0.175 * math.log(100) + 3 * math.log(2 / 0.7) + 3 * math.log(1 / 0.7) / 12
     shown = "PlannedKLController(coeff=0.1, per='trajectory', target=0.5)"
 
     def test_above_the_target_it_rises_and_below_it_falls(self):
@@ -207,47 +209,55 @@ class TestPlanned(ClosedLoopLaws):
         assert moves[:12] == pytest.approx(growing, rel=1e-12)
         assert value == pytest.approx(0.1 * 1e4**way, rel=1e-12)
 
-    def test_a_slow_policy_is_given_time(self):
-        """One that moves by 0.05 per update needs 20 to the target; 1.5 times 20 are its time."""
+    @pytest.mark.parametrize("seed", range(3))
+    def test_a_higher_kl_never_gives_a_lower_coefficient(self, seed):
+        """Where it is not the fastest change so far, which also says how fast the policy is."""
+        controller: Any = self.make_used(seed)
+        for one in (controller.average, controller.last):
+            one.fill_(0.8 + 0.1 * seed)
+        controller.speed.fill_(0.3)
+        kls = [0.5 * (controller.last.item() + 0.01 * part) ** 2 for part in range(-25, 26)]
+        values = [copy.deepcopy(controller).update(kl, self.n_steps) for kl in sorted(kls)]
+        assert values == sorted(values)
+
+    def test_it_waits_for_a_policy_at_full_speed(self):
+        """Only what the power 3 is going to add at the target is taken back, in 12 updates."""
         controller: Any = self.make()
-        values = [controller.update(0.5 * (0.05 * n) ** 2, 1) for n in range(2, 8)]
-        assert 1.5 / controller.speed.item() == pytest.approx(30, rel=1e-12)
-        fast: Any = self.make()
-        fast.speed.fill_(1.0)
-        quick = [fast.update(0.5 * (0.05 * n) ** 2, 1) for n in range(2, 8)]
-        assert all(0.1 > slow > other for slow, other in zip(values, quick, strict=True))
+        values = [controller.update(0.5 * (0.05 * n) ** 2, 1) for n in range(1, 8)]
+        left = [0.1 * 0.7 ** (3 * n / 12) for n in range(1, 8)]
+        assert values == pytest.approx(left, rel=1e-12)
+        before = controller.update(0.5 * 0.35**2, 1)  # it rests
+        assert controller.update(0.5 * 0.35**2, 1) < 0.95 * before
 
     def test_it_is_the_rule_of_its_docstring(self):
         rng, controller, log, pace = random.Random(0), self.make(), math.log(0.1), 0.0
-        average, speed, error_before, arrived, seen = 0.0, 0.0, 0.0, False, set()
+        average, speed, error_before, last, seen = 0.0, 0.0, 0.0, 0.0, set()
         for n in range(1, 401):
-            kl = rng.choice([-1.0, 9.0, 0.5, rng.uniform(0, 1), 0.1, 0.1, 0.1])
-            kl = 0.005 if n < 9 else kl  # it learns slowly at first
-            x = sorted((0.1, max(kl / 0.5, 0) ** 0.5, 2.0))[1]
-            speed = max(speed, x / (n + 1))
-            arrived = arrived or x >= 1
-            response = 12 if arrived else max(12, 1.5 / speed)
-            n_averaged = min(response / 2, n + 1)
-            forecast = max(x + 2 * (x - average), 0.1)
-            average += (x - average) / n_averaged
-            if x < 1 and forecast < 1:
-                error = math.log(max(x, forecast) ** 2)
-            elif x > 1 and forecast > 1:
-                error = min(min(x, forecast) ** 2 - 1, 1)
-            else:
-                error = 0.0
+            kl = rng.choice([-1.0, 9.0, rng.uniform(0, 1), 0.1, 0.1, 0.1])
+            if n < 200:  # it learns slowly at first
+                kl = 0.005 * n if n < 40 else rng.uniform(0.2, 0.8)
+            x = min(max(kl / 0.5, 0) ** 0.5, 2.0)
+            rise = x - average
+            speed = max(speed, rise, abs(x - last), 0.01)
+            average += rise / min(6, n + 1)
+            error = min(x**2 - 1, 1) if x > 1 else math.log(max(x, 0.1) ** 2)
             kept, lasting = error * error_before > 0, error * (average - 1) > 0
             pace = min(pace * (1.25 if lasting else 1), 3.0) if kept else 1.0
             error_before = error
-            seen |= {"fast"} if pace > 1 else {"kept"} if kept and not lasting else set()
-            seen |= {"patient"} if response > 12 else {"coasting"} if error == 0 else set()
-            move = 0.7 / response * pace * error
-            average *= math.exp(-0.7 * min(move, 0))
-            log = sorted((math.log(0.1e-4), log + move, math.log(0.1e4)))[1]
+            on_its_way = max(rise, 0) / speed if error < 0 else 0.0
+            move = 0.7 / 12 * pace * error * (1 - on_its_way)
+            average = min(average * math.exp(-move), 1.0) if move < 0 else average
+            power = sorted((0, 0.9 / speed - 1, 3))[1]
+            damped = power * math.log(max(x, 0.7) / max(last, 0.7))
+            given_back = power * math.log(0.7) / 12 if n <= 12 else 0.0
+            last = x
+            seen |= {"fast"} if pace > 1 else set()
+            seen |= {"waits"} if on_its_way > 0.5 else {"damps"} if abs(damped) > 0.1 else set()
+            log = sorted((math.log(0.1e-4), log + move + damped + given_back, math.log(0.1e4)))[1]
             assert math.log(controller.update(kl, 1)) == pytest.approx(log, abs=1e-9)
-        assert seen == {"fast", "kept", "patient", "coasting"}
+        assert seen == {"fast", "waits", "damps"}
 
-    def test_it_starts_above_its_plan_for_one_response_time(self):
+    def test_it_starts_above_its_plan(self):
         controller: Any = PlannedKLController(0.1)
         values = [controller.observe_rewards(torch.tensor([0.0, 1.0] * 50))]
         values += [controller.update(0.1, 1) for _ in range(14)]

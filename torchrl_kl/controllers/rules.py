@@ -14,10 +14,11 @@ from torchrl_kl.controllers.base import InitCoeff, KLController, Per, TargetKLCo
 from torchrl_kl.functional.numbers import check_number
 
 # Of PlannedKLController; its docstring says what they do.
-_RESPONSE = 12.0  # updates, at least
-_PATIENCE = 1.5
+_RESPONSE = 12.0  # updates
 _SHARE = 0.7
 _FASTEST = 3.0
+_SUDDEN = 0.9
+_STEEPEST = 3.0
 
 
 class ConstantKLController(KLController):
@@ -254,33 +255,32 @@ class PlannedKLController(TargetKLController):
     """Needs the target only: plans a first coefficient, searches for the right one, and holds it.
 
     Let `x = sqrt(kl / target)`: it grows evenly where a policy moves evenly, and goes as 1 / coeff
-    where it has settled.
+    where it has settled; and `rise` what x is above its mean over 6 updates.
 
     - It starts at 1.2 times the plan (see `observe_rewards`), with which kl would settle at 0.7 of
-      the target: a fast policy passes what it settles at. This margin is taken back within one
-      response time.
-    - The response time is learned. At first the penalty is weak, whatever the coefficient, so the
-      speed of x shows how long a free policy needs to the target, and a policy follows a new
-      coefficient in about that time: 1.5 / max_n(x_n / (n + 1)) updates, 12 to 30; and 12 once
-      x has reached 1, where waiting would let it run away.
-    - The error is that of x now or of x one response time later, at its mean rate over half as
-      many updates, whichever is nearer to the target: `kl / target - 1` above it, at most 1, and
-      `log(kl / target)` below. It is 0 where x is on its way through the target.
-    - log(coeff) moves by 0.7 / response time of the error, so that a lasting error of 1 moves it by
-      0.7 in the time in which the policy responds; and faster by a quarter, up to 3 times, with
-      each update in which the error keeps its sign and the mean of x is on the same side: where
-      chance decides most of the rewards, a plan is a hundred times too high.
-    - A rise of x that the fall of the coefficient explains, 0.7 of it, is not taken for being on
-      its way.
+      the target: a fast policy passes what it settles at. This margin is taken back within 12
+      updates.
+    - The error is `kl / target - 1` above the target, at most 1, and `log(kl / target)` below.
+      log(coeff) moves by 0.7 / 12 of it: a lasting error of 1 moves it by 0.7 in 12 updates, in
+      which most policies respond.
+    - Below the target it waits for a policy that is on its way: it moves by the share
+      1 - rise / speed of that, where speed is the largest rise so far, or jump from one update
+      to the next. A policy at full speed is not held by the penalty. A rise that the fall of the
+      coefficient explains, as x goes as 1 / coeff, does not count.
+    - It moves faster by a quarter, up to 3 times, with each update in which the error keeps its
+      sign and the mean of x is on the same side: where chance decides most of the rewards, a plan
+      is a hundred times too high.
+    - coeff also goes as a power of x, within 0.7 and 2: a sum of errors alone swings where the
+      policy is slow, and this damps it. The power is 0.9 / speed - 1, from 0 to 3: none where the
+      policy comes from the reference to the target within a few updates, too fast to be damped.
     - The coefficient stays within 1e-4 and 1e4 times the first one. There a warning says, once,
       which KL the policy has: nothing holds it at the target.
 
     You may rely on: k times the rewards give k times the coefficient. You may not rely on a steady
-    KL where it is not steady with a constant coefficient, or with a policy that becomes much faster
-    on its way.
+    KL where it is not steady with a constant coefficient.
 
-    State: the plan; `coeff`, `average` (of x), `speed` (of x, per update), `pace` and `n_updates`:
-    0-dim float64 buffers.
+    State: the plan; `coeff`, `last` and `average` (x and its mean), `speed`, `pace` and
+    `n_updates`: 0-dim float64 buffers.
 
     Args:
         target, per: as in `TargetKLController`. Per step 0.01 nats is cautious and 0.2 much; per
@@ -295,9 +295,10 @@ class PlannedKLController(TargetKLController):
         >>> round(controller.observe_rewards(fair_coin), 2)
         1.27
         >>> [round(controller.update(kl, n_steps=64), 2) for kl in (0.05, 0.1, 0.12)]
-        [1.25, 1.23, 1.23]
+        [1.24, 1.33, 1.35]
     """
 
+    last: Tensor
     average: Tensor
     speed: Tensor
     pace: Tensor
@@ -306,34 +307,37 @@ class PlannedKLController(TargetKLController):
 
     def __init__(self, target: float, *, init_coeff: InitCoeff = "plan", per: Per = "trajectory"):
         super().__init__(init_coeff, target, per=per)
-        for name in ("average", "speed", "pace", "n_updates"):
+        for name in ("last", "average", "speed", "pace", "n_updates"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self._warned = False
         self._given = self.coeff.item()  # 0 where it is planned
 
     def next_coeff(self, kl: float, n_steps: int) -> float:  # noqa: D102
-        x = math.sqrt(min(max(kl / self.target, 0.01), 4.0))
+        x = math.sqrt(min(max(kl / self.target, 0.0), 4.0))
         self.n_updates += 1
         n = self.n_updates.item()
-        arrived = _PATIENCE / _RESPONSE if x >= 1 else 0.0
-        self.speed.fill_(max(self.speed.item(), x / (n + 1), arrived))
-        response = max(_PATIENCE / self.speed.item(), _RESPONSE)
         rise = x - self.average.item()
-        self.average += rise / min(n + 1, response / 2)
-        later = max(x + 2 * rise, 0.1)
-        near = min(max(1.0, min(x, later)), max(x, later))
-        error = min(near**2 - 1, 1.0) if near > 1 else 2 * math.log(near)
+        self.average += rise / min(n + 1, _RESPONSE / 2)
+        jump = abs(x - self.last.item())
+        self.speed.fill_(max(self.speed.item(), rise, jump, 0.01))
+        error = min(x**2 - 1, 1.0) if x > 1 else 2 * math.log(max(x, 0.1))
         pace = self.pace.item() * math.copysign(1.0, error)
         if error * (self.average.item() - 1) > 0:
             pace *= 1 + _FASTEST / _RESPONSE
         pace = min(max(pace, 1.0), _FASTEST)
-        self.pace.fill_(math.copysign(pace, error) if error else 0.0)
-        move = _SHARE / response * pace * error
-        if move < 0:  # what x would be with the new coefficient; a policy takes time to follow
-            self.average *= math.exp(-_SHARE * move)
-        value = self.coeff.item() * math.exp(move)
-        if self.plan is not None and n <= response:
-            value *= self._margin ** (-1 / response)
+        self.pace.fill_(math.copysign(pace, error))
+        if error < 0:
+            error *= min(1 - rise / self.speed.item(), 1.0)
+        move = _SHARE / _RESPONSE * pace * error
+        if move < 0:  # what x would be with the new coefficient, where it has settled
+            self.average.fill_(min(self.average.item() * math.exp(-move), 1.0))
+        power = min(max(_SUDDEN / self.speed.item() - 1, 0.0), _STEEPEST)
+        before, now = max(self.last.item(), _SHARE), max(x, _SHARE)
+        self.last.fill_(x)
+        value = self.coeff.item() * math.exp(move) * (now / before) ** power
+        if n <= _RESPONSE:  # the margin, and what the power is going to add
+            margin = self._margin if self.plan is not None else 1.0
+            value *= (margin * _SHARE**-power) ** (-1 / _RESPONSE)
         first = self._given if self.plan is None else self.plan.made.item()
         bounded = min(max(value, 1e-4 * first), 1e4 * first)
         if bounded != value and not self._warned:
