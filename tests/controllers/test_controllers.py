@@ -205,7 +205,7 @@ class TestPlanned(ClosedLoopLaws):
             moves.append(way * math.log(value / before))
             before = value
         error = abs(math.log(0.2)) if way < 0 else 1.0
-        growing = [0.7 / 12 * error * min(1.25**n, 3.0) for n in range(12)]
+        growing = [0.7 / 12 * error * min(1.2**n, 3.0) for n in range(12)]
         assert moves[:12] == pytest.approx(growing, rel=1e-12)
         assert value == pytest.approx(0.1 * 1e4**way, rel=1e-12)
 
@@ -223,11 +223,11 @@ class TestPlanned(ClosedLoopLaws):
     def test_it_waits_for_a_policy_at_full_speed(self):
         """Only what the power 3 is going to add at the target is taken back, in 12 updates."""
         controller: Any = self.make()
-        values = [controller.update(0.5 * (0.05 * n) ** 2, 1) for n in range(1, 8)]
+        values = [controller.update(0.5 * (0.04 * n) ** 2, 1) for n in range(1, 8)]
         left = [0.1 * 0.7 ** (3 * n / 12) for n in range(1, 8)]
         assert values == pytest.approx(left, rel=1e-12)
-        before = controller.update(0.5 * 0.35**2, 1)  # it rests
-        assert controller.update(0.5 * 0.35**2, 1) < 0.95 * before
+        before = controller.update(0.5 * 0.28**2, 1)  # it rests
+        assert controller.update(0.5 * 0.28**2, 1) < 0.95 * before
 
     def test_it_is_the_rule_of_its_docstring(self):
         rng, controller, log, pace = random.Random(0), self.make(), math.log(0.1), 0.0
@@ -241,13 +241,13 @@ class TestPlanned(ClosedLoopLaws):
             speed = max(speed, rise, abs(x - last), 0.01)
             average += rise / min(6, n + 1)
             error = min(x**2 - 1, 1) if x > 1 else math.log(max(x, 0.1) ** 2)
-            kept, lasting = error * error_before > 0, error * (average - 1) > 0
-            pace = min(pace * (1.25 if lasting else 1), 3.0) if kept else 1.0
+            kept = error * error_before > 0
+            pace = min(pace * (1 + 0.2 * min(abs(error), 1)), 3.0) if kept else 1.0
             error_before = error
             on_its_way = max(rise, 0) / speed if error < 0 else 0.0
             move = 0.7 / 12 * pace * error * (1 - on_its_way)
             average = min(average * math.exp(-move), 1.0) if move < 0 else average
-            power = sorted((0, 0.9 / speed - 1, 3))[1]
+            power = sorted((0, 0.7 / speed - 1, 3))[1]
             damped = power * math.log(max(x, 0.7) / max(last, 0.7))
             given_back = power * math.log(0.7) / 12 if n <= 12 else 0.0
             last = x

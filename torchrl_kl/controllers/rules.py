@@ -16,8 +16,8 @@ from torchrl_kl.functional.numbers import check_number
 # Of PlannedKLController; its docstring says what they do.
 _RESPONSE = 12.0  # updates
 _SHARE = 0.7
+_GROWTH = 0.2
 _FASTEST = 3.0
-_SUDDEN = 0.9
 _STEEPEST = 3.0
 
 
@@ -267,11 +267,11 @@ class PlannedKLController(TargetKLController):
       1 - rise / speed of that, where speed is the largest rise so far, or jump from one update
       to the next. A policy at full speed is not held by the penalty. A rise that the fall of the
       coefficient explains, as x goes as 1 / coeff, does not count.
-    - It moves faster by a quarter, up to 3 times, with each update in which the error keeps its
-      sign and the mean of x is on the same side: where chance decides most of the rewards, a plan
-      is a hundred times too high.
+    - While the error keeps its sign, it moves faster with each update, by a fifth of the error (of
+      1, if that is less) and up to 3 times: where chance decides most of the rewards, a plan is a
+      hundred times too high.
     - coeff also goes as a power of x, within 0.7 and 2: a sum of errors alone swings where the
-      policy is slow, and this damps it. The power is 0.9 / speed - 1, from 0 to 3: none where the
+      policy is slow, and this damps it. The power is 0.7 / speed - 1, from 0 to 3: none where the
       policy comes from the reference to the target within a few updates, too fast to be damped.
     - The coefficient stays within 1e-4 and 1e4 times the first one. There a warning says, once,
       which KL the policy has: nothing holds it at the target.
@@ -321,9 +321,7 @@ class PlannedKLController(TargetKLController):
         jump = abs(x - self.last.item())
         self.speed.fill_(max(self.speed.item(), rise, jump, 0.01))
         error = min(x**2 - 1, 1.0) if x > 1 else 2 * math.log(max(x, 0.1))
-        pace = self.pace.item() * math.copysign(1.0, error)
-        if error * (self.average.item() - 1) > 0:
-            pace *= 1 + _FASTEST / _RESPONSE
+        pace = self.pace.item() * math.copysign(1 + _GROWTH * min(abs(error), 1.0), error)
         pace = min(max(pace, 1.0), _FASTEST)
         self.pace.fill_(math.copysign(pace, error))
         if error < 0:
@@ -331,7 +329,7 @@ class PlannedKLController(TargetKLController):
         move = _SHARE / _RESPONSE * pace * error
         if move < 0:  # what x would be with the new coefficient, where it has settled
             self.average.fill_(min(self.average.item() * math.exp(-move), 1.0))
-        power = min(max(_SUDDEN / self.speed.item() - 1, 0.0), _STEEPEST)
+        power = min(max(_SHARE / self.speed.item() - 1, 0.0), _STEEPEST)
         before, now = max(self.last.item(), _SHARE), max(x, _SHARE)
         self.last.fill_(x)
         value = self.coeff.item() * math.exp(move) * (now / before) ** power
