@@ -272,7 +272,7 @@ class PlannedKLController(TargetKLController):
       hundred times too high.
     - coeff also goes as a power of x, within 0.7 and 2: a sum of errors alone swings where the
       policy is slow, and this damps it. The power is 0.7 / speed - 1, from 0 to 3: none where the
-      policy comes from the reference to the target within a few updates, too fast to be damped.
+      policy comes from the reference to the target in one or two updates, too fast to be damped.
     - The coefficient stays within 1e-4 and 1e4 times the first one. There a warning says, once,
       which KL the policy has: nothing holds it at the target.
 
