@@ -277,7 +277,8 @@ class PlannedKLController(TargetKLController):
       which KL the policy has: nothing holds it at the target.
 
     You may rely on: k times the rewards give k times the coefficient. You may not rely on a steady
-    KL where it is not steady with a constant coefficient.
+    KL where it is not steady with a constant coefficient: where the KL hardly answers, the search
+    goes too far, and the KL many times over the target.
 
     State: the plan; `coeff`, `last` and `average` (x and its mean), `speed`, `pace` and
     `n_updates`: 0-dim float64 buffers.
