@@ -403,18 +403,18 @@ def train(loop: Loop, controller: KLController | float, seed: int, batches: int)
         else:  # nothing is known of it
             kl = curves.kl[-1] if curves.kl else 0.0
         coeff = step["kl_coeff"].flatten()[0].item()
-        if in_loss:
-            loss.update_controller(batch)
-            coeff = loss.controller.coeff.item()
-        curves.kl.append(kl)
-        curves.coeff.append(coeff)
-        curves.reward.append(step["task_reward"].mean().item())
         if loop.place.startswith("grpo"):
             group_advantage(batch, std=loop.place == "grpo")
             batch["value_target"] = torch.zeros_like(batch["advantage"])
         else:
             with torch.no_grad(), set_recurrent_mode(responses):
                 gae(batch)
+        if in_loss:
+            loss.update_controller(batch)
+            coeff = loss.controller.coeff.item()
+        curves.kl.append(kl)
+        curves.coeff.append(coeff)
+        curves.reward.append(step["task_reward"].mean().item())
         flat = batch if responses else batch.reshape(-1)
         for _ in range(epochs):
             for minibatch in flat[torch.randperm(len(flat))].chunk(parts):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from torchrl.collectors.llm import LLMCollector
@@ -141,6 +141,18 @@ class TestSteps:
         exact = ResponseKLTransform(model, COEFF, reference=reference, estimator="exact")
         total = exact(batch)["next", "kl_estimate"].sum() / mask.sum()
         assert_close(loss(steps)["kl"], total, atol=1e-4, rtol=0)
+
+    @pytest.mark.parametrize("lazy", [False, True])
+    def test_the_advantage_of_a_response_is_at_all_its_steps(self, lazy):
+        full = torch.randint(2, 11, (4, 7))
+        batch = TensorDict(
+            tokens=TensorDict(full=full, prompt=full[:, :3], batch_size=4), batch_size=4
+        )
+        batch["advantage"] = torch.randn(4, 1, 1)
+        steps = as_steps(lazy_stack(list(batch)) if lazy else batch, pad_token=0)
+        assert_close(steps["advantage"], batch["advantage"].expand(4, 4, 1), atol=0, rtol=0)
+        rows = [row.set("advantage", torch.randn(3 + i, 1)) for i, row in enumerate(batch)]
+        assert "advantage" not in as_steps(lazy_stack(rows), pad_token=0)  # of each token
 
     @pytest.mark.parametrize("shape", [(4, 1), (4, 1, 1)])
     def test_steps_of_penalized_rewards_are_not_penalized_again(self, shape):

@@ -89,16 +89,22 @@ def test_it_is_measured_in_eval_mode(layer, gradient):
     assert_close(actor.state_dict(), before, rtol=0, atol=0)
 
 
+class Planned(PlannedKLController):
+    """Keeps what it would plan from."""
+
+    def __init__(self, per: Any = "trajectory"):
+        super().__init__(0.5, per=per)
+        self.seen: list[dict[str, Any]] = []
+
+    def observe_rewards(self, rewards, **kwargs):
+        self.seen.append(dict(kwargs, rewards=rewards))
+        return self.coeff.item()
+
+
 def test_a_plan_is_made_from_the_task_rewards():
-    seen: dict[str, Any] = {}
-
-    class Planned(PlannedKLController):
-        def observe_rewards(self, rewards, **kwargs):
-            seen.update(kwargs, rewards=rewards)
-            return self.coeff.item()
-
-    loss, batch = make_loss(controller=Planned(0.5)), rollout()
+    loss, batch = make_loss(controller=Planned()), rollout()
     loss.update_controller(batch)
+    [seen] = loss.controller.seen
     ref_log_prob = loss.reference.actor.log_prob(batch.select("observation", "action"))
     first = int(batch["next", "done"][0].flatten().nonzero()[0]) + 1
     log_ratio = (batch["action_log_prob"] - ref_log_prob).detach()[0, :first]
@@ -108,6 +114,33 @@ def test_a_plan_is_made_from_the_task_rewards():
     batch["next", "reward"] = batch["next", "reward"].expand(2, 12, 3)
     with pytest.raises(ValueError, match=r"must have shape \(2, 12, 1\), got \(2, 12, 3\)"):
         loss.update_controller(batch)
+
+
+@pytest.mark.parametrize("per", ["trajectory", "step"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_plan_is_made_from_advantages_of_whole_trajectories(per, padded):
+    """Those of GRPO, in whose unit the loss is; other advantages are not what a choice gains."""
+    batch = rollout()
+    ends = batch["next", "done"].squeeze(-1)
+    number = 1 + ends.cumsum(1) - ends.long() + 10 * torch.arange(2)[:, None]
+    batch["advantage"] = number.unsqueeze(-1).float() / 7
+    if padded:
+        mask = torch.ones(2, 12, dtype=torch.bool)
+        mask[1, 9:] = False
+        batch["collector", "mask"] = mask
+        batch["advantage"][1, 9:] = torch.nan
+        ends = ends & mask
+        ends[1, 8] = True  # the last step that counts
+    loss = make_loss(controller=Planned(per))
+    loss.update_controller(batch)
+    rewards = loss.controller.seen[-1]["rewards"].float()
+    paid = batch["advantage"][ends].flatten()
+    assert len(paid) > 2
+    assert_close(rewards[rewards != 0].sort()[0], paid.sort()[0])
+    assert len(rewards) == (len(paid) if per == "trajectory" else 24 - 3 * padded)
+    batch["advantage"][0, 0] += 1e-3
+    loss.update_controller(batch)
+    assert not torch.equal(loss.controller.seen[-1]["rewards"].float(), rewards)
 
 
 @pytest.mark.parametrize(

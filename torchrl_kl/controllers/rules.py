@@ -17,7 +17,7 @@ from torchrl_kl.functional.numbers import check_number
 _RESPONSE = 12.0  # updates
 _SHARE = 0.7
 _GROWTH = 0.2
-_FASTEST = 3.0
+_FASTEST = 2.0
 _STEEPEST = 3.0
 
 
@@ -268,7 +268,7 @@ class PlannedKLController(TargetKLController):
       to the next. A policy at full speed is not held by the penalty. A rise that the fall of the
       coefficient explains, as x goes as 1 / coeff, does not count.
     - While the error keeps its sign, it moves faster with each update, by a fifth of the error (of
-      1, if that is less) and up to 3 times: where chance decides most of the rewards, a plan is a
+      1, if that is less) and up to twice: where chance decides most of the rewards, a plan is a
       hundred times too high.
     - coeff also goes as a power of x, within 0.7 and 2: a sum of errors alone swings where the
       policy is slow, and this damps it. The power is 0.7 / speed - 1, from 0 to 3: none where the

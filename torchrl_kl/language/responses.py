@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.functional.numbers import check_integers
-from torchrl_kl.keys import MissingKeyError, existing_keys, get_stored
+from torchrl_kl.keys import MissingKeyError, as_tuple, existing_keys, get_stored
 from torchrl_kl.transforms.base import check_batch
 
 EndTokens = int | Sequence[int] | None  # ids, each of which ends a response
@@ -45,13 +45,13 @@ def as_steps(
     Keys:
         reads ("tokens", "full"), and ("tokens", "prompt") or ("masks", "all_assistant_mask");
         ("tokens", "response") where TorchRL has cut end tokens out of the prompt in the whole text;
-        ("masks", "all_attention_mask"); ("next", "reward") and ("next", "kl_coeff"), one number
-        per response; ("log_probs", "full"), ("sampler_log_probs", "full") and ("kept", "ids"), from
-        ResponseKLTransform.
-        writes the keys of `sample_responses`, "action_log_prob", "sampler_log_prob" and ("kept",
-        "ids") only if those are there, and ("next", "kl_coeff") if the reward was penalized. The
-        reward is at the last token that counts. The last token of a turn has the next turn's first
-        state as next state.
+        ("masks", "all_attention_mask"); ("next", "reward"), ("next", "kl_coeff") and "advantage",
+        one number per response; ("log_probs", "full"), ("sampler_log_probs", "full") and ("kept",
+        "ids"), from ResponseKLTransform.
+        writes the keys of `sample_responses`, "action_log_prob", "sampler_log_prob", "advantage"
+        and ("kept", "ids") only if those are there, and ("next", "kl_coeff") if the reward was
+        penalized. The reward is at the last token that counts. The last token of a turn has the
+        next turn's first state as next state.
 
     Args:
         batch: any batch size, of N elements.
@@ -82,9 +82,11 @@ def as_steps(
     for key, name in _SCORES.items():
         if (values := aligned(rows, key, responses, steps)) is not None:
             steps.set(name, values)
-    coeff = rows.get(("next", "kl_coeff"), None)  # the sign of a penalized reward
-    if coeff is not None and coeff.numel() == len(steps) and coeff.any():
-        steps["next", "kl_coeff"] = coeff.reshape(-1, 1, 1).expand(*steps.shape, 1).clone()
+    for key in ("advantage", ("next", "kl_coeff")):  # which is the sign of a penalized reward
+        values = _rows(rows, key) or []
+        if all(value.numel() == 1 for value in values) and any(values):
+            column = torch.stack([value.reshape(1, 1) for value in values])
+            steps[key] = column.expand(*steps.shape, 1).clone()
     return steps
 
 
@@ -190,7 +192,9 @@ def read_responses(
 
 def _rows(batch: TensorDictBase, key: NestedKey) -> list[Tensor] | None:
     """An entry of each element of a batch (N,); None if it is missing."""
-    value = get_stored(batch, key) if is_tensor_collection(batch.get(key[0], None)) else None
+    *path, _ = as_tuple(key)
+    there = all(is_tensor_collection(batch.get(name, None)) for name in path)
+    value = get_stored(batch, key) if there else None
     return None if value is None else list(value)
 
 

@@ -182,6 +182,7 @@ class KLPenaltyLoss(LossModule):
         done: NestedKey = "done"
         kl_coeff: NestedKey = "kl_coeff"
         reward: NestedKey = "reward"
+        advantage: NestedKey = "advantage"
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
@@ -298,7 +299,8 @@ class KLPenaltyLoss(LossModule):
         acted. It is the `kl` of `forward` in eval mode, of each step for a controller of steps; for
         others summed over the trajectories of (*R, T) that are now complete, of which earlier
         batches may have had the beginning; RuntimeError without a time dimension or if steps are
-        shuffled. A controller that plans is given ("next", "reward"), the task reward.
+        shuffled. A controller plans from ("next", "reward"), the task reward; or, in its unit, from
+        an "advantage" that is the same at all steps of a trajectory, as GRPO's.
         """
         reward = log_ratio = None
         with evaluating(self.actor_network):
@@ -323,16 +325,32 @@ class KLPenaltyLoss(LossModule):
         return self.controller.coeff.item()
 
     def _rewards(self, tensordict: TensorDictBase, steps: Steps) -> tuple[Tensor, Tensor]:
-        """The task rewards, and the log-ratios of the actions to the reference, (*B, 1) each."""
+        """What is planned from, and log-ratios of the actions to the reference, (*B, 1) each."""
         key = unravel_key(("next", self.tensor_keys.reward))
         fix = "the coefficient is planned from it; name it with `set_keys(reward=...)`."
-        reward, shape = get_required(tensordict, key, fix), (*steps.batch_size, 1)
+        reward, shape = self._outcomes(tensordict, steps.mask), (*steps.batch_size, 1)
+        if reward is None:
+            reward = get_required(tensordict, key, fix)
         if reward.shape != shape:
             got = f"got {tuple(reward.shape)}: give `init_coeff` a number"
             raise ValueError(f"a reward that is planned from must have shape {shape}, {got}.")
         drawn = steps.drawn or self._drawn(tensordict, steps)
         ref_log_prob = steps.summed(log_prob_of(steps.reference, drawn.action))
         return reward, (drawn.recorded - ref_log_prob).unsqueeze(-1)
+
+    def _outcomes(self, tensordict: TensorDictBase, mask: Tensor | None) -> Tensor | None:
+        """The advantage of each trajectory at its last step, (*B, 1), if it has only one."""
+        advantage, shape = tensordict.get(self.tensor_keys.advantage, None), tensordict.batch_size
+        if find_time_dim(tensordict, self.time_dim) is None or advantage is None:
+            return None
+        if advantage.shape != (*shape, 1):
+            return None
+        step = cast(TensorDictBase, tensordict.get("next"))
+        ends = batches.find_ends(step, self.tensor_keys.done, advantage.shape).clone()
+        if mask is not None:  # a trajectory ends before padding, too
+            ends[..., :-1, :] |= ~mask[..., 1:, None]
+        one = (advantage.diff(dim=-2) == 0) | ends[..., :-1, :]
+        return torch.where(ends, advantage, 0.0) if one.all() else None
 
     def _terms(self, tensordict: TensorDictBase) -> tuple[Steps, Tensor, Tensor]:
         """The steps; what is minimised, before the coefficient, and the measured KL, (*B) each."""
