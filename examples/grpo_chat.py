@@ -27,9 +27,9 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from torchrl_kl import (
-    AdaptiveKLController,
     CausalLMActor,
     KLPenaltyLoss,
+    PlannedKLController,
     ResponseKLTransform,
     as_steps,
 )
@@ -54,7 +54,6 @@ class Args(Options):
     group: int = 8  # Answers to each question, among which GRPO compares.
     lr: float = 1e-3  # Learning rate.
     target_kl: float = 1.0  # KL that the coefficient steers to, nats per response.
-    init_coeff: float = 0.5  # Where the coefficient starts.
 
 
 def make_tokenizer() -> Any:
@@ -112,7 +111,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     tokenizer = make_tokenizer()
     measure = ResponseKLTransform(model := make_model(tokenizer), 0.0)
-    controller = AdaptiveKLController(args.init_coeff, args.target_kl, horizon=640, clip=1.0)
+    controller = PlannedKLController(args.target_kl)
     actor, reference = CausalLMActor(model), measure.reference
     penalty = KLPenaltyLoss(actor, controller, gradient="sequence", reference=reference)
     reads = {"tokenizer": tokenizer, "input_mode": "tokens", "generate": False}
