@@ -82,7 +82,7 @@ def as_steps(
     for key, name in _SCORES.items():
         if (values := aligned(rows, key, responses, steps)) is not None:
             steps.set(name, values)
-    for key in ("advantage", ("next", "kl_coeff")):  # which is the sign of a penalized reward
+    for key in ("advantage", ("next", "kl_coeff")):  # the latter: the sign of a penalized reward
         values = _rows(rows, key) or []
         if all(value.numel() == 1 for value in values) and any(values):
             column = torch.stack([value.reshape(1, 1) for value in values])
