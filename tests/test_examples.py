@@ -80,7 +80,8 @@ class TestGRPOChat:
         assert 0.1 < float(found[2]) < most
 
     def test_the_coefficient_falls_while_the_kl_is_below_its_target(self, tmp_path):
-        self.check(run_here("examples/grpo_chat.py", tmp_path, "--quick"), 0.5)
+        # It starts at 1.2 / sqrt(2), planned from advantages with a standard deviation of 1.
+        self.check(run_here("examples/grpo_chat.py", tmp_path, "--quick"), 0.8)
 
     @pytest.mark.slow
     def test_the_whole_run(self, tmp_path):
