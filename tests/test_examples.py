@@ -71,18 +71,19 @@ def test_collectors(tmp_path, collector, where):
 @pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 class TestGRPOChat:
-    def check(self, printed, most):
+    def check(self, printed, least, most):
         found = re.fullmatch(
             r"reward (\S+), KL \S+ nats per response, coefficient (\S+)\n", printed
         )
         assert found
         assert 0 < float(found[1]) < 1
-        assert 0.1 < float(found[2]) < most
+        assert least < float(found[2]) < most
 
     def test_the_coefficient_falls_while_the_kl_is_below_its_target(self, tmp_path):
-        # It starts at 1.2 / sqrt(2), planned from advantages with a standard deviation of 1.
-        self.check(run_here("examples/grpo_chat.py", tmp_path, "--quick"), 0.8)
+        # It starts at 1.2 / sqrt(2), planned from advantages with a standard deviation of 1; those
+        # of the rewards, shares of 6 words, are a fifth of that.
+        self.check(run_here("examples/grpo_chat.py", tmp_path, "--quick"), 0.3, 0.8)
 
     @pytest.mark.slow
     def test_the_whole_run(self, tmp_path):
-        self.check(run_command("examples/grpo_chat.py", tmp_path, ""), 1.5)
+        self.check(run_command("examples/grpo_chat.py", tmp_path, ""), 0.1, 1.5)

@@ -267,9 +267,9 @@ class PlannedKLController(TargetKLController):
       1 - rise / speed of that, where speed is the largest rise so far, or jump from one update
       to the next. A policy at full speed is not held by the penalty. A rise that the fall of the
       coefficient explains, as x goes as 1 / coeff, does not count.
-    - While the error keeps its sign, it moves faster with each update, by a fifth of the error (of
-      1, if that is less) and up to twice: where chance decides most of the rewards, a plan is a
-      hundred times too high.
+    - While the error keeps its sign, it moves faster with each update, by a fifth of the error or
+      of 1, whichever is less, up to twice as fast: where chance decides most of the rewards, a plan
+      is a hundred times too high.
     - coeff also goes as a power of x, within 0.7 and 2: a sum of errors alone swings where the
       policy is slow, and this damps it. The power is 0.7 / speed - 1, from 0 to 3: none where the
       policy comes from the reference to the target in one or two updates, too fast to be damped.

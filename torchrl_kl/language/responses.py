@@ -83,10 +83,11 @@ def as_steps(
         if (values := aligned(rows, key, responses, steps)) is not None:
             steps.set(name, values)
     for key in ("advantage", ("next", "kl_coeff")):  # the latter: the sign of a penalized reward
-        values = _rows(rows, key) or []
-        if all(value.numel() == 1 for value in values) and any(values):
+        values = _rows(rows, key)
+        if values and all(value.numel() == 1 for value in values):
             column = torch.stack([value.reshape(1, 1) for value in values])
-            steps[key] = column.expand(*steps.shape, 1).clone()
+            if column.any():
+                steps[key] = column.expand(*steps.shape, 1).clone()
     return steps
 
 

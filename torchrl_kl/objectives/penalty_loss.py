@@ -341,9 +341,8 @@ class KLPenaltyLoss(LossModule):
     def _outcomes(self, tensordict: TensorDictBase, mask: Tensor | None) -> Tensor | None:
         """The advantage of each trajectory at its last step, (*B, 1), if it has only one."""
         advantage, shape = tensordict.get(self.tensor_keys.advantage, None), tensordict.batch_size
-        if find_time_dim(tensordict, self.time_dim) is None or advantage is None:
-            return None
-        if advantage.shape != (*shape, 1):
+        in_time = find_time_dim(tensordict, self.time_dim) is not None
+        if advantage is None or not in_time or advantage.shape != (*shape, 1):
             return None
         step = cast(TensorDictBase, tensordict.get("next"))
         ends = batches.find_ends(step, self.tensor_keys.done, advantage.shape).clone()
