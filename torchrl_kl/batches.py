@@ -6,7 +6,7 @@ it is R rows of T steps; K numbers are added up along each trajectory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple, cast
 
@@ -97,6 +97,31 @@ def state_keys(
         if as_tuple(key)[-1] not in _NO_STATE
         and all(isinstance(each.get(key, None), Tensor) for each in (tensordict, step))
     ]
+
+
+def read_states(
+    tensordict: TensorDictBase,
+    keys: list[NestedKey],
+    places: Tensor,
+    lengths: Mapping[NestedKey, NestedKey] | None = None,
+) -> list[Tensor]:
+    """The entries of a batch (*B) at places of its steps, (S, ...) each.
+
+    `lengths`: for the key of an entry (*B, L) that of its length, (*B). What is behind that, as a
+    text's tokens after its position, is of later states: it is -1.
+    """
+    n_dims = tensordict.batch_dims
+    states: list[Tensor] = []
+    for key in keys:
+        entry = tensordict.get(key).detach().flatten(0, n_dims - 1)
+        state = entry[places.to(entry.device)]
+        length = tensordict.get(lengths[key], None) if lengths and key in lengths else None
+        if length is not None:
+            column = torch.arange(state.shape[-1], device=state.device)
+            length = length.flatten(0, n_dims - 1)[places.to(length.device)].unsqueeze(-1)
+            state = torch.where(column < length.to(state.device), state, -1)
+        states.append(state)
+    return states
 
 
 def require_order(
@@ -210,7 +235,7 @@ class Trajectories(Float64State):
 
         `values`: (*B, *A, K); `observed`: keys that show whether steps follow one another.
         """
-        batch_size, n_dims = tensordict.batch_size, tensordict.batch_dims
+        batch_size = tensordict.batch_size
         shape, keys = values.shape, state_keys(tensordict, observed)
         if not values.numel():
             empty = values.new_zeros(0, shape[-1] + 1).double()
@@ -239,7 +264,7 @@ class Trajectories(Float64State):
         last = torch.cat([cut, one]).nonzero().squeeze(-1)
         at_row, ids = first % n_steps == 0, steps.ids[first]
         left_ids = torch.where(goes_on, -1 - steps.agents, steps.ids)[last]
-        left = _states(cast(TensorDictBase, tensordict.get("next")), keys, n_dims, last % n_places)
+        left = read_states(cast(TensorDictBase, tensordict.get("next")), keys, last % n_places)
         entries = dict[int, int]()
         if init is not None:
             begins = init[first] if numbered else init[first] | at_row
@@ -253,7 +278,7 @@ class Trajectories(Float64State):
             some = some & (at_row | ~padding[first])
             some = some if init is None else some & ~init[first]
             rows = some.nonzero().squeeze(-1)  # that may go on with an entry, (C,)
-            entered = _states(tensordict, keys, n_dims, first[rows] % n_places)
+            entered = read_states(tensordict, keys, first[rows] % n_places)
             if [each.shape[1:] for each in self._left] == [each.shape[1:] for each in entered]:
                 wanted, agents = ids[rows].unsqueeze(-1), steps.agents[first][rows].unsqueeze(-1)
                 pairs = (wanted == self.ids) | (self.ids == -1 - agents)
@@ -323,7 +348,7 @@ class Trajectories(Float64State):
             new = _is_first(ids[:, 0]) & ~held & (ids == ids[:, :1]).all(1)
             if mask is not None or not new.all():
                 return None
-            left = _states(step, keys, len(batch_size), began + n_steps - 1)
+            left = read_states(step, keys, began + n_steps - 1)
             sums = values.new_zeros(len(ids), values.shape[-1] + 2)
             opened = self._table([], ids[:, 0], sums, left)
         if check_order:
@@ -362,14 +387,6 @@ class Trajectories(Float64State):
         if {"ids", "sums"} <= entries.keys():  # of other sizes than the present ones
             self.keep({name: torch.empty_like(value) for name, value in entries.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _states(
-    tensordict: TensorDictBase, keys: list[NestedKey], n_dims: int, places: Tensor
-) -> list[Tensor]:
-    """The entries of a batch (*B) at places of its steps, (S, ...) each."""
-    entries = (tensordict.get(key).detach().flatten(0, n_dims - 1) for key in keys)
-    return [entry[places.to(entry.device)] for entry in entries]
 
 
 def _is_first(values: Tensor) -> Tensor:

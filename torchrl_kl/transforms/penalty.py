@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -34,6 +34,7 @@ class PenaltyTransform(KLTransform):
     """Base of the transforms that subtract the penalty; see RewardAdjustmentTransform."""
 
     observed: Sequence[NestedKey] | None = None  # they show whether steps follow one another
+    state_lengths: Mapping[NestedKey, NestedKey] = {"tokens": "position"}
     record = True  # whether it writes more than the result and the coefficient
 
     def __init__(
@@ -204,6 +205,7 @@ class PenaltyTransform(KLTransform):
             done_key=self.keys.done,
             time_dim=self.time_dim,
             observed=self.observed,
+            state_lengths=self.state_lengths,
             reward=reward.detach(),
             log_ratio=cast(Tensor, step.kl).detach(),
             trace=moves,
