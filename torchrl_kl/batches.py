@@ -16,7 +16,14 @@ from torch import Tensor
 
 from torchrl_kl.functional.numbers import Float64State
 from torchrl_kl.functional.sums import running_sum
-from torchrl_kl.keys import MissingKeyError, as_tuple, existing_keys, sibling
+from torchrl_kl.keys import (
+    MissingKeyError,
+    ResolvedKeys,
+    as_tuple,
+    existing_keys,
+    holder_batch_size,
+    sibling,
+)
 
 MASK_KEY = ("collector", "mask")
 TRAJECTORY_KEY = ("collector", "traj_ids")
@@ -39,6 +46,43 @@ def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:
             f"got shape {tuple(value.shape)}."
         )
     return value.reshape(value.shape + (1,) * (len(shape) - value.ndim)).expand(shape)
+
+
+def counted(
+    tensordict: TensorDictBase, keys: ResolvedKeys, *, mask_key: NestedKey | None = MASK_KEY
+) -> Tensor | None:
+    """True where an agent acts in a step that counts, (*B, *A); None where all do.
+
+    Not so in padding (`mask_key`), in rows that a batched env does not step, after the agent is
+    done, and where the mask of agents in turn-based envs, ("agents", "mask"), is False.
+    """
+    path, shape = keys.path, holder_batch_size(tensordict, (*keys.path, "mask"))
+    masks = [tensordict.get(key, None) for key in ("_step", mask_key) if key is not None]
+    acting = tensordict.get((*path, "mask"), None) if path else None
+    if acting is not None and acting.dtype == torch.bool and acting.shape[: len(shape)] == shape:
+        masks += [acting] if acting.numel() == shape.numel() else []  # else it is of actions
+    found = [expand_right(mask, shape) for mask in masks if mask is not None]
+    before = was_done(tensordict, keys)
+    found += [] if before is None else [~before]
+    return reduce(torch.logical_and, found) if found else None
+
+
+def was_done(tensordict: TensorDictBase, keys: ResolvedKeys) -> Tensor | None:
+    """True where an agent, or the env, is done before a step, (*B, *A); None if none is."""
+    path, shape = keys.path, holder_batch_size(tensordict, (*keys.path, "done"))
+    done_keys = {as_tuple(key) for key in (keys.done, (*path, "done"), "done")}
+    flags = [tensordict.get(key, None) for key in done_keys if path[: len(key) - 1] == key[:-1]]
+    found = [expand_right(flag, shape).bool() for flag in flags if flag is not None]
+    before = reduce(torch.logical_or, found) if found else None
+    if before is None or torch.compiler.is_compiling() or before.any():
+        return before
+    return None
+
+
+def of_values(mask: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    """A mask (*B, *A) for values of `shape`: of all agents together, (*B, 1), where any counts."""
+    n_dims = len(shape) - 1
+    return mask if mask is None or mask.ndim <= n_dims else mask.flatten(n_dims).any(-1)
 
 
 def leaf_keys(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> list[NestedKey]:
@@ -158,7 +202,9 @@ class TrajectorySums(NamedTuple):
 
     running: Tensor  # up to each step of its trajectory, (*B, *A, K)
     finished: Tensor  # of the trajectories that end, and their steps that count, (N, K + 1)
-    began: Tensor  # where each of them began, (N,): agent * R * T + row * T + step; -1: not in here
+    # Where the first step that counts of each of them is, (N,): agent * R * T + row * T + step; -1:
+    # in an earlier batch.
+    began: Tensor
     opened: dict[str, Tensor]  # for `Trajectories.keep`
 
 
@@ -167,7 +213,6 @@ class _Steps(NamedTuple):
 
     done: Tensor  # True at the last step of a trajectory
     any_done: Tensor  # also of another agent: collectors then change the id
-    gone: Tensor  # True where the agent was done before the step
     counts: Tensor
     ids: Tensor  # of the trajectory of each agent
     agents: Tensor
@@ -190,12 +235,12 @@ class _Steps(NamedTuple):
         flags = [flag.unsqueeze(-1).flatten(n_dims).any(-1) for flag in flags]
         gone, init = tensordict.get(done_key, None), tensordict.get("is_init", None)
         done, ids = flat(ends), tensordict.get(TRAJECTORY_KEY, None)
+        counts = torch.ones_like(done) if mask is None else flat(mask)
         agents = torch.arange(len(done), device=done.device) // n_places
         return cls(
             done,
             flat(reduce(torch.logical_or, flags)),
-            torch.zeros_like(done) if gone is None else flat(gone.bool()),
-            torch.ones_like(done) if mask is None else flat(mask),
+            counts if gone is None else counts & ~flat(gone.bool()),
             agents if ids is None else agents + n_agents * flat(ids.to(done.device)),
             agents,
             None if init is None else flat(init.bool()),
@@ -295,12 +340,14 @@ class Trajectories(Float64State):
             addends[first[[*entries]]] += self.sums[[*entries.values()]]
         cuts = steps.done | torch.cat([cut, one])
         sums = running_sum(addends.T, cuts.expand(addends.shape[-1], -1)).T
-        ended = steps.done & ~steps.gone & (sums[:, -2] > 0) & (sums[:, -1] == 0)
-        # The step where the trajectory of a step begins in this batch, and whether it began before.
+        ended = steps.done & (sums[:, -2] > 0) & (sums[:, -1] == 0)
+        # The step where the trajectory of a step begins in this batch, the first one of it that
+        # counts, and whether it began before.
         origin = torch.where(torch.cat([one, cuts[:-1]]), place, 0).cummax(0).values
+        counted_next = torch.where(steps.counts, place, len(place)).flip(0).cummin(0).values.flip(0)
         earlier = torch.zeros_like(steps.done)
         earlier[first[~begins | known]] = True
-        began = torch.where(earlier[origin], -1, origin)
+        began = torch.where(earlier[origin], -1, counted_next[origin])
         # Nothing goes on behind an end that others follow; a collector may have written the rest.
         followed = ((place + 1) % n_steps > 0) & steps.counts.roll(-1)
         padding = padding & (sums[:, -2] == 0) & (origin % n_steps > 0)  # behind an end or a seam
