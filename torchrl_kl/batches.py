@@ -285,9 +285,6 @@ class Trajectories(Float64State):
         if not values.numel():
             empty = values.new_zeros(0, shape[-1] + 1).double()
             return TrajectorySums(values.double(), empty, self.ids[:0], dict(self.named_buffers()))
-        whole = self._add_whole(tensordict, values, mask, done_key, keys, check_order)
-        if whole is not None:
-            return whole
         n_places, n_steps = batch_size.numel(), batch_size[-1]
         steps = _Steps.read(tensordict, torch.Size((*shape[:-1], 1)), mask, done_key)
         numbered, init = tensordict.get(TRAJECTORY_KEY, None) is not None, steps.init
@@ -317,10 +314,8 @@ class Trajectories(Float64State):
             unfinished = self.ids[(self.sums[:, -2:] != 0).any(-1)]
             is_new = ~torch.isin(ids, unfinished) & _is_first(ids) if numbered else at_row
             begins = is_new | (steps.done.roll(1)[first] & ~at_row)
-        padding = ~steps.counts & (steps.ids < steps.agents.max() + 1)  # of the id 0
         if numbered:
             some = torch.isin(ids, self.ids) | (at_row & bool((self.ids < 0).any()))
-            some = some & (at_row | ~padding[first])
             some = some if init is None else some & ~init[first]
             rows = some.nonzero().squeeze(-1)  # that may go on with an entry, (C,)
             entered = read_states(tensordict, keys, first[rows] % n_places)
@@ -350,8 +345,7 @@ class Trajectories(Float64State):
         began = torch.where(earlier[origin], -1, counted_next[origin])
         # Nothing goes on behind an end that others follow; a collector may have written the rest.
         followed = ((place + 1) % n_steps > 0) & steps.counts.roll(-1)
-        padding = padding & (sums[:, -2] == 0) & (origin % n_steps > 0)  # behind an end or a seam
-        stays = ~(padding | (steps.done & followed))[last] & numbered
+        stays = ~(steps.done & followed)[last] & numbered
         opened = self._table(
             [*entries.values()],
             left_ids[stays],
@@ -360,49 +354,6 @@ class Trajectories(Float64State):
         )
         running = sums[:, :-2].reshape(-1, n_places, sums.shape[-1] - 2).transpose(0, 1)
         return TrajectorySums(running.reshape(shape), sums[ended][:, :-1], began[ended], opened)
-
-    def _add_whole(
-        self,
-        tensordict: TensorDictBase,
-        values: Tensor,
-        mask: Tensor | None,
-        done_key: NestedKey,
-        keys: list[NestedKey],
-        check_order: bool,
-    ) -> TrajectorySums | None:
-        """`add`, in a third of its time, where rows are whole trajectories; None elsewhere."""
-        batch_size, n_steps = tensordict.batch_size, tensordict.batch_size[-1]
-        step = cast(TensorDictBase, tensordict.get("next"))
-        ids = tensordict.get(TRAJECTORY_KEY, None)
-        flags = [key for key in step.keys(True, True) if as_tuple(key)[-1] == "done"]
-        if values.shape[:-1] != batch_size or flags != [done_key] or "is_init" in tensordict.keys():
-            return None
-        done, gone = step.get(done_key).reshape(-1, n_steps), tensordict.get(done_key, None)
-        counts = torch.ones_like(done) if mask is None else mask.reshape(-1, n_steps)
-        last = counts.clone()
-        last[:, :-1] &= ~counts[:, 1:]
-        single = (done.sum(-1) == 1) & counts[:, 0]
-        if not done.equal(last) or not single.all() or (gone is not None and gone.any()):
-            return None
-        opened = dict(self.named_buffers())
-        began = torch.arange(len(done), device=done.device) * n_steps
-        values = values.detach().double().reshape(*done.shape, -1)  # (R, T, K)
-        counted = counts.unsqueeze(-1)
-        totals = torch.where(counted, values, 0.0).cumsum(1)
-        if ids is not None:
-            ids = ids.reshape(-1, n_steps)
-            held = torch.isin(ids[:, 0], self.ids) | (self.ids < 0).any()
-            new = _is_first(ids[:, 0]) & ~held & (ids == ids[:, :1]).all(1)
-            if mask is not None or not new.all():
-                return None
-            left = read_states(step, keys, began + n_steps - 1)
-            sums = values.new_zeros(len(ids), values.shape[-1] + 2)
-            opened = self._table([], ids[:, 0], sums, left)
-        if check_order:
-            require_order(tensordict, keys, ~counts.reshape(batch_size)[..., 1:], _SHUFFLED)
-        finished = torch.cat([totals[:, -1], counts.sum(-1, keepdim=True)], -1)
-        running = torch.where(counted, totals, 0.0).reshape(*batch_size, -1)
-        return TrajectorySums(running, finished, began, opened)
 
     def keep(self, opened: dict[str, Tensor]) -> None:
         """Makes what `add` has left open the state."""

@@ -389,3 +389,37 @@ def test_a_batch_whose_root_is_all_zeros_is_not_fake():
     adding = adder(time_dim=-1)
     adding(batch)
     assert adding.controller.calls == [(1.0, 2)]
+
+
+def test_a_row_goes_on_with_the_newest_entry_of_its_id_and_state():
+    adding = adder()
+    for kl in (1.0, 2.0):  # of two collectors, of which the first has ended inside a trajectory
+        adding(steps_of([kl], [0], [20], [1]))
+    adding(steps_of([4.0, 8.0], [0, 0], [21, 22], [0, 0]))
+    assert adding.controller.calls == [(14.0, 1)]
+
+
+def test_two_rows_do_not_go_on_with_one_entry():
+    adding = adder()
+    adding(steps_of([1.0], [0], [20], [1]))
+    batch = torch.cat([steps_of([kl, kl], [0, 0], [21, 22], [0, 0]) for kl in (2.0, 4.0)])
+    adding(batch.refine_names(None, "time"))
+    assert adding.controller.calls == [(5.0, 1)]  # the other one's beginning is not known
+
+
+def test_a_part_of_a_trajectory_behind_another_one_is_not_a_whole_one():
+    adding = adder()
+    batch = steps_of([1.0, 2.0, 4.0, 8.0], [0, 1, 0, 2], [20, 50, 22, 22], [1, 1, 0, 1])
+    adding(batch.exclude("is_init"))
+    assert adding.controller.calls == [(8.0, 1)]
+
+
+def test_a_plan_compares_first_steps_that_count():
+    controller: Any = PlannedKLController(0.3)
+    batch = steps_of([0.0] * 6, [0, 0, 1, 1, 2, 2], [20, 21, 20, 21, 21, 22], [1, 0, 1, 0, 1, 0])
+    batch["next", "done"][:, [1, 3]] = True
+    batch["observation"][0, [0, 2], 0] = torch.tensor([8.0, 9.0])  # that an env may have left
+    batch["collector", "mask"] = torch.tensor([[False, True, False, True, True, True]])
+    RewardAdjustmentTransform(controller)(batch)
+    one, other, third = controller.plan.samples[:, 3].tolist()
+    assert one == other == third
