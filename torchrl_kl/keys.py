@@ -176,6 +176,11 @@ class ResolvedKeys:
     ref_params: NestedKey  # what one part of the stack passes on to the next for its estimate
 
     @property
+    def path(self) -> tuple[str, ...]:
+        """The nested tensordict of the agents, or () for the root: its batch size is (*B, *A)."""
+        return max(self.recorded.branch, as_tuple(self.kl)[:-1], key=len)
+
+    @property
     def log_prob(self) -> NestedKey | list[NestedKey]:
         """Where the policy records its log-prob: one key, or a list for the parts of its action."""
         return self.recorded.key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -87,6 +87,11 @@ def read_keys(actor: Any) -> list[NestedKey]:
     params = [key for part in _probabilistic_modules(actor) for key in part.in_keys]
     paths = {path[:depth] for path in written for depth in range(1, len(path))}
     return [key for key in actor.in_keys if not (key in params and as_tuple(key) in paths)]
+
+
+def state_lengths(actor: Any) -> Mapping[NestedKey, NestedKey]:
+    """For states that hold more than the actor reads, such as whole texts, where it stops."""
+    return getattr(actor, "state_lengths", {})
 
 
 def scored_inputs(actor: Any, tensordict: TensorDictBase) -> TensorDictBase:

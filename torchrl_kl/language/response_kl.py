@@ -285,7 +285,8 @@ class ResponseKLTransform(PenaltyTransform):
         if self._estimator == "top_k":
             record = dict(zip(RECORDED, record_top_k(dist, action, _TOP_K), strict=True))
             rows.set(self._step_keys.top_k, TensorDict(record, batch_size=rows.batch_size))
-        step = score_batch(self.reference, rows, self.estimate, None, fake=False)
+        mask = rows.get(MASK_KEY)
+        step = score_batch(self.reference, rows, self.estimate, None, mask=mask)
         return measure(step, rows, self.estimate)
 
     def _add_up(self, step: KLStep, reward: Tensor) -> KLStep:

@@ -18,7 +18,12 @@ from torchrl.objectives import LossModule
 
 from torchrl_kl import batches
 from torchrl_kl.actors.policy import evaluating
-from torchrl_kl.actors.reading import log_prob_of, refuse_own_log_prob, scored_inputs
+from torchrl_kl.actors.reading import (
+    log_prob_of,
+    refuse_own_log_prob,
+    scored_inputs,
+    state_lengths,
+)
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import expand_right, find_time_dim
 from torchrl_kl.controllers import KLController, as_controller
@@ -315,6 +320,7 @@ class KLPenaltyLoss(LossModule):
             done_key=self.tensor_keys.done,
             time_dim=self.time_dim,
             observed=self.actor_network.in_keys,
+            state_lengths=state_lengths(self.actor_network),
             reward=reward,
             log_ratio=log_ratio,
         )

@@ -11,7 +11,7 @@ from torchrl.data import Composite
 from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.reading import require_recording
 from torchrl_kl.actors.references import Switch, as_reference
-from torchrl_kl.batches import expand_right
+from torchrl_kl.batches import counted, expand_right
 from torchrl_kl.keys import KLKeys, as_keys, get_required
 from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate, require_one_kind
@@ -19,7 +19,6 @@ from torchrl_kl.transforms.steps import (
     ScoringTransform,
     counted_steps,
     measure,
-    stepped,
     without_random,
 )
 
@@ -93,11 +92,11 @@ class ReferenceModelLogProbTransform(ScoringTransform):
 
     def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
         step = self.score_batch(batch, fake)
-        following, counted = batch.get("next"), counted_steps(batch, fake)
+        following, counts = batch.get("next"), counted_steps(batch, self.keys, fake)
         self._write(following, step)
-        if step.mask is not None and (counted is None or not step.mask.equal(counted)):
+        if step.mask is not None and (counts is None or not step.mask.equal(counts)):
             # Steps of a random policy.
-            not_drawn = ~step.mask if counted is None else counted & ~step.mask
+            not_drawn = ~step.mask if counts is None else counts & ~step.mask
             shape = (*cast(Tensor, step.log_prob).shape, 1)
             following.set(self.keys.not_drawn, expand_right(not_drawn, shape).contiguous())
 
@@ -175,13 +174,12 @@ class KLDivergenceTransform(KLTransform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         log_prob = self.keys.recorded.read(tensordict)  # (*B, *A); None if no policy ran
-        mask = stepped(tensordict)  # (*B), False in rows that a batched env skips
-        self._measure(tensordict, next_tensordict, log_prob, mask)
+        self._measure(tensordict, next_tensordict, log_prob, counted(tensordict, self.keys))
         return next_tensordict
 
     def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
         following, log_prob = batch.get("next"), self.keys.recorded.require(batch)
-        mask = without_random(following, self.keys, counted_steps(batch, fake))
+        mask = without_random(following, self.keys, counted_steps(batch, self.keys, fake))
         self._measure(batch, following, log_prob, mask)
         self.drop_record(batch)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -14,7 +14,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 from typing_extensions import Self
 
-from torchrl_kl.batches import MASK_KEY, expand_right, find_ends
+from torchrl_kl.batches import counted, expand_right, find_ends, of_values, was_done
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller, is_constant
 from torchrl_kl.feeding import ControllerFeed, Reading
 from torchrl_kl.functional.numbers import check_finite, working_dtype
@@ -34,6 +34,7 @@ class PenaltyTransform(KLTransform):
     """Base of the transforms that subtract the penalty; see RewardAdjustmentTransform."""
 
     observed: Sequence[NestedKey] | None = None  # they show whether steps follow one another
+    state_lengths: Mapping[NestedKey, NestedKey] = {"tokens": "position"}
     record = True  # whether it writes more than the result and the coefficient
 
     def __init__(
@@ -136,25 +137,38 @@ class PenaltyTransform(KLTransform):
             next_tensordict.set(self.keys.episode_sums, before + torch.cat(columns, -1))
         if self.frozen:
             return
-        by_step = self.controller.per == "step"
-        taken = torch.ones_like(measured, dtype=torch.bool)
-        if not by_step:
-            # An agent that left while others go on was counted when it left.
-            before = expand_right(tensordict.get(self.keys.done, ~taken), measured.shape)
-            taken = find_ends(next_tensordict, self.keys.done, measured.shape) & ~before
-        if not taken.any():  # as in most steps
+        taken = self._taken(tensordict, next_tensordict, step.mask, measured.shape)
+        if not taken.any():
             self.feed.pool(self.controller, measured.new_zeros(0), in_env=True)
             return
-        counts = without_random(next_tensordict, self.keys, step.mask)
-        if counts is not None:
-            taken = taken & expand_right(counts, measured.shape)
-        values = (measured if by_step else episode_kl)[taken]
+        values = (measured if self.controller.per == "step" else episode_kl)[taken]
         if self.controller.planning:
             sums = next_tensordict.get(self.keys.episode_sums, torch.cat(columns, -1))
             rewards, log_ratios = sums[taken.squeeze(-1)].double().unbind(-1)
             self.feed.plan_from(self.controller, rewards, log_ratios=log_ratios)
             values = values[:0]  # says nothing about what is planned
         self.feed.pool(self.controller, values, in_env=True)
+
+    def _taken(
+        self,
+        tensordict: TensorDictBase,
+        next_tensordict: TensorDictBase,
+        mask: Tensor | None,
+        shape: torch.Size,
+    ) -> Tensor:
+        """True where an env step tells the controller something, of `shape`, (*B, *A, 1)."""
+        taken = torch.ones(shape, dtype=torch.bool, device=next_tensordict.device)
+        if self.controller.per == "trajectory":
+            # An agent that left while others go on was counted when it left. One whose trajectory
+            # ends need not act in that step.
+            mask, before = None, was_done(tensordict, self.keys)
+            taken = find_ends(next_tensordict, self.keys.done, shape)
+            if before is not None:
+                taken = taken & ~expand_right(of_values(before, shape), shape)
+        if not taken.any():  # as in most steps
+            return taken
+        mask = of_values(without_random(next_tensordict, self.keys, mask), shape)
+        return taken if mask is None else taken & expand_right(mask, shape)
 
     def adjust_batch(self, tensordict: TensorDictBase, step: KLStep, *, moves: bool) -> None:
         """Penalizes a batch (a copy), adds up its trajectories, and feeds the controller."""
@@ -177,7 +191,7 @@ class PenaltyTransform(KLTransform):
     def observe(self, tensordict: TensorDictBase) -> None:
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
         next_tensordict = tensordict.get("next")
-        step = self.read_step(next_tensordict, tensordict.get(MASK_KEY, None))
+        step = self.read_step(next_tensordict, counted(tensordict, self.keys))
         reward = get_required(next_tensordict, self.keys.task_reward, _NO_REWARD)
         reading = self._read(tensordict, step, reward, True)
         self.feed.plan(self.controller, reading)
@@ -187,6 +201,7 @@ class PenaltyTransform(KLTransform):
         """The KL and the estimate that were measured, 0 outside the mask (*B)."""
         kl = get_required(next_tensordict, self.keys.kl, NO_KL)  # (*B, *A, 1)
         estimate = next_tensordict.get(self.keys.kl_estimate, None)
+        mask = of_values(mask, kl.shape)
         if mask is not None:
             covered = expand_right(mask, kl.shape)
             kl = torch.where(covered, kl, 0.0)
@@ -204,6 +219,7 @@ class PenaltyTransform(KLTransform):
             done_key=self.keys.done,
             time_dim=self.time_dim,
             observed=self.observed,
+            state_lengths=self.state_lengths,
             reward=reward.detach(),
             log_ratio=cast(Tensor, step.kl).detach(),
             trace=moves,

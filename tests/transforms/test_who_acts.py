@@ -1,0 +1,160 @@
+"""Who acts: agents that are done, wait for their turn, or are padded do not count, anywhere."""
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.testing import assert_close
+from torchrl.data import Categorical, Composite
+
+from tests.helpers import SpyController, WalkEnv, make_actor, moved, play, total, with_transforms
+from torchrl_kl import KLConstrainedTransform, KLKeys, PlannedKLController
+from torchrl_kl.batches import counted
+
+any_place = pytest.mark.parametrize("place", ["env", "batch"])
+any_per = pytest.mark.parametrize("per", ["trajectory", "step"])
+
+
+class LeavingEnv(WalkEnv):
+    """Agent i has left with i steps to go, and its flag stays; the env resets when all are gone."""
+
+    def __init__(self, n_agents: int = 2, **kwargs):
+        super().__init__((2,), n_agents=n_agents, longest=5, **kwargs)
+        flag = Categorical(2, dtype=torch.bool, shape=torch.Size((2, n_agents, 1)))
+        flags = {"done": flag, "terminated": flag.clone()}
+        self.full_done_spec["agents"] = Composite(flags, shape=(2, n_agents))
+
+    def _gone(self, out: Any) -> torch.Tensor:
+        return out["left"].unsqueeze(-1) <= torch.arange(self.agents[0]).unsqueeze(-1)
+
+    def _mark(self, out: Any, gone: torch.Tensor) -> Any:
+        out["agents", "done"], out["agents", "terminated"] = gone, gone.clone()
+        return out
+
+    def _step(self, tensordict):
+        out = super()._step(tensordict)
+        return self._mark(out, self._gone(out))
+
+    def _reset(self, tensordict=None, **kwargs):
+        out = super()._reset(tensordict, **kwargs)
+        return self._mark(out, torch.zeros(2, self.agents[0], 1, dtype=torch.bool))
+
+
+class OneForAll(LeavingEnv):
+    """Only the first agent is ever done: the env resets all of them then."""
+
+    def _gone(self, out: Any) -> torch.Tensor:
+        return out["done"].unsqueeze(-2) & (torch.arange(self.agents[0]) == 0).unsqueeze(-1)
+
+
+def agents_measured(
+    place: str, env: WalkEnv, controller: Any = None, **options: Any
+) -> tuple[Any, Any]:
+    """A rollout of agents that a stack has penalized in the env, or as a batch."""
+    actor = make_actor(agents=True)
+    controller = SpyController() if controller is None else controller
+    keys = KLKeys(reward="reward" if env.shared_reward else ("agents", "reward"))
+    stack = KLConstrainedTransform(actor, controller, update_every=1, keys=keys, **options)
+    if place == "env":
+        return play(with_transforms(env, stack), moved(actor), 20), controller
+    return stack(play(env, moved(actor), 20)), controller
+
+
+@any_place
+def test_an_agent_that_has_left_is_counted_once(place):
+    batch, controller = agents_measured(place, LeavingEnv())
+    left = batch["next", "agents", "done"] & ~batch["agents", "done"]
+    assert left.sum() < batch["next", "agents", "done"].sum()
+    assert total(controller)[0] == int(left.sum())
+
+
+@any_place
+def test_an_env_that_resets_all_agents_when_one_is_done_ends_all_of_their_trajectories(place):
+    batch, controller = agents_measured(place, OneForAll())
+    ended = batch["next", "done"].squeeze(-1)
+    after = batch["next", "agents"]
+    starts = torch.cat([torch.ones(2, 1, dtype=torch.bool), ended[:, :-1]], 1)
+    assert_close(after["episode_kl"][starts], after["kl"][starts], atol=1e-6, rtol=0)
+    assert total(controller)[0] == 2 * int(ended.sum())
+    expected = after["episode_kl"][ended].double().sum().item()
+    assert_close(total(controller)[1], expected, atol=1e-5, rtol=0)
+
+
+def log_ratios(batch: Any) -> torch.Tensor:
+    """k1 of each step and agent, (*B, A), whoever acts."""
+    return batch["agents", "action_log_prob"] - batch["next", "agents", "ref_log_prob"]
+
+
+@any_place
+@any_per
+@pytest.mark.parametrize("sum_agents", [False, True])
+def test_an_agent_that_has_left_has_no_kl(place, per, sum_agents):
+    env = LeavingEnv(shared_reward=sum_agents)
+    batch, told = agents_measured(place, env, SpyController(per=per), sum_agents=sum_agents)
+    acts = ~batch["agents", "done"].squeeze(-1)
+    assert not acts.all()
+    k1 = torch.where(acts, log_ratios(batch), 0.0)
+    step = batch["next"]
+    kl = step["kl" if sum_agents else ("agents", "kl")].squeeze(-1)
+    assert_close(kl, k1.sum(-1) if sum_agents else k1)
+    inner = step if sum_agents else step["agents"]
+    penalized = inner["task_reward"] - inner["kl_coeff"] * kl.unsqueeze(-1)
+    assert_close(inner["reward"], penalized)
+    if per == "step":
+        assert total(told)[0] == (acts.any(-1).sum() if sum_agents else acts.sum())
+        assert_close(total(told)[1], k1.sum().item(), atol=1e-4, rtol=0)
+
+
+@any_place
+def test_a_plan_per_step_is_made_of_the_rewards_of_those_who_act(place):
+    heard: list[torch.Tensor] = []
+
+    class Listening(PlannedKLController):
+        def observe_rewards(self, rewards, **_: Any):
+            heard.append(rewards)
+            return self.coeff.item()
+
+    batch, _ = agents_measured(place, LeavingEnv(), Listening(0.3, per="step"))
+    acts = ~batch["agents", "done"]
+    rewards = batch["next", "agents", "task_reward"][acts]
+    assert_close(torch.cat(heard).sort().values.float(), rewards.sort().values)
+
+
+def turns(n_steps: int = 400, *, flag: Any = ("agents", "mask")) -> tuple[Any, Any]:
+    """A game of two agents that act in turns, and whether they act, (T, 2)."""
+    actor = make_actor(agents=True)
+    acts = torch.arange(n_steps)[:, None] % 2 == torch.arange(2)
+    observation = torch.randn(n_steps, 2, 3, generator=torch.Generator().manual_seed(0))
+    agents = TensorDict(observation=observation, batch_size=(n_steps, 2))
+    batch = moved(actor)(TensorDict(agents=agents, batch_size=n_steps))
+    batch["agents", "action_log_prob"][~acts] = -torch.inf  # none of their actions is legal
+    batch[flag] = acts
+    rewards = torch.zeros(n_steps, 2, 1)
+    done = (torch.arange(n_steps) % 4 == 3).unsqueeze(-1)
+    after = TensorDict(reward=rewards, batch_size=(n_steps, 2))
+    batch["next"] = TensorDict(agents=after, done=done, batch_size=n_steps)
+    batch.names = ["time"]
+    return batch, acts
+
+
+@any_per
+@pytest.mark.parametrize("flag", [("agents", "mask"), ("collector", "mask")])
+def test_agents_that_wait_for_their_turn(per, flag):
+    batch, acts = turns(flag=flag)
+    controller, actor = SpyController(per=per), make_actor(agents=True)
+    keys = KLKeys(reward=("agents", "reward"))
+    after = KLConstrainedTransform(actor, controller, keys=keys)(batch)
+    kl = after["next", "agents", "kl"].squeeze(-1)
+    assert_close(kl, torch.where(acts, log_ratios(after), 0.0))
+    # Both have a trajectory of two actions in each game of four steps.
+    assert total(controller)[0] == (200 if per == "trajectory" else 400)
+    assert_close(total(controller)[1], kl.sum().item(), atol=1e-3, rtol=0)
+
+
+def test_a_mask_of_actions_is_not_one_of_agents():
+    batch, _ = turns()
+    batch["agents", "mask"] = torch.zeros(400, 2, 4, dtype=torch.bool)
+    assert counted(batch, KLKeys().resolve(("agents", "action_log_prob"))) is None
+    batch["agents", "mask"] = torch.ones(400, 2)
+    assert counted(batch, KLKeys().resolve(("agents", "action_log_prob"))) is None
