@@ -11,7 +11,6 @@ from torch import Tensor
 from torchrl_kl.controllers.base import InitCoeff, Per, TargetKLController
 from torchrl_kl.controllers.plan import RewardPlan
 
-# The docstring says what they do.
 _RESPONSE = 12.0  # updates
 _SHARE = 0.7
 _STEEPEST = 1.5
@@ -24,7 +23,7 @@ class PlannedKLController(TargetKLController):
     It starts at 1.2 times the plan (see `observe_rewards`). At update n:
 
         x      = sqrt(clip(kl / target, 0, 4))
-        rise   = x - average, of which average becomes x - (1 - 1 / min(n + 1, 6)) * rise
+        rise   = x - average;  then average <- average + rise / 6
         speed  = the largest rise, or change of x, so far
         power  = clip(0.7 / speed - 1, 0, 1.5)
         error  = x ** 2 - 1 above the target,
@@ -32,22 +31,17 @@ class PlannedKLController(TargetKLController):
         coeff <- coeff * exp(error / 12) * (max(x, 0.7) / max(x before, 0.7)) ** power
         coeff <- clip(coeff, 1e-4 * plan, 2 * plan)
 
-    - x grows evenly where a policy moves evenly, and goes as 1 / coeff where it has settled.
-    - A lasting error of 1 moves log(coeff) by 1 in 12 updates, in which most policies respond.
-      Below the target it waits for a policy that is on its way, the more the faster it is. A rise
-      that the fall of the coefficient explains does not count: a fall by a factor f raises
-      average by 1 / f, to at most 1.
-    - The power damps a slow policy, which a sum of errors alone lets swing; a policy that comes
-      from the reference to the target in one or two updates is too fast to be damped. What the
-      start and the power add, `1.2 * (1 / 0.7) ** power`, is taken back in the first 12 updates.
-    - The plan takes the whole spread of the rewards for what the policy can choose, so that the
-      right coefficient is hardly above it. It is made again from the rewards of each batch, and the
-      largest one counts: rewards that grow need a larger coefficient.
+    x grows evenly where a policy moves evenly, and goes as 1 / coeff where it has settled. A
+    lasting error of 1 moves log(coeff) by 1 in 12 updates, in which most policies respond; below
+    the target it waits for a policy that is on its way. A rise of x that the fall of coeff explains
+    does not count: it raises average as far, to at most 1. The power damps a slow policy. What the
+    start and the power add, `1.2 * (1 / 0.7) ** power`, is taken back in the first 12 updates.
 
-    At 2 * plan, with a KL that stays above the target, a warning says once that no coefficient will
-    do: that KL does not come from the rewards. Updates are too large, or the noise of the penalties
-    moves the policy, and a larger coefficient adds to it. At 1e-4 * plan a warning says that the
-    target is out of reach.
+    The plan takes the whole spread of the rewards for what the policy can choose, so that the right
+    coefficient is hardly above it. Each batch makes one, and the largest counts, as rewards grow.
+    A KL that stays above the target at 2 * plan does not come from the rewards: updates are too
+    large, or noise of the penalties moves the policy. A warning then says once that a larger
+    coefficient would not help; at 1e-4 * plan it says that the target is out of reach.
 
     You may rely on: k times the rewards give k times the coefficient; it stays within its bounds.
     You may not rely on a steady KL where it is not steady with a constant coefficient.
@@ -58,8 +52,7 @@ class PlannedKLController(TargetKLController):
     Args:
         target, per: as in `TargetKLController`. Per step 0.01 nats is cautious and 0.2 much; per
             response 3 nats let a language model change its style.
-        init_coeff: "plan", or the first coefficient, which counts as the first plan. The start is
-            then not above it.
+        init_coeff: "plan", or the first coefficient, which counts as a plan and the start.
 
     Example:
         >>> import torch
@@ -94,7 +87,7 @@ class PlannedKLController(TargetKLController):
         self.n_updates += 1
         n = self.n_updates.item()
         rise = x - self.average.item()
-        self.average += rise / min(n + 1, _RESPONSE / 2)
+        self.average += rise / (_RESPONSE / 2)
         speed = max(self.speed.item(), rise, abs(x - before), 0.01)
         self.speed.fill_(speed)
         self.last.fill_(x)
