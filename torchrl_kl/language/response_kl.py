@@ -191,7 +191,7 @@ class ResponseKLTransform(PenaltyTransform):
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses envs."""
         super().set_container(container)
-        if self.in_env:
+        if self.env is not None:
             raise RuntimeError(
                 "ResponseKLTransform works on whole batches, not in an env: pass it as "
                 "`LLMCollector(postproc=...)`, or append it to a replay buffer with `invert=True`."

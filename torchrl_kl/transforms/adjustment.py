@@ -90,12 +90,6 @@ class RewardAdjustmentTransform(PenaltyTransform):
         mask = without_random(following, self.keys, counted_steps(batch, fake))
         self.adjust_batch(batch, self.read_step(following, mask), moves=moves)
 
-    def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Adds the running sum to the state spec."""
-        kl = require_spec(self.parent_env.full_observation_spec, self.keys.kl, NO_KL)
-        self.declare_episode_kl(input_spec, kl.dtype)
-        return input_spec
-
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the task reward, the coefficient and the running sum."""
         self.refuse_penalized(observation_spec, "the env")

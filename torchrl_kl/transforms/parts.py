@@ -80,7 +80,6 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         )
         self.reference, self.time_dim = frozen, time_dim
         self.acting = Acting.of(actor, frozen.recorded)
-        self.action_keys = frozen.action_keys
         self.estimate = make_estimate(estimator, frozen.actor, self.keys)
         if estimator == "exact":  # of KLDivergenceTransform, which knows only one actor
             require_one_kind(actor, frozen.actor)

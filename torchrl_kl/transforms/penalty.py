@@ -19,7 +19,7 @@ from torchrl_kl.controllers import KLController, KLStatistics, as_controller, is
 from torchrl_kl.feeding import ControllerFeed, Reading
 from torchrl_kl.functional.numbers import check_finite, working_dtype
 from torchrl_kl.keys import ResolvedKeys, get_required, sibling
-from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec, state_spec
+from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.placement import refuse_sums
 from torchrl_kl.transforms.steps import (
@@ -242,20 +242,10 @@ class PenaltyTransform(KLTransform):
         for key in sorted(new, key=str):
             add_spec(spec, key, reward.shape, reward.dtype, reward.shape[:-1])
         if self.record:
-            self._declare_sums(spec, kl_shape, dtype)
-
-    def _declare_sums(self, spec: Composite, shape: torch.Size, dtype: torch.dtype) -> None:
-        add_spec(spec, self.keys.episode_kl, shape, working_dtype(dtype), shape[:-1])
-        if self._plans:
-            size = (*shape[:-1], 2)
-            add_spec(spec, self.keys.episode_sums, size, working_dtype(dtype), shape[:-1])
-
-    def declare_episode_kl(self, input_spec: Composite, dtype: torch.dtype) -> None:
-        """Adds the running sum to the state spec, so that batched envs carry it."""
-        if self.record:
-            rewards = self.parent_env.full_reward_spec
-            shape = require_spec(rewards, self.keys.reward, _NO_REWARD, "reward").shape
-            self._declare_sums(state_spec(input_spec), shape, dtype)
+            holder, dtype = kl_shape[:-1], working_dtype(dtype)
+            add_spec(spec, self.keys.episode_kl, kl_shape, dtype, holder)
+            if self._plans:
+                add_spec(spec, self.keys.episode_sums, (*holder, 2), dtype, holder)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """The penalized reward has no bounds."""

@@ -24,7 +24,7 @@ from torchrl_kl.keys import (
     as_tuple,
     existing_keys,
 )
-from torchrl_kl.transforms.base import KLTransform, add_spec, state_spec
+from torchrl_kl.transforms.base import KLTransform, add_spec
 from torchrl_kl.transforms.estimates import Estimate, KLStep
 
 _FIRST_STEPS = 32  # of an env, over which the first KL is averaged; else of the first batch
@@ -210,45 +210,14 @@ def _warn_of_random_steps(random: Tensor) -> None:
     )
 
 
-class FirstUse:
-    """Warns if the weights of a policy have changed between the copy and its first use."""
+class _UnsavedPolicy(weakref.ref):
+    """A policy that is not saved, moved or copied with a transform; nothing in other processes."""
 
-    def __init__(self, policy: nn.Module):
-        # The policy must not be saved, moved or copied with a transform, whose copies share this.
-        self._policy: Any = weakref.ref(policy)
-        self._k1, self._count = 0.0, 0
-
-    def __deepcopy__(self, memo: dict) -> FirstUse:
+    def __deepcopy__(self, memo: dict) -> _UnsavedPolicy:
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        # In another process nobody knows the policy.
-        return vars(self) | {"_policy": None}
-
-    def forget(self) -> None:
-        """Expects any weights from now on."""
-        self._policy = None
-
-    def check(self, k1: Tensor, reference: nn.Module, *, enough: int) -> bool:
-        """Adds k1 of the first steps, (N,); whether they were `enough`, and nothing is to do."""
-        self._k1 += float(k1.detach().sum())
-        self._count += k1.numel()
-        if self._count < enough:
-            return False
-        policy = self._policy and self._policy()
-        self._policy = None
-        if policy is None or self._k1 < _HUGE * self._count:
-            return True
-        pairs = zip(policy.parameters(), reference.parameters(), strict=False)
-        if not all(torch.equal(own.detach().to(other), other.detach()) for own, other in pairs):
-            warnings.warn(
-                f"the first {self._count} steps have a KL of {self._k1 / self._count:.2g} nats per "
-                "step, although the reference is a copy of the policy: the policy's weights have "
-                "changed since it was copied. Load weights into the policy before building the KL "
-                "transform. If you mean the KL to the old weights, say so with `reference=`.",
-                stacklevel=4,
-            )
-        return True
+    def __reduce__(self) -> tuple:
+        return type(None), ()
 
 
 class ScoringTransform(KLTransform):
@@ -257,14 +226,19 @@ class ScoringTransform(KLTransform):
     reference: FrozenActor
     acting: Acting
     estimate: Estimate | None
-    first_use: FirstUse | None = None  # of a reference that is a copy of the policy
     record = True  # whether it writes more than its result
     time_dim: int | None
+    _policy: Any = None  # of which the reference is a copy that was not yet used
+    _first = (0.0, 0)  # of the first steps: the sum of k1, and their number
 
     def watch_first_use(self, policy: nn.Module) -> None:
         """Will warn if the policy's weights have changed when this is used."""
-        self.first_use = FirstUse(policy)
+        self._policy = _UnsavedPolicy(policy)
         self.register_load_state_dict_post_hook(_expect_any)  # a run that goes on
+
+    def carried(self) -> list[NestedKey]:
+        """The entries that go on from step to step."""
+        return [*super().carried(), *self.reference.own_state_keys]
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
@@ -280,23 +254,37 @@ class ScoringTransform(KLTransform):
         return step
 
     def check_first_use(self, step: KLStep, *, enough: int = 1) -> None:
-        """Warns once if the policy has changed since it was copied; see `FirstUse`."""
-        if self.first_use is None or step.log_prob is None or torch.compiler.is_compiling():
+        """Warns once if the policy's weights have changed between the copy and its first use."""
+        if self._policy is None or step.log_prob is None or torch.compiler.is_compiling():
             return
-        k1 = step.log_prob.detach() - cast(Tensor, step.ref_log_prob)
+        policy = self._policy()
+        k1 = step.log_prob.detach() - cast(Tensor, step.ref_log_prob).detach()
         k1 = k1 if step.mask is None else k1[expand_right(step.mask, k1.shape)]
-        if self.first_use.check(k1, self.reference.actor, enough=enough):
-            self.first_use = None
+        total, count = self._first = self._first[0] + float(k1.sum()), self._first[1] + k1.numel()
+        if count < enough:
+            return
+        _expect_any(self)
+        weights = [] if policy is None else policy.parameters()
+        pairs = zip(weights, self.reference.actor.parameters(), strict=False)
+        equal = (torch.equal(own.detach().to(other), other.detach()) for own, other in pairs)
+        if total >= _HUGE * count and not all(equal):
+            warnings.warn(
+                f"the first {count} steps have a KL of {total / count:.2g} nats per step, although "
+                "the reference is a copy of the policy: the policy's weights have changed since it "
+                "was copied. Load weights into the policy before building the KL transform. If you "
+                "mean the KL to the old weights, say so with `reference=`.",
+                stacklevel=4,
+            )
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         # A Compose inverts from last to first: action transforms before this one have not yet
-        # turned the policy's action into the env's. A replay buffer calls this too, without an env.
+        # turned the policy's action into the env's.
         env = self.env
         if env is not None:
             score = score_env_step(self.reference, self.acting, tensordict, self.estimate, env)
             self.check_first_use(score, enough=_FIRST_STEPS)
             vars(self)["_scored"] = score  # until `_step`; `nn.Module.__setattr__` takes longer
-        return tensordict
+        return super()._inv_call(tensordict)
 
     def _take_score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> KLStep:
         """The score of this env step; writes its next recurrent states, and what was not drawn."""
@@ -315,25 +303,16 @@ class ScoringTransform(KLTransform):
         next_tensordict.set(self.keys.not_drawn, not_drawn)
         return step
 
-    def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Adds the reference's recurrent state, and what was not drawn, to the state spec."""
-        # Batched envs carry only actions and what is in the state spec to their workers.
-        self._declare_scores(state_spec(input_spec))
-        return input_spec
-
     def declare_reference(self, spec: Composite) -> None:
-        """Adds the same to the observation spec; RuntimeError if it is there already."""
+        """Adds the reference's recurrent state, and what was not drawn, to an observation spec."""
         self.claim(spec, self.reference.own_state_keys)
-        self._declare_scores(spec)
-
-    def _declare_scores(self, spec: Composite) -> None:
-        self.declare_states(spec, self.reference)
+        batch_size = self.parent_env.batch_size
+        for key, leaf in self.reference.state_specs().items():
+            add_spec(spec, key, (*batch_size, *leaf.shape), leaf.dtype, batch_size)
         if self.record:
             shape = self.log_prob_shape()
             add_spec(spec, self.keys.not_drawn, (*shape, 1), torch.bool, shape)
 
 
 def _expect_any(transform: ScoringTransform, _: object = None) -> None:
-    if transform.first_use is not None:
-        transform.first_use.forget()
-        transform.first_use = None
+    transform._policy = None
