@@ -24,9 +24,11 @@ from tests.helpers import (
     with_transforms,
 )
 from torchrl_kl import (
+    AdaptiveKLController,
     KLConstrainedTransform,
     KLDivergenceTransform,
     KLRewardTransform,
+    PlannedKLController,
     ReferenceModelLogProbTransform,
     RewardAdjustmentTransform,
 )
@@ -48,13 +50,13 @@ def preset() -> Any:
     return KLRewardTransform(make_actor(), COEFF)
 
 
-def whole(controller: Any = COEFF) -> list[Any]:
-    return [stack(controller)]
+def whole(controller: Any = COEFF, **kwargs: Any) -> list[Any]:
+    return [stack(controller, **kwargs)]
 
 
-def parts(controller: Any = COEFF) -> list[Any]:
+def parts(controller: Any = COEFF, **kwargs: Any) -> list[Any]:
     reference = ReferenceModelLogProbTransform(make_actor())
-    return [reference, KLDivergenceTransform(), RewardAdjustmentTransform(controller)]
+    return [reference, KLDivergenceTransform(), RewardAdjustmentTransform(controller, **kwargs)]
 
 
 def halved(value: Any) -> Any:
@@ -97,6 +99,7 @@ def paint(observation: Tensor) -> Tensor:
 
 
 RIGHT: dict[str, list[Callable[[], Any]]] = {
+    "ActionMask": [lambda: tr.ActionMask(mask_key="mask")],
     "CatFrames": [lambda: tr.CatFrames(2, -1, SEEN, ["frames"])],
     "CatTensors": [lambda: tr.CatTensors(["observation", "left"], "cat", del_keys=False)],
     "ClipTransform": [lambda: tr.ClipTransform(SEEN, low=-1.0, high=1.0)],
@@ -109,7 +112,7 @@ RIGHT: dict[str, list[Callable[[], Any]]] = {
     "DeviceCastTransform": [lambda: tr.DeviceCastTransform("cpu")],
     "DoubleToFloat": [tr.DoubleToFloat],
     "EndOfLifeTransform": [lambda: tr.EndOfLifeTransform(eol_attribute="lives")],
-    "ExcludeTransform": [lambda: tr.ExcludeTransform("pixels", "kl_coeff")],
+    "ExcludeTransform": [lambda: tr.ExcludeTransform("pixels", "ref_log_prob")],
     "ExpandAs": [lambda: tr.ExpandAs("left", "observation", out_key="lefts")],
     "FiniteTensorDictCheck": [tr.FiniteTensorDictCheck],
     "FlattenObservation": [lambda: tr.FlattenObservation(-3, -1, ["floats"])],
@@ -155,6 +158,7 @@ RIGHT: dict[str, list[Callable[[], Any]]] = {
         lambda: tr.VecNormV2(in_keys=SEEN),
         lambda: tr.VecNormV2(in_keys=["reward"], out_keys=["normal"]),
     ],
+    "gSDENoise": [lambda: tr.gSDENoise(action_dim=2, state_dim=3, shape=(2,))],
 }
 
 
@@ -166,7 +170,8 @@ def assert_right(batch: Any, counted: Any = True) -> None:
     expected = torch.where(torch.as_tensor(counted), expected, 0.0)
     kl, running = step["kl"].squeeze(-1), torch.zeros(batch.shape[:-1])
     assert_close(kl, expected, atol=1e-5, rtol=1e-5)
-    assert_close(step["reward"], (step["task_reward"] - COEFF * step["kl"]).to(step["reward"]))
+    reward = step["task_reward"] - step["kl_coeff"] * step["kl"]
+    assert_close(step["reward"], reward.to(step["reward"]), atol=1e-5, rtol=1e-5)
     for t in range(batch.shape[-1]):
         running = running + kl[..., t]
         assert_close(step["episode_kl"][..., t, 0], running, atol=1e-5, rtol=1e-5)
@@ -178,7 +183,8 @@ def test_what_is_harmless_leaves_the_record_right(name):
     for make in RIGHT[name]:
         pixels = tr.UnaryTransform(SEEN, ["pixels"], fn=paint)
         images = [tr.ToTensorImage(in_keys=["pixels"], out_keys=[key]) for key in IMAGES]
-        env = TransformedEnv(Lives((2,)), compose(pixels, *images, stack(), make()))
+        mask = tr.UnaryTransform(["left"], ["mask"], fn=lambda left: (left > 0).expand(-1, 4))
+        env = TransformedEnv(Lives((2,)), compose(pixels, *images, mask, stack(), make()))
         batch = play(env, policy(), 9)
         assert batch["next", "done"].any()
         assert_right(batch)
@@ -197,20 +203,26 @@ def test_a_skipped_step_has_no_kl(penalty, behind):
 
 
 @pytest.mark.parametrize("penalty", [whole, parts])
-@pytest.mark.parametrize("per", ["trajectory", "step"])
-def test_random_steps_of_a_reset_are_not_of_the_trajectory(penalty, per):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PlannedKLController(0.5),
+        lambda: AdaptiveKLController(0.1, 9.0, horizon=9),
+        lambda: AdaptiveKLController(0.1, 9.0, horizon=9, per="step"),
+    ],
+)
+def test_random_steps_of_a_reset_are_not_of_the_trajectory(penalty, make):
     """Nothing of them goes on in it: no sum, nor the mark that keeps it from the controller."""
-    calls = []
+    coeffs = []
     for behind in (False, True):
-        controller, noops = SpyController(COEFF, per=per), tr.NoopResetEnv(1, random=False)
-        order = (*penalty(controller), noops) if behind else (noops, *penalty(controller))
-        env = with_transforms(WalkEnv(longest=6), *order)
-        batch = play(env, policy(), 300)
+        controller = make()
+        order = penalty(controller, update_every=4)
+        order.insert(len(order) if behind else 0, tr.NoopResetEnv(1, random=False))
+        batch = play(with_transforms(WalkEnv(longest=6), *order), policy(), 80)
         assert_right(batch)
         assert not batch["next", "not_drawn"].any()
-        calls.append(controller.calls)
-    assert calls[0] == calls[1]
-    assert calls[0]
+        coeffs.append(controller.coeff.item())
+    assert coeffs[0] == coeffs[1] != make().coeff.item()
 
 
 @pytest.mark.parametrize("random_first", [False, True])
