@@ -9,8 +9,7 @@ from torchrl.envs.transforms import DTypeCastTransform, ModuleTransform, Transfo
 
 from torchrl_kl.functional.distributions import COLUMN_READERS
 
-# Those that an env calls in each step.
-HOOKS = ("_call", "_step", "_inv_call", "_post_step_mdp_hooks")
+HOOKS = ("_call", "_step", "_inv_call", "_post_step_mdp_hooks")  # what an env calls in a step
 
 
 def container_of(transform: Transform) -> object:

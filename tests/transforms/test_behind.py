@@ -68,6 +68,10 @@ def dtype_cast(inner: Any, outer: Any, *keys: str, **inverse: Any) -> Any:
     return lambda: tr.DTypeCastTransform(inner, outer, [*keys], **names, **inverse)
 
 
+def inverse(key: str) -> Any:
+    return tr.UnaryTransform([], [], [key], [key], fn=halved, inv_fn=halved)
+
+
 def module(inverse: bool, key: str, out: str) -> Any:
     own = tr.ModuleTransform(module=TensorDictModule(halved, [key], [out]), inverse=inverse)
     if not inverse:
@@ -225,18 +229,18 @@ def test_random_steps_of_a_reset_are_not_of_the_trajectory(penalty, make):
     assert coeffs[0] == coeffs[1] != make().coeff.item()
 
 
-@pytest.mark.parametrize("random_first", [False, True])
-def test_a_reset_forgets_no_random_step_that_it_did_not_make(random_first):
-    controller = SpyController()
-    env: Any = with_transforms(WalkEnv(longest=6), stack(controller, update_every=1))
-    data = env.reset()
-    data["left"].fill_(3)
+def test_a_reset_forgets_no_step_that_it_did_not_make():
+    env: Any = with_transforms(WalkEnv((2,), longest=30), stack())
+    first, act = env.reset(), policy()
     with set_exploration_type(ExplorationType.RANDOM):
-        for act in (env.rand_action if random_first else policy(), policy(), policy()):
-            data = step_mdp(env.step(act(data)), exclude_done=False)
-    assert bool(data["done"])
-    assert bool(data["not_drawn"]) == random_first
-    assert len(controller.calls) == 1 - random_first
+        drawn = step_mdp(env.step(act(first.clone())))
+        data = step_mdp(env.step(env.rand_action(first)))
+        data = env.reset(data.set("_reset", torch.tensor([[False], [True]])))
+        after = step_mdp(env.step(act(data)))
+        env.reset()
+        later = env.step(act(drawn.clone()))["next"]  # goes on from where it was
+    assert after["not_drawn"].tolist() == [[True], [False]]
+    assert_close(later["episode_kl"], drawn["episode_kl"] + later["kl"], rtol=0, atol=0)
 
 
 # What does harm.
@@ -245,6 +249,11 @@ def test_a_reset_forgets_no_random_step_that_it_did_not_make(random_first):
 class Reward(tr.Transform):
     def _step(self, tensordict, next_tensordict):
         return next_tensordict.set("reward", torch.ones_like(next_tensordict["reward"]))
+
+
+class Pair(tr.Compose):
+    def _call(self, next_tensordict):
+        return next_tensordict
 
 
 class Late(tr.Transform):
@@ -311,6 +320,7 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], str]]] = {
             CHANGES.format("'observation'"),
         )
     ],
+    "Pair": [(lambda: Pair(tr.StepCounter()), MORE)],
     "Reward": [(Reward, MORE)],
     "RewardClipping": [(lambda: tr.RewardClipping(-1.0, 1.0), REWRITES)],
     "RewardScaling": [(lambda: tr.RewardScaling(0.0, 2.0), REWRITES)],
@@ -319,20 +329,22 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], str]]] = {
     "SuccessReward": [(lambda: tr.SuccessReward("left", "reward"), REWRITES)],
     "UnaryTransform": [
         (lambda: tr.UnaryTransform(["reward"], ["reward"], fn=halved), REWRITES),
-        (
-            lambda: tr.UnaryTransform([], [], ["action"], ["action"], fn=halved, inv_fn=halved),
-            CHANGES.format("'action'"),
-        ),
-        (
-            lambda: tr.UnaryTransform([], [], ["action_log_prob"], ["action_log_prob"], fn=halved),
-            CHANGES.format("'action_log_prob'"),
-        ),
+        (lambda: inverse("action"), CHANGES.format("'action'")),
+        (lambda: inverse("action_log_prob"), CHANGES.format("'action_log_prob'")),
     ],
     "VecGymEnvTransform": [(tr.VecGymEnvTransform, MORE)],
     "VecNorm": [(lambda: tr.VecNorm(in_keys=["reward"]), REWRITES)],
     "VecNormV2": [(lambda: tr.VecNormV2(in_keys=["observation", "reward"]), REWRITES)],
     "_CallableTransform": [(lambda: lambda data: data, MORE)],
 }
+
+
+def test_what_an_estimate_reads_of_the_policy_is_not_to_change():
+    with pytest.raises(RuntimeError, match=CHANGES.format("'logits'")):
+        with_transforms(WalkEnv(), stack(estimator="exact"), inverse("logits")).reset()
+    with_transforms(WalkEnv(), stack(), inverse("logits")).reset()
+
+
 ENDS: list[Callable[[], Any]] = [
     lambda: tr.StepCounter(3),
     lambda: tr.TerminateTransform(stop=lambda _: torch.zeros(2, 1).bool()),

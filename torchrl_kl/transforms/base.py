@@ -32,6 +32,7 @@ class KLTransform(Transform):
     """Base of the transforms: they work in `_step` or on a batch, and do not change their input."""
 
     keys: ResolvedKeys
+    record = True  # whether it writes more than its result
     needs_ends = False  # whether it has to see where trajectories end
     _home: Any = None  # a weak reference to its env
 
@@ -153,9 +154,8 @@ class KLTransform(Transform):
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Adds the entries that go on from step to step to the state spec."""
         # Batched envs carry only actions and what is in the state spec to their workers.
-        declared: Any = self.transform_observation_spec(
-            self.parent_env.full_observation_spec.clone()
-        )
+        before = self.parent_env.full_observation_spec.clone()
+        declared: Any = self.transform_observation_spec(before)
         for key in self.carried():
             leaf = declared[key]
             holder = declared[as_tuple(key)[:-1]] if isinstance(key, tuple) else declared

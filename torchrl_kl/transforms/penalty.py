@@ -34,7 +34,6 @@ class PenaltyTransform(KLTransform):
     """Base of the transforms that subtract the penalty; see RewardAdjustmentTransform."""
 
     observed: Sequence[NestedKey] | None = None  # they show whether steps follow one another
-    record = True  # whether it writes more than the result and the coefficient
 
     def __init__(
         self,

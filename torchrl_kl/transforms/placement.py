@@ -30,9 +30,8 @@ _FREE = (
 def refuse_wrong_order(transform: Any, own_class: type[Transform]) -> None:
     """RuntimeError if a transform after it, in its Compose or those around it, undoes its work."""
     for later in later_siblings(transform):
-        if isinstance(later, own_class):  # which keeps the entries of the others
-            continue
-        if reason := _interference(later, transform):
+        # This package's own transforms keep the entries of the others.
+        if not isinstance(later, own_class) and (reason := _interference(later, transform)):
             names = f"{type(later).__name__} comes after {type(transform).__name__}"
             raise RuntimeError(f"{names} and {reason}. Put it before the KL transforms.")
 
@@ -51,9 +50,9 @@ def refuse_sums(tensordict: TensorDictBase) -> None:
         raise RuntimeError(
             "the batch has 'steps_to_next_obs' above 1: its rewards are sums of several steps, of "
             "which the KL of the first one alone would be subtracted. Use MultiStep after the KL "
-            "transforms: on the batches that a collector returns, or in a replay buffer to which "
-            "the stack is appended last, with `invert=True`. Name the entries of the stack among "
-            "its `done_keys`, or it takes them from the last of its steps."
+            "transforms, with their entries among its `done_keys`, which it leaves alone: on the "
+            "batches of a collector, or in a replay buffer to which the stack is appended last, "
+            "with `invert=True`."
         )
 
 
@@ -109,8 +108,7 @@ def _interference(later: Any, transform: Any) -> str | None:
 
 
 def _may_do_anything(later: Transform) -> bool:
-    classes = type(later).__mro__
-    owners = (next(each for each in classes if hook in vars(each)) for hook in HOOKS)
+    owners = (next(c for c in type(later).__mro__ if hook in vars(c)) for hook in HOOKS)
     known = all(getattr(tr, owner.__name__, None) is owner for owner in owners)
     return not known or isinstance(later, _FREE)
 

@@ -226,7 +226,6 @@ class ScoringTransform(KLTransform):
     reference: FrozenActor
     acting: Acting
     estimate: Estimate | None
-    record = True  # whether it writes more than its result
     time_dim: int | None
     _policy: Any = None  # of which the reference is a copy that was not yet used
     _first = (0.0, 0)  # of the first steps: the sum of k1, and their number
@@ -273,7 +272,7 @@ class ScoringTransform(KLTransform):
                 "the reference is a copy of the policy: the policy's weights have changed since it "
                 "was copied. Load weights into the policy before building the KL transform. If you "
                 "mean the KL to the old weights, say so with `reference=`.",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
