@@ -12,6 +12,7 @@ from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.reading import require_recording
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import expand_right
+from torchrl_kl.functional.numbers import working_dtype
 from torchrl_kl.keys import KLKeys, as_keys, get_required
 from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate, require_one_kind
@@ -209,7 +210,7 @@ class KLDivergenceTransform(KLTransform):
         self.claim(observation_spec, self.out_keys)
         shape = self.parent_env.batch_size if self.sum_agents else ref.shape
         for key in self.out_keys:
-            add_spec(observation_spec, key, (*shape, 1), ref.dtype, shape)
+            add_spec(observation_spec, key, (*shape, 1), working_dtype(ref.dtype), shape)
         return observation_spec
 
 

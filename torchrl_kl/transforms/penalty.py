@@ -17,7 +17,7 @@ from typing_extensions import Self
 from torchrl_kl.batches import MASK_KEY, expand_right, find_ends
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller, is_constant
 from torchrl_kl.feeding import ControllerFeed, Reading
-from torchrl_kl.functional.numbers import check_finite, working_dtype
+from torchrl_kl.functional.numbers import check_finite, widened, working_dtype
 from torchrl_kl.keys import ResolvedKeys, get_required, sibling
 from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec, state_spec
 from torchrl_kl.transforms.estimates import KLStep
@@ -108,9 +108,10 @@ class PenaltyTransform(KLTransform):
         check_finite(type(self).__name__, entries | {self.keys.reward: reward}, step.mask)
 
     def _penalize(self, next_tensordict: TensorDictBase, step: KLStep, reward: Tensor) -> None:
-        # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1).
-        kl, coeff = cast(Tensor, step.kl), self.controller.coeff
-        penalized, applied = penalize(kl, reward, coeff, self.keys.reward)
+        # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1). In half
+        # precision the reward would swallow a penalty of less than its last digit.
+        reward = widened(reward)
+        penalized, applied = penalize(cast(Tensor, step.kl), reward, self.controller.coeff)
         next_tensordict.set(self.keys.penalized, penalized)
         next_tensordict.set(self.keys.kl_coeff, applied)
         if self.record:
@@ -127,7 +128,7 @@ class PenaltyTransform(KLTransform):
         if not self.record:
             return
         # The sum is an entry of the data, so that TorchRL sets it to zero in partial resets.
-        measured = step.measured.detach().to(working_dtype(step.measured.dtype))
+        measured = widened(step.measured.detach())
         episode_kl = get_required(tensordict, self.keys.episode_kl, _NO_SUM) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
         columns = (reward.detach().to(measured), cast(Tensor, step.kl).detach().to(measured))
@@ -233,6 +234,12 @@ class PenaltyTransform(KLTransform):
         rewards = self.parent_env.full_reward_spec
         reward = require_spec(rewards, self.keys.reward, _NO_REWARD, "reward")
         check_reward_shape(kl_shape, reward.shape, self.keys.reward)
+        if (wide := working_dtype(reward.dtype)) != reward.dtype:
+            raise TypeError(
+                f"{self.keys.reward!r} must be float32 or float64 in an env, got {reward.dtype}, "
+                "which rounds small penalties away: cast it before this transform, with "
+                f"DTypeCastTransform({reward.dtype}, {wide}, in_keys=[{self.keys.reward!r}])."
+            )
         # Entries like the reward. They are in the observation spec, not in the reward spec, where
         # a RewardSum without arguments would sum them too.
         new = {self.keys.kl_coeff, self.keys.penalized} - {self.keys.reward}
