@@ -22,12 +22,7 @@ from torchrl_kl.keys import ResolvedKeys, get_required, sibling
 from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec, state_spec
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.placement import refuse_sums
-from torchrl_kl.transforms.steps import (
-    check_reward,
-    check_reward_shape,
-    penalize,
-    without_random,
-)
+from torchrl_kl.transforms.steps import check_reward, penalize, without_random
 
 
 class PenaltyTransform(KLTransform):
@@ -89,7 +84,7 @@ class PenaltyTransform(KLTransform):
     def _check(self, step: KLStep, reward: Tensor) -> None:
         """Refuses wrong shapes and invalid numbers, before anything changes."""
         kl = cast(Tensor, step.kl)
-        check_reward(kl, reward, self.keys.reward)
+        check_reward(kl.shape, reward, self.keys.reward)
         # At first all at once, in a few microseconds.
         total = kl.detach().sum() + reward.detach().sum()
         total = total if step.estimate is None else total + step.estimate.detach().sum()
@@ -233,13 +228,7 @@ class PenaltyTransform(KLTransform):
         """Adds what the penalty records; ValueError if KL and reward differ in shape."""
         rewards = self.parent_env.full_reward_spec
         reward = require_spec(rewards, self.keys.reward, _NO_REWARD, "reward")
-        check_reward_shape(kl_shape, reward.shape, self.keys.reward)
-        if (wide := working_dtype(reward.dtype)) != reward.dtype:
-            raise TypeError(
-                f"{self.keys.reward!r} must be float32 or float64 in an env, got {reward.dtype}, "
-                "which rounds small penalties away: cast it before this transform, with "
-                f"DTypeCastTransform({reward.dtype}, {wide}, in_keys=[{self.keys.reward!r}])."
-            )
+        check_reward(kl_shape, reward, self.keys.reward, in_env=True)
         # Entries like the reward. They are in the observation spec, not in the reward spec, where
         # a RewardSum without arguments would sum them too.
         new = {self.keys.kl_coeff, self.keys.penalized} - {self.keys.reward}

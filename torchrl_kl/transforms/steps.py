@@ -10,13 +10,14 @@ from typing import Any, cast
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
-from torchrl.data import Composite
+from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase
 
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
 from torchrl_kl.batches import MASK_KEY, expand_right, find_time_dim
 from torchrl_kl.functional.estimators import kl_k1
+from torchrl_kl.functional.numbers import working_dtype
 from torchrl_kl.keys import (
     RECORD_LOG_PROB,
     MissingKeyError,
@@ -148,23 +149,23 @@ def penalize(kl: Tensor, reward: Tensor, coeff: Tensor) -> tuple[Tensor, Tensor]
     return torch.where(applied.bool(), penalized, reward), applied
 
 
-def check_reward(kl: Tensor, reward: Tensor, key: NestedKey) -> None:
-    """ValueError or TypeError for a reward that no KL can be subtracted from."""
-    check_reward_shape(kl.shape, reward.shape, key)
-    if not reward.is_floating_point():
-        raise TypeError(
-            f"{key!r} must be floating point, got {reward.dtype}: the coefficient would be "
-            "rounded to an integer. Cast the reward before the penalty."
-        )
-
-
-def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey) -> None:
-    """ValueError unless KL and reward have the same shape."""
-    if kl != reward:
+def check_reward(
+    kl: torch.Size, reward: Tensor | TensorSpec, key: NestedKey, *, in_env: bool = False
+) -> None:
+    """ValueError or TypeError for a reward that no KL of shape `kl` can be subtracted from."""
+    if kl != reward.shape:
         raise ValueError(
-            f"the KL and {reward_key!r} must have the same shape, got {tuple(kl)} and "
-            f"{tuple(reward)}: the KL would be broadcast; sum it over agents for a shared reward "
-            "(`sum_agents=True`), and give the reward one trailing dimension, of size 1."
+            f"the KL and {key!r} must have the same shape, got {tuple(kl)} and "
+            f"{tuple(reward.shape)}: the KL would be broadcast; sum it over agents for a shared "
+            "reward (`sum_agents=True`), and give the reward one trailing dimension, of size 1."
+        )
+    dtype = cast(torch.dtype, reward.dtype)
+    # A batch's reward becomes float32; the spec of an env says what it is.
+    if not dtype.is_floating_point or (in_env and working_dtype(dtype) != dtype):
+        raise TypeError(
+            f"{key!r} must be floating point, in an env float32 or float64, got {dtype}: the "
+            "penalty would be rounded away. Cast the reward before the penalty, in an env with "
+            f"DTypeCastTransform({dtype}, torch.float32, in_keys=[{key!r}])."
         )
 
 
