@@ -66,6 +66,9 @@ def test_a_kl_in_half_precision_is_summed_in_float32():
     step = play(env, moved(actor))["next"]
     for name in ("kl", "ref_log_prob", "episode_kl"):
         assert env.observation_spec[name].dtype == step[name].dtype == torch.float32
+    narrow = DTypeCastTransform(torch.float32, torch.bfloat16, in_keys=["ref_log_prob"])
+    parts = [ReferenceModelLogProbTransform(actor), narrow, KLDivergenceTransform()]
+    check_env_specs(with_transforms(WalkEnv((2,), dtype=torch.bfloat16), *parts))
 
 
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

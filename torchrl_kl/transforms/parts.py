@@ -45,7 +45,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
     Raises:
         TypeError: if `actor` has no distribution, or `reference` has another type than allowed.
         ValueError: if `actor` has uninitialised weights or records no log-prob, or the estimator is
-            unknown, or "exact" and `reference` has another kind of distribution.
+            unknown, or "exact" and `reference` has another kind of distribution; if policy or
+            reference has no density, or the bounds of a TanhNormal of the reference are narrower.
         KeyError: if the policy ran but did not record its log-prob, or its top k.
         RuntimeError: on a batch, if the reference is recurrent and its state is unknown.
 

@@ -17,7 +17,7 @@ from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
 from torchrl_kl.batches import MASK_KEY, expand_right, find_time_dim
 from torchrl_kl.functional.estimators import kl_k1
-from torchrl_kl.functional.numbers import working_dtype
+from torchrl_kl.functional.numbers import widened, working_dtype
 from torchrl_kl.keys import (
     RECORD_LOG_PROB,
     MissingKeyError,
@@ -126,7 +126,7 @@ def measure(
     """Adds k1 and the estimate; both are 0 outside the mask and where no policy ran."""
     ref_log_prob: Any = step.ref_log_prob
     if step.log_prob is None:
-        values = [torch.zeros_like(ref_log_prob)] * (1 if estimate is None else 2)
+        values = [widened(torch.zeros_like(ref_log_prob))] * (1 if estimate is None else 2)
     else:
         log_prob = step.log_prob.detach()
         mask = None if step.mask is None else expand_right(step.mask, log_prob.shape)
