@@ -35,10 +35,11 @@ _FAULTS: dict[Any, str] = {
 }
 
 
-def check_density(found: Any, warned: set[str]) -> None:
+def check_density(found: Any, known: set[str]) -> None:
     """ValueError for a distribution without a density, or its class; warns once of other faults.
 
-    Looks into all that it is built with, such as the parts of a CompositeDistribution.
+    Looks into all that it is built with, such as the parts of a CompositeDistribution. `known`: the
+    faults that were warned of.
     """
     given = found if isinstance(found, Mapping) else {}
     if isinstance(found, partial):
@@ -52,12 +53,12 @@ def check_density(found: Any, warned: set[str]) -> None:
             raise ValueError(
                 f"policy and reference must have densities, got {found.__name__}, which {fault}"
             )
-        if fault is not None and fault not in warned and (fault != _PROBS or "probs" in given):
-            warned.add(fault)
+        if fault is not None and fault not in known and (fault != _PROBS or "probs" in given):
+            known.add(fault)
             warnings.warn(f"the log-prob of a {found.__name__} {fault}", stacklevel=4)
     for part in given.values():
         if isinstance(part, Distribution | Mapping | partial | type):
-            check_density(part, warned)
+            check_density(part, known)
 
 
 def check_bounds(policy: Mapping[Any, partial], reference: Mapping[Any, partial]) -> None:

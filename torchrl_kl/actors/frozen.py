@@ -87,8 +87,7 @@ class FrozenActor(nn.Module):
         self._find_cast()
         self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(actor))
         self.log_prob_key = self.recorded.key
-        self._warned: set[str] = set()
-        self._looked = False  # at a distribution
+        self._known: set[str] = set()  # names of distributions, and faults warned of
         self._named = False
         self._find_keys("ref")
         fits = type(chunk_size) is int and chunk_size >= 1 and not self.state_keys
@@ -115,10 +114,9 @@ class FrozenActor(nn.Module):
                 f"{actions}: build it with the same `out_keys`."
             )
         reading.check_kept_inputs(policy, self.actor)
-        built = [reading.built_by(actor) for actor in (policy, self.actor)]
-        for each in built:
-            check_density(each, self._warned)
-        check_bounds(*built)
+        own, other = reading.built_by(policy), reading.built_by(self.actor)
+        check_density({"policy": own, "reference": other}, self._known)
+        check_bounds(own, other)
         self._policy_dtypes.add(reading.weight_dtype(policy))
         self._find_cast()
 
@@ -210,9 +208,9 @@ class FrozenActor(nn.Module):
 
     def _scored(self, dist: Any, timed: bool) -> Any:
         """A distribution with a density; its tiles, computed later, run in the same context."""
-        if dist is not None and not self._looked and not torch.compiler.is_compiling():
-            self._looked = True
-            check_density(dist, self._warned)
+        if (name := type(dist).__name__) not in self._known and not torch.compiler.is_compiling():
+            self._known.add(name)
+            check_density(dist, self._known)
         context = self.scoring(timed)
         if isinstance(dist, TiledCategorical) and isinstance(context, ContextDecorator):
             dist.tile = context(dist.tile)  # which enters it anew for each tile

@@ -323,8 +323,3 @@ def over_log_probs(fn: Callable[..., Any], dist: Any, actions: Tensor) -> Sequen
             f'(with a mask, not with indices), got {type(dist).__name__}: use `estimator="exact"`.'
         )
     return fn(dist.logits, actions)
-
-
-def action_index(action: Tensor, log_probs: Tensor) -> Tensor:
-    """The number of each action, (*B), from numbers (*B) or one-hot vectors (*B, n_actions)."""
-    return action if action.ndim < log_probs.ndim else action.long().argmax(-1)
