@@ -176,6 +176,26 @@ class TestReward:
         assert "kl" not in batch["next"]
         assert batch.get("log_probs").get("full", None) is None
 
+    def test_rewards_of_half_precision_become_float32(self):
+        full = torch.arange(16).reshape(4, 4) % 11
+        tokens = TensorDict(full=full, prompt=full[:, :2], batch_size=4)
+        transform = ResponseKLTransform(GPT(11, 8), 1e-3, reference=GPT(11, 8), pad_token=0)
+        exact, narrow = (
+            transform(
+                TensorDict(
+                    tokens=tokens,
+                    log_probs={"full": -torch.ones(4, 4)},
+                    next={"reward": torch.ones(4, 1, dtype=dtype)},
+                    batch_size=4,
+                )
+            )["next"]
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        for name in ("reward", "task_reward", "kl_coeff", "kl", "sampler_kl"):
+            assert_close(narrow[name], exact[name], rtol=0, atol=0)
+        assert (exact["reward"] != 1).all()
+        assert (exact["reward"].bfloat16() == 1).all()  # what would be left of it
+
     @pytest.mark.parametrize("chunk_size", [None, 1])
     @pytest.mark.parametrize("estimator", ["k1", "exact", "top_k"])
     @pytest.mark.parametrize("size", [(2, 0), (0,), (0, 4), (0, 0), (2, 0, 4), (0, 2, 4)], ids=str)

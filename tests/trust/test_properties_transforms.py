@@ -71,6 +71,7 @@ def test_a_batch_has_the_numbers_of_plain_python(drawn):
         return step[(*branch, name)]
 
     reward = before[("next", *branch, "reward")]
+    reward = reward.to(torch.promote_types(reward.dtype, torch.float32))
     for name in ("kl", "task_reward", "kl_coeff", "reward"):
         assert written(name).shape == reward.shape
     near(written("kl"), expected.kl, expected.slack)  # that of k1 is the least of all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributions import Categorical, Distribution, Independent, OneHotCa
 from torchrl.modules import LLMMaskedCategorical, set_recurrent_mode
 
 from torchrl_kl._torchrl import indices_of
+from torchrl_kl.actors.densities import log_prob_inside
 from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.batches import MASK_KEY, expand_right, find_time_dim
 from torchrl_kl.functional.tiles import TiledCategorical, over_tiles
@@ -187,7 +189,7 @@ def log_prob_of_actions(
     # A policy that records one sum for all parts has another key than its parts have.
     if recorded.missing(log_prob):
         recorded = LogProbKeys(list(log_prob.keys(True, True)))
-    return cast(Tensor, recorded.read(log_prob, batch_size)), None
+    return cast(Tensor, recorded.read(log_prob, batch_size)), dist
 
 
 def _log_prob(
@@ -195,7 +197,7 @@ def _log_prob(
 ) -> tuple[Tensor | TensorDictBase, Distribution | None]:
     """One log-prob and its distribution, or a log-prob of each part, under the actor's keys."""
     composite = getattr(actor, "return_composite", False)
-    if not composite and _has_own_log_prob(actor):
+    if not composite and _has_own(actor, "log_prob"):
         return actor.log_prob(inputs), None
     # Before the pass, in which a part may write an action of its own, as gSDEModule does.
     needed_for = "the reference scores the policy's action."
@@ -205,9 +207,12 @@ def _log_prob(
     dist = actor.get_dist(inputs)
     if not isinstance(dist, CompositeDistribution):
         return log_prob_of(dist, actions[action_keys[0]]), dist
-    for key, part in dist.dists.items():
-        _check_shape(part, actions[unravel_key(key)])
-    return actor.log_prob(inputs.update(actions), dist=dist), None
+    # One key for all parts is that of their sum.
+    keys = actor.log_prob_keys if len(actor.log_prob_keys) == len(action_keys) else action_keys
+    log_probs = TensorDict(batch_size=inputs.batch_size)
+    for name, (key, action) in zip(keys, actions.items(), strict=True):
+        log_probs.set(name, log_prob_of(dist.dists[unravel_key(key)], action))
+    return log_probs, dist
 
 
 def _log_probs_in_turn(
@@ -231,7 +236,7 @@ def _log_probs_in_turn(
 def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
     """The log-prob of an action (*B, ...); ValueError for another shape."""
     _check_shape(dist, action)
-    return dist.log_prob(action)
+    return log_prob_inside(dist, action)
 
 
 def _check_shape(dist: Distribution, action: Tensor) -> None:
@@ -254,15 +259,33 @@ def _check_shape(dist: Distribution, action: Tensor) -> None:
         )
 
 
-def _has_own_log_prob(actor: Any) -> bool:
-    """Whether the class of an actor has a `log_prob`, which may not be that of its `get_dist`."""
-    library = [kind.log_prob for kind in _PROBABILISTIC]
-    return getattr(actor.log_prob, "__func__", None) not in library
+def _has_own(actor: Any, name: str) -> bool:
+    """Whether the class of an actor has a method that is not that of the library."""
+    library = [getattr(kind, name) for kind in _PROBABILISTIC]
+    return getattr(getattr(actor, name, None), "__func__", None) not in library
+
+
+def built_by(actor: Any) -> dict[NestedKey, partial]:
+    """The class that an actor is seen to build for each action, with the options that it has."""
+    if any(_has_own(actor, name) for name in ("get_dist", "build_dist_from_params", "log_prob")):
+        return {}
+    found: dict[NestedKey, partial] = {}
+    parts = _probabilistic_modules(actor)
+    for part in parts if getattr(actor, "return_composite", False) else parts[-1:]:
+        options = part.distribution_kwargs
+        if kinds := options.get("distribution_map"):
+            extra = options.get("extra_kwargs") or {}
+            found |= {key: partial(kind, **extra.get(key, {})) for key, kind in kinds.items()}
+        else:  # what each step has is not known yet
+            names = dict.fromkeys(as_tuple(key)[-1] for key in part.dist_keys)
+            options = names | options
+            found[part.dist_sample_keys[0]] = partial(part.distribution_class, **options)
+    return found
 
 
 def refuse_own_log_prob(actor: Any) -> None:
     """ValueError if log-probs of the distributions of an actor may not be those of its actions."""
-    if _has_own_log_prob(actor):
+    if _has_own(actor, "log_prob"):
         raise ValueError(
             "`actor` must have the log-prob of its distribution, got "
             f"{type(actor).__name__} with its own `log_prob`, which losses do not call: use "
@@ -305,8 +328,3 @@ def over_log_probs(fn: Callable[..., Any], dist: Any, actions: Tensor) -> Sequen
             f'(with a mask, not with indices), got {type(dist).__name__}: use `estimator="exact"`.'
         )
     return fn(dist.logits, actions)
-
-
-def action_index(action: Tensor, log_probs: Tensor) -> Tensor:
-    """The number of each action, (*B), from numbers (*B) or one-hot vectors (*B, n_actions)."""
-    return action if action.ndim < log_probs.ndim else action.long().argmax(-1)

@@ -17,6 +17,7 @@ from torch.distributions import Categorical, Distribution, OneHotCategorical
 from torch.utils.checkpoint import checkpoint
 
 from torchrl_kl.functional.distributions import check_equal, kl_of_log_probs, log_probs_of
+from torchrl_kl.functional.numbers import widened
 
 # What returns the gaps between tensors, in which no tile fits, to the system; else nothing.
 _TRIM = getattr(ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim", int)
@@ -92,7 +93,7 @@ def as_tiled(dist: Any) -> TiledCategorical:
         return dist
     if not isinstance(dist, Categorical | OneHotCategorical | Tensor):
         raise TypeError(f"`policy` and `reference` must be alike, got {type(dist).__name__}.")
-    logits = dist if isinstance(dist, Tensor) else log_probs_of(dist)
+    logits = widened(dist if isinstance(dist, Tensor) else log_probs_of(dist))
     rows = logits.reshape(-1, logits.shape[-1])
     kind = partial(Categorical, None, validate_args=False)
     return TiledCategorical(rows, kind, logits.shape[:-1], max(1, len(rows)))

@@ -230,7 +230,7 @@ class ResponseKLTransform(PenaltyTransform):
             following.set(self.keys.kl_estimate, totals.estimate)
         if recorded is not None:
             gap = (recorded - cast(Tensor, totals.log_prob)).sum(1)
-            following.set("sampler_kl", gap.to(reward).reshape(reward.shape))
+            following.set("sampler_kl", gap.to(reward.device).reshape(reward.shape))
         scores = {
             LOG_PROB: (batch, step.log_prob),
             self.keys.ref_log_prob: (following, step.ref_log_prob),

@@ -50,7 +50,8 @@ class RewardAdjustmentTransform(PenaltyTransform):
         controller, update_every, keys, time_dim: as for KLConstrainedTransform.
 
     Raises:
-        TypeError: if `controller` is neither a KLController nor a number.
+        TypeError: if `controller` is neither a KLController nor a number, or the reward is not
+            floating point, or in an env half precision; on a batch that becomes float32.
         KeyError: if the reward, the KL or, on a batch, "next" is missing.
         ValueError: if `update_every` is less than 1, KL and reward differ in shape, or one of them
             is not finite. With a coefficient of 0, an infinite KL is only measured.

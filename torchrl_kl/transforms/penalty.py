@@ -17,17 +17,12 @@ from typing_extensions import Self
 from torchrl_kl.batches import counted, expand_right, find_ends, of_values, was_done
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller, is_constant
 from torchrl_kl.feeding import ControllerFeed, Reading
-from torchrl_kl.functional.numbers import check_finite, working_dtype
+from torchrl_kl.functional.numbers import check_finite, widened, working_dtype
 from torchrl_kl.keys import ResolvedKeys, get_required, sibling
 from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec, state_spec
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.placement import refuse_sums
-from torchrl_kl.transforms.steps import (
-    check_reward,
-    check_reward_shape,
-    penalize,
-    without_random,
-)
+from torchrl_kl.transforms.steps import check_reward, penalize, without_random
 
 
 class PenaltyTransform(KLTransform):
@@ -90,7 +85,7 @@ class PenaltyTransform(KLTransform):
     def _check(self, step: KLStep, reward: Tensor) -> None:
         """Refuses wrong shapes and invalid numbers, before anything changes."""
         kl = cast(Tensor, step.kl)
-        check_reward(kl, reward, self.keys.reward)
+        check_reward(kl.shape, reward, self.keys.reward)
         # At first all at once, in a few microseconds.
         total = kl.detach().sum() + reward.detach().sum()
         total = total if step.estimate is None else total + step.estimate.detach().sum()
@@ -109,9 +104,10 @@ class PenaltyTransform(KLTransform):
         check_finite(type(self).__name__, entries | {self.keys.reward: reward}, step.mask)
 
     def _penalize(self, next_tensordict: TensorDictBase, step: KLStep, reward: Tensor) -> None:
-        # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1).
-        kl, coeff = cast(Tensor, step.kl), self.controller.coeff
-        penalized, applied = penalize(kl, reward, coeff, self.keys.reward)
+        # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1). In half
+        # precision the reward would swallow a penalty of less than its last digit.
+        reward = widened(reward)
+        penalized, applied = penalize(cast(Tensor, step.kl), reward, self.controller.coeff)
         next_tensordict.set(self.keys.penalized, penalized)
         next_tensordict.set(self.keys.kl_coeff, applied)
         if self.record:
@@ -128,7 +124,7 @@ class PenaltyTransform(KLTransform):
         if not self.record:
             return
         # The sum is an entry of the data, so that TorchRL sets it to zero in partial resets.
-        measured = step.measured.detach().to(working_dtype(step.measured.dtype))
+        measured = widened(step.measured.detach())
         episode_kl = get_required(tensordict, self.keys.episode_kl, _NO_SUM) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
         columns = (reward.detach().to(measured), cast(Tensor, step.kl).detach().to(measured))
@@ -248,7 +244,7 @@ class PenaltyTransform(KLTransform):
         """Adds what the penalty records; ValueError if KL and reward differ in shape."""
         rewards = self.parent_env.full_reward_spec
         reward = require_spec(rewards, self.keys.reward, _NO_REWARD, "reward")
-        check_reward_shape(kl_shape, reward.shape, self.keys.reward)
+        check_reward(kl_shape, reward, self.keys.reward, in_env=True)
         # Entries like the reward. They are in the observation spec, not in the reward spec, where
         # a RewardSum without arguments would sum them too.
         new = {self.keys.kl_coeff, self.keys.penalized} - {self.keys.reward}

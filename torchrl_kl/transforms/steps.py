@@ -10,13 +10,14 @@ from typing import Any, cast
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
-from torchrl.data import Composite
+from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase
 
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
 from torchrl_kl.batches import counted, expand_right, find_time_dim, of_values
 from torchrl_kl.functional.estimators import kl_k1
+from torchrl_kl.functional.numbers import widened, working_dtype
 from torchrl_kl.keys import (
     RECORD_LOG_PROB,
     MissingKeyError,
@@ -122,7 +123,7 @@ def measure(
     """Adds k1 and the estimate; both are 0 outside the mask and where no policy ran."""
     ref_log_prob: Any = step.ref_log_prob
     if step.log_prob is None:
-        values = [torch.zeros_like(ref_log_prob)] * (1 if estimate is None else 2)
+        values = [widened(torch.zeros_like(ref_log_prob))] * (1 if estimate is None else 2)
     else:
         log_prob = step.log_prob.detach()
         mask = None if step.mask is None else expand_right(step.mask, log_prob.shape)
@@ -137,9 +138,8 @@ def measure(
     return step._replace(kl=kl, estimate=estimates[0] if estimates else None)
 
 
-def penalize(kl: Tensor, reward: Tensor, coeff: Tensor, key: NestedKey) -> tuple[Tensor, Tensor]:
+def penalize(kl: Tensor, reward: Tensor, coeff: Tensor) -> tuple[Tensor, Tensor]:
     """The penalized reward `reward - coeff * kl`, and the coefficient of each entry."""
-    check_reward(kl, reward, key)
     # `coeff` is 0-dim float64; the product is taken in the reward's dtype.
     applied = torch.empty_like(reward).copy_(coeff)
     penalized = torch.addcmul(reward, applied, kl.to(reward.dtype), value=-1)
@@ -147,23 +147,23 @@ def penalize(kl: Tensor, reward: Tensor, coeff: Tensor, key: NestedKey) -> tuple
     return torch.where(applied.bool(), penalized, reward), applied
 
 
-def check_reward(kl: Tensor, reward: Tensor, key: NestedKey) -> None:
-    """ValueError or TypeError for a reward that no KL can be subtracted from."""
-    check_reward_shape(kl.shape, reward.shape, key)
-    if not reward.is_floating_point():
-        raise TypeError(
-            f"{key!r} must be floating point, got {reward.dtype}: the coefficient would be "
-            "rounded to an integer. Cast the reward before the penalty."
-        )
-
-
-def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey) -> None:
-    """ValueError unless KL and reward have the same shape."""
-    if kl != reward:
+def check_reward(
+    kl: torch.Size, reward: Tensor | TensorSpec, key: NestedKey, *, in_env: bool = False
+) -> None:
+    """ValueError or TypeError for a reward that no KL of shape `kl` can be subtracted from."""
+    if kl != reward.shape:
         raise ValueError(
-            f"the KL and {reward_key!r} must have the same shape, got {tuple(kl)} and "
-            f"{tuple(reward)}: the KL would be broadcast; sum it over agents for a shared reward "
-            "(`sum_agents=True`), and give the reward one trailing dimension, of size 1."
+            f"the KL and {key!r} must have the same shape, got {tuple(kl)} and "
+            f"{tuple(reward.shape)}: the KL would be broadcast; sum it over agents for a shared "
+            "reward (`sum_agents=True`), and give the reward one trailing dimension, of size 1."
+        )
+    dtype = cast(torch.dtype, reward.dtype)
+    # A batch's reward becomes float32; the spec of an env says what it is.
+    if not dtype.is_floating_point or (in_env and working_dtype(dtype) != dtype):
+        raise TypeError(
+            f"{key!r} must be floating point, in an env float32 or float64, got {dtype}: the "
+            "penalty would be rounded away. Cast the reward before the penalty, in an env with "
+            f"DTypeCastTransform({dtype}, torch.float32, in_keys=[{key!r}])."
         )
 
 
