@@ -160,7 +160,7 @@ class PenaltyTransform(KLTransform):
             mask, before = None, was_done(tensordict, self.keys)
             taken = find_ends(next_tensordict, self.keys.done, shape)
             if before is not None:
-                taken = taken & ~expand_right(of_values(before, shape), shape)
+                taken = taken & ~expand_right(cast(Tensor, of_values(before, shape)), shape)
         if not taken.any():  # as in most steps
             return taken
         mask = of_values(without_random(next_tensordict, self.keys, mask), shape)
