@@ -12,8 +12,8 @@ from torch import Tensor
 from torchrl.data import Composite
 
 RECORD_LOG_PROB = (
-    "build the policy with ProbabilisticActor(..., return_log_prob=True), or name the entry that "
-    "it records with `KLKeys(log_prob=...)`."
+    "let the policy record it (`return_log_prob=True`), write it into a batch with "
+    "`rescore(policy, batch)`, or name the entry with `KLKeys(log_prob=...)`."
 )
 
 

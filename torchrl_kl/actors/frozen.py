@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
@@ -113,6 +114,14 @@ class FrozenActor(nn.Module):
                 f"{actions}: build it with the same `out_keys`."
             )
         reading.check_kept_inputs(policy, self.actor)
+        own, other = map(reading.stated_temperature, (self.actor, policy))
+        if None not in (own, other) and own != other:
+            warnings.warn(
+                f"`reference` has the temperature {own:g} and the policy {other:g}: the KL is that "
+                "of this pair, not 0 for equal weights. Unless you mean it, build the reference "
+                f"with `temperature={other:g}`.",
+                stacklevel=4,
+            )
         self._policy_dtypes.add(reading.weight_dtype(policy))
         self._find_cast()
 

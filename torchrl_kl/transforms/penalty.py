@@ -110,7 +110,7 @@ class PenaltyTransform(KLTransform):
     def _penalize(self, next_tensordict: TensorDictBase, step: KLStep, reward: Tensor) -> None:
         # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1).
         kl, coeff = cast(Tensor, step.kl), self.controller.coeff
-        penalized, applied = penalize(kl, reward, coeff, self.keys.reward)
+        penalized, applied = penalize(kl, reward, coeff)
         next_tensordict.set(self.keys.penalized, penalized)
         next_tensordict.set(self.keys.kl_coeff, applied)
         if self.record:
@@ -266,7 +266,7 @@ class PenaltyTransform(KLTransform):
 
 
 NO_KL = "put KLDivergenceTransform before this transform, or name its entry with `KLKeys(kl=...)`."
-_NO_REWARD = "name the reward to penalize: `KLKeys(reward=...)`."
+_NO_REWARD = "name the reward to penalize: `KLKeys(reward=...)`, or KLRewardTransform's `in_keys`."
 _NO_SUM = (
     "the running sum is carried from step to step. Reset the env first, and let no later transform "
     "drop or rename that entry."

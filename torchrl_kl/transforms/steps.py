@@ -139,9 +139,8 @@ def measure(
     return step._replace(kl=kl, estimate=estimates[0] if estimates else None)
 
 
-def penalize(kl: Tensor, reward: Tensor, coeff: Tensor, key: NestedKey) -> tuple[Tensor, Tensor]:
+def penalize(kl: Tensor, reward: Tensor, coeff: Tensor) -> tuple[Tensor, Tensor]:
     """The penalized reward `reward - coeff * kl`, and the coefficient of each entry."""
-    check_reward(kl, reward, key)
     # `coeff` is 0-dim float64; the product is taken in the reward's dtype.
     applied = torch.empty_like(reward).copy_(coeff)
     penalized = torch.addcmul(reward, applied, kl.to(reward.dtype), value=-1)
@@ -161,12 +160,16 @@ def check_reward(kl: Tensor, reward: Tensor, key: NestedKey) -> None:
 
 def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey) -> None:
     """ValueError unless KL and reward have the same shape."""
-    if kl != reward:
-        raise ValueError(
-            f"the KL and {reward_key!r} must have the same shape, got {tuple(kl)} and "
-            f"{tuple(reward)}: the KL would be broadcast; sum it over agents for a shared reward "
-            "(`sum_agents=True`), and give the reward one trailing dimension, of size 1."
-        )
+    if kl == reward:
+        return
+    n, fix = len(reward) - 1, ""
+    if reward[n:] == (1,) and kl[:n] == reward[:n] and kl.numel() > reward.numel():
+        fix = "sum it over agents for a shared reward (`sum_agents=True`), and "
+    raise ValueError(
+        f"the KL and {reward_key!r} must have the same shape, got {tuple(kl)} and {tuple(reward)}: "
+        f"the KL would be broadcast; {fix}give the reward of an action one trailing dimension, of "
+        "size 1 (the sum, before the KL transforms, if the action takes several steps of the env)."
+    )
 
 
 def _refuse_unrecorded(
