@@ -31,6 +31,7 @@ from torchrl_kl import (
     ReferenceModelLogProbTransform,
     RewardAdjustmentTransform,
 )
+from torchrl_kl.transforms.steps import check_reward_shape
 
 reward_transform: Any = KLRewardTransform
 
@@ -237,6 +238,14 @@ def test_a_reward_of_another_shape_is_refused(make):
         make(actor, 0.5)(play(env, actor))
     with pytest.raises(ValueError, match=text):
         with_transforms(env, make(actor, 0.5)).reset()
+
+
+@pytest.mark.parametrize(("kl", "reward"), [((2, 1), (2,)), ((2, 1), (2, -1, 1)), ((1, 1), (1,))])
+def test_without_agents_it_does_not_speak_of_them(kl, reward):
+    """As of the stacked rewards of MultiAction."""
+    with pytest.raises(ValueError, match="trailing dimension, of size 1") as error:
+        check_reward_shape(torch.Size(kl), torch.Size(reward), "reward")
+    assert "agents" not in str(error.value)
 
 
 def test_clones_share_the_controller_and_copies_do_not():

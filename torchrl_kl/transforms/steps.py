@@ -164,7 +164,7 @@ def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey
         return
     n, fix = len(reward) - 1, ""
     if reward[n:] == (1,) and kl[:n] == reward[:n] and kl.numel() > reward.numel():
-        fix = "sum it over agents for a shared reward (`sum_agents=True`), and "
+        fix = "sum it over agents for a shared reward (KLConstrainedTransform's `sum_agents`), and "
     raise ValueError(
         f"the KL and {reward_key!r} must have the same shape, got {tuple(kl)} and {tuple(reward)}: "
         f"the KL would be broadcast; {fix}give the reward of an action one trailing dimension, of "
