@@ -41,12 +41,6 @@ class KLMessage(str):
     condition: str  # one of CONDITIONS
     figures: Mapping[str, float]  # the numbers in the text, by name; KL in nats
 
-    def __new__(cls, text: str, **about: Any) -> KLMessage:
-        """The text, with its condition and figures."""
-        self = super().__new__(cls, text)
-        vars(self).update(about)
-        return self
-
 
 class ConditionCount(NamedTuple):
     """In how many batches a condition held, and in how many episodes."""
@@ -214,7 +208,8 @@ class KLMonitor:
                 continue
             # The first time, or after a window in which it was looked for and not found.
             if episodes == 0 or absent >= self.window:
-                begun.append(KLMessage(finding[0], condition=name, figures=finding[1]))
+                begun.append(KLMessage(finding[0]))
+                begun[-1].condition, begun[-1].figures = name, finding[1]
                 episodes += 1
             self._state.conditions[name] = [batches + 1, episodes, 0]
         return begun

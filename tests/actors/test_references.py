@@ -100,7 +100,7 @@ def test_another_temperature_than_that_of_the_policy_is_said(wrap, top):
     actor = CausalLMActor(gpt, temperature=0.6)
     actor = TopKActor(actor, 2) if top else actor
     KLConstrainedTransform(actor, 0.1, reference=wrap(CausalLMActor(gpt, temperature=0.6)))
-    text = r"has the temperature 1 and the policy 0\.6: .*with `temperature=0\.6`"
+    text = r"has the temperature 1 and the policy 0\.6, .*with `temperature=0\.6`"
     with pytest.warns(UserWarning, match=text) as said:
         KLConstrainedTransform(actor, 0.1, reference=wrap(CausalLMActor(gpt)))
     assert len(said) == 1

@@ -151,7 +151,9 @@ def test_what_a_composite_action_lacks_is_named():
     with pytest.raises(KeyError, match=r"'first_log_prob' is not.*set_keys\(sample_log_prob="):
         loss(batch)
     loss.set_keys(sample_log_prob="done")
-    with pytest.raises(KeyError, match=r"'first' is not in the data.*scored"):
+    with pytest.raises(
+        KeyError, match=r"'first' is not in the data: rename or change actions before"
+    ):
         loss(batch)
 
 

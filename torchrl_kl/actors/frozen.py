@@ -117,9 +117,8 @@ class FrozenActor(nn.Module):
         own, other = map(reading.stated_temperature, (self.actor, policy))
         if None not in (own, other) and own != other:
             warnings.warn(
-                f"`reference` has the temperature {own:g} and the policy {other:g}: the KL is that "
-                "of this pair, not 0 for equal weights. Unless you mean it, build the reference "
-                f"with `temperature={other:g}`.",
+                f"`reference` has the temperature {own:g} and the policy {other:g}, so that equal "
+                f"weights have a KL: build it with `temperature={other:g}`, unless you mean this.",
                 stacklevel=4,
             )
         self._policy_dtypes.add(reading.weight_dtype(policy))

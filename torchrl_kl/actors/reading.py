@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -186,16 +186,15 @@ def log_prob_of_actions(
     """The log-prob of the actions in `inputs`, (*B, *A), nats, and the dist; writes its outputs."""
     shape, in_turn = recorded.batch_size(inputs), getattr(actor, "return_composite", False)
     if not in_turn and _has_own_log_prob(actor):
-        log_prob = actor.log_prob(inputs)
-        one = isinstance(log_prob, Tensor)
-        summed = sum_action_dims(log_prob, shape) if one else recorded.read(log_prob, shape)
-        return cast(Tensor, summed), None
+        found = actor.log_prob(inputs)
+        parts = [found] if isinstance(found, Tensor) else found.values(True, True)
+        return reduce(torch.add, [sum_action_dims(part, shape) for part in parts]), None
     # Before the pass, in which a part may write an action of its own, as gSDEModule does.
     actions = {key: get_required(inputs, key, _NO_ACTION) for key in action_keys}
     if in_turn:
         return _log_prob_in_turn(actor, inputs, actions, recorded), None
     dist = actor.get_dist(inputs)
-    parts = log_probs_by_part(dist, inputs.update(actions), action_keys[0])
+    parts = log_probs_by_part(dist, actions, action_keys[0])
     total = reduce(torch.add, [sum_action_dims(part, shape) for part in parts])
     return total, None if isinstance(dist, CompositeDistribution) else dist
 
@@ -216,11 +215,8 @@ def _log_prob_in_turn(
     return reduce(torch.add, found)
 
 
-def log_probs_by_part(dist: Any, data: TensorDictBase, key: NestedKey) -> list[Tensor]:
-    """The log-prob of the action `key` (*B, ...), or those of the parts of a composite action.
-
-    ValueError for actions of another shape.
-    """
+def log_probs_by_part(dist: Any, data: Any, key: NestedKey) -> list[Tensor]:
+    """The log-prob of the action `key`, (*B, ...), or of each part; ValueError for other shapes."""
     found, composite = [], isinstance(dist, CompositeDistribution)
     for name, part in (dist.dists if composite else {key: dist}).items():
         action = get_required(data, name, _NO_ACTION)
@@ -308,7 +304,4 @@ def action_index(action: Tensor, log_probs: Tensor) -> Tensor:
     return action if action.ndim < log_probs.ndim else action.long().argmax(-1)
 
 
-_NO_ACTION = (
-    "the policy's action is scored. Put transforms that rename or change it before the KL "
-    "transforms; name it for a loss with `set_keys(action=...)`."
-)
+_NO_ACTION = "rename or change actions before the KL transforms; a loss has `set_keys(action=...)`."

@@ -39,7 +39,7 @@ from torchrl_kl.functional.sampler import (
 )
 from torchrl_kl.functional.sums import sum_after, sum_before
 from torchrl_kl.functional.tiles import TiledCategorical
-from torchrl_kl.keys import LogProbKeys, get_required, sum_action_dims
+from torchrl_kl.keys import RECORD_LOG_PROB, LogProbKeys, get_required, sum_action_dims
 
 Gradient = Literal["step", "sequence", "k2"]
 Weights = Literal["step", "trajectory"]
@@ -371,8 +371,7 @@ class KLPenaltyLoss(LossModule):
             read = [*self.actor_network.in_keys, *self.reference.own_state_keys]
             read += [*actions.keys, *log_probs.keys, self.tensor_keys.sampler_log_prob]
             tensordict = finite_padding(tensordict, mask, read)
-        dists = self._distributions(tensordict)
-        steps = Steps(*dists, tensordict, self.tensor_keys.action, mask)
+        steps = Steps(*self._distributions(tensordict), tensordict, self.tensor_keys.action, mask)
         if self._reads_actions:
             steps = steps._replace(drawn=self._drawn(tensordict, steps))
         value, kl = steps.terms(self.gradient, self.weights)
@@ -427,10 +426,7 @@ class KLPenaltyLoss(LossModule):
         return policy, reference
 
 
-_NO_LOG_PROB = (
-    "let the policy record it (`return_log_prob=True`), write it into the batch with "
-    "`rescore(policy, batch)`, or name the entry with `set_keys(sample_log_prob=...)`."
-)
+_NO_LOG_PROB = RECORD_LOG_PROB.replace("KLKeys(log_prob=", "set_keys(sample_log_prob=")
 _NO_SAMPLER = "`rescore` writes it, and `set_keys(sampler_log_prob=...)` names it."
 
 
