@@ -123,8 +123,8 @@ def find_ends(step: TensorDictBase, done_key: NestedKey, shape: Sequence[int]) -
     found = {key: flag for key in keys if (flag := step.get(key, None)) is not None}
     if not found or (as_tuple(done_key)[-1] != "done" and done_key not in found):
         raise MissingKeyError(
-            f"there is no {done_key!r} in the step, where trajectories end: name it with "
-            f"`KLKeys(done=...)`. The step has {existing_keys(step)}."
+            f"there is no {done_key!r} in the step, where trajectories end: `KLKeys(done=...)`, or "
+            f"`set_keys(done=...)` of a loss, names it. The step has {existing_keys(step)}."
         )
     return reduce(torch.logical_or, [expand_right(flag, shape) for flag in found.values()])
 

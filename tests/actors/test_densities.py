@@ -96,7 +96,7 @@ def test_a_distribution_without_a_density_is_refused(make, kind):
 DOUBTED = {
     "truncated": (TruncatedNormal, "loc scale", "TruncatedNormal is wrong by 0.03 nats"),
     "of tensordict": (
-        partial(distributions.TruncatedNormal, a=-1.0, b=1.0),
+        partial(distributions.TruncatedNormal, a=-1.0, b=1.0),  # type: ignore[arg-type]
         "loc scale",
         "TruncatedNormal is wrong",
     ),

@@ -282,6 +282,25 @@ class TestErrors:
         with pytest.raises(TypeError, match=r"whole responses: use ResponseKLTransform\(wrapper"):
             KLConstrainedTransform(wrapper, 0.1)
 
+    @pytest.mark.parametrize("name", ["my_task_reward", "my_kl_coeff"])
+    def test_entries_of_an_env_take_no_log_probs_away(self, name):
+        batch = self.make_batch(**{name: torch.ones(1, 1)})
+        batch["log_probs", "full"] = torch.full((1, 4), -2.0)
+        for scored in (
+            self.make_transform()(batch),
+            self.make_transform(keys=KLKeys.named("a"))(batch),
+        ):
+            assert scored["sampler_log_probs", "full"][0, 2:].tolist() == [-2.0, -2.0]
+            own = scored["log_probs", "full"][0, 2:]
+            assert_close(scored["next", "sampler_kl"], (-2.0 - own).sum().reshape(1, 1))
+
+    def test_log_probs_of_another_transform_are_not_those_of_a_sampler(self):
+        batch = self.make_batch()
+        for name in ("first", "second"):
+            batch = self.make_transform(keys=KLKeys.named(name))(batch)
+        assert "sampler_kl" not in batch["next"].keys()
+        assert "sampler_log_probs" not in batch.keys()
+
     def test_a_second_penalty_is_refused(self):
         transform = self.make_transform()
         with pytest.raises(RuntimeError, match="a second penalty would count it twice"):

@@ -332,6 +332,21 @@ class TestTiles:
         finally:
             gc.enable()
 
+    def test_what_it_remembers_is_what_it_gives(self, batch):
+        """The entropy was given as the KL where `also` changed after `log_prob`."""
+        policy, reference, *whole = (
+            dist_of(CausalLMActor(make_model("gpt", seed), head_chunk=chunk), batch)
+            for chunk in (CHUNK, None)
+            for seed in (0, 1)
+        )
+        expected = kl_divergence(*whole), whole[0].entropy()
+        for also in ("entropy", reference, None):
+            for later in ("entropy", reference, None):
+                policy.also = also
+                policy.log_prob(batch["action"])
+                policy.also = later
+                assert_equal([kl_exact(policy, reference), policy.entropy()], expected)
+
     def test_models_without_a_decoder_are_read_as_before(self, batch):
         actor = CausalLMActor(sharp(Plain()).double(), head_chunk=CHUNK)
         with pytest.warns(UserWarning, match="does not work on a part .*get_decoder"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.testing import assert_close
-from torchrl.data import Bounded
+from torchrl.data import Bounded, Unbounded
 from torchrl.envs import DTypeCastTransform, GymEnv, SerialEnv, TransformedEnv, check_env_specs
 from torchrl.modules import TanhNormal
 
@@ -32,6 +32,7 @@ from torchrl_kl import (
     ReferenceModelLogProbTransform,
     RewardAdjustmentTransform,
 )
+from torchrl_kl.transforms.steps import check_reward
 
 reward_transform: Any = KLRewardTransform
 
@@ -282,6 +283,14 @@ def test_a_reward_of_another_shape_is_refused(make):
         make(actor, 0.5)(play(env, actor))
     with pytest.raises(ValueError, match=text):
         with_transforms(env, make(actor, 0.5)).reset()
+
+
+@pytest.mark.parametrize(("kl", "reward"), [((2, 1), (2,)), ((2, 1), (2, -1, 1)), ((1, 1), (1,))])
+def test_without_agents_it_does_not_speak_of_them(kl, reward):
+    """As of the stacked rewards of MultiAction."""
+    with pytest.raises(ValueError, match="trailing dimension, of size 1") as error:
+        check_reward(torch.Size(kl), Unbounded(torch.Size(reward)), "reward")
+    assert "agents" not in str(error.value)
 
 
 def test_clones_share_the_controller_and_copies_do_not():

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torch.distributions import Categorical
 from torch.testing import assert_close
 from torchrl.data import LazyTensorStorage, MultiStep, ReplayBuffer
 from torchrl.envs import (
@@ -20,10 +23,12 @@ from torchrl.envs import (
     DTypeCastTransform,
     EnvBase,
     FrameSkipTransform,
+    MeanActionSelector,
     MultiAction,
     MultiStepTransform,
     ObservationNorm,
     RandomTruncationTransform,
+    RenameTransform,
     RewardClipping,
     RewardScaling,
     RewardSum,
@@ -36,6 +41,8 @@ from torchrl.envs import (
 )
 
 from tests.helpers import (
+    N_ACTIONS,
+    N_OBS,
     SpyController,
     WalkEnv,
     assert_same,
@@ -45,6 +52,7 @@ from tests.helpers import (
     moved,
     play,
     policy,
+    probabilistic_actor,
     spied,
     total,
     with_transforms,
@@ -187,6 +195,24 @@ def test_what_comes_after_the_stack_and_undoes_its_work_is_refused(name, order, 
     text = rf"{name} comes after KL\w+Transform and {reason}.*Put it before the KL transforms"
     with pytest.raises(RuntimeError, match=text):
         ORDERS[order](penalty(), other()).reset()
+
+
+@pytest.mark.parametrize(
+    ("later", "key"),
+    [
+        (RenameTransform([], [], ["action"], ["move"]), "move"),
+        (RenameTransform([], [], ["action"], [("action", "mean")]), ("action", "mean")),
+        (MeanActionSelector(), ("action", "mean")),
+    ],
+    ids=["renamed", "nested", "mean"],
+)
+def test_what_makes_the_action_of_an_entry_of_the_policy_is_refused_after_it(later, key):
+    """The advice was to sum the KL over agents, where there are none."""
+    options: Any = {"in_keys": ["logits"], "out_keys": [key], "distribution_class": Categorical}
+    net: Any = TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), ["observation"], ["logits"])
+    penalty = KLConstrainedTransform(probabilistic_actor(net, **options, return_log_prob=True), 0.1)
+    with pytest.raises(RuntimeError, match=rf"{re.escape(repr(key))} into the env's action before"):
+        with_transforms(WalkEnv((2,)), penalty, later.clone()).reset()
 
 
 @pytest.mark.parametrize("key", ["reward", "ref_log_prob", "kl", "task_reward", "episode_kl"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
@@ -117,6 +118,13 @@ class FrozenActor(nn.Module):
         own, other = reading.built_by(policy), reading.built_by(self.actor)
         check_density({"policy": own, "reference": other}, self._known)
         check_bounds(own, other)
+        own, other = map(reading.stated_temperature, (self.actor, policy))
+        if None not in (own, other) and own != other:
+            warnings.warn(
+                f"`reference` has the temperature {own:g} and the policy {other:g}, so that equal "
+                f"weights have a KL: build it with `temperature={other:g}`, unless you mean this.",
+                stacklevel=4,
+            )
         self._policy_dtypes.add(reading.weight_dtype(policy))
         self._find_cast()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, cast
+from functools import partial, reduce
+from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import (
     CompositeDistribution,
     ProbabilisticTensorDictModule,
@@ -66,6 +66,12 @@ def weight_dtype(actor: nn.Module) -> torch.dtype:
     """Dtype of the first weights of an actor, of those of several bytes if any, or the default."""
     floating = [p.dtype for p in actor.parameters() if p.is_floating_point()]  # one byte: stored
     return min(floating, key=lambda one: one.itemsize == 1, default=torch.get_default_dtype())
+
+
+def stated_temperature(actor: nn.Module) -> float | None:
+    """What an actor divides its logits by, if a part of it says so as a number."""
+    found = (getattr(part, "temperature", None) for part in actor.modules())
+    return next((float(each) for each in found if isinstance(each, int | float)), None)
 
 
 def check_kept_inputs(policy: Any, reader: Any) -> None:
@@ -137,15 +143,16 @@ def policy_log_prob(
 def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -> TensorDictBase:
     """A shallow copy of a batch (*B) with the log-probs that `actor` gives its actions in one pass.
 
-    For a sampler that computes other numbers than the loss: another engine, or a cache. The first
-    ratios of an update are then exactly 1, and how far the sampler is becomes a number.
+    For a sampler that computes other numbers than the loss, or records none: another engine, or a
+    cache. The first ratios of an update are then exactly 1, and how far the sampler is becomes a
+    number.
 
     Keys:
-        reads what the actor reads, its action and its log-prob.
-        writes the log-prob, in eval mode, nats, (*B); the sampler's as "sampler_log_prob" next to
-        it, unless it is there; ("next", "sampler_kl"), log pi_sampler - log pi, nats, (*B, 1), 0 on
-        padding, whose mean over trajectories estimates KL(sampler || policy); what a policy that
-        truncates has kept.
+        reads what the actor reads, its action, and the sampler's log-prob if it is there.
+        writes the log-prob, in eval mode, nats, (*B); the sampler's, if any, as "sampler_log_prob"
+        next to it, unless it is there, and with it ("next", "sampler_kl"), log pi_sampler - log pi,
+        nats, (*B, 1), 0 on padding, whose mean over trajectories estimates KL(sampler || policy);
+        what a policy that truncates has kept.
 
     Args:
         actor: the policy that is trained, of one action.
@@ -153,7 +160,7 @@ def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -
         time_dim: as for KLConstrainedTransform.
 
     Raises:
-        KeyError: if the action or the log-prob is missing.
+        KeyError: if the action is missing.
 
     Example:
         >>> import torch
@@ -165,16 +172,17 @@ def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -
     """
     key = find_log_prob_keys(actor)[0]
     sampler_key = sibling(key, "sampler_log_prob")
-    recorded = get_required(batch, key, RECORD_LOG_PROB)
     log_prob, scored = policy_log_prob(actor, batch, find_time_dim(batch, time_dim) is not None)
     batch = batch.copy()
     if getattr(actor, "truncation", None) is not None:
         batch.set(actor.kept_key, scored.get(actor.kept_key))
-    sampler = cast(Tensor, batch.get(sampler_key, recorded))
-    mask = expand_right(batch.get(MASK_KEY, torch.ones_like(log_prob).bool()), log_prob.shape)
-    gap = torch.where(mask, sampler - log_prob, 0.0).detach()
-    batch.set(key, log_prob).set(sampler_key, sampler)
-    batch.set(("next", *as_tuple(sibling(key, "sampler_kl"))), gap.unsqueeze(-1))
+    sampler = batch.get(sampler_key, batch.get(key, None))
+    batch.set(key, log_prob)
+    if sampler is not None:
+        mask = expand_right(batch.get(MASK_KEY, torch.ones_like(log_prob).bool()), log_prob.shape)
+        gap = torch.where(mask, sampler - log_prob, 0.0).detach()
+        batch.set(sampler_key, sampler)
+        batch.set(("next", *as_tuple(sibling(key, "sampler_kl"))), gap.unsqueeze(-1))
     return batch
 
 
@@ -182,61 +190,44 @@ def log_prob_of_actions(
     actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey], recorded: LogProbKeys
 ) -> tuple[Tensor, Distribution | None]:
     """The log-prob of the actions in `inputs`, (*B, *A), nats, and the dist; writes its outputs."""
-    batch_size = recorded.batch_size(inputs)
-    log_prob, dist = _log_prob(actor, inputs, action_keys)
-    if isinstance(log_prob, Tensor):
-        return sum_action_dims(log_prob, batch_size), dist
-    # A policy that records one sum for all parts has another key than its parts have.
-    if recorded.missing(log_prob):
-        recorded = LogProbKeys(list(log_prob.keys(True, True)))
-    return cast(Tensor, recorded.read(log_prob, batch_size)), dist
-
-
-def _log_prob(
-    actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey]
-) -> tuple[Tensor | TensorDictBase, Distribution | None]:
-    """One log-prob and its distribution, or a log-prob of each part, under the actor's keys."""
-    composite = getattr(actor, "return_composite", False)
-    if not composite and _has_own(actor, "log_prob"):
-        return actor.log_prob(inputs), None
+    shape, in_turn = recorded.batch_size(inputs), getattr(actor, "return_composite", False)
+    if not in_turn and _has_own(actor, "log_prob"):
+        found = actor.log_prob(inputs)
+        parts = [found] if isinstance(found, Tensor) else found.values(True, True)
+        return reduce(torch.add, [sum_action_dims(part, shape) for part in parts]), None
     # Before the pass, in which a part may write an action of its own, as gSDEModule does.
-    needed_for = "the reference scores the policy's action."
-    actions = {key: get_required(inputs, key, needed_for) for key in action_keys}
-    if composite:
-        return _log_probs_in_turn(actor, inputs, actions), None
+    actions = {key: get_required(inputs, key, _NO_ACTION) for key in action_keys}
+    if in_turn:
+        return _log_prob_in_turn(actor, inputs, actions, recorded), None
     dist = actor.get_dist(inputs)
-    if not isinstance(dist, CompositeDistribution):
-        return log_prob_of(dist, actions[action_keys[0]]), dist
-    # One key for all parts is that of their sum.
-    keys = actor.log_prob_keys if len(actor.log_prob_keys) == len(action_keys) else action_keys
-    log_probs = TensorDict(batch_size=inputs.batch_size)
-    for name, (key, action) in zip(keys, actions.items(), strict=True):
-        log_probs.set(name, log_prob_of(dist.dists[unravel_key(key)], action))
-    return log_probs, dist
+    parts = log_probs_by_part(dist, actions, action_keys[0])
+    return reduce(torch.add, [sum_action_dims(part, shape) for part in parts]), dist
 
 
-def _log_probs_in_turn(
-    actor: Any, inputs: TensorDictBase, actions: dict[NestedKey, Tensor]
-) -> TensorDictBase:
-    """The log-probs of parts that are drawn one after another, each after those before it."""
+def _log_prob_in_turn(
+    actor: Any, inputs: TensorDictBase, actions: dict[NestedKey, Tensor], recorded: LogProbKeys
+) -> Tensor:
+    """The log-prob of an action whose parts are drawn one after another, given those before."""
     # The actor's `log_prob` would draw the earlier parts anew and score the later ones after those.
-    log_probs = TensorDict(batch_size=inputs.batch_size)
+    found = []
     for module in actor.module.children():  # of a ModuleList or a ModuleDict
         if not isinstance(module, _PROBABILISTIC):
             module(inputs)
             continue
         keys = [key for key in module.dist_sample_keys if key in actions]
-        log_prob, _ = _log_prob(module, inputs.update({key: actions[key] for key in keys}), keys)
-        if isinstance(log_prob, Tensor):
-            log_prob = TensorDict().set(find_log_prob_keys(module)[0], log_prob)
-        log_probs.update(log_prob)
-    return log_probs
+        inputs.update({key: actions[key] for key in keys})
+        found.append(log_prob_of_actions(module, inputs, keys, recorded)[0])
+    return reduce(torch.add, found)
 
 
-def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
-    """The log-prob of an action (*B, ...); ValueError for another shape."""
-    _check_shape(dist, action)
-    return log_prob_inside(dist, action)
+def log_probs_by_part(dist: Any, data: Any, key: NestedKey) -> list[Tensor]:
+    """The log-prob of the action `key`, (*B, ...), or of each part; ValueError for other shapes."""
+    found, composite = [], isinstance(dist, CompositeDistribution)
+    for name, part in (dist.dists if composite else {key: dist}).items():
+        action = get_required(data, name, _NO_ACTION)
+        _check_shape(part, action)
+        found.append(log_prob_inside(part, action))
+    return found
 
 
 def _check_shape(dist: Distribution, action: Tensor) -> None:
@@ -303,7 +294,8 @@ def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:
     if len(found) != 1:
         raise ValueError(
             f"`actor` must have one ProbabilisticTensorDictModule, got {len(found)} in "
-            f"{type(actor).__name__}: the KL of the whole action is not in one of its parts."
+            f"{type(actor).__name__}, and the KL of the whole action is not in one of its parts: "
+            'use KLConstrainedTransform with estimator="k1", which only needs log-probs.'
         )
     return found[0]
 
@@ -328,3 +320,6 @@ def over_log_probs(fn: Callable[..., Any], dist: Any, actions: Tensor) -> Sequen
             f'(with a mask, not with indices), got {type(dist).__name__}: use `estimator="exact"`.'
         )
     return fn(dist.logits, actions)
+
+
+_NO_ACTION = "rename or change actions before the KL transforms; a loss has `set_keys(action=...)`."

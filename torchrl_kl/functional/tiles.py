@@ -45,26 +45,27 @@ class TiledCategorical(Distribution):
         # What a loss may want next is computed with the log-probs, from the same tiles: the
         # entropy, the KL to a reference, or nothing.
         self.also: Distribution | Literal["entropy"] | None = "entropy"
-        self._found: list[Tensor] = []
+        self._found: tuple[Any, list[Tensor]] = (None, [])  # what of these, and its numbers
         super().__init__(batch_shape, validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probs of actions (*B), nats."""
         also = self.also if torch.is_grad_enabled() else None
         reference = None if also == "entropy" else also
-        log_prob, *self._found = figures(self, value, reference, entropy=also == "entropy")
+        log_prob, *found = figures(self, value, reference, entropy=also == "entropy")
+        self._found = also, found
         return log_prob
 
     def entropy(self) -> Tensor:
         """Nats, (*B)."""
-        known = self._found if self.also == "entropy" else []
-        return (known or figures(self, entropy=True))[0]
+        what, known = self._found
+        return (known if what == "entropy" else figures(self, entropy=True))[0]
 
     def kl_to(self, reference: Distribution) -> Tensor:
         """KL(self || reference), nats, (*B)."""
         check_equal("batch_shape", self, reference, lambda dist: tuple(dist.batch_shape))
-        known = self._found if self.also is reference else []
-        return (known or figures(self, reference=reference))[0]
+        what, known = self._found
+        return (known if what is reference else figures(self, reference=reference))[0]
 
     @property
     def logits(self) -> Tensor:

@@ -278,7 +278,7 @@ class PenaltyTransform(KLTransform):
 
 
 NO_KL = "put KLDivergenceTransform before this transform, or name its entry with `KLKeys(kl=...)`."
-_NO_REWARD = "name the reward to penalize: `KLKeys(reward=...)`."
+_NO_REWARD = "name the reward to penalize: `KLKeys(reward=...)`, or KLRewardTransform's `in_keys`."
 _NO_SUM = (
     "the running sum is carried from step to step. Reset the env first, and let no later transform "
     "drop or rename that entry."

@@ -61,14 +61,14 @@ def later_siblings(transform: Transform) -> Iterator[Transform]:
 def _interference(later: Transform, written: set[NestedKey], actions: set[NestedKey]) -> str | None:
     """How a later transform undoes the work of one of this package; None if it does not."""
     # Not by the public properties, some of which need an env.
-    out_keys, in_keys_inv, out_keys_inv = declared_keys(later)
+    out_keys, _, out_keys_inv = declared_keys(later)
     # On batches it names entries under "next", where an env's transforms leave that out.
     if spoiled := {_without_next(key) for key in out_keys} & written:
         return (
             f"rewrites {_listed(spoiled)}: the record would no longer say what was subtracted (or "
             "let it write to other keys)"
         )
-    if changed := in_keys_inv & out_keys_inv & actions:
+    if changed := out_keys_inv & actions:
         return (
             f"turns {_listed(changed)} into the env's action before the reference sees it, which "
             "would score another action"

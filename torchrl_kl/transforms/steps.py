@@ -151,11 +151,16 @@ def check_reward(
     kl: torch.Size, reward: Tensor | TensorSpec, key: NestedKey, *, in_env: bool = False
 ) -> None:
     """ValueError or TypeError for a reward that no KL of shape `kl` can be subtracted from."""
-    if kl != reward.shape:
+    shape = reward.shape
+    if kl != shape:
+        n, fix = len(shape) - 1, ""
+        if shape[n:] == (1,) and kl[:n] == shape[:n] and kl.numel() > shape.numel():
+            fix = "sum it over agents for a shared reward (`sum_agents=True`), and "
         raise ValueError(
-            f"the KL and {key!r} must have the same shape, got {tuple(kl)} and "
-            f"{tuple(reward.shape)}: the KL would be broadcast; sum it over agents for a shared "
-            "reward (`sum_agents=True`), and give the reward one trailing dimension, of size 1."
+            f"the KL and {key!r} must have the same shape, got {tuple(kl)} and {tuple(shape)}: the "
+            f"KL would be broadcast; {fix}give the reward of an action one trailing dimension, of "
+            "size 1 (the sum, before the KL transforms, if the action takes several steps of the "
+            "env)."
         )
     dtype = cast(torch.dtype, reward.dtype)
     # A batch's reward becomes float32; the spec of an env says what it is.
