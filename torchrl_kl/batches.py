@@ -85,6 +85,16 @@ def of_values(mask: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     return mask if mask is None or mask.ndim <= n_dims else mask.flatten(n_dims).any(-1)
 
 
+def counted_values(tensordict: TensorDictBase, keys: ResolvedKeys, values: Tensor) -> Tensor:
+    """Where values (*B, *A), (*B, *A, 1) or, of all agents, (*B, 1) count: of their shape."""
+    mask = counted(tensordict, keys)
+    if mask is None:
+        return torch.ones_like(values, dtype=torch.bool)
+    if values.shape != mask.shape:
+        mask = cast(Tensor, of_values(mask, values.shape))
+    return expand_right(mask, values.shape)
+
+
 def leaf_keys(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> list[NestedKey]:
     """The keys; instead of one of a nested tensordict, those of all that it holds."""
     leaves: list[NestedKey] = []

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase, is_tensor_collection, unravel_key
 from torch import Tensor, nn
 
 from torchrl_kl.actors import reading
-from torchrl_kl.batches import MASK_KEY, Trajectories, expand_right, find_time_dim
+from torchrl_kl.batches import Trajectories, counted_values, find_time_dim
 from torchrl_kl.controllers import KLController, KLStatistics
 from torchrl_kl.functional.sampler import FEWEST, effective_share
 from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, get_required
@@ -150,8 +150,7 @@ class KLMonitor:
         fix = "run the stack before the monitor, or name the entry with `KLKeys(kl=...)`."
         step = cast(TensorDictBase, get_required(batch, "next", fix))
         k1 = get_required(step, self.keys.kl, fix).detach()  # (*B, *A, 1)
-        every = torch.ones_like(k1, dtype=torch.bool)
-        counted = expand_right(batch.get(MASK_KEY, every), k1.shape)
+        counted = counted_values(batch, self.keys, k1)
         k1 = k1.double()[counted]  # (N,)
         coeffs = self._state.coeffs
         if not self.controller.planning:
@@ -232,9 +231,9 @@ class KLMonitor:
                 "without a dimension named 'time': name the last one so, pass `time_dim`, do not "
                 "flatten it, or use per='step'."
             )
-        done_key = self.keys.done
-        mask = batch.get(MASK_KEY, None)
-        sums = self._trajectories.add(batch, measured, mask, done_key, observed=self._observed)
+        sums = self._trajectories.add(
+            batch, measured, counted, self.keys.done, observed=self._observed
+        )
         return sums.finished[:, 0], sums.opened
 
     def _look_at_numbers(self, k1: Tensor) -> dict[str, Finding | None]:
@@ -311,7 +310,7 @@ class KLMonitor:
         if sampler is None:
             return {}
         log_ratio = (recorded.require(batch) - sampler).double()
-        mask = expand_right(batch.get(MASK_KEY, torch.ones_like(sampler).bool()), sampler.shape)
+        mask = counted_values(batch, self.keys, sampler)
         if self.controller.per == "step":
             ratios = log_ratio[mask]
         else:
@@ -327,9 +326,8 @@ class KLMonitor:
         recorded = self.keys.recorded.require(batch).double()  # (*B, *A)
         timed = find_time_dim(batch, self.time_dim) is not None
         scored = reading.policy_log_prob(self.actor, batch, timed)[0].double()
-        mask = batch.get(MASK_KEY, None)
         gap = (recorded - scored).abs()
-        gap = gap.flatten() if mask is None else gap[expand_right(mask, gap.shape)]
+        gap = gap[counted_values(batch, self.keys, gap)]
         differs = ~(gap <= self._tolerance)  # NaN differs
         if not bool(differs.any()):
             return None

@@ -9,7 +9,16 @@ from torch.testing import assert_close
 from torchrl.data import Categorical, Composite
 
 from tests.helpers import SpyController, WalkEnv, make_actor, moved, play, total, with_transforms
-from torchrl_kl import KLConstrainedTransform, KLKeys, PlannedKLController
+from torchrl_kl import (
+    AdaptiveKLController,
+    KLConstrainedTransform,
+    KLControlHook,
+    KLKeys,
+    KLMonitor,
+    KLPenaltyLoss,
+    PlannedKLController,
+    kl_exact,
+)
 from torchrl_kl.batches import counted
 
 any_place = pytest.mark.parametrize("place", ["env", "batch"])
@@ -158,3 +167,55 @@ def test_a_mask_of_actions_is_not_one_of_agents():
     assert counted(batch, KLKeys().resolve(("agents", "action_log_prob"))) is None
     batch["agents", "mask"] = torch.ones(400, 2)
     assert counted(batch, KLKeys().resolve(("agents", "action_log_prob"))) is None
+
+
+def test_the_loss_is_the_mean_over_those_who_act():
+    batch, acts = turns()
+    batch["agents", "action_log_prob"][~acts] = -9.0
+    reference, policy = make_actor(agents=True), moved(make_actor(agents=True))
+    logits, ref_logits = (
+        actor(batch.select(("agents", "observation")))["agents", "logits"]
+        for actor in (policy, reference)
+    )
+    kl = kl_exact(logits, ref_logits)[acts].detach()
+    controller = SpyController(per="step")
+    loss = KLPenaltyLoss(policy, controller, reference=reference)
+    out = loss(batch)
+    assert_close(out["kl"], kl.mean())
+    assert_close(out["loss_kl"], 0.1 * kl.mean())
+    summed = KLPenaltyLoss(policy, 1.0, reference=reference, reduction="sum")(batch)
+    assert_close(summed["loss_kl"], kl.sum() / 2)  # of two agents
+    out["loss_kl"].backward()
+    given = [p.grad.clone() for p in policy.parameters()]
+    for p in policy.parameters():
+        p.grad = None
+    (0.1 * kl_exact(logits, ref_logits.detach())[acts].mean()).backward()
+    assert_close(given, [p.grad for p in policy.parameters()])
+    loss.update_controller(batch)
+    assert total(controller)[0] == 400
+    assert_close(total(controller)[1], kl.sum().item(), atol=1e-3, rtol=0)
+    # An action that nobody took has no ratio: its log-prob may be anything.
+    for gradient in ("k2", "sequence"):
+        one, other = (KLPenaltyLoss(policy, 1.0, gradient=gradient) for _ in range(2))
+        changed = batch.clone()
+        changed["agents", "action_log_prob"][~acts] = 5.0
+        assert_close(one(batch)["loss_kl"], other(changed)["loss_kl"])
+
+
+def test_the_monitor_and_the_log_of_a_trainer_are_of_those_who_act():
+    batch, acts = turns()
+    keys, controller = KLKeys(reward=("agents", "reward")), AdaptiveKLController(0.1, 1e-3, 1e6)
+    stack = KLConstrainedTransform(make_actor(agents=True), controller, keys=keys)
+    after = stack(batch)
+    k1 = log_ratios(after)[acts].double()
+    (said,) = KLMonitor(
+        AdaptiveKLController(0.1, 1e-3, 1e6, per="step"), keys=stack_keys(stack), window=1
+    )(after)
+    assert said.figures["count"] == 400
+    assert said.figures["kl"] == pytest.approx(k1.mean().item(), abs=1e-6)
+    found = KLControlHook(stack).log_batch(after)
+    assert found["kl_to_reference"] == pytest.approx(k1.mean().item(), abs=1e-6)
+
+
+def stack_keys(stack: Any) -> KLKeys:
+    return KLKeys(log_prob=stack.keys.log_prob, reward=stack.keys.reward)

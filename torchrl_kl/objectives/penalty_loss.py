@@ -40,7 +40,14 @@ from torchrl_kl.functional.sampler import (
 )
 from torchrl_kl.functional.sums import sum_after, sum_before
 from torchrl_kl.functional.tiles import TiledCategorical
-from torchrl_kl.keys import RECORD_LOG_PROB, LogProbKeys, get_required, sum_action_dims
+from torchrl_kl.keys import (
+    RECORD_LOG_PROB,
+    KLKeys,
+    LogProbKeys,
+    ResolvedKeys,
+    get_required,
+    sum_action_dims,
+)
 
 Gradient = Literal["step", "sequence", "k2"]
 Weights = Literal["step", "trajectory"]
@@ -63,6 +70,7 @@ class Steps(NamedTuple):
     data: TensorDictBase  # (*B)
     action: NestedKey  # in the data; a composite one has keys of its parts
     mask: Tensor | None  # (*B), True where a step counts; None where all do
+    acts: Tensor | None  # (*B, *A), of agents: True where one acts in a step that counts
     drawn: Drawn | None = None  # None where no action is read
     share: float = 1.0  # effective sample size, where another sampler drew the actions
 
@@ -92,16 +100,23 @@ class Steps(NamedTuple):
 
     def summed(self, *parts: Tensor) -> Tensor:
         """Log-probs or KL, (*B, ...), summed over parts, agents and action dimensions: (*B)."""
-        # In half precision they could overflow.
-        wide = (part.to(working_dtype(part.dtype)) for part in parts)
-        return reduce(torch.add, [sum_action_dims(part, self.data.batch_size) for part in wide])
+        found = []
+        for part in parts:
+            part = part.to(working_dtype(part.dtype))  # in half precision they could overflow
+            if self.acts is not None and part.shape[: self.acts.ndim] == self.acts.shape:
+                part = torch.where(expand_right(self.acts, part.shape), part, 0.0)
+            found.append(sum_action_dims(part, self.data.batch_size))
+        return reduce(torch.add, found)
 
     def log_prob_of(self, dist: Distribution) -> Tensor:
         """The log-prob of the actions, (*B)."""
         return self.summed(*log_probs_by_part(dist, self.data, self.action))
 
     def _exact_kl(self) -> Tensor:
-        mask = None if self.mask is None else expand_right(self.mask, self.policy.batch_shape)
+        shape, mask = self.policy.batch_shape, self.mask
+        if self.acts is not None and shape[: self.acts.ndim] == self.acts.shape:
+            mask = self.acts
+        mask = None if mask is None else expand_right(mask, shape)
         return self.summed(kl_exact(self.policy, self.reference, mask=mask))
 
     def masked(self, values: Tensor) -> Tensor:
@@ -140,10 +155,10 @@ class KLPenaltyLoss(LossModule):
     You may rely on: the reference gets no gradient, is not among `parameters()`, and is in
     `state_dict`; `forward` never moves the controller; padding, NaN too, changes neither value nor
     gradient; a coefficient of 0 adds nothing, not even an infinite KL. You may not rely on
-    `loss_kl` being the KL for "k2": `kl` is. With agents, `a_t` is the action of all, and all is
-    divided by their number. Rows that begin or end inside a trajectory count as whole ones. Leave
-    frames of a random policy out where log-probs are read. `loss` keeps its target networks and its
-    `loss_mask_key`; do not deep-copy the two losses, build others.
+    `loss_kl` being the KL for "k2": `kl` is. With agents, `a_t` is the action of all who act, and
+    all is divided by their number. Rows that begin or end inside a trajectory count as whole ones.
+    Leave frames of a random policy out where log-probs are read. `loss` keeps its target networks
+    and its `loss_mask_key`; do not deep-copy the two losses, build others.
 
     Keys:
         reads the actor's in_keys; "action" and "action_log_prob" unless `gradient` and `weights`
@@ -268,6 +283,12 @@ class KLPenaltyLoss(LossModule):
         return ["loss_kl", "kl", "kl_coeff", *([] if self.loss is None else self.loss.out_keys)]
 
     @property
+    def _named_keys(self) -> ResolvedKeys:
+        """Of what says which steps count."""
+        keys = self.tensor_keys
+        return KLKeys(log_prob=keys.sample_log_prob, done=keys.done).resolve()
+
+    @property
     def critic_network(self) -> nn.Module:
         """That of `loss`, from which TorchRL's trainers make their GAE."""
         return cast(Any, self.loss).critic_network
@@ -290,8 +311,8 @@ class KLPenaltyLoss(LossModule):
             refuse_penalized(tensordict, self.tensor_keys.kl_coeff)
         steps, value, kl = self._terms(tensordict)
         coeff = coeff.to(value, copy=True)  # of now: autograd keeps it until `backward`
-        loss_kl = reduce_steps(coeff * value, steps.mask, self.reduction)
-        kl = reduce_steps(kl, steps.mask, "mean")
+        loss_kl = reduce_steps(coeff * value, steps.acts, self.reduction)
+        kl = reduce_steps(kl, steps.acts, "mean")
         out = TensorDict(loss_kl=loss_kl, kl=kl, kl_coeff=coeff.detach().clone())
         if self.loss is None:
             return out
@@ -333,6 +354,13 @@ class KLPenaltyLoss(LossModule):
         )
         if steps.share < FEWEST:
             reading = reading._replace(values=None, rewards=None)
+        elif self.controller.per == "step" and reading.rewards is None and steps.acts is not None:
+            # The mean over those who act, of whom a step may have any number.
+            acting = steps.acts.unsqueeze(-1).flatten(tensordict.batch_dims)  # (*B, agents)
+            n_acting = acting.sum(-1)
+            means = kl * acting.shape[-1] / n_acting.clamp_min(1)
+            values = means.flatten().repeat_interleave(n_acting.flatten())
+            reading = reading._replace(values=None if reading.values is None else values)
         self.feed.plan(self.controller, reading)
         self.feed.learn(self.controller, reading)
         return self.controller.coeff.item()
@@ -366,14 +394,16 @@ class KLPenaltyLoss(LossModule):
 
     def _terms(self, tensordict: TensorDictBase) -> tuple[Steps, Tensor, Tensor]:
         """The steps; what is minimised, before the coefficient, and the measured KL, (*B) each."""
-        mask = read_mask(tensordict, self.loss_mask_key)
+        acts = read_mask(tensordict, self._named_keys, self.loss_mask_key)
+        mask = batches.of_values(acts, (*tensordict.batch_size, 1))
         actions = LogProbKeys(self.tensor_keys.action)
         log_probs = LogProbKeys(self.tensor_keys.sample_log_prob)
-        if mask is not None:
+        if acts is not None:
             read = [*self.actor_network.in_keys, *self.reference.own_state_keys]
             read += [*actions.keys, *log_probs.keys, self.tensor_keys.sampler_log_prob]
-            tensordict = finite_padding(tensordict, mask, read)
-        steps = Steps(*self._distributions(tensordict), tensordict, self.tensor_keys.action, mask)
+            tensordict = finite_padding(tensordict, acts, read)
+        dists, action = self._distributions(tensordict), self.tensor_keys.action
+        steps = Steps(*dists, tensordict, action, mask, acts)
         if self._reads_actions:
             steps = steps._replace(drawn=self._drawn(tensordict, steps))
         value, kl = steps.terms(self.gradient, self.weights)
@@ -446,29 +476,35 @@ def check_options(gradient: str, weights: str, reduction: str) -> None:
 
 
 def reduce_steps(values: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
-    """Over the steps that count; `values` are 0 elsewhere."""
+    """Over the steps (*B) that count; `values` are 0 elsewhere. `mask`: (*B), or (*B, *A)."""
     if reduction == "none":
         return values
-    count = max(values.numel(), 1) if mask is None else mask.sum().clamp_min(1)
+    count: Any = max(values.numel(), 1)
+    if mask is not None:  # where half of the agents act, half a step
+        count = mask.sum().clamp_min(1) * (count / max(mask.numel(), 1))
     return values.sum() if reduction == "sum" else values.sum() / count
 
 
-def read_mask(tensordict: TensorDictBase, key: NestedKey | None) -> Tensor | None:
-    """True where a step counts, (*B); None where all do. `key`: a LossModule's `loss_mask_key`."""
+def read_mask(
+    tensordict: TensorDictBase, keys: ResolvedKeys, key: NestedKey | None
+) -> Tensor | None:
+    """`batches.counted`, (*B, *A). `key`: a LossModule's `loss_mask_key`."""
     key = batches.MASK_KEY if key == "auto" else key
     mask = None if key is None else tensordict.get(key, None)
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"the mask {key!r} must be boolean, got {mask.dtype}: use `.bool()`.")
-    return None if mask is None else expand_right(mask, tensordict.batch_size)
+    return batches.counted(tensordict, keys, mask_key=key)
 
 
 def finite_padding(data: TensorDictBase, mask: Tensor, keys: list[NestedKey]) -> TensorDictBase:
-    """A shallow copy with 0 for NaN and inf on padding."""
+    """A shallow copy with 0 for NaN and inf on padding; `mask`: (*B, *A)."""
+    rows = cast(Tensor, batches.of_values(mask, (*data.batch_size, 1)))
     data = data.copy()  # there, NaN times a gradient of 0 would be NaN
     for key in batches.leaf_keys(data, keys):
         value = data.get(key, None)
         if isinstance(value, Tensor) and value.is_floating_point():
-            valid = expand_right(mask, value.shape) | value.isfinite()
+            counts = mask if value.shape[: mask.ndim] == mask.shape else rows
+            valid = expand_right(counts, value.shape) | value.isfinite()
             data.set(key, torch.where(valid, value, 0.0))
     return data
 
