@@ -61,23 +61,6 @@ def check_density(found: Any, known: set[str]) -> None:
             check_density(part, known)
 
 
-def check_bounds(policy: Mapping[Any, partial], reference: Mapping[Any, partial]) -> None:
-    """ValueError if a TanhNormal of the reference does not cover that of the policy."""
-    for name in policy.keys() & reference.keys():
-        pair = [one for one in (policy[name], reference[name]) if one.func is TanhNormal]
-        ends = [one.keywords.get(*end) for end in (("low", -1.0), ("high", 1.0)) for one in pair]
-        if len(pair) < 2 or any(end is None for end in ends):  # each step has its own
-            continue
-        low, ref_low, high, ref_high = (torch.as_tensor(end).double().cpu() for end in ends)
-        gap = torch.maximum(ref_low - low, high - ref_high)
-        if (gap > 1e-3 * (high - low)).any():
-            raise ValueError(
-                "`reference` must have a TanhNormal with the bounds of the policy's, or wider "
-                f"ones, got narrower ones, by up to {gap.max():.3g}: outside them its log-prob is "
-                "finite where its density is 0. Give both the same `low` and `high`."
-            )
-
-
 def log_prob_inside(dist: Distribution, action: Tensor) -> Tensor:
     """The log-prob of an action, -inf outside the bounds of a TanhNormal, where it is finite."""
     log_prob, inner = dist.log_prob(action), dist

@@ -18,7 +18,7 @@ from torchrl.modules import recurrent_mode, set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_kl.actors import reading
-from torchrl_kl.actors.densities import check_bounds, check_density
+from torchrl_kl.actors.densities import check_density
 from torchrl_kl.actors.moving import MasterWeights
 from torchrl_kl.batches import MASK_KEY, expand_right, leaf_keys, require_order
 from torchrl_kl.functional.numbers import widened, working_dtype
@@ -115,9 +115,8 @@ class FrozenActor(nn.Module):
                 f"{actions}: build it with the same `out_keys`."
             )
         reading.check_kept_inputs(policy, self.actor)
-        own, other = reading.built_by(policy), reading.built_by(self.actor)
-        check_density({"policy": own, "reference": other}, self._known)
-        check_bounds(own, other)
+        for pair in (*reading.distributions_of(policy), *reading.distributions_of(self.actor)):
+            check_density(dict(enumerate(pair)), self._known)
         own, other = map(reading.stated_temperature, (self.actor, policy))
         if None not in (own, other) and own != other:
             warnings.warn(

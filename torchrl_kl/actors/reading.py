@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -256,22 +256,13 @@ def _has_own(actor: Any, name: str) -> bool:
     return getattr(getattr(actor, name, None), "__func__", None) not in library
 
 
-def built_by(actor: Any) -> dict[NestedKey, partial]:
-    """The class that an actor is seen to build for each action, with the options that it has."""
+def distributions_of(actor: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """The classes that an actor is seen to build for its actions, with their options."""
     if any(_has_own(actor, name) for name in ("get_dist", "build_dist_from_params", "log_prob")):
-        return {}
-    found: dict[NestedKey, partial] = {}
+        return []
     parts = _probabilistic_modules(actor)
-    for part in parts if getattr(actor, "return_composite", False) else parts[-1:]:
-        options = part.distribution_kwargs
-        if kinds := options.get("distribution_map"):
-            extra = options.get("extra_kwargs") or {}
-            found |= {key: partial(kind, **extra.get(key, {})) for key, kind in kinds.items()}
-        else:  # what each step has is not known yet
-            names = dict.fromkeys(as_tuple(key)[-1] for key in part.dist_keys)
-            options = names | options
-            found[part.dist_sample_keys[0]] = partial(part.distribution_class, **options)
-    return found
+    parts = parts if getattr(actor, "return_composite", False) else parts[-1:]
+    return [(part.distribution_class, part.distribution_kwargs) for part in parts]
 
 
 def refuse_own_log_prob(actor: Any) -> None:

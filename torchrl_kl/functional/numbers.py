@@ -100,8 +100,9 @@ def check_finite(
             raise ValueError(
                 f"{owner} needs finite numbers, but {key!r} has {int(wrong.sum())} of "
                 f"{values.numel()} that are not, the first {values[place].item()} at {place}. A "
-                "log-prob is -inf where the policy or the reference cannot take the action; NaN "
-                "comes from diverged weights or from the env."
+                "log-prob is -inf where the policy or the reference cannot take the action, as "
+                "outside the bounds (`low`, `high`) of a TanhNormal; NaN comes from diverged "
+                "weights or from the env."
             )
 
 
