@@ -6,7 +6,7 @@ it is R rows of T steps; K numbers are added up along each trajectory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple, cast
 
@@ -16,7 +16,14 @@ from torch import Tensor
 
 from torchrl_kl.functional.numbers import Float64State
 from torchrl_kl.functional.sums import running_sum
-from torchrl_kl.keys import MissingKeyError, as_tuple, existing_keys, sibling
+from torchrl_kl.keys import (
+    MissingKeyError,
+    ResolvedKeys,
+    as_tuple,
+    existing_keys,
+    holder_batch_size,
+    sibling,
+)
 
 MASK_KEY = ("collector", "mask")
 TRAJECTORY_KEY = ("collector", "traj_ids")
@@ -39,6 +46,53 @@ def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:
             f"got shape {tuple(value.shape)}."
         )
     return value.reshape(value.shape + (1,) * (len(shape) - value.ndim)).expand(shape)
+
+
+def counted(
+    tensordict: TensorDictBase, keys: ResolvedKeys, *, mask_key: NestedKey | None = MASK_KEY
+) -> Tensor | None:
+    """True where an agent acts in a step that counts, (*B, *A); None where all do.
+
+    Not so in padding (`mask_key`), in rows that a batched env does not step, after the agent is
+    done, and where the mask of agents in turn-based envs, ("agents", "mask"), is False.
+    """
+    path, shape = keys.path, holder_batch_size(tensordict, (*keys.path, "mask"))
+    masks = [tensordict.get(key, None) for key in ("_step", mask_key) if key is not None]
+    acting = tensordict.get((*path, "mask"), None) if path else None
+    if acting is not None and acting.dtype == torch.bool and acting.shape[: len(shape)] == shape:
+        masks += [acting] if acting.numel() == shape.numel() else []  # else it is of actions
+    found = [expand_right(mask, shape) for mask in masks if mask is not None]
+    before = was_done(tensordict, keys)
+    found += [] if before is None else [~before]
+    return reduce(torch.logical_and, found) if found else None
+
+
+def was_done(tensordict: TensorDictBase, keys: ResolvedKeys) -> Tensor | None:
+    """True where an agent, or the env, is done before a step, (*B, *A); None if none is."""
+    path, shape = keys.path, holder_batch_size(tensordict, (*keys.path, "done"))
+    done_keys = {as_tuple(key) for key in (keys.done, (*path, "done"), "done")}
+    flags = [tensordict.get(key, None) for key in done_keys if path[: len(key) - 1] == key[:-1]]
+    found = [expand_right(flag, shape).bool() for flag in flags if flag is not None]
+    before = reduce(torch.logical_or, found) if found else None
+    if before is None or torch.compiler.is_compiling() or before.any():
+        return before
+    return None
+
+
+def of_values(mask: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    """A mask (*B, *A) for values of `shape`: of all agents together, (*B, 1), where any counts."""
+    n_dims = len(shape) - 1
+    return mask if mask is None or mask.ndim <= n_dims else mask.flatten(n_dims).any(-1)
+
+
+def counted_values(tensordict: TensorDictBase, keys: ResolvedKeys, values: Tensor) -> Tensor:
+    """Where values (*B, *A), (*B, *A, 1) or, of all agents, (*B, 1) count: of their shape."""
+    mask = counted(tensordict, keys)
+    if mask is None:
+        return torch.ones_like(values, dtype=torch.bool)
+    if values.shape != mask.shape:
+        mask = cast(Tensor, of_values(mask, values.shape))
+    return expand_right(mask, values.shape)
 
 
 def leaf_keys(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> list[NestedKey]:
@@ -79,8 +133,8 @@ def find_ends(step: TensorDictBase, done_key: NestedKey, shape: Sequence[int]) -
     found = {key: flag for key in keys if (flag := step.get(key, None)) is not None}
     if not found or (as_tuple(done_key)[-1] != "done" and done_key not in found):
         raise MissingKeyError(
-            f"there is no {done_key!r} in the step, where trajectories end: name it with "
-            f"`KLKeys(done=...)`. The step has {existing_keys(step)}."
+            f"there is no {done_key!r} in the step, where trajectories end: `KLKeys(done=...)`, or "
+            f"`set_keys(done=...)` of a loss, names it. The step has {existing_keys(step)}."
         )
     return reduce(torch.logical_or, [expand_right(flag, shape) for flag in found.values()])
 
@@ -97,6 +151,31 @@ def state_keys(
         if as_tuple(key)[-1] not in _NO_STATE
         and all(isinstance(each.get(key, None), Tensor) for each in (tensordict, step))
     ]
+
+
+def read_states(
+    tensordict: TensorDictBase,
+    keys: list[NestedKey],
+    places: Tensor,
+    lengths: Mapping[NestedKey, NestedKey] | None = None,
+) -> list[Tensor]:
+    """The entries of a batch (*B) at places of its steps, (S, ...) each.
+
+    `lengths`: for the key of an entry (*B, L) that of its length, (*B). What is behind that, as a
+    text's tokens after its position, is of later states: it is -1.
+    """
+    n_dims = tensordict.batch_dims
+    states: list[Tensor] = []
+    for key in keys:
+        entry = tensordict.get(key).detach().flatten(0, n_dims - 1)
+        state = entry[places.to(entry.device)]
+        length = tensordict.get(lengths[key], None) if lengths and key in lengths else None
+        if length is not None:
+            column = torch.arange(state.shape[-1], device=state.device)
+            length = length.flatten(0, n_dims - 1)[places.to(length.device)].unsqueeze(-1)
+            state = torch.where(column < length.to(state.device), state, -1)
+        states.append(state)
+    return states
 
 
 def require_order(
@@ -133,7 +212,9 @@ class TrajectorySums(NamedTuple):
 
     running: Tensor  # up to each step of its trajectory, (*B, *A, K)
     finished: Tensor  # of the trajectories that end, and their steps that count, (N, K + 1)
-    began: Tensor  # where each of them began, (N,): agent * R * T + row * T + step; -1: not in here
+    # Where the first step that counts of each of them is, (N,): agent * R * T + row * T + step; -1:
+    # in an earlier batch.
+    began: Tensor
     opened: dict[str, Tensor]  # for `Trajectories.keep`
 
 
@@ -142,7 +223,6 @@ class _Steps(NamedTuple):
 
     done: Tensor  # True at the last step of a trajectory
     any_done: Tensor  # also of another agent: collectors then change the id
-    gone: Tensor  # True where the agent was done before the step
     counts: Tensor
     ids: Tensor  # of the trajectory of each agent
     agents: Tensor
@@ -165,12 +245,12 @@ class _Steps(NamedTuple):
         flags = [flag.unsqueeze(-1).flatten(n_dims).any(-1) for flag in flags]
         gone, init = tensordict.get(done_key, None), tensordict.get("is_init", None)
         done, ids = flat(ends), tensordict.get(TRAJECTORY_KEY, None)
+        counts = torch.ones_like(done) if mask is None else flat(mask)
         agents = torch.arange(len(done), device=done.device) // n_places
         return cls(
             done,
             flat(reduce(torch.logical_or, flags)),
-            torch.zeros_like(done) if gone is None else flat(gone.bool()),
-            torch.ones_like(done) if mask is None else flat(mask),
+            counts if gone is None else counts & ~flat(gone.bool()),
             agents if ids is None else agents + n_agents * flat(ids.to(done.device)),
             agents,
             None if init is None else flat(init.bool()),
@@ -210,14 +290,11 @@ class Trajectories(Float64State):
 
         `values`: (*B, *A, K); `observed`: keys that show whether steps follow one another.
         """
-        batch_size, n_dims = tensordict.batch_size, tensordict.batch_dims
+        batch_size = tensordict.batch_size
         shape, keys = values.shape, state_keys(tensordict, observed)
         if not values.numel():
             empty = values.new_zeros(0, shape[-1] + 1).double()
             return TrajectorySums(values.double(), empty, self.ids[:0], dict(self.named_buffers()))
-        whole = self._add_whole(tensordict, values, mask, done_key, keys, check_order)
-        if whole is not None:
-            return whole
         n_places, n_steps = batch_size.numel(), batch_size[-1]
         steps = _Steps.read(tensordict, torch.Size((*shape[:-1], 1)), mask, done_key)
         numbered, init = tensordict.get(TRAJECTORY_KEY, None) is not None, steps.init
@@ -239,7 +316,7 @@ class Trajectories(Float64State):
         last = torch.cat([cut, one]).nonzero().squeeze(-1)
         at_row, ids = first % n_steps == 0, steps.ids[first]
         left_ids = torch.where(goes_on, -1 - steps.agents, steps.ids)[last]
-        left = _states(cast(TensorDictBase, tensordict.get("next")), keys, n_dims, last % n_places)
+        left = read_states(cast(TensorDictBase, tensordict.get("next")), keys, last % n_places)
         entries = dict[int, int]()
         if init is not None:
             begins = init[first] if numbered else init[first] | at_row
@@ -247,13 +324,11 @@ class Trajectories(Float64State):
             unfinished = self.ids[(self.sums[:, -2:] != 0).any(-1)]
             is_new = ~torch.isin(ids, unfinished) & _is_first(ids) if numbered else at_row
             begins = is_new | (steps.done.roll(1)[first] & ~at_row)
-        padding = ~steps.counts & (steps.ids < steps.agents.max() + 1)  # of the id 0
         if numbered:
             some = torch.isin(ids, self.ids) | (at_row & bool((self.ids < 0).any()))
-            some = some & (at_row | ~padding[first])
             some = some if init is None else some & ~init[first]
             rows = some.nonzero().squeeze(-1)  # that may go on with an entry, (C,)
-            entered = _states(tensordict, keys, n_dims, first[rows] % n_places)
+            entered = read_states(tensordict, keys, first[rows] % n_places)
             if [each.shape[1:] for each in self._left] == [each.shape[1:] for each in entered]:
                 wanted, agents = ids[rows].unsqueeze(-1), steps.agents[first][rows].unsqueeze(-1)
                 pairs = (wanted == self.ids) | (self.ids == -1 - agents)
@@ -270,16 +345,17 @@ class Trajectories(Float64State):
             addends[first[[*entries]]] += self.sums[[*entries.values()]]
         cuts = steps.done | torch.cat([cut, one])
         sums = running_sum(addends.T, cuts.expand(addends.shape[-1], -1)).T
-        ended = steps.done & ~steps.gone & (sums[:, -2] > 0) & (sums[:, -1] == 0)
-        # The step where the trajectory of a step begins in this batch, and whether it began before.
+        ended = steps.done & (sums[:, -2] > 0) & (sums[:, -1] == 0)
+        # The step where the trajectory of a step begins in this batch, the first one of it that
+        # counts, and whether it began before.
         origin = torch.where(torch.cat([one, cuts[:-1]]), place, 0).cummax(0).values
+        counted_next = torch.where(steps.counts, place, len(place)).flip(0).cummin(0).values.flip(0)
         earlier = torch.zeros_like(steps.done)
         earlier[first[~begins | known]] = True
-        began = torch.where(earlier[origin], -1, origin)
+        began = torch.where(earlier[origin], -1, counted_next[origin])
         # Nothing goes on behind an end that others follow; a collector may have written the rest.
         followed = ((place + 1) % n_steps > 0) & steps.counts.roll(-1)
-        padding = padding & (sums[:, -2] == 0) & (origin % n_steps > 0)  # behind an end or a seam
-        stays = ~(padding | (steps.done & followed))[last] & numbered
+        stays = ~(steps.done & followed)[last] & numbered
         opened = self._table(
             [*entries.values()],
             left_ids[stays],
@@ -288,49 +364,6 @@ class Trajectories(Float64State):
         )
         running = sums[:, :-2].reshape(-1, n_places, sums.shape[-1] - 2).transpose(0, 1)
         return TrajectorySums(running.reshape(shape), sums[ended][:, :-1], began[ended], opened)
-
-    def _add_whole(
-        self,
-        tensordict: TensorDictBase,
-        values: Tensor,
-        mask: Tensor | None,
-        done_key: NestedKey,
-        keys: list[NestedKey],
-        check_order: bool,
-    ) -> TrajectorySums | None:
-        """`add`, in a third of its time, where rows are whole trajectories; None elsewhere."""
-        batch_size, n_steps = tensordict.batch_size, tensordict.batch_size[-1]
-        step = cast(TensorDictBase, tensordict.get("next"))
-        ids = tensordict.get(TRAJECTORY_KEY, None)
-        flags = [key for key in step.keys(True, True) if as_tuple(key)[-1] == "done"]
-        if values.shape[:-1] != batch_size or flags != [done_key] or "is_init" in tensordict.keys():
-            return None
-        done, gone = step.get(done_key).reshape(-1, n_steps), tensordict.get(done_key, None)
-        counts = torch.ones_like(done) if mask is None else mask.reshape(-1, n_steps)
-        last = counts.clone()
-        last[:, :-1] &= ~counts[:, 1:]
-        single = (done.sum(-1) == 1) & counts[:, 0]
-        if not done.equal(last) or not single.all() or (gone is not None and gone.any()):
-            return None
-        opened = dict(self.named_buffers())
-        began = torch.arange(len(done), device=done.device) * n_steps
-        values = values.detach().double().reshape(*done.shape, -1)  # (R, T, K)
-        counted = counts.unsqueeze(-1)
-        totals = torch.where(counted, values, 0.0).cumsum(1)
-        if ids is not None:
-            ids = ids.reshape(-1, n_steps)
-            held = torch.isin(ids[:, 0], self.ids) | (self.ids < 0).any()
-            new = _is_first(ids[:, 0]) & ~held & (ids == ids[:, :1]).all(1)
-            if mask is not None or not new.all():
-                return None
-            left = _states(step, keys, len(batch_size), began + n_steps - 1)
-            sums = values.new_zeros(len(ids), values.shape[-1] + 2)
-            opened = self._table([], ids[:, 0], sums, left)
-        if check_order:
-            require_order(tensordict, keys, ~counts.reshape(batch_size)[..., 1:], _SHUFFLED)
-        finished = torch.cat([totals[:, -1], counts.sum(-1, keepdim=True)], -1)
-        running = torch.where(counted, totals, 0.0).reshape(*batch_size, -1)
-        return TrajectorySums(running, finished, began, opened)
 
     def keep(self, opened: dict[str, Tensor]) -> None:
         """Makes what `add` has left open the state."""
@@ -362,14 +395,6 @@ class Trajectories(Float64State):
         if {"ids", "sums"} <= entries.keys():  # of other sizes than the present ones
             self.keep({name: torch.empty_like(value) for name, value in entries.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _states(
-    tensordict: TensorDictBase, keys: list[NestedKey], n_dims: int, places: Tensor
-) -> list[Tensor]:
-    """The entries of a batch (*B) at places of its steps, (S, ...) each."""
-    entries = (tensordict.get(key).detach().flatten(0, n_dims - 1) for key in keys)
-    return [entry[places.to(entry.device)] for entry in entries]
 
 
 def _is_first(values: Tensor) -> Tensor:

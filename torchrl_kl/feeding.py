@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -56,11 +56,16 @@ class ControllerFeed(nn.Module):
         done_key: NestedKey,
         time_dim: int | None = None,
         observed: Iterable[NestedKey] | None = None,
+        state_lengths: Mapping[NestedKey, NestedKey] | None = None,
         reward: Tensor | None = None,
         log_ratio: Tensor | None = None,
         trace: bool = True,
     ) -> Reading:
-        """Reads a batch (*B) and its KL, (*B, *A, 1); `trace`: whether it may change any state."""
+        """Reads a batch (*B) and its KL, (*B, *A, 1).
+
+        `observed`: keys of the states; `state_lengths`: of some, where their lengths are, see
+        `batches.read_states`; `trace`: whether it may change any state.
+        """
         moves = trace and not self.frozen
         by_trajectory = controller.per == "trajectory"
         plans = moves and controller.planning and reward is not None
@@ -94,7 +99,7 @@ class ControllerFeed(nn.Module):
         if not plans:
             return Reading(running, sums.finished[:, 0] if moves else None, opened=opened)
         _, log_ratios, rewards, _ = sums.finished.unbind(-1)
-        groups = _groups(tensordict, sums, observed)
+        groups = _groups(tensordict, sums, observed, state_lengths or {})
         return Reading(running, rewards[:0], rewards, log_ratios, groups, opened)
 
     def plan(self, controller: KLController, reading: Reading) -> None:
@@ -165,22 +170,23 @@ class ControllerFeed(nn.Module):
 
 
 def _groups(
-    tensordict: TensorDictBase, sums: TrajectorySums, observed: Iterable[NestedKey] | None
+    tensordict: TensorDictBase,
+    sums: TrajectorySums,
+    observed: Iterable[NestedKey] | None,
+    lengths: Mapping[NestedKey, NestedKey],
 ) -> Tensor | None:
     """A number for each finished trajectory, (N,): equal for one agent that began in one state."""
-    n_dims, n_places = tensordict.batch_dims, max(tensordict.batch_size.numel(), 1)
     keys, known = batches.state_keys(tensordict, observed), sums.began >= 0
     groups = torch.full_like(sums.finished[:, 0], torch.nan)  # of those that began before
     if not keys or not known.any():
         return groups
-    began = sums.began[known]
-    parts = [began.div(n_places, rounding_mode="floor").double().unsqueeze(-1)]  # the agent
-    for key in keys:
-        states = tensordict.get(key).detach().flatten(0, n_dims - 1)
-        first = states[(began % n_places).to(states.device)].to(began.device)
-        parts.append(first.reshape(len(began), -1).double())
-    numbers = torch.cat(parts, -1).unique(dim=0, return_inverse=True)[1]
-    groups[known] = numbers.to(groups)
+    began, n_places = sums.began[known], tensordict.batch_size.numel()
+    states = batches.read_states(tensordict, keys, began % n_places, lengths)
+    parts = [began.div(n_places, rounding_mode="floor")]  # the agent
+    for state in states:
+        numbers = state.reshape(len(began), -1).unique(dim=0, return_inverse=True)[1]
+        parts.append(numbers.to(began.device))
+    groups[known] = torch.stack(parts, -1).unique(dim=0, return_inverse=True)[1].to(groups)
     return groups
 
 

@@ -18,7 +18,7 @@ from torchrl_kl import (
     PlannedKLController,
     coeff_for_budget,
 )
-from torchrl_kl.controllers.plan import RewardPlan
+from torchrl_kl.controllers.plan import RewardPlan, Reweighted
 
 V, R = 3, 2  # tokens, and tokens of a response
 MAKERS = {
@@ -165,11 +165,30 @@ class TestPlan:
         if spread:  # the ratio of standard deviations, which is exact for normal rewards
             assert planned(values, 0.2) == pytest.approx(right * ratio, rel=0.2)
 
+    def test_large_groups_are_rows_of_coeff_for_budget(self):
+        scales = torch.tensor([0.3, 1.0, 2.0]).unsqueeze(1)  # the rewards of prompts differ
+        rewards = scales * randn(3, 64) + 10 * torch.arange(3).unsqueeze(1)
+        order = torch.randperm(192, generator=seeded(1))
+        groups = torch.arange(3).repeat_interleave(64)[order]
+        for target in (0.1, 1.0, 2.0):  # 64 samples show up to log(64 / 8) = 2.08
+            coeff = planned(rewards.flatten()[order], target, groups=groups)
+            assert coeff == pytest.approx(coeff_for_budget(rewards, target), rel=1e-8)
+        most = torch.cat([rewards.flatten(), rewards[0, :32]])  # rows of different lengths
+        groups = torch.cat([torch.arange(3).repeat_interleave(64), torch.full((32,), 9)])
+        coeff = planned(most, 0.5, groups=groups)
+        kls = [
+            Reweighted(row[None], torch.zeros(1, len(row))).kl
+            for row in (*rewards, rewards[0, :32])
+        ]
+        spreads = [(row.max() - row.min()).item() for row in (*rewards, rewards[0, :32])]
+        mean = sum(kl(coeff / spread) for kl, spread in zip(kls, spreads, strict=True)) / 4
+        assert mean == pytest.approx(0.5, rel=1e-6)
+
     def test_groups_are_those_of_one_call(self):
         rewards, plan = torch.tensor([0.0, 1.0] * 20), RewardPlan()
         for shift in (0.0, 100.0):  # of which two groups of 20 have the number 7
             plan.samples = plan.with_samples(rewards[:20] + shift, groups=torch.full((20,), 7))
-        expected = planned(rewards, 0.1, groups=torch.zeros(40)) * math.sqrt(39 / 40 * 20 / 19)
+        expected = planned(rewards, 0.1) * math.sqrt(20 / 19)
         assert plan.solve(plan.samples, 0.1) == pytest.approx(expected)
         alone = planned(rewards, 0.1, groups=torch.arange(40))  # most samples are alone
         assert alone == planned(rewards, 0.1)

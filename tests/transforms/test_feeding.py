@@ -8,7 +8,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
-from torchrl.data import Categorical, Composite
 from torchrl.envs import SerialEnv, check_env_specs
 
 from tests.helpers import (
@@ -17,7 +16,6 @@ from tests.helpers import (
     assert_same,
     collect,
     make_actor,
-    moved,
     play,
     policy,
     spied,
@@ -347,66 +345,7 @@ def test_the_sums_of_a_plan_are_entries_of_the_env():
     assert_close(step["episode_sums"], batch["episode_sums"] + expected)
 
 
-# Agents, rows that are skipped, flags.
-
-
-class LeavingEnv(WalkEnv):
-    """Agent i has left with i steps to go, and its flag stays; the env resets when all are gone."""
-
-    def __init__(self, n_agents: int = 2, **kwargs):
-        super().__init__((2,), n_agents=n_agents, longest=5, **kwargs)
-        flag = Categorical(2, dtype=torch.bool, shape=torch.Size((2, n_agents, 1)))
-        flags = {"done": flag, "terminated": flag.clone()}
-        self.full_done_spec["agents"] = Composite(flags, shape=(2, n_agents))
-
-    def _gone(self, out: Any) -> torch.Tensor:
-        return out["left"].unsqueeze(-1) <= torch.arange(self.agents[0]).unsqueeze(-1)
-
-    def _mark(self, out: Any, gone: torch.Tensor) -> Any:
-        out["agents", "done"], out["agents", "terminated"] = gone, gone.clone()
-        return out
-
-    def _step(self, tensordict):
-        out = super()._step(tensordict)
-        return self._mark(out, self._gone(out))
-
-    def _reset(self, tensordict=None, **kwargs):
-        out = super()._reset(tensordict, **kwargs)
-        return self._mark(out, torch.zeros(2, self.agents[0], 1, dtype=torch.bool))
-
-
-class OneForAll(LeavingEnv):
-    """Only the first agent is ever done: the env resets all of them then."""
-
-    def _gone(self, out: Any) -> torch.Tensor:
-        return out["done"].unsqueeze(-2) & (torch.arange(self.agents[0]) == 0).unsqueeze(-1)
-
-
-def agents_measured(place, env: WalkEnv) -> tuple[Any, SpyController]:
-    actor, controller = make_actor(agents=True), SpyController()
-    keys = KLKeys(reward=("agents", "reward"))
-    stack = KLConstrainedTransform(actor, controller, update_every=1, keys=keys)
-    return measured(place, stack, env, moved(actor)), controller
-
-
-@any_place
-def test_an_agent_that_has_left_is_counted_once(place):
-    batch, controller = agents_measured(place, LeavingEnv())
-    left = batch["next", "agents", "done"] & ~batch["agents", "done"]
-    assert left.sum() < batch["next", "agents", "done"].sum()
-    assert total(controller)[0] == int(left.sum())
-
-
-@any_place
-def test_an_env_that_resets_all_agents_when_one_is_done_ends_all_of_their_trajectories(place):
-    batch, controller = agents_measured(place, OneForAll())
-    ended = batch["next", "done"].squeeze(-1)
-    after = batch["next", "agents"]
-    starts = torch.cat([torch.ones(2, 1, dtype=torch.bool), ended[:, :-1]], 1)
-    assert_close(after["episode_kl"][starts], after["kl"][starts], atol=1e-6, rtol=0)
-    assert total(controller)[0] == 2 * int(ended.sum())
-    expected = after["episode_kl"][ended].double().sum().item()
-    assert_close(total(controller)[1], expected, atol=1e-5, rtol=0)
+# Rows that are skipped, flags.
 
 
 @any_per
@@ -450,3 +389,38 @@ def test_a_batch_whose_root_is_all_zeros_is_not_fake():
     adding = adder(time_dim=-1)
     adding(batch)
     assert adding.controller.calls == [(1.0, 2)]
+
+
+def test_a_row_goes_on_with_the_newest_entry_of_its_id_and_state():
+    adding = adder()
+    for kl in (1.0, 2.0):  # of two collectors, of which the first has ended inside a trajectory
+        adding(steps_of([kl], [0], [20], [1]))
+    adding(steps_of([4.0, 8.0], [0, 0], [21, 22], [0, 0]))
+    assert adding.controller.calls == [(14.0, 1)]
+
+
+def test_two_rows_do_not_go_on_with_one_entry():
+    adding = adder()
+    adding(steps_of([1.0], [0], [20], [1]))
+    batch: Any = torch.cat([steps_of([kl, kl], [0, 0], [21, 22], [0, 0]) for kl in (2.0, 4.0)])  # type: ignore[arg-type]
+    batch.names = [None, "time"]
+    adding(batch)
+    assert adding.controller.calls == [(5.0, 1)]  # the other one's beginning is not known
+
+
+def test_a_part_of_a_trajectory_behind_another_one_is_not_a_whole_one():
+    adding = adder()
+    batch = steps_of([1.0, 2.0, 4.0, 8.0], [0, 1, 0, 2], [20, 50, 22, 22], [1, 1, 0, 1])
+    adding(batch.exclude("is_init"))
+    assert adding.controller.calls == [(8.0, 1)]
+
+
+def test_a_plan_compares_first_steps_that_count():
+    controller: Any = PlannedKLController(0.3)
+    batch = steps_of([0.0] * 6, [0, 0, 1, 1, 2, 2], [20, 21, 20, 21, 21, 22], [1, 0, 1, 0, 1, 0])
+    batch["next", "done"][:, [1, 3]] = True
+    batch["observation"][0, [0, 2], 0] = torch.tensor([8.0, 9.0])  # that an env may have left
+    batch["collector", "mask"] = torch.tensor([[False, True, False, True, True, True]])
+    RewardAdjustmentTransform(controller)(batch)
+    one, other, third = controller.plan.samples[:, 3].tolist()
+    assert one == other == third

@@ -11,14 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torch.distributions import Categorical
 from torch.testing import assert_close
 from torchrl.data import LazyTensorStorage, MultiStep, ReplayBuffer
 from torchrl.envs import (
     CatTensors,
     DTypeCastTransform,
     EnvBase,
+    MeanActionSelector,
     MultiStepTransform,
     ObservationNorm,
+    RenameTransform,
     RewardScaling,
     RewardSum,
     SerialEnv,
@@ -29,6 +34,8 @@ from torchrl.envs import (
 )
 
 from tests.helpers import (
+    N_ACTIONS,
+    N_OBS,
     SpyController,
     WalkEnv,
     assert_same,
@@ -38,6 +45,7 @@ from tests.helpers import (
     moved,
     play,
     policy,
+    probabilistic_actor,
     spied,
     total,
     with_transforms,
@@ -134,6 +142,24 @@ def test_a_step_counter_that_truncates_ends_the_sum():
 
 
 # Orders that do not; others are in test_behind.py.
+
+
+@pytest.mark.parametrize(
+    ("later", "key"),
+    [
+        (RenameTransform([], [], ["action"], ["move"]), "move"),
+        (RenameTransform([], [], ["action"], [("action", "mean")]), ("action", "mean")),
+        (MeanActionSelector(), ("action", "mean")),
+    ],
+    ids=["renamed", "nested", "mean"],
+)
+def test_what_makes_the_action_of_an_entry_of_the_policy_is_refused_after_it(later, key):
+    """The advice was to sum the KL over agents, where there are none."""
+    options: Any = {"in_keys": ["logits"], "out_keys": [key], "distribution_class": Categorical}
+    net: Any = TensorDictModule(nn.Linear(N_OBS, N_ACTIONS), ["observation"], ["logits"])
+    penalty = KLConstrainedTransform(probabilistic_actor(net, **options, return_log_prob=True), 0.1)
+    with pytest.raises(RuntimeError, match=rf"changes .*{re.escape(repr(key))} on the way into"):
+        with_transforms(WalkEnv((2,)), penalty, later.clone()).reset()
 
 
 @pytest.mark.parametrize("key", ["reward", "ref_log_prob", "kl", "task_reward", "episode_kl"])

@@ -11,7 +11,6 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from torchrl_kl.batches import expand_right
 from torchrl_kl.keys import LogProbKeys, as_tuple
 
 Held = TypeVar("Held")
@@ -80,7 +79,7 @@ class Acting(NamedTuple):
             return None
         zero = (log_prob == 0).unsqueeze(-1).flatten(n_batch).all(-1)
         if mask is not None:
-            zero = zero & expand_right(mask, zero.shape)
+            zero = zero & mask.reshape(*zero.shape, -1).any(-1)
         for each in traces if zero.any() else ():
             zero = zero & ~each.detach().bool().flatten(n_batch).any(-1)
         return zero if zero.any() else None

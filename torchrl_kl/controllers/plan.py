@@ -58,9 +58,11 @@ class RewardPlan(Float64State):
 
     The coefficient is that of `coeff_for_budget`. Besides
 
-    - samples of a group (the responses to a prompt) are compared with its mean, unless most samples
-      are alone. Without groups, what differs between prompts counts as if the policy could choose
-      it: the coefficient is too high, by about sqrt(total variance / variance within prompts).
+    - samples of a group (the responses to a prompt) are compared with each other only: as rows of
+      `coeff_for_budget` where they have 32 and 8 exp(KL) samples on average; in smaller groups by
+      what they are above its mean, all in one row; not at all where most samples are alone. Without
+      groups, what differs between prompts counts as if the policy could choose it: the coefficient
+      is too high, by about sqrt(total variance / variance within prompts).
     - a policy that has moved is corrected for: a sample has the weight exp(-log_ratio).
     - where fewer than 16 samples carry the reweighted mean, as for a target near log N, the rewards
       count as normally distributed, beta = sqrt(Var(R) / (2 KL)), unless reweighting gives a
@@ -134,19 +136,22 @@ class RewardPlan(Float64State):
             return None
         budget = target * (weights * lengths).sum().item()
         rewards, log_weights = _compared(samples)
-        row = Reweighted(rewards[None], log_weights[None])
-        if row.spread == 0:
+        rows = Reweighted(rewards[None], log_weights[None])
+        if rows.spread == 0:
             self.reason = _EQUAL.format(len(samples))
             return None
+        per_group = effective / len(samples[:, 3].unique())
+        if per_group >= 2 * _FEWEST and budget <= math.log(2 * per_group / _FEWEST):
+            rows = Reweighted(*_by_group(samples))
         weights = log_weights.softmax(0)
         squares = weights * (rewards - (weights * rewards).sum()).square()
         variance = (squares.sum() / (1 - weights.square().sum())).item()
         by_variance = math.sqrt(variance / (2 * budget))
-        if budget >= row.limit:
+        if budget >= rows.limit:
             return by_variance
-        found = row.solve(budget)
-        planned = found * row.spread
-        return planned if row.effective(found) >= _FEWEST else max(planned, by_variance)
+        found = rows.solve(budget)
+        planned = found * rows.spread
+        return planned if rows.effective(found) >= _FEWEST else max(planned, by_variance)
 
     def close(self, planned: float) -> None:
         """Drops the samples, since the plan is made."""
@@ -174,6 +179,18 @@ def _compared(samples: Tensor) -> tuple[Tensor, Tensor]:
     # The mean square of S samples around their own mean is too small, by (S - 1) / S.
     centred = (rewards - means[group]) * (sizes / (sizes - 1)).sqrt()
     return centred[some], log_weights[some]
+
+
+def _by_group(samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Rewards and log-weights of the groups, (P, S) each; what fills a row has no weight."""
+    _, group, counts = samples[:, 3].unique(return_inverse=True, return_counts=True)
+    order = group.argsort(stable=True)
+    is_sample = torch.arange(int(counts.max()), device=counts.device) < counts[:, None]
+    fills = samples[order[(counts.cumsum(0) - counts)], 0]  # a reward of the row
+    rewards = fills[:, None].repeat(1, is_sample.shape[1])
+    log_weights = torch.full_like(rewards, -math.inf)
+    rewards[is_sample], log_weights[is_sample] = samples[order, 0], -samples[order, 1]
+    return rewards, log_weights
 
 
 def coeff_for_budget(rewards: Tensor, budget: float) -> float:

@@ -167,6 +167,8 @@ class CausalLMActor(ProbabilisticActor):
             distribution_class=NextToken,
             return_log_prob=return_log_prob,
         )
+        tokens_key, position_key = self.in_keys
+        self.state_lengths = {tokens_key: position_key}
         self._drawn_keys = [action_key, *(self.log_prob_keys if return_log_prob else [])]
         self.return_logits = return_logits
         if not return_logits:

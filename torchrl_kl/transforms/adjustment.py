@@ -5,11 +5,12 @@ from __future__ import annotations
 from tensordict import TensorDictBase
 from torchrl.data import Composite
 
+from torchrl_kl.batches import counted
 from torchrl_kl.controllers import KLController
 from torchrl_kl.keys import KLKeys, as_keys
 from torchrl_kl.transforms.base import require_spec
 from torchrl_kl.transforms.penalty import NO_KL, PenaltyTransform
-from torchrl_kl.transforms.steps import counted_steps, stepped, without_random
+from torchrl_kl.transforms.steps import counted_steps, without_random
 
 
 class RewardAdjustmentTransform(PenaltyTransform):
@@ -49,7 +50,8 @@ class RewardAdjustmentTransform(PenaltyTransform):
         controller, update_every, keys, time_dim: as for KLConstrainedTransform.
 
     Raises:
-        TypeError: if `controller` is neither a KLController nor a number.
+        TypeError: if `controller` is neither a KLController nor a number, or the reward is not
+            floating point, or in an env half precision; on a batch that becomes float32.
         KeyError: if the reward, the KL or, on a batch, "next" is missing.
         ValueError: if `update_every` is less than 1, KL and reward differ in shape, or one of them
             is not finite. With a coefficient of 0, an infinite KL is only measured.
@@ -80,14 +82,14 @@ class RewardAdjustmentTransform(PenaltyTransform):
         )
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        step = self.read_step(next_tensordict, stepped(tensordict))
+        step = self.read_step(next_tensordict, counted(tensordict, self.keys))
         self.adjust_env_step(tensordict, next_tensordict, step)
         return next_tensordict
 
     def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
         following = batch.get("next")
         self.refuse_penalized(following, "the batch")
-        mask = without_random(following, self.keys, counted_steps(batch, fake))
+        mask = without_random(following, self.keys, counted_steps(batch, self.keys, fake))
         self.adjust_batch(batch, self.read_step(following, mask), moves=moves)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:

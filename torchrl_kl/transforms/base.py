@@ -187,7 +187,8 @@ class KLTransform(Transform):
     def log_prob_shape(self) -> torch.Size:
         """The batch shape, in the env, of the tensordict that holds the action."""
         path, spec = self.keys.recorded.branch, self.parent_env.full_action_spec
-        return spec[path].shape if path and path in spec.keys(True) else self.parent_env.batch_size
+        holder = spec[path] if path and path in spec.keys(True) else None  # or an action
+        return holder.shape if isinstance(holder, Composite) else self.parent_env.batch_size
 
 
 def add_spec(

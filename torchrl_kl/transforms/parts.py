@@ -11,7 +11,8 @@ from torchrl.data import Composite
 from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.reading import require_recording
 from torchrl_kl.actors.references import Switch, as_reference
-from torchrl_kl.batches import expand_right
+from torchrl_kl.batches import counted, expand_right
+from torchrl_kl.functional.numbers import working_dtype
 from torchrl_kl.keys import KLKeys, as_keys, get_required
 from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate, require_one_kind
@@ -19,7 +20,6 @@ from torchrl_kl.transforms.steps import (
     ScoringTransform,
     counted_steps,
     measure,
-    stepped,
     without_random,
 )
 
@@ -44,7 +44,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
     Raises:
         TypeError: if `actor` has no distribution, or `reference` has another type than allowed.
         ValueError: if `actor` has uninitialised weights or records no log-prob, or the estimator is
-            unknown, or "exact" and `reference` has another kind of distribution.
+            unknown, or "exact" and `reference` has another kind of distribution; if policy or
+            reference has no density, or the bounds of a TanhNormal of the reference are narrower.
         KeyError: if the policy ran but did not record its log-prob, or its top k.
         RuntimeError: on a batch, if the reference is recurrent and its state is unknown.
 
@@ -92,11 +93,11 @@ class ReferenceModelLogProbTransform(ScoringTransform):
 
     def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
         step = self.score_batch(batch, fake)
-        following, counted = batch.get("next"), counted_steps(batch, fake)
+        following, counts = batch.get("next"), counted_steps(batch, self.keys, fake)
         self._write(following, step)
-        if step.mask is not None and (counted is None or not step.mask.equal(counted)):
+        if step.mask is not None and (counts is None or not step.mask.equal(counts)):
             # Steps of a random policy.
-            not_drawn = ~step.mask if counted is None else counted & ~step.mask
+            not_drawn = ~step.mask if counts is None else counts & ~step.mask
             shape = (*cast(Tensor, step.log_prob).shape, 1)
             following.set(self.keys.not_drawn, expand_right(not_drawn, shape).contiguous())
 
@@ -174,13 +175,12 @@ class KLDivergenceTransform(KLTransform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         log_prob = self.keys.recorded.read(tensordict)  # (*B, *A); None if no policy ran
-        mask = stepped(tensordict)  # (*B), False in rows that a batched env skips
-        self._measure(tensordict, next_tensordict, log_prob, mask)
+        self._measure(tensordict, next_tensordict, log_prob, counted(tensordict, self.keys))
         return next_tensordict
 
     def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
         following, log_prob = batch.get("next"), self.keys.recorded.require(batch)
-        mask = without_random(following, self.keys, counted_steps(batch, fake))
+        mask = without_random(following, self.keys, counted_steps(batch, self.keys, fake))
         self._measure(batch, following, log_prob, mask)
         self.drop_record(batch)
 
@@ -208,7 +208,7 @@ class KLDivergenceTransform(KLTransform):
         self.claim(observation_spec, self.out_keys)
         shape = self.parent_env.batch_size if self.sum_agents else ref.shape
         for key in self.out_keys:
-            add_spec(observation_spec, key, (*shape, 1), ref.dtype, shape)
+            add_spec(observation_spec, key, (*shape, 1), working_dtype(ref.dtype), shape)
         return observation_spec
 
 

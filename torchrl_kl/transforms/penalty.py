@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -14,26 +14,22 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 from typing_extensions import Self
 
-from torchrl_kl.batches import MASK_KEY, expand_right, find_ends
+from torchrl_kl.batches import counted, expand_right, find_ends, of_values, was_done
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller, is_constant
 from torchrl_kl.feeding import ControllerFeed, Reading
-from torchrl_kl.functional.numbers import check_finite, working_dtype
+from torchrl_kl.functional.numbers import check_finite, widened, working_dtype
 from torchrl_kl.keys import ResolvedKeys, get_required, sibling
 from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.placement import refuse_sums
-from torchrl_kl.transforms.steps import (
-    check_reward,
-    check_reward_shape,
-    penalize,
-    without_random,
-)
+from torchrl_kl.transforms.steps import check_reward, penalize, without_random
 
 
 class PenaltyTransform(KLTransform):
     """Base of the transforms that subtract the penalty; see RewardAdjustmentTransform."""
 
     observed: Sequence[NestedKey] | None = None  # they show whether steps follow one another
+    state_lengths: Mapping[NestedKey, NestedKey] = {"tokens": "position"}
 
     def __init__(
         self,
@@ -88,7 +84,7 @@ class PenaltyTransform(KLTransform):
     def _check(self, step: KLStep, reward: Tensor) -> None:
         """Refuses wrong shapes and invalid numbers, before anything changes."""
         kl = cast(Tensor, step.kl)
-        check_reward(kl, reward, self.keys.reward)
+        check_reward(kl.shape, reward, self.keys.reward)
         # At first all at once, in a few microseconds.
         total = kl.detach().sum() + reward.detach().sum()
         total = total if step.estimate is None else total + step.estimate.detach().sum()
@@ -107,9 +103,10 @@ class PenaltyTransform(KLTransform):
         check_finite(type(self).__name__, entries | {self.keys.reward: reward}, step.mask)
 
     def _penalize(self, next_tensordict: TensorDictBase, step: KLStep, reward: Tensor) -> None:
-        # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1).
-        kl, coeff = cast(Tensor, step.kl), self.controller.coeff
-        penalized, applied = penalize(kl, reward, coeff, self.keys.reward)
+        # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1). In half
+        # precision the reward would swallow a penalty of less than its last digit.
+        reward = widened(reward)
+        penalized, applied = penalize(cast(Tensor, step.kl), reward, self.controller.coeff)
         next_tensordict.set(self.keys.penalized, penalized)
         next_tensordict.set(self.keys.kl_coeff, applied)
         if self.record:
@@ -126,7 +123,7 @@ class PenaltyTransform(KLTransform):
         if not self.record:
             return
         # The sum is an entry of the data, so that TorchRL sets it to zero in partial resets.
-        measured = step.measured.detach().to(working_dtype(step.measured.dtype))
+        measured = widened(step.measured.detach())
         episode_kl = get_required(tensordict, self.keys.episode_kl, _NO_SUM) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
         columns = (reward.detach().to(measured), cast(Tensor, step.kl).detach().to(measured))
@@ -135,25 +132,38 @@ class PenaltyTransform(KLTransform):
             next_tensordict.set(self.keys.episode_sums, before + torch.cat(columns, -1))
         if self.frozen:
             return
-        by_step = self.controller.per == "step"
-        taken = torch.ones_like(measured, dtype=torch.bool)
-        if not by_step:
-            # An agent that left while others go on was counted when it left.
-            before = expand_right(tensordict.get(self.keys.done, ~taken), measured.shape)
-            taken = find_ends(next_tensordict, self.keys.done, measured.shape) & ~before
-        if not taken.any():  # as in most steps
+        taken = self._taken(tensordict, next_tensordict, step.mask, measured.shape)
+        if not taken.any():
             self.feed.pool(self.controller, measured.new_zeros(0), in_env=True)
             return
-        counts = without_random(next_tensordict, self.keys, step.mask)
-        if counts is not None:
-            taken = taken & expand_right(counts, measured.shape)
-        values = (measured if by_step else episode_kl)[taken]
+        values = (measured if self.controller.per == "step" else episode_kl)[taken]
         if self.controller.planning:
             sums = next_tensordict.get(self.keys.episode_sums, torch.cat(columns, -1))
             rewards, log_ratios = sums[taken.squeeze(-1)].double().unbind(-1)
             self.feed.plan_from(self.controller, rewards, log_ratios=log_ratios)
             values = values[:0]  # says nothing about what is planned
         self.feed.pool(self.controller, values, in_env=True)
+
+    def _taken(
+        self,
+        tensordict: TensorDictBase,
+        next_tensordict: TensorDictBase,
+        mask: Tensor | None,
+        shape: torch.Size,
+    ) -> Tensor:
+        """True where an env step tells the controller something, of `shape`, (*B, *A, 1)."""
+        taken = torch.ones(shape, dtype=torch.bool, device=next_tensordict.device)
+        if self.controller.per == "trajectory":
+            # An agent that left while others go on was counted when it left. One whose trajectory
+            # ends need not act in that step.
+            mask, before = None, was_done(tensordict, self.keys)
+            taken = find_ends(next_tensordict, self.keys.done, shape)
+            if before is not None:
+                taken = taken & ~expand_right(cast(Tensor, of_values(before, shape)), shape)
+        if not taken.any():  # as in most steps
+            return taken
+        mask = of_values(without_random(next_tensordict, self.keys, mask), shape)
+        return taken if mask is None else taken & expand_right(mask, shape)
 
     def adjust_batch(self, tensordict: TensorDictBase, step: KLStep, *, moves: bool) -> None:
         """Penalizes a batch (a copy), adds up its trajectories, and feeds the controller."""
@@ -176,7 +186,7 @@ class PenaltyTransform(KLTransform):
     def observe(self, tensordict: TensorDictBase) -> None:
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
         next_tensordict = tensordict.get("next")
-        step = self.read_step(next_tensordict, tensordict.get(MASK_KEY, None))
+        step = self.read_step(next_tensordict, counted(tensordict, self.keys))
         reward = get_required(next_tensordict, self.keys.task_reward, _NO_REWARD)
         reading = self._read(tensordict, step, reward, True)
         self.feed.plan(self.controller, reading)
@@ -186,6 +196,7 @@ class PenaltyTransform(KLTransform):
         """The KL and the estimate that were measured, 0 outside the mask (*B)."""
         kl = get_required(next_tensordict, self.keys.kl, NO_KL)  # (*B, *A, 1)
         estimate = next_tensordict.get(self.keys.kl_estimate, None)
+        mask = of_values(mask, kl.shape)
         if mask is not None:
             covered = expand_right(mask, kl.shape)
             kl = torch.where(covered, kl, 0.0)
@@ -203,6 +214,7 @@ class PenaltyTransform(KLTransform):
             done_key=self.keys.done,
             time_dim=self.time_dim,
             observed=self.observed,
+            state_lengths=self.state_lengths,
             reward=reward.detach(),
             log_ratio=cast(Tensor, step.kl).detach(),
             trace=moves,
@@ -231,7 +243,7 @@ class PenaltyTransform(KLTransform):
         """Adds what the penalty records; ValueError if KL and reward differ in shape."""
         rewards = self.parent_env.full_reward_spec
         reward = require_spec(rewards, self.keys.reward, _NO_REWARD, "reward")
-        check_reward_shape(kl_shape, reward.shape, self.keys.reward)
+        check_reward(kl_shape, reward, self.keys.reward, in_env=True)
         # Entries like the reward. They are in the observation spec, not in the reward spec, where
         # a RewardSum without arguments would sum them too.
         new = {self.keys.kl_coeff, self.keys.penalized} - {self.keys.reward}
@@ -255,7 +267,7 @@ class PenaltyTransform(KLTransform):
 
 
 NO_KL = "put KLDivergenceTransform before this transform, or name its entry with `KLKeys(kl=...)`."
-_NO_REWARD = "name the reward to penalize: `KLKeys(reward=...)`."
+_NO_REWARD = "name the reward to penalize: `KLKeys(reward=...)`, or KLRewardTransform's `in_keys`."
 _NO_SUM = (
     "the running sum is carried from step to step. Reset the env first, and let no later transform "
     "drop or rename that entry."

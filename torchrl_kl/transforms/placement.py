@@ -19,7 +19,6 @@ _FREE = (
     tr.ConditionalPolicySwitch,
     tr.FrameSkipTransform,
     tr.MacroPrimitiveTransform,
-    tr.MeanActionSelector,
     tr.MultiAction,
     tr.RayTransform,
     tr.VIPRewardTransform,
@@ -82,6 +81,8 @@ def _interference(later: Any, transform: Any) -> str | None:
         inner, outer, wide = later.dtype_in, later.dtype_out, (torch.float32, torch.float64)
         written = set() if outer in wide else written
         changed = set() if inner in wide or not outer.is_floating_point else changed
+    if isinstance(later, (tr.RenameTransform, tr.MeanActionSelector)):  # which take entries away
+        changed.update(later.out_keys_inv)
     # On batches it names entries under "next", where an env's transforms leave that out.
     if spoiled := {_without_next(key) for key in written} & own:
         return (

@@ -10,13 +10,14 @@ from typing import Any, cast
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
-from torchrl.data import Composite
+from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase
 
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
-from torchrl_kl.batches import MASK_KEY, expand_right, find_time_dim
+from torchrl_kl.batches import counted, expand_right, find_time_dim, of_values
 from torchrl_kl.functional.estimators import kl_k1
+from torchrl_kl.functional.numbers import widened, working_dtype
 from torchrl_kl.keys import (
     RECORD_LOG_PROB,
     MissingKeyError,
@@ -60,11 +61,15 @@ def score_batch(
     estimate: Estimate | None,
     time_dim: int | None,
     *,
-    fake: bool,
+    mask: Tensor | None,
+    fake: bool = False,
     acting: Acting | None = None,
 ) -> KLStep:
-    """Scores a batch (*B): in one pass along time, or step by step where no dimension is time."""
-    mask, timed = counted_steps(tensordict, fake), find_time_dim(tensordict, time_dim) is not None
+    """Scores a batch (*B): in one pass along time, or step by step where no dimension is time.
+
+    `mask`: True where an agent acts and its step counts, (*B, *A).
+    """
+    timed = find_time_dim(tensordict, time_dim) is not None
     log_prob = reference.recorded.require(tensordict)
     log_probs, params = [], []
     # The outputs of a pass, such as logits (rows, T, V), are dropped before the next rows.
@@ -83,33 +88,26 @@ def score_batch(
         random = acting.random_steps(tensordict, log_prob, mask)
         if random is not None:
             _warn_of_random_steps(random)
-            mask = ~random if mask is None else mask & ~random
+            mask = ~random if mask is None else mask & ~expand_right(random, mask.shape)
     return KLStep(log_prob, ref_log_prob, mask, of_reference=_join(params))
 
 
-def counted_steps(tensordict: TensorDictBase, fake: bool) -> Tensor | None:
-    """True where a step counts, (*B), which padding and fake data do not; None if all do."""
-    mask = tensordict.get(MASK_KEY, None)
-    if mask is None and fake:
-        mask = torch.zeros(tensordict.batch_size, dtype=torch.bool, device=tensordict.device)
-    return None if mask is None else mask.reshape(tensordict.batch_size)
-
-
-def stepped(tensordict: TensorDictBase) -> Tensor | None:
-    """True where an env steps a row, (*B); None if it steps all."""
-    mask = tensordict.get("_step", None)
-    return None if mask is None else mask.reshape(tensordict.batch_size)
+def counted_steps(tensordict: TensorDictBase, keys: ResolvedKeys, fake: bool) -> Tensor | None:
+    """True where an agent acts and its step counts, (*B, *A); fake data do not count."""
+    if fake:
+        return torch.zeros(tensordict.batch_size, dtype=torch.bool, device=tensordict.device)
+    return counted(tensordict, keys)
 
 
 def without_random(
     next_tensordict: TensorDictBase, keys: ResolvedKeys, mask: Tensor | None
 ) -> Tensor | None:
-    """The mask (*B) without the steps whose actions were not drawn, if a part says so."""
+    """The mask (*B, *A) without steps whose actions were not drawn, if a part says so."""
     not_drawn = next_tensordict.get(keys.not_drawn, None)  # (*B, *A, 1)
     if not_drawn is None or not not_drawn.any():
         return mask
     drawn = ~not_drawn.flatten(next_tensordict.batch_dims).any(-1)
-    return drawn if mask is None else mask & drawn
+    return drawn if mask is None else mask & expand_right(drawn, mask.shape)
 
 
 def _join(parts: list[Any]) -> Any:
@@ -125,7 +123,7 @@ def measure(
     """Adds k1 and the estimate; both are 0 outside the mask and where no policy ran."""
     ref_log_prob: Any = step.ref_log_prob
     if step.log_prob is None:
-        values = [torch.zeros_like(ref_log_prob)] * (1 if estimate is None else 2)
+        values = [widened(torch.zeros_like(ref_log_prob))] * (1 if estimate is None else 2)
     else:
         log_prob = step.log_prob.detach()
         mask = None if step.mask is None else expand_right(step.mask, log_prob.shape)
@@ -134,14 +132,14 @@ def measure(
             values.append(estimate(tensordict, step._replace(log_prob=log_prob, mask=mask)))
     if sum_agents:
         values = [value.flatten(tensordict.batch_dims).sum(-1) for value in values]
+        step = step._replace(mask=of_values(step.mask, (*values[0].shape, 1)))
     # TorchRL's rewards have one more dimension than its log-probs.
     kl, *estimates = [value.unsqueeze(-1) for value in values]
     return step._replace(kl=kl, estimate=estimates[0] if estimates else None)
 
 
-def penalize(kl: Tensor, reward: Tensor, coeff: Tensor, key: NestedKey) -> tuple[Tensor, Tensor]:
+def penalize(kl: Tensor, reward: Tensor, coeff: Tensor) -> tuple[Tensor, Tensor]:
     """The penalized reward `reward - coeff * kl`, and the coefficient of each entry."""
-    check_reward(kl, reward, key)
     # `coeff` is 0-dim float64; the product is taken in the reward's dtype.
     applied = torch.empty_like(reward).copy_(coeff)
     penalized = torch.addcmul(reward, applied, kl.to(reward.dtype), value=-1)
@@ -149,23 +147,28 @@ def penalize(kl: Tensor, reward: Tensor, coeff: Tensor, key: NestedKey) -> tuple
     return torch.where(applied.bool(), penalized, reward), applied
 
 
-def check_reward(kl: Tensor, reward: Tensor, key: NestedKey) -> None:
-    """ValueError or TypeError for a reward that no KL can be subtracted from."""
-    check_reward_shape(kl.shape, reward.shape, key)
-    if not reward.is_floating_point():
-        raise TypeError(
-            f"{key!r} must be floating point, got {reward.dtype}: the coefficient would be "
-            "rounded to an integer. Cast the reward before the penalty."
-        )
-
-
-def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey) -> None:
-    """ValueError unless KL and reward have the same shape."""
-    if kl != reward:
+def check_reward(
+    kl: torch.Size, reward: Tensor | TensorSpec, key: NestedKey, *, in_env: bool = False
+) -> None:
+    """ValueError or TypeError for a reward that no KL of shape `kl` can be subtracted from."""
+    shape = reward.shape
+    if kl != shape:
+        n, fix = len(shape) - 1, ""
+        if shape[n:] == (1,) and kl[:n] == shape[:n] and kl.numel() > shape.numel():
+            fix = "sum it over agents for a shared reward (`sum_agents=True`), and "
         raise ValueError(
-            f"the KL and {reward_key!r} must have the same shape, got {tuple(kl)} and "
-            f"{tuple(reward)}: the KL would be broadcast; sum it over agents for a shared reward "
-            "(`sum_agents=True`), and give the reward one trailing dimension, of size 1."
+            f"the KL and {key!r} must have the same shape, got {tuple(kl)} and {tuple(shape)}: the "
+            f"KL would be broadcast; {fix}give the reward of an action one trailing dimension, of "
+            "size 1 (the sum, before the KL transforms, if the action takes several steps of the "
+            "env)."
+        )
+    dtype = cast(torch.dtype, reward.dtype)
+    # A batch's reward becomes float32; the spec of an env says what it is.
+    if not dtype.is_floating_point or (in_env and working_dtype(dtype) != dtype):
+        raise TypeError(
+            f"{key!r} must be floating point, in an env float32 or float64, got {dtype}: the "
+            "penalty would be rounded away. Cast the reward before the penalty, in an env with "
+            f"DTypeCastTransform({dtype}, torch.float32, in_keys=[{key!r}])."
         )
 
 
@@ -247,7 +250,13 @@ class ScoringTransform(KLTransform):
     def score_batch(self, tensordict: TensorDictBase, fake: bool) -> KLStep:
         """Scores a batch (*B); see the function of this name."""
         step = score_batch(
-            self.reference, tensordict, self.estimate, self.time_dim, fake=fake, acting=self.acting
+            self.reference,
+            tensordict,
+            self.estimate,
+            self.time_dim,
+            mask=counted_steps(tensordict, self.keys, fake),
+            fake=fake,
+            acting=self.acting,
         )
         self.check_first_use(step)
         return step
@@ -287,8 +296,8 @@ class ScoringTransform(KLTransform):
 
     def _take_score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> KLStep:
         """The score of this env step; writes its next recurrent states, and what was not drawn."""
-        # (*B), False in rows that are skipped, as also a transform before this one may decide.
-        step: KLStep = vars(self).pop("_scored")._replace(mask=stepped(tensordict))
+        # Rows may be skipped, which a transform before this one may decide after the score.
+        step: KLStep = vars(self).pop("_scored")._replace(mask=counted(tensordict, self.keys))
         for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
             next_tensordict.set(key, state)
         if not self.record:
