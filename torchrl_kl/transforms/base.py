@@ -35,6 +35,7 @@ class KLTransform(Transform):
     record = True  # whether it writes more than its result
     needs_ends = False  # whether it has to see where trajectories end
     _home: Any = None  # a weak reference to its env
+    _was_reset = False  # and has not been stepped since
 
     @property
     def parent_env(self) -> EnvBase:
