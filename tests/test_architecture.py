@@ -59,7 +59,7 @@ PRIVATE_NAMES = {
     "_capacitance_tril": {"distributions.py"},
     "_attn_implementation": {"causal_lm.py"},  # of transformers
     "_reset": {"base.py", "steps.py"},
-    "_step": {"digit_language_env.py", "steps.py"},
+    "_step": {"batches.py", "digit_language_env.py"},
 }
 
 # The rooms of torchrl_kl (files and folders), lowest first: what each imports of the others. All

@@ -27,6 +27,7 @@ from torchrl_kl.keys import (
 
 MASK_KEY = ("collector", "mask")
 TRAJECTORY_KEY = ("collector", "traj_ids")
+AUTORESET_KEY = "autoreset"  # of an env: True where a step resets a row, and ignores the action
 # No state: a collector may set "truncated" in the last step of a batch, and a critic that has
 # learned since values the same state differently.
 _NO_STATE = {"done", "terminated", "truncated", "is_init", "state_value", "state_action_value"}
@@ -68,9 +69,12 @@ def counted(
 
 
 def was_done(tensordict: TensorDictBase, keys: ResolvedKeys) -> Tensor | None:
-    """True where an agent, or the env, is done before a step, (*B, *A); None if none is."""
+    """True where an agent, or the env, is done before a step, (*B, *A); None if none is.
+
+    So it is in a step that only resets a vectorized env, which has then ended in the step before.
+    """
     path, shape = keys.path, holder_batch_size(tensordict, (*keys.path, "done"))
-    done_keys = {as_tuple(key) for key in (keys.done, (*path, "done"), "done")}
+    done_keys = {as_tuple(key) for key in (keys.done, (*path, "done"), "done", AUTORESET_KEY)}
     flags = [tensordict.get(key, None) for key in done_keys if path[: len(key) - 1] == key[:-1]]
     found = [expand_right(flag, shape).bool() for flag in flags if flag is not None]
     before = reduce(torch.logical_or, found) if found else None

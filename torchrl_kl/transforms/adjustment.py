@@ -37,8 +37,10 @@ class RewardAdjustmentTransform(PenaltyTransform):
     Keys:
         reads ("next", "reward"), ("next", "kl") and, if present, ("next", "kl_estimate"), which is
         then what the controller is fed; all of one shape; done flags and, on batches, ("collector",
-        "traj_ids"), without which trajectories do not go on from one batch to the next; and
-        ("next", "not_drawn"), if present.
+        "traj_ids"), without which trajectories do not go on from one batch to the next; and, if
+        present, ("next", "not_drawn") and what says who acts: ("collector", "mask"), the flags
+        before the step, ("agents", "mask") of turn-based envs, and "autoreset", which the stack
+        writes in a vectorized Gymnasium env that ignores the action of the step after an end.
         writes ("next", "reward"), ("next", "task_reward"), ("next", "kl_coeff") and, unless a batch
         has no time dimension, ("next", "episode_kl"): the sum over the trajectory so far of what
         the controller is fed, at least float32.

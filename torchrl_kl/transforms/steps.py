@@ -11,11 +11,11 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Composite, TensorSpec
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, GymWrapper, TransformedEnv
 
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
-from torchrl_kl.batches import counted, expand_right, find_time_dim, of_values
+from torchrl_kl.batches import AUTORESET_KEY, counted, expand_right, find_time_dim, of_values
 from torchrl_kl.functional.estimators import kl_k1
 from torchrl_kl.functional.numbers import widened, working_dtype
 from torchrl_kl.keys import (
@@ -240,7 +240,17 @@ class ScoringTransform(KLTransform):
 
     def carried(self) -> list[NestedKey]:
         """The entries that go on from step to step."""
-        return [*super().carried(), *self.reference.own_state_keys]
+        late = [AUTORESET_KEY] if ignores_after_end(self.env) else []
+        return [*super().carried(), *self.reference.own_state_keys, *late]
+
+    def _reset(self, tensordict, tensordict_reset):
+        """Also marks the rows whose next step only resets them."""
+        tensordict_reset = super()._reset(tensordict, tensordict_reset)
+        if ignores_after_end(self.env):  # but not if all rows are reset, which it does at once
+            shape = (*tensordict_reset.batch_size, 1)
+            mark = torch.full(shape, not self._was_reset, device=tensordict_reset.device)
+            tensordict_reset.set(AUTORESET_KEY, mark)
+        return tensordict_reset
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
@@ -300,6 +310,8 @@ class ScoringTransform(KLTransform):
         step: KLStep = vars(self).pop("_scored")._replace(mask=counted(tensordict, self.keys))
         for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
             next_tensordict.set(key, state)
+        if (mark := tensordict.get(AUTORESET_KEY, None)) is not None:
+            next_tensordict.set(AUTORESET_KEY, torch.zeros_like(mark))
         if not self.record:
             return step
         # Of the trajectory so far; a reset sets it to False.
@@ -317,9 +329,18 @@ class ScoringTransform(KLTransform):
         batch_size = self.parent_env.batch_size
         for key, leaf in self.reference.state_specs().items():
             add_spec(spec, key, (*batch_size, *leaf.shape), leaf.dtype, batch_size)
+        if ignores_after_end(self.parent_env):
+            add_spec(spec, AUTORESET_KEY, (*batch_size, 1), torch.bool, batch_size)
         if self.record:
             shape = self.log_prob_shape()
             add_spec(spec, self.keys.not_drawn, (*shape, 1), torch.bool, shape)
+
+
+def ignores_after_end(env: EnvBase | None) -> bool:
+    """Whether it is a vectorized Gymnasium env that ignores the action of the step after an end."""
+    base = env.base_env if isinstance(env, TransformedEnv) else env
+    mode = getattr(base, "autoreset_mode", None) if isinstance(base, GymWrapper) else None
+    return getattr(mode, "name", None) == "NEXT_STEP"
 
 
 def _expect_any(transform: ScoringTransform, _: object = None) -> None:
