@@ -168,16 +168,17 @@ def read_states(
     `lengths`: for the key of an entry (*B, L) that of its length, (*B). What is behind that, as a
     text's tokens after its position, is of later states: it is -1.
     """
-    n_dims = tensordict.batch_dims
-    states: list[Tensor] = []
+
+    def read(key: NestedKey) -> Tensor:
+        entry = tensordict.get(key).detach().flatten(0, tensordict.batch_dims - 1)
+        return entry[places.to(entry.device)].to(places.device)
+
+    states = []
     for key in keys:
-        entry = tensordict.get(key).detach().flatten(0, n_dims - 1)
-        state = entry[places.to(entry.device)]
-        length = tensordict.get(lengths[key], None) if lengths and key in lengths else None
-        if length is not None:
-            column = torch.arange(state.shape[-1], device=state.device)
-            length = length.flatten(0, n_dims - 1)[places.to(length.device)].unsqueeze(-1)
-            state = torch.where(column < length.to(state.device), state, -1)
+        state, length_key = read(key), (lengths or {}).get(key)
+        if length_key is not None and tensordict.get(length_key, None) is not None:
+            column = torch.arange(state.shape[-1], device=places.device)
+            state = torch.where(column < read(length_key).unsqueeze(-1), state, -1)
         states.append(state)
     return states
 
@@ -329,7 +330,7 @@ class Trajectories(Float64State):
             is_new = ~torch.isin(ids, unfinished) & _is_first(ids) if numbered else at_row
             begins = is_new | (steps.done.roll(1)[first] & ~at_row)
         if numbered:
-            some = torch.isin(ids, self.ids) | (at_row & bool((self.ids < 0).any()))
+            some = torch.isin(ids, self.ids) | (at_row & (self.ids < 0).any())
             some = some if init is None else some & ~init[first]
             rows = some.nonzero().squeeze(-1)  # that may go on with an entry, (C,)
             entered = read_states(tensordict, keys, first[rows] % n_places)
@@ -364,7 +365,7 @@ class Trajectories(Float64State):
             [*entries.values()],
             left_ids[stays],
             torch.where(steps.done[last].unsqueeze(-1), 0.0, sums[last])[stays],
-            [each[stays.to(each.device)] for each in left],
+            [each[stays] for each in left],
         )
         running = sums[:, :-2].reshape(-1, n_places, sums.shape[-1] - 2).transpose(0, 1)
         return TrajectorySums(running.reshape(shape), sums[ended][:, :-1], began[ended], opened)
@@ -389,10 +390,7 @@ class Trajectories(Float64State):
         stay = torch.ones_like(self.ids, dtype=torch.bool)
         stay[resumed] = False
         limit = max(_FEWEST_OPEN, 4 * len(ids))
-        return {
-            name: torch.cat([old[name][stay].to(value.device), value])[-limit:]
-            for name, value in new.items()
-        }
+        return {name: torch.cat([old[name][stay], value])[-limit:] for name, value in new.items()}
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
@@ -416,8 +414,7 @@ def _match(
     ones, twos = pairs.nonzero().unbind(-1)
     equal = torch.ones_like(ones, dtype=torch.bool)
     for state, other in zip(states, others, strict=True):
-        before, after = state[ones.to(state.device)], other[twos.to(other.device)]
-        equal &= _same(before, after.to(before.device), 1).to(equal.device)
+        equal &= _same(state[ones], other[twos], 1)
     found, taken = dict[int, int](), set[int]()
     matches = zip(rows[ones[equal]].tolist(), twos[equal].tolist(), strict=True)
     for row, other in sorted(matches, key=lambda pair: (pair[0], -pair[1])):

@@ -184,8 +184,7 @@ def _groups(
     states = batches.read_states(tensordict, keys, began % n_places, lengths)
     parts = [began.div(n_places, rounding_mode="floor")]  # the agent
     for state in states:
-        numbers = state.reshape(len(began), -1).unique(dim=0, return_inverse=True)[1]
-        parts.append(numbers.to(began.device))
+        parts.append(state.reshape(len(began), -1).unique(dim=0, return_inverse=True)[1])
     groups[known] = torch.stack(parts, -1).unique(dim=0, return_inverse=True)[1].to(groups)
     return groups
 
