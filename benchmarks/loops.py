@@ -7,8 +7,9 @@ language model, or control. `train` runs it with any controller, and returns the
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -32,6 +33,7 @@ from torchrl.modules import (
 )
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
 from torchrl_kl import (
     GPT,
@@ -40,6 +42,7 @@ from torchrl_kl import (
     KLConstrainedTransform,
     KLController,
     KLPenaltyLoss,
+    sample_responses,
 )
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
 
@@ -55,7 +58,7 @@ class Loop:
     """
 
     name: str
-    task: str  # "digits" or the name of an env below
+    task: str  # "digits", "text", "text with ends" or the name of an env below
     target: float
     per: Literal["trajectory", "step"] = "trajectory"
     scale: float = 1.0  # of the rewards
@@ -67,6 +70,7 @@ class Loop:
     place: Place = "reward"
     whiten: bool = False  # advantages are normalised, as ClipPPOLoss can
     follow: float = 0.0  # after each batch the reference goes this share of the way to the policy
+    responses: int = 256  # of a batch
     reaches: bool = True  # whether the unpenalised run passes the target
 
 
@@ -96,6 +100,13 @@ LOOPS = [
     Loop("cart-pole, reward at the end", "cartpole", 2.0, sparse=True, lr=1e-4),
     Loop("pendulum, per step", "pendulum", 0.05, per="step", lr=5e-5),
     Loop("mountain car, per step, x 100", "mountaincar", 0.2, per="step", scale=100.0, lr=1e-4),
+]
+# As docs/getting_started.md has it: k1, a critic that begins with the policy.
+LOOPS += [
+    Loop(f"{task}, {n}, lr {lr:g}", task, 2.0, responses=n, lr=lr)
+    for task in ("text", "text with ends")
+    for n in (128, 32)
+    for lr in (1e-4, 3e-4, 1e-3)
 ]
 
 
@@ -272,7 +283,7 @@ def control_policy(dynamics: Dynamics) -> ProbabilisticActor:
 
 # --- responses ------------------------------------------------------------------------------------
 
-LANGUAGE, RESPONSES = DigitLanguage(), 256
+LANGUAGE = DigitLanguage()
 
 
 @cache
@@ -304,7 +315,7 @@ def digits_env(loop: Loop, seed: int) -> DigitLanguageEnv:
     if loop.place.startswith("grpo"):
         prompts = LANGUAGE.sample_prompts(16)
     return DigitLanguageEnv(
-        LANGUAGE, prompts=prompts, reward_fn=reward, batch_size=(RESPONSES,), seed=seed
+        LANGUAGE, prompts=prompts, reward_fn=reward, batch_size=(loop.responses,), seed=seed
     )
 
 
@@ -322,6 +333,72 @@ def group_advantage(batch: Any, std: bool) -> None:
     batch["advantage"] = centred[:, None].expand(batch["next", "reward"].shape).contiguous()
 
 
+# --- text -----------------------------------------------------------------------------------------
+
+# Sentences: an article, an adjective, a noun, a verb, and again. 0 is the end of a sentence.
+KINDS = {"article": 3, "adjective": 16, "noun": 24, "verb": 16, "adverb": 8}
+SENTENCE = ("article", "adjective", "noun", "adverb", "verb", "article", "adjective", "noun")
+END, PAD, FIRST = 0, 1, 2
+N_WORDS, TEXT, NEW = FIRST + sum(KINDS.values()), 48, 12  # tokens of a text, and of a response
+
+
+def sentences(n: int) -> Tensor:
+    """Token ids (N, 9); some words are far more frequent than others."""
+    starts = dict(zip(KINDS, itertools.accumulate(KINDS.values(), initial=FIRST), strict=False))
+    columns = []
+    for kind in SENTENCE:
+        weights = 1 / torch.arange(1.0, KINDS[kind] + 1)
+        columns.append(starts[kind] + weights.multinomial(n, replacement=True))
+    return torch.stack([*columns, torch.full((n,), END)], 1)
+
+
+def llama(kind: Any, **options: Any) -> Any:
+    """A Llama of width 48."""
+    config = LlamaConfig(
+        vocab_size=N_WORDS,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=TEXT,
+        pad_token_id=PAD,
+        **options,
+    )
+    return kind(config).eval()
+
+
+@cache
+def text_model(seed: int) -> tuple[Any, Tensor]:
+    """A Llama that was trained on 256 sentences, and those."""
+    torch.manual_seed(seed)
+    model, known = llama(LlamaForCausalLM), sentences(256)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(1000):
+        texts = known[torch.randint(256, (32, 4))].flatten(1)  # four that follow one another
+        logits = model(texts[:, :-1]).logits
+        loss = cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model, known
+
+
+def text_batches(loop: Loop, actor: Any, known: Tensor, n_batches: int) -> Iterator[TensorDict]:
+    """Responses to the first words of sentences, 1 to 6 of them."""
+    end = END if loop.task == "text with ends" else None
+    for _ in range(n_batches):
+        chosen = known[torch.randint(len(known), (loop.responses,))]
+        prompts = [row[: int(torch.randint(1, 7, ()))] for row in chosen]
+        yield sample_responses(
+            actor, prompts, NEW, pad_token=PAD, eos_token=end, reward_fn=even_words
+        )
+
+
+def even_words(texts: Tensor) -> Tensor:
+    """The rewards (N,) of texts (N, L): how many words have an even number."""
+    return ((texts >= FIRST) & (texts % 2 == 0)).sum(1).float()
+
+
 # --- training -------------------------------------------------------------------------------------
 
 
@@ -335,16 +412,25 @@ class Curves(NamedTuple):
 
 def train(loop: Loop, controller: KLController | float, seed: int, batches: int) -> Curves:
     """Runs a loop."""
-    responses, rows = loop.task == "digits", 32
-    if responses:
-        reference = language_model(seed)
+    texts, rows = loop.task.startswith("text"), 32
+    responses = texts or loop.task == "digits"
+    env: Any = None
+    frames, gamma, epochs, parts = loop.responses, 1.0, 2, 2
+    if texts:
+        reference, known = text_model(seed)
         torch.manual_seed(seed)
         actor: Any = CausalLMActor(copy.deepcopy(reference))
-        critic: Any = CausalLMCritic(
+        critic: Any = CausalLMCritic(llama(LlamaForTokenClassification, num_labels=1))
+        parts = 8
+    elif responses:
+        reference = language_model(seed)
+        torch.manual_seed(seed)
+        actor = CausalLMActor(copy.deepcopy(reference))
+        critic = CausalLMCritic(
             GPT(LANGUAGE.n_tokens, LANGUAGE.text_length, n_layer=1, n_head=2, n_embd=32, n_out=1)
         )
-        env: EnvBase = digits_env(loop, seed)
-        frames, gamma, epochs, parts = RESPONSES * LANGUAGE.response_length, 1.0, 2, 2
+        env = digits_env(loop, seed)
+        frames = loop.responses * LANGUAGE.response_length
     else:
         torch.manual_seed(seed)
         dynamics = ENVS[loop.task]
@@ -356,18 +442,18 @@ def train(loop: Loop, controller: KLController | float, seed: int, batches: int)
         env.set_seed(seed)
         frames, gamma, epochs, parts = 2048, dynamics.gamma, 4, 8
     in_loss = loop.place != "reward"
-    stack = KLConstrainedTransform(actor, 0.0 if in_loss else controller, estimator="exact")
+    stack = KLConstrainedTransform(actor, 0.0 if in_loss else controller, estimator="k1" if texts else "exact")
     loss: Any = ClipPPOLoss(
         actor,
         critic,
         entropy_bonus=False,
         critic_coeff=1.0,
-        loss_critic_type="l2",
+        loss_critic_type="smooth_l1" if texts else "l2",
         normalize_advantage=loop.whiten,
     )
     gae = GAE(
         gamma=gamma,
-        lmbda=1.0 if responses else 0.95,
+        lmbda=1.0 if loop.task == "digits" else 0.95,
         value_network=critic,
         deactivate_vmap=True,
         shifted=False,
@@ -377,23 +463,26 @@ def train(loop: Loop, controller: KLController | float, seed: int, batches: int)
     optimizer = torch.optim.Adam(
         [
             {"params": list(actor.parameters()), "lr": loop.lr},
-            {"params": list(critic.parameters()), "lr": 3e-3},
+            {"params": list(critic.parameters()), "lr": loop.lr if texts else 3e-3},
         ],
         fused=True,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda n: 1 - n / batches if loop.decay else 1.0
     )
-    collector = Collector(
-        env,
-        actor,
-        frames_per_batch=frames,
-        total_frames=frames * batches,
-        postproc=stack,
-        auto_register_policy_transforms=False,
-    )
+    if texts:
+        collected: Any = map(stack, text_batches(loop, actor, known, batches))
+    else:
+        collected = Collector(
+            env,
+            actor,
+            frames_per_batch=frames,
+            total_frames=frames * batches,
+            postproc=stack,
+            auto_register_policy_transforms=False,
+        )
     curves = Curves([], [], [])
-    for batch in collector:
+    for batch in collected:
         step: Any = batch["next"]
         ended = step["done"]
         if loop.per == "step":
@@ -422,10 +511,12 @@ def train(loop: Loop, controller: KLController | float, seed: int, batches: int)
                 losses = loss(minibatch)
                 total = torch.stack([v for k, v in losses.items() if k.startswith("loss_")]).sum()
                 total.backward()
-                nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
+                if not texts:
+                    nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
                 optimizer.step()
         schedule.step()
         if loop.follow:
             stack.update_reference(actor, loop.follow)
-    collector.shutdown()
+    if not texts:
+        collected.shutdown()
     return curves

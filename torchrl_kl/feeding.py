@@ -68,14 +68,14 @@ class ControllerFeed(nn.Module):
         """
         moves = trace and not self.frozen
         by_trajectory = controller.per == "trajectory"
-        plans = moves and controller.planning and reward is not None
+        plans = moves and controller.reads_rewards and reward is not None
         needed = moves and by_trajectory and not is_constant(controller)
         counts = slice(None) if mask is None else expand_right(mask, measured.shape)
         steps = measured[counts].flatten() if moves and not by_trajectory else None
         rewards = log_ratios = None
         if plans and not by_trajectory:
             # The KL of a batch that a controller plans from says nothing about what it plans.
-            steps = measured.new_zeros(0)
+            steps = measured.new_zeros(0) if controller.planning else steps
             rewards = cast(Tensor, reward)[counts].flatten()
             log_ratios = cast(Tensor, log_ratio)[counts].flatten()
         if batches.find_time_dim(tensordict, time_dim) is None:
@@ -100,7 +100,8 @@ class ControllerFeed(nn.Module):
             return Reading(running, sums.finished[:, 0] if moves else None, opened=opened)
         _, log_ratios, rewards, _ = sums.finished.unbind(-1)
         groups = _groups(tensordict, sums, observed, state_lengths or {})
-        return Reading(running, rewards[:0], rewards, log_ratios, groups, opened)
+        values = rewards[:0] if controller.planning else sums.finished[:, 0]
+        return Reading(running, values, rewards, log_ratios, groups, opened)
 
     def plan(self, controller: KLController, reading: Reading) -> None:
         """Lets a controller plan its coefficient from what has finished; it may raise."""
@@ -118,7 +119,7 @@ class ControllerFeed(nn.Module):
         lengths: Tensor | None = None,
     ) -> None:
         """Gives samples (N,) to a controller that plans; see `TargetKLController`."""
-        if controller.planning and not self.frozen and rewards.numel():
+        if controller.reads_rewards and not self.frozen and rewards.numel():
             cast(TargetKLController, controller).observe_rewards(
                 rewards,
                 groups=groups,

@@ -2,12 +2,12 @@
 
 from torchrl_kl.controllers.base import KLController, TargetKLController
 from torchrl_kl.controllers.plan import coeff_for_budget
+from torchrl_kl.controllers.planned import PlannedKLController
 from torchrl_kl.controllers.rules import (
     AdaptiveKLController,
     ConstantKLController,
     ExponentialKLController,
     PIDKLController,
-    PlannedKLController,
     as_controller,
     is_constant,
 )

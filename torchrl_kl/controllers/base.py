@@ -53,6 +53,7 @@ class KLController(Float64State, ABC):
     max_coeff: float = math.inf
     plan: RewardPlan | None
     _margin: ClassVar[float] = 1.0  # the first coefficient, as a multiple of the planned one
+    plans_again: ClassVar[bool] = False  # whether it plans from all rewards, not the first alone
 
     def __new__(cls, *args: Any, **options: Any):
         """Answers the name that TorchRL and TRL give to the first coefficient."""
@@ -92,6 +93,11 @@ class KLController(Float64State, ABC):
     def planning(self) -> bool:
         """Whether it waits for rewards, from which it plans its coefficient."""
         return self.plan is not None and not bool(self.plan.made)
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether `observe_rewards` changes it."""
+        return self.planning or self.plans_again
 
     @uncompiled
     def update(self, kl: float | Tensor, n_steps: int) -> float:
@@ -203,7 +209,9 @@ class TargetKLController(KLController):
         At first the policy is the reference, whose rewards show the coefficient for the target:
         see `RewardPlan`. Until then it is range / sqrt(2 * target) of the rewards so far, whose
         optimum spends at most a quarter of the target (Hoeffding: KL <= range^2 / (8 beta^2)).
-        After the plan, and with a number as `init_coeff`, nothing changes.
+        After the plan, and with a number as `init_coeff`, nothing changes, unless the controller
+        plans again: then each 16 trajectories (256 steps) make a plan, for which the policy that
+        wrote them takes the place of the reference; the largest plan counts.
 
         Args:
             rewards: one number per trajectory, its task reward summed up; with `per="step"` one
@@ -221,25 +229,28 @@ class TargetKLController(KLController):
             ValueError: if a number is not finite, shapes differ, or `lengths` are given for a
                 target per trajectory.
         """
-        plan = self.plan
-        if plan is None or plan.made:
+        plan, planning = self.plan, self.planning
+        if plan is None or not self.reads_rewards:
             return self.coeff.item()
         if lengths is not None and self.per != "step":
             raise ValueError(
                 "`lengths` must be None for a target per trajectory, got a tensor: it would "
                 'multiply the target. Leave it out, or use `per="step"`.'
             )
-        samples = plan.with_samples(rewards, groups, log_ratios, lengths)
+        samples = plan.with_samples(rewards, groups, log_ratios if planning else None, lengths)
         # Steps that follow one another are alike.
         fewest = _STEPS if self.per == "step" and lengths is None else _TRAJECTORIES
         planned = plan.solve(samples, self.target, fewest)
+        if not planning and planned is None and len(samples) >= fewest:  # they are equal
+            planned = 0.0
         if planned is not None:
-            first = self._margin * planned
-            self.coeff.fill_(min(max(first, self.min_coeff), self.max_coeff))
             plan.close(planned)
+            if planning:
+                planned *= self._margin
+                self.coeff.fill_(min(max(planned, self.min_coeff), self.max_coeff))
             return self.coeff.item()
         plan.samples = samples
-        if len(samples):
+        if planning and len(samples):
             spread = (samples[:, 0].max() - samples[:, 0].min()).item()
             budget = self.target * samples[:, 2].mean().item()
             self.coeff.fill_(spread / math.sqrt(2 * budget))

@@ -154,9 +154,9 @@ class RewardPlan(Float64State):
         return planned if rows.effective(found) >= _FEWEST else max(planned, by_variance)
 
     def close(self, planned: float) -> None:
-        """Drops the samples, since the plan is made."""
+        """Drops the samples, since the plan is made; the largest plan counts."""
         self.samples = self.samples[:0]
-        self.made.fill_(planned)
+        self.made.clamp_(min=planned)
 
     def get_extra_state(self) -> Tensor:
         """The samples, for `state_dict`."""

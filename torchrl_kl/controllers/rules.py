@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from abc import abstractmethod
 
 import torch
@@ -12,14 +11,6 @@ from torch import Tensor
 
 from torchrl_kl.controllers.base import InitCoeff, KLController, Per, TargetKLController
 from torchrl_kl.functional.numbers import check_number
-
-# Of PlannedKLController; its docstring says what they do.
-_RESPONSE = 12.0  # updates
-_SHARE = 0.7
-_GROWTH = 0.2
-_FASTEST = 2.0
-_STEEPEST = 3.0
-
 
 class ConstantKLController(KLController):
     """A coefficient that never moves; with 0 the KL is only measured.
@@ -249,111 +240,6 @@ class PIDKLController(_LogKLController):
         self.filtered_error.fill_(filtered)
         self.filtered_change.fill_(change)
         return self.ki * error + self.kp * change + self.kd * (change - change_before)
-
-
-class PlannedKLController(TargetKLController):
-    """Needs the target only: plans a first coefficient, searches for the right one, and holds it.
-
-    Let `x = sqrt(kl / target)`: it grows evenly where a policy moves evenly, and goes as 1 / coeff
-    where it has settled; and `rise` what x is above its mean over 6 updates.
-
-    - It starts at 1.2 times the plan (see `observe_rewards`), with which kl would settle at 0.7 of
-      the target: a fast policy passes what it settles at. This margin is taken back within 12
-      updates.
-    - The error is `kl / target - 1` above the target, at most 1, and `log(kl / target)` below.
-      log(coeff) moves by 0.7 / 12 of it: a lasting error of 1 moves it by 0.7 in 12 updates, in
-      which most policies respond.
-    - Below the target it waits for a policy that is on its way: it moves by the share
-      1 - rise / speed of that, where speed is the largest rise so far, or jump from one update
-      to the next. A policy at full speed is not held by the penalty. A rise that the fall of the
-      coefficient explains, as x goes as 1 / coeff, does not count.
-    - While the error keeps its sign, it moves faster with each update, by a fifth of the error or
-      of 1, whichever is less, up to twice as fast: where chance decides most of the rewards, a plan
-      is a hundred times too high.
-    - coeff also goes as a power of x, within 0.7 and 2: a sum of errors alone swings where the
-      policy is slow, and this damps it. The power is 0.7 / speed - 1, from 0 to 3: none where the
-      policy comes from the reference to the target in one or two updates, too fast to be damped.
-    - The coefficient stays within 1e-4 and 1e4 times the first one. There a warning says, once,
-      which KL the policy has: nothing holds it at the target.
-
-    You may rely on: k times the rewards give k times the coefficient. You may not rely on a steady
-    KL where it is not steady with a constant coefficient: where the KL hardly answers, the search
-    goes too far, and the KL many times over the target.
-
-    State: the plan; `coeff`, `last` and `average` (x and its mean), `speed`, `pace` and
-    `n_updates`: 0-dim float64 buffers.
-
-    Args:
-        target, per: as in `TargetKLController`. Per step 0.01 nats is cautious and 0.2 much; per
-            response 3 nats let a language model change its style.
-        init_coeff: "plan", or the first coefficient; there is no margin to take back then.
-
-    Example:
-        >>> import torch
-        >>> from torchrl_kl import PlannedKLController
-        >>> controller = PlannedKLController(target=0.1)
-        >>> fair_coin = torch.tensor([0.0, 1.0] * 50)
-        >>> round(controller.observe_rewards(fair_coin), 2)
-        1.27
-        >>> [round(controller.update(kl, n_steps=64), 2) for kl in (0.05, 0.1, 0.12)]
-        [1.25, 1.23, 1.23]
-    """
-
-    last: Tensor
-    average: Tensor
-    speed: Tensor
-    pace: Tensor
-    n_updates: Tensor
-    _margin = _SHARE**-0.5
-
-    def __init__(self, target: float, *, init_coeff: InitCoeff = "plan", per: Per = "trajectory"):
-        super().__init__(init_coeff, target, per=per)
-        for name in ("last", "average", "speed", "pace", "n_updates"):
-            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
-        self._warned = False
-        self._given = self.coeff.item()  # 0 where it is planned
-
-    def next_coeff(self, kl: float, n_steps: int) -> float:  # noqa: D102
-        x = math.sqrt(min(max(kl / self.target, 0.0), 4.0))
-        self.n_updates += 1
-        n = self.n_updates.item()
-        rise = x - self.average.item()
-        self.average += rise / min(n + 1, _RESPONSE / 2)
-        jump = abs(x - self.last.item())
-        self.speed.fill_(max(self.speed.item(), rise, jump, 0.01))
-        error = min(x**2 - 1, 1.0) if x > 1 else 2 * math.log(max(x, 0.1))
-        pace = self.pace.item() * math.copysign(1 + _GROWTH * min(abs(error), 1.0), error)
-        pace = min(max(pace, 1.0), _FASTEST)
-        self.pace.fill_(math.copysign(pace, error))
-        if error < 0:
-            error *= min(1 - rise / self.speed.item(), 1.0)
-        move = _SHARE / _RESPONSE * pace * error
-        if move < 0:  # what x would be with the new coefficient, where it has settled
-            self.average.fill_(min(self.average.item() * math.exp(-move), 1.0))
-        power = min(max(_SHARE / self.speed.item() - 1, 0.0), _STEEPEST)
-        before, now = max(self.last.item(), _SHARE), max(x, _SHARE)
-        self.last.fill_(x)
-        value = self.coeff.item() * math.exp(move) * (now / before) ** power
-        if n <= _RESPONSE:  # the margin, and what the power is going to add
-            margin = self._margin if self.plan is not None else 1.0
-            value *= (margin * _SHARE**-power) ** (-1 / _RESPONSE)
-        first = self._given if self.plan is None else self.plan.made.item()
-        bounded = min(max(value, 1e-4 * first), 1e4 * first)
-        if bounded != value and not self._warned:
-            self._warned = True
-            found = f"the coefficient is {bounded:.3g} and the KL {kl:.3g} nats per {self.per}: "
-            warnings.warn(found + (_UNREACHED if value < first else _UNHELD), stacklevel=4)
-        return bounded
-
-
-_UNREACHED = (
-    "almost without a penalty the policy does not reach the target either. Lower `target`, or "
-    "train faster or longer."
-)
-_UNHELD = (
-    "10,000 times the first coefficient does not bring it down to the target. Make policy updates "
-    "smaller (learning rate, epochs), or raise `target`."
-)
 
 
 def is_constant(controller: KLController) -> bool:

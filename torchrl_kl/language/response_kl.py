@@ -223,7 +223,7 @@ class ResponseKLTransform(PenaltyTransform):
         moves, planned = moves and not self.frozen, self.controller.planning
         recorded = steps.get(SAMPLER_LOG_PROB, steps.get(LOG_PROB, None))
         fed = self._fed(step, recorded, steps["next", "done"].squeeze(-1))
-        if moves and planned and fed is not None:
+        if moves and self.controller.reads_rewards and fed is not None:
             self._plan_from(responses, rewards, step)
         self._penalize(following, totals, reward)
         following.set(self.keys.kl, totals.kl)

@@ -338,7 +338,7 @@ class KLPenaltyLoss(LossModule):
         reward = log_ratio = None
         with evaluating(self.actor_network):
             steps, _, kl = self._terms(tensordict)
-            if self.controller.planning:
+            if self.controller.reads_rewards:
                 reward, log_ratio = self._rewards(tensordict, steps)
         reading = self.feed.read(
             self.controller,

@@ -45,7 +45,7 @@ class PenaltyTransform(KLTransform):
         controller = as_controller(controller)
         recorded = [keys.task_reward, keys.episode_kl] if self.record else []
         # In an env, the sums of a trajectory from which a coefficient is planned are an entry, too.
-        self._plans = self.record and controller.planning and controller.per == "trajectory"
+        self._plans = self.record and controller.reads_rewards and controller.per == "trajectory"
         recorded += [keys.episode_sums] if self._plans else []
         written = [self.keys.penalized, keys.kl_coeff, *recorded, *out_keys]
         if twice := sorted({str(key) for key in written if written.count(key) > 1}):
@@ -137,10 +137,12 @@ class PenaltyTransform(KLTransform):
             self.feed.pool(self.controller, measured.new_zeros(0), in_env=True)
             return
         values = (measured if self.controller.per == "step" else episode_kl)[taken]
-        if self.controller.planning:
+        planning = self.controller.planning
+        if self.controller.reads_rewards:
             sums = next_tensordict.get(self.keys.episode_sums, torch.cat(columns, -1))
             rewards, log_ratios = sums[taken.squeeze(-1)].double().unbind(-1)
             self.feed.plan_from(self.controller, rewards, log_ratios=log_ratios)
+        if planning:
             values = values[:0]  # says nothing about what is planned
         self.feed.pool(self.controller, values, in_env=True)
 
