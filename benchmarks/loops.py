@@ -442,7 +442,9 @@ def train(loop: Loop, controller: KLController | float, seed: int, batches: int)
         env.set_seed(seed)
         frames, gamma, epochs, parts = 2048, dynamics.gamma, 4, 8
     in_loss = loop.place != "reward"
-    stack = KLConstrainedTransform(actor, 0.0 if in_loss else controller, estimator="k1" if texts else "exact")
+    stack = KLConstrainedTransform(
+        actor, 0.0 if in_loss else controller, estimator="k1" if texts else "exact"
+    )
     loss: Any = ClipPPOLoss(
         actor,
         critic,

@@ -97,7 +97,7 @@ class KLController(Float64State, ABC):
     @property
     def reads_rewards(self) -> bool:
         """Whether `observe_rewards` changes it."""
-        return self.planning or self.plans_again
+        return self.planning or (self.plans_again and self.plan is not None)
 
     @uncompiled
     def update(self, kl: float | Tensor, n_steps: int) -> float:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from torchrl_kl.controllers.base import InitCoeff, Per, TargetKLController
-from torchrl_kl.controllers.plan import RewardPlan
 
 # The docstring says what they do.
 _RESPONSE = 12.0  # updates
@@ -24,7 +23,7 @@ class PlannedKLController(TargetKLController):
     It starts at 1.2 times the plan (see `observe_rewards`). At update n:
 
         x      = sqrt(clip(kl / target, 0, 4))
-        rise   = x - average, of which average becomes x - (1 - 1 / min(n + 1, 6)) * rise
+        rise   = x - average;  then average <- average + rise / 6
         speed  = the largest rise, or change of x, so far
         power  = clip(0.7 / speed - 1, 0, 1.5)
         error  = x ** 2 - 1 above the target,
@@ -58,8 +57,8 @@ class PlannedKLController(TargetKLController):
     Args:
         target, per: as in `TargetKLController`. Per step 0.01 nats is cautious and 0.2 much; per
             response 3 nats let a language model change its style.
-        init_coeff: "plan", or the first coefficient, which counts as the first plan. The start is
-            then not above it.
+        init_coeff: "plan", or the first coefficient, for data without rewards: then nothing is
+            planned, and it stays within 1e-4 and 1e4 times this one.
 
     Example:
         >>> import torch
@@ -72,7 +71,6 @@ class PlannedKLController(TargetKLController):
         [1.25, 1.23, 1.23]
     """
 
-    plan: RewardPlan
     last: Tensor
     average: Tensor
     speed: Tensor
@@ -82,9 +80,7 @@ class PlannedKLController(TargetKLController):
 
     def __init__(self, target: float, *, init_coeff: InitCoeff = "plan", per: Per = "trajectory"):
         super().__init__(init_coeff, target, per=per)
-        self._start = self._margin if init_coeff == "plan" else 1.0
-        self.plan = self.plan or RewardPlan()
-        self.plan.made.copy_(self.coeff)  # 0 where it is planned
+        self._given = self.coeff.item()  # 0 where it is planned
         for name in ("last", "average", "speed", "n_updates"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self._warned = False
@@ -94,7 +90,7 @@ class PlannedKLController(TargetKLController):
         self.n_updates += 1
         n = self.n_updates.item()
         rise = x - self.average.item()
-        self.average += rise / min(n + 1, _RESPONSE / 2)
+        self.average += rise / (_RESPONSE / 2)
         speed = max(self.speed.item(), rise, abs(x - before), 0.01)
         self.speed.fill_(speed)
         self.last.fill_(x)
@@ -105,15 +101,19 @@ class PlannedKLController(TargetKLController):
         value = self.coeff.item() * math.exp(move)
         value *= (max(x, _SHARE) / max(before, _SHARE)) ** power
         if n <= _RESPONSE:
-            value *= (self._start * _SHARE**-power) ** (-1 / _RESPONSE)
-        plan = self.plan.made.item()
-        bounded = min(max(value, _LEAST * plan), _MOST * plan)
+            margin = 1.0 if self.plan is None else self._margin
+            value *= (margin * _SHARE**-power) ** (-1 / _RESPONSE)
+        first, most, of = self._given, 1 / _LEAST, "first coefficient"
+        if self.plan is not None:
+            first, most, of = self.plan.made.item(), _MOST, "plan"
+        bounded = min(max(value, _LEAST * first), most * first)
         # Noise may bring it to a bound for a moment.
         stays = x < 1 if value < bounded else value > bounded and min(x, self.average.item()) > 1
         if stays and not self._warned:
             self._warned = True
             found = f"the coefficient is {bounded:.3g} and the KL {kl:.3g} nats per {self.per}: "
-            warnings.warn(found + (_UNREACHED if value < bounded else _UNHELD), stacklevel=4)
+            why = _UNREACHED if value < bounded else _UNHELD.format(most, of)
+            warnings.warn(found + why, stacklevel=4)
         return bounded
 
 
@@ -122,7 +122,7 @@ _UNREACHED = (
     "train faster or longer."
 )
 _UNHELD = (
-    "twice what the rewards ask for does not bring it down to the target, and a larger coefficient "
-    "would not either. Lower the learning rate, collect more trajectories per batch, train the "
-    "critic before the policy, or raise `target`."
+    "{:,.0f} times the {} does not bring it down to the target, and a larger coefficient would not "
+    "either. Lower the learning rate, collect more trajectories per batch, train the critic before "
+    "the policy, or raise `target`."
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrl_kl.controllers.base import InitCoeff, KLController, Per, TargetKLController
 from torchrl_kl.functional.numbers import check_number
 
+
 class ConstantKLController(KLController):
     """A coefficient that never moves; with 0 the KL is only measured.
 

@@ -365,13 +365,21 @@ class KLPenaltyLoss(LossModule):
         self.feed.learn(self.controller, reading)
         return self.controller.coeff.item()
 
-    def _rewards(self, tensordict: TensorDictBase, steps: Steps) -> tuple[Tensor, Tensor]:
-        """What is planned from, and log-ratios of the actions to the reference, (*B, 1) each."""
+    def _rewards(
+        self, tensordict: TensorDictBase, steps: Steps
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """What is planned from, and log-ratios of the actions to the reference, (*B, 1) each.
+
+        None where there is no such reward, and the coefficient does not wait for one.
+        """
         key = unravel_key(("next", self.tensor_keys.reward))
         fix = "the coefficient is planned from it; name it with `set_keys(reward=...)`."
         reward, shape = self._outcomes(tensordict, steps.mask), (*tensordict.batch_size, 1)
-        if reward is None:
+        if reward is None and self.controller.planning:
             reward = get_required(tensordict, key, fix)
+        reward = tensordict.get(key, None) if reward is None else reward
+        if not self.controller.planning and (reward is None or reward.shape != shape):
+            return None, None
         if reward.shape != shape:
             got = f"got {tuple(reward.shape)}: give `init_coeff` a number"
             raise ValueError(f"a reward that is planned from must have shape {shape}, {got}.")
