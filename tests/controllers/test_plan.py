@@ -288,8 +288,10 @@ class TestControllers:
         first = controller.observe_rewards(values, groups=groups)
         assert controller.plan.made == coeff
         assert not controller.planning
-        # Rewards that come later change nothing; the KL does.
+        # Rewards that come later do not change it; the KL does.
         assert controller.observe_rewards(100 * values) == first
+        again = planned(100 * values, 0.3) if controller.reads_rewards else coeff
+        assert controller.plan.made == again
         assert controller.update(0.9, 10) > first
 
     @planning
@@ -345,6 +347,16 @@ class TestControllers:
         changed.target = 0.05
         expected = PlannedKLController(0.05).observe_rewards(rewards)
         assert changed.observe_rewards(rewards) == expected
+
+    def test_a_later_plan_takes_the_policy_for_the_reference(self):
+        controller: Any = PlannedKLController(0.3)
+        coin = torch.tensor([0.0, 1.0] * 20)
+        controller.observe_rewards(coin)
+        controller.observe_rewards(0 * coin)  # that are equal plan nothing
+        assert controller.plan.made == planned(coin, 0.3)
+        controller.observe_rewards(3 * coin, log_ratios=torch.arange(40.0))
+        assert controller.plan.made == planned(3 * coin, 0.3)
+        assert not len(controller.plan.samples)
 
     def test_with_a_number_rewards_change_nothing(self):
         controller = PIDKLController(0.2, 0.3)

@@ -15,6 +15,7 @@ from torchrl_kl import (
     KLConstrainedTransform,
     KLDivergenceTransform,
     KLPenaltyLoss,
+    PlannedKLController,
     ReferenceModelLogProbTransform,
     ResponseKLTransform,
     RewardAdjustmentTransform,
@@ -105,6 +106,11 @@ def test_every_feed_plans_by_prompt(eos):
         # Their numbers differ by the rounding of sums of float32 rewards.
         assert plan == pytest.approx(plans["stack"], rel=1e-5)
     assert plans["stack"] == pytest.approx(by_hand(batch), rel=1e-5)
+    for feed in feeds.values():  # the policy is the reference, so that a later plan is the same
+        later: Any = PlannedKLController(BUDGET, init_coeff=0.01)
+        feed(later)
+        assert later.plan.made.item() == pytest.approx(plans["stack"], rel=1e-5)
+        assert later.n_updates == 1
 
 
 def test_texts_under_other_names_are_cut_at_their_position():

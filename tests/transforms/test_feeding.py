@@ -332,6 +332,18 @@ def test_a_batch_is_penalized_with_the_coefficient_that_is_planned_from_it():
     assert_close(after["kl_coeff"], torch.full_like(after["kl_coeff"], coeff))
 
 
+@any_place
+@any_per
+def test_one_that_plans_again_reads_all_rewards_and_is_updated(place, per):
+    controller: Any = PlannedKLController(0.3, init_coeff=0.01, per=per)
+    stack = KLConstrainedTransform(make_actor(), controller)
+    batch = measured(place, stack, WalkEnv((16,), longest=6), policy(), 20)
+    assert controller.n_updates > 0
+    # A target of 0.3 nats for rewards of about 1, of a step or of six.
+    assert 0.1 < controller.plan.made < 100
+    assert len(batch["next", "kl_coeff"].unique()) > (place == "env")
+
+
 def test_the_sums_of_a_plan_are_entries_of_the_env():
     stack = KLConstrainedTransform(make_actor(), ExponentialKLController("plan", 0.3))
     env = with_transforms(WalkEnv((2,)), stack)

@@ -97,7 +97,7 @@ class KLController(Float64State, ABC):
     @property
     def reads_rewards(self) -> bool:
         """Whether `observe_rewards` changes it."""
-        return self.planning or (self.plans_again and self.plan is not None)
+        return self.planning or self.plans_again
 
     @uncompiled
     def update(self, kl: float | Tensor, n_steps: int) -> float:
@@ -209,9 +209,8 @@ class TargetKLController(KLController):
         At first the policy is the reference, whose rewards show the coefficient for the target:
         see `RewardPlan`. Until then it is range / sqrt(2 * target) of the rewards so far, whose
         optimum spends at most a quarter of the target (Hoeffding: KL <= range^2 / (8 beta^2)).
-        After the plan, and with a number as `init_coeff`, nothing changes, unless the controller
-        plans again: then each 16 trajectories (256 steps) make a plan, for which the policy that
-        wrote them takes the place of the reference; the largest plan counts.
+        After the plan, and with a number as `init_coeff`, nothing changes, unless a controller
+        plans again: from each 16 trajectories or 256 steps, their policy taken as the reference.
 
         Args:
             rewards: one number per trajectory, its task reward summed up; with `per="step"` one

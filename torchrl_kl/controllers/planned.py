@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchrl_kl.controllers.base import InitCoeff, Per, TargetKLController
+from torchrl_kl.controllers.plan import RewardPlan
 
-# The docstring says what they do.
 _RESPONSE = 12.0  # updates
 _SHARE = 0.7
 _STEEPEST = 1.5
@@ -31,22 +31,17 @@ class PlannedKLController(TargetKLController):
         coeff <- coeff * exp(error / 12) * (max(x, 0.7) / max(x before, 0.7)) ** power
         coeff <- clip(coeff, 1e-4 * plan, 2 * plan)
 
-    - x grows evenly where a policy moves evenly, and goes as 1 / coeff where it has settled.
-    - A lasting error of 1 moves log(coeff) by 1 in 12 updates, in which most policies respond.
-      Below the target it waits for a policy that is on its way, the more the faster it is. A rise
-      that the fall of the coefficient explains does not count: a fall by a factor f raises
-      average by 1 / f, to at most 1.
-    - The power damps a slow policy, which a sum of errors alone lets swing; a policy that comes
-      from the reference to the target in one or two updates is too fast to be damped. What the
-      start and the power add, `1.2 * (1 / 0.7) ** power`, is taken back in the first 12 updates.
-    - The plan takes the whole spread of the rewards for what the policy can choose, so that the
-      right coefficient is hardly above it. It is made again from the rewards of each batch, and the
-      largest one counts: rewards that grow need a larger coefficient.
+    x grows evenly where a policy moves evenly, and goes as 1 / coeff where it has settled. A
+    lasting error of 1 moves log(coeff) by 1 in 12 updates, in which most policies respond; below
+    the target it waits for a policy that is on its way. A rise of x that the fall of coeff explains
+    does not count: it raises average as far, to at most 1. The power damps a slow policy. What the
+    start and the power add, `1.2 * (1 / 0.7) ** power`, is taken back in the first 12 updates.
 
-    At 2 * plan, with a KL that stays above the target, a warning says once that no coefficient will
-    do: that KL does not come from the rewards. Updates are too large, or the noise of the penalties
-    moves the policy, and a larger coefficient adds to it. At 1e-4 * plan a warning says that the
-    target is out of reach.
+    The plan takes the whole spread of the rewards for what the policy can choose, so that the right
+    coefficient is hardly above it. Each batch makes one, and the largest counts, as rewards grow.
+    A KL that stays above the target at 2 * plan does not come from the rewards: updates are too
+    large, or noise of the penalties moves the policy. A warning then says once that a larger
+    coefficient would not help; at 1e-4 * plan it says that the target is out of reach.
 
     You may rely on: k times the rewards give k times the coefficient; it stays within its bounds.
     You may not rely on a steady KL where it is not steady with a constant coefficient.
@@ -57,8 +52,8 @@ class PlannedKLController(TargetKLController):
     Args:
         target, per: as in `TargetKLController`. Per step 0.01 nats is cautious and 0.2 much; per
             response 3 nats let a language model change its style.
-        init_coeff: "plan", or the first coefficient, for data without rewards: then nothing is
-            planned, and it stays within 1e-4 and 1e4 times this one.
+        init_coeff: "plan", or the first coefficient, which does not wait for rewards. Before these
+            make a plan, it stays within 1e-4 and 1e4 times this one.
 
     Example:
         >>> import torch
@@ -71,6 +66,7 @@ class PlannedKLController(TargetKLController):
         [1.25, 1.23, 1.23]
     """
 
+    plan: RewardPlan
     last: Tensor
     average: Tensor
     speed: Tensor
@@ -81,9 +77,15 @@ class PlannedKLController(TargetKLController):
     def __init__(self, target: float, *, init_coeff: InitCoeff = "plan", per: Per = "trajectory"):
         super().__init__(init_coeff, target, per=per)
         self._given = self.coeff.item()  # 0 where it is planned
+        self.plan = self.plan or RewardPlan()
         for name in ("last", "average", "speed", "n_updates"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self._warned = False
+
+    @property
+    def planning(self) -> bool:
+        """Whether it waits for rewards, from which it plans its first coefficient."""
+        return self._given == 0 and super().planning
 
     def next_coeff(self, kl: float, n_steps: int) -> float:  # noqa: D102
         x, before = math.sqrt(min(max(kl / self.target, 0.0), 4.0)), self.last.item()
@@ -101,12 +103,11 @@ class PlannedKLController(TargetKLController):
         value = self.coeff.item() * math.exp(move)
         value *= (max(x, _SHARE) / max(before, _SHARE)) ** power
         if n <= _RESPONSE:
-            margin = 1.0 if self.plan is None else self._margin
+            margin = 1.0 if self._given else self._margin
             value *= (margin * _SHARE**-power) ** (-1 / _RESPONSE)
-        first, most, of = self._given, 1 / _LEAST, "first coefficient"
-        if self.plan is not None:
-            first, most, of = self.plan.made.item(), _MOST, "plan"
-        bounded = min(max(value, _LEAST * first), most * first)
+        plan = self.plan.made.item()
+        first, most, of = (plan, _MOST, "plan") if plan else (self._given, 1e4, "first coefficient")
+        bounded = min(max(value, _LEAST * first), max(most * first, self._given))
         # Noise may bring it to a bound for a moment.
         stays = x < 1 if value < bounded else value > bounded and min(x, self.average.item()) > 1
         if stays and not self._warned:

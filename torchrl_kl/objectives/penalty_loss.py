@@ -381,7 +381,7 @@ class KLPenaltyLoss(LossModule):
         if not self.controller.planning and (reward is None or reward.shape != shape):
             return None, None
         if reward.shape != shape:
-            got = f"got {tuple(reward.shape)}: give `init_coeff` a number"
+            got = f"got {tuple(reward.shape)}: use a controller that does not plan"
             raise ValueError(f"a reward that is planned from must have shape {shape}, {got}.")
         drawn = steps.drawn or self._drawn(tensordict, steps)
         ref_log_prob = steps.log_prob_of(steps.reference)
