@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule as Mod
 from torch import nn
+from torch.distributions import Normal
 from torchrl.collectors import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import (
     LazyTensorStorage,
@@ -26,7 +27,14 @@ from torchrl.data import (
 )
 from torchrl.envs import Compose, GymEnv, SerialEnv, Transform, step_mdp
 from torchrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
-from torchrl.modules import AdditiveGaussianModule, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.modules import (
+    AdditiveGaussianModule,
+    Delta,
+    ProbabilisticActor,
+    TanhNormal,
+    TruncatedNormal,
+    ValueOperator,
+)
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -201,7 +209,7 @@ def gap_of_log_probs(*modules: Any) -> torch.Tensor:
 
 def noise_behind_the_actor() -> str:
     """Exploration modules change the action and leave its log-prob."""
-    actor = make_normal_actor(0.0, 1.0, torch.distributions.Normal)
+    actor = make_normal_actor(0.0, 1.0, Normal)
     noise = AdditiveGaussianModule(GymEnv("Pendulum-v1").action_spec, sigma_init=1.0)
     gap = gap_of_log_probs(actor, noise).mean()
     assert gap > 0.1
@@ -213,6 +221,45 @@ def saturated_tanh_normal() -> str:
     gap = gap_of_log_probs(make_normal_actor(8.0, 0.3, TanhNormal)).mean()
     assert gap > 1
     return f"the same action has {gap:.1f} nats less when it is scored again"
+
+
+def tanh_normal_outside_its_bounds() -> str:
+    """The log-prob of an action that a TanhNormal cannot take is finite."""
+    dist = TanhNormal(torch.zeros(1), torch.ones(1), low=-0.5, high=0.5)
+    log_prob = dist.log_prob(torch.tensor([0.9]))
+    assert log_prob.isfinite()
+    return f"{log_prob:.1f} instead of -inf for the action 0.9 within bounds of 0.5"
+
+
+def truncated_normal_far_from_its_bounds() -> str:
+    """The mass within the bounds is clamped at 1e-6."""
+    action, scale, found = torch.tensor([0.9]).double(), 0.5, []
+    grid = torch.linspace(-1, 1, 100_001, dtype=torch.float64)
+    for n_scales in (4, 6):
+        loc = torch.tensor([1 + n_scales * scale], dtype=torch.float64)
+        right = Normal(loc, scale).log_prob(action)
+        right -= torch.trapezoid(Normal(loc, scale).log_prob(grid).exp(), grid).log()
+        log_prob = TruncatedNormal(loc, torch.full((1,), scale).double()).log_prob(action)
+        found.append(f"{log_prob.item():.2f} instead of {right.item():.2f} at {n_scales} scales")
+    assert right - log_prob > 6
+    return ", ".join(found)
+
+
+def delta_has_no_density() -> str:
+    """The log-prob of the only action of a Delta is inf."""
+    log_prob = Delta(torch.zeros(1)).log_prob(torch.zeros(1))
+    assert log_prob == torch.inf
+    return f"a log-prob of {log_prob}"
+
+
+def clamped_probabilities() -> str:
+    """A distribution that is built with probabilities has no log-prob below -15.9."""
+    probs, action = torch.tensor([1.0, 0.0]), torch.tensor(1)
+    log_prob = torch.distributions.Categorical(probs=probs).log_prob(action)
+    bernoulli = torch.distributions.Bernoulli(probs=probs[1]).log_prob(torch.tensor(1.0))
+    assert log_prob > -16
+    assert bernoulli > -16
+    return f"{log_prob:.1f} instead of -inf for a probability of 0"
 
 
 def slices_begin_trajectories() -> str:
@@ -304,6 +351,20 @@ def dropout_of_adapters() -> str:
     return "`training` of their Dropout is True"
 
 
+def merged_in_bfloat16() -> str:
+    """Merging adapters and taking them out again moves weights in bfloat16."""
+    config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    peft: Any = get_peft_model(make_model().to(torch.bfloat16), config)
+    weight = peft.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    before, sizes = weight.detach().double(), []
+    for _ in range(1000):
+        peft.merge_adapter()
+        peft.unmerge_adapter()
+        sizes.append((weight.detach().double() - before).norm() / before.norm())
+    assert sizes[-1] > 0.01
+    return f"the base weights are off by {sizes[0]:.1%} after one, {sizes[-1]:.0%} after 1000 times"
+
+
 def waits_for_ever(call: Callable[[], Any], collector: Any, seconds: float = 20.0) -> bool:
     """Whether a call is still waiting after some seconds; ends the workers."""
     thread = threading.Thread(target=call, daemon=True)
@@ -387,6 +448,10 @@ FAULTS: tuple[Callable[[], str], ...] = (
     stale_log_prob,
     noise_behind_the_actor,
     saturated_tanh_normal,
+    tanh_normal_outside_its_bounds,
+    truncated_normal_far_from_its_bounds,
+    delta_has_no_density,
+    clamped_probabilities,
     slices_begin_trajectories,
     samples_in_train_mode,
     vector_env_resets,
@@ -394,6 +459,7 @@ FAULTS: tuple[Callable[[], str], ...] = (
     settings_of_generate,
     adapters_take_weights,
     dropout_of_adapters,
+    merged_in_bfloat16,
 )
 FAULTS_OF_WORKERS: tuple[Callable[[], str], ...] = (
     second_loop,

@@ -13,7 +13,7 @@ RUNS = ("constant", "no_penalty", "adaptive")
 TINY = (
     "--lm-iterations 2 --lm-batch 16 --heldout-prompts 2 --exact-prompts 1 --adaptive-prompts 1 "
     "--rm-iterations 2 --rm-batch 16 --rm-heldout-pairs 20 "
-    "--ppo-batches 1 --adaptive-batches 3 --ppo-responses 16 --ppo-minibatch 16"
+    "--ppo-batches 1 --adaptive-batches 6 --ppo-responses 16 --ppo-minibatch 16"
 )
 
 
@@ -48,8 +48,8 @@ class TestJob:
         assert set(report["constant"]["curves"]["coeff"]) == {1.0}
         assert set(report["no_penalty"]["curves"]["coeff"]) == {0.0}
         coeffs = report["adaptive"]["curves"]["coeff"]
-        assert min(coeffs) > 0  # planned; in the first batches the KL is on its way
-        assert len(set(coeffs)) > (len(coeffs) > 10)
+        assert min(coeffs) > 0
+        assert len(set(coeffs[-3:])) == 3  # planned first, it then moves with each batch
 
     def test_pictures_and_table_of_several_seeds(self, job, tmp_path):
         out, printed = job

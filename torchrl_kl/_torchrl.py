@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tensordict import NestedKey
 from torch import Tensor
 from torch.distributions import Distribution
-from torchrl.envs.transforms import Transform
+from torchrl.envs.transforms import DTypeCastTransform, ModuleTransform, Transform
 
 from torchrl_kl.functional.distributions import COLUMN_READERS
+
+HOOKS = ("_call", "_step", "_inv_call", "_post_step_mdp_hooks")  # what an env calls in a step
 
 
 def container_of(transform: Transform) -> object:
@@ -18,11 +18,13 @@ def container_of(transform: Transform) -> object:
     return None if reference is None else reference()
 
 
-def declared_keys(transform: Transform) -> tuple[set[NestedKey], set[NestedKey], set[NestedKey]]:
-    """The `out_keys`, `in_keys_inv`, `out_keys_inv` given; the properties may ask for specs."""
-    names = ("_out_keys", "_in_keys_inv", "_out_keys_inv")
-    found: Any = tuple(set(vars(transform).get(name) or ()) for name in names)
-    return found
+def declared_keys(transform: Transform) -> tuple[set[NestedKey], set[NestedKey]]:
+    """The `out_keys` and `in_keys_inv` of a transform, as far as they are known without an env."""
+    if isinstance(transform, (DTypeCastTransform, ModuleTransform)):
+        return set(transform.out_keys or ()), set(transform.in_keys_inv or ())
+    # Elsewhere the public properties may ask for specs, and fail.
+    out_keys, in_keys_inv = map(vars(transform).get, ("_out_keys", "_in_keys_inv"))
+    return set(out_keys or ()), set(in_keys_inv or ())
 
 
 def indices_of(distribution: Distribution) -> Tensor | None:

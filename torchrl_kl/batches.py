@@ -27,6 +27,7 @@ from torchrl_kl.keys import (
 
 MASK_KEY = ("collector", "mask")
 TRAJECTORY_KEY = ("collector", "traj_ids")
+AUTORESET_KEY = "autoreset"  # of an env: True where a step resets a row, and ignores the action
 # No state: a collector may set "truncated" in the last step of a batch, and a critic that has
 # learned since values the same state differently.
 _NO_STATE = {"done", "terminated", "truncated", "is_init", "state_value", "state_action_value"}
@@ -68,9 +69,12 @@ def counted(
 
 
 def was_done(tensordict: TensorDictBase, keys: ResolvedKeys) -> Tensor | None:
-    """True where an agent, or the env, is done before a step, (*B, *A); None if none is."""
+    """True where an agent, or the env, is done before a step, (*B, *A); None if none is.
+
+    So it is in a step that only resets a vectorized env, which has then ended in the step before.
+    """
     path, shape = keys.path, holder_batch_size(tensordict, (*keys.path, "done"))
-    done_keys = {as_tuple(key) for key in (keys.done, (*path, "done"), "done")}
+    done_keys = {as_tuple(key) for key in (keys.done, (*path, "done"), "done", AUTORESET_KEY)}
     flags = [tensordict.get(key, None) for key in done_keys if path[: len(key) - 1] == key[:-1]]
     found = [expand_right(flag, shape).bool() for flag in flags if flag is not None]
     before = reduce(torch.logical_or, found) if found else None
@@ -83,6 +87,16 @@ def of_values(mask: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     """A mask (*B, *A) for values of `shape`: of all agents together, (*B, 1), where any counts."""
     n_dims = len(shape) - 1
     return mask if mask is None or mask.ndim <= n_dims else mask.flatten(n_dims).any(-1)
+
+
+def counted_values(tensordict: TensorDictBase, keys: ResolvedKeys, values: Tensor) -> Tensor:
+    """Where values (*B, *A), (*B, *A, 1) or, of all agents, (*B, 1) count: of their shape."""
+    mask = counted(tensordict, keys)
+    if mask is None:
+        return torch.ones_like(values, dtype=torch.bool)
+    if values.shape != mask.shape:
+        mask = cast(Tensor, of_values(mask, values.shape))
+    return expand_right(mask, values.shape)
 
 
 def leaf_keys(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> list[NestedKey]:
@@ -123,8 +137,8 @@ def find_ends(step: TensorDictBase, done_key: NestedKey, shape: Sequence[int]) -
     found = {key: flag for key in keys if (flag := step.get(key, None)) is not None}
     if not found or (as_tuple(done_key)[-1] != "done" and done_key not in found):
         raise MissingKeyError(
-            f"there is no {done_key!r} in the step, where trajectories end: name it with "
-            f"`KLKeys(done=...)`. The step has {existing_keys(step)}."
+            f"there is no {done_key!r} in the step, where trajectories end: `KLKeys(done=...)`, or "
+            f"`set_keys(done=...)` of a loss, names it. The step has {existing_keys(step)}."
         )
     return reduce(torch.logical_or, [expand_right(flag, shape) for flag in found.values()])
 
@@ -154,16 +168,17 @@ def read_states(
     `lengths`: for the key of an entry (*B, L) that of its length, (*B). What is behind that, as a
     text's tokens after its position, is of later states: it is -1.
     """
-    n_dims = tensordict.batch_dims
-    states: list[Tensor] = []
+
+    def read(key: NestedKey) -> Tensor:
+        entry = tensordict.get(key).detach().flatten(0, tensordict.batch_dims - 1)
+        return entry[places.to(entry.device)].to(places.device)
+
+    states = []
     for key in keys:
-        entry = tensordict.get(key).detach().flatten(0, n_dims - 1)
-        state = entry[places.to(entry.device)]
-        length = tensordict.get(lengths[key], None) if lengths and key in lengths else None
-        if length is not None:
-            column = torch.arange(state.shape[-1], device=state.device)
-            length = length.flatten(0, n_dims - 1)[places.to(length.device)].unsqueeze(-1)
-            state = torch.where(column < length.to(state.device), state, -1)
+        state, length_key = read(key), (lengths or {}).get(key)
+        if length_key is not None and tensordict.get(length_key, None) is not None:
+            column = torch.arange(state.shape[-1], device=places.device)
+            state = torch.where(column < read(length_key).unsqueeze(-1), state, -1)
         states.append(state)
     return states
 
@@ -315,7 +330,7 @@ class Trajectories(Float64State):
             is_new = ~torch.isin(ids, unfinished) & _is_first(ids) if numbered else at_row
             begins = is_new | (steps.done.roll(1)[first] & ~at_row)
         if numbered:
-            some = torch.isin(ids, self.ids) | (at_row & bool((self.ids < 0).any()))
+            some = torch.isin(ids, self.ids) | (at_row & (self.ids < 0).any())
             some = some if init is None else some & ~init[first]
             rows = some.nonzero().squeeze(-1)  # that may go on with an entry, (C,)
             entered = read_states(tensordict, keys, first[rows] % n_places)
@@ -350,7 +365,7 @@ class Trajectories(Float64State):
             [*entries.values()],
             left_ids[stays],
             torch.where(steps.done[last].unsqueeze(-1), 0.0, sums[last])[stays],
-            [each[stays.to(each.device)] for each in left],
+            [each[stays] for each in left],
         )
         running = sums[:, :-2].reshape(-1, n_places, sums.shape[-1] - 2).transpose(0, 1)
         return TrajectorySums(running.reshape(shape), sums[ended][:, :-1], began[ended], opened)
@@ -375,10 +390,7 @@ class Trajectories(Float64State):
         stay = torch.ones_like(self.ids, dtype=torch.bool)
         stay[resumed] = False
         limit = max(_FEWEST_OPEN, 4 * len(ids))
-        return {
-            name: torch.cat([old[name][stay].to(value.device), value])[-limit:]
-            for name, value in new.items()
-        }
+        return {name: torch.cat([old[name][stay], value])[-limit:] for name, value in new.items()}
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
@@ -402,8 +414,7 @@ def _match(
     ones, twos = pairs.nonzero().unbind(-1)
     equal = torch.ones_like(ones, dtype=torch.bool)
     for state, other in zip(states, others, strict=True):
-        before, after = state[ones.to(state.device)], other[twos.to(other.device)]
-        equal &= _same(before, after.to(before.device), 1).to(equal.device)
+        equal &= _same(state[ones], other[twos], 1)
     found, taken = dict[int, int](), set[int]()
     matches = zip(rows[ones[equal]].tolist(), twos[equal].tolist(), strict=True)
     for row, other in sorted(matches, key=lambda pair: (pair[0], -pair[1])):

@@ -136,7 +136,7 @@ def _check_arguments(
     buffered = given.get("replay_buffer") is not None
     number = f"the number of envs, at least 1 and for a Collector 1, got {count} for {n_envs}"
     refused = [
-        (stack.in_env, "`stack` must not be in an env: `where` says where its copies go."),
+        (stack.env is not None, "`stack` must not be in an env: `where` says where its copies go."),
         (where not in places, f"`where` must be in {places} for this collector, got {where!r}."),
         (not 1 <= count == n_envs <= most, f"`num_workers` must be {number}."),
         (buffered, "`replay_buffer` must be left out: extend it with the batches."),

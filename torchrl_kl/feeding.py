@@ -177,17 +177,15 @@ def _groups(
     lengths: Mapping[NestedKey, NestedKey],
 ) -> Tensor | None:
     """A number for each finished trajectory, (N,): equal for one agent that began in one state."""
-    n_places = max(tensordict.batch_size.numel(), 1)
     keys, known = batches.state_keys(tensordict, observed), sums.began >= 0
     groups = torch.full_like(sums.finished[:, 0], torch.nan)  # of those that began before
     if not keys or not known.any():
         return groups
-    began = sums.began[known]
+    began, n_places = sums.began[known], tensordict.batch_size.numel()
     states = batches.read_states(tensordict, keys, began % n_places, lengths)
     parts = [began.div(n_places, rounding_mode="floor")]  # the agent
     for state in states:
-        numbers = state.reshape(len(began), -1).unique(dim=0, return_inverse=True)[1]
-        parts.append(numbers.to(began.device))
+        parts.append(state.reshape(len(began), -1).unique(dim=0, return_inverse=True)[1])
     groups[known] = torch.stack(parts, -1).unique(dim=0, return_inverse=True)[1].to(groups)
     return groups
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torchrl.data import Composite
 
 RECORD_LOG_PROB = (
-    "build the policy with ProbabilisticActor(..., return_log_prob=True), or name the entry that "
-    "it records with `KLKeys(log_prob=...)`."
+    "let the policy record it (`return_log_prob=True`), write it into a batch with "
+    "`rescore(policy, batch)`, or name the entry that it records with `KLKeys(log_prob=...)`."
 )
 
 
@@ -210,13 +210,12 @@ class LogProbKeys:
         """The keys that are not in the data."""
         return [key for key in self.keys if tensordict.get(key, None) is None]
 
-    def read(self, tensordict: TensorDictBase, shape: torch.Size | None = None) -> Tensor | None:
-        """The log-prob of the whole action, nats, of `shape`; None if an entry is missing."""
+    def read(self, tensordict: TensorDictBase) -> Tensor | None:
+        """The log-prob of the whole action, nats, (*B, *A); None if an entry is missing."""
         parts = [tensordict.get(key, None) for key in self.keys]
         if any(part is None for part in parts):
             return None
-        # (*B, *A); the dimensions behind it are those of an action.
-        shape = self.batch_size(tensordict) if shape is None else shape
+        shape = self.batch_size(tensordict)  # the dimensions behind it are those of an action
         first, *others = (sum_action_dims(part, shape) for part in parts)
         return sum(others, first)
 

@@ -13,10 +13,10 @@ from tensordict import TensorDictBase, is_tensor_collection, unravel_key
 from torch import Tensor, nn
 
 from torchrl_kl.actors import reading
-from torchrl_kl.batches import MASK_KEY, Trajectories, expand_right, find_time_dim
+from torchrl_kl.batches import Trajectories, counted_values, find_time_dim
 from torchrl_kl.controllers import KLController, KLStatistics
 from torchrl_kl.functional.sampler import FEWEST, effective_share
-from torchrl_kl.keys import KLKeys, LogProbKeys, MissingKeyError, as_keys, get_required
+from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, get_required
 from torchrl_kl.language import as_steps
 
 CONDITIONS = (
@@ -35,16 +35,11 @@ _ROUNDING = 1e-6  # nats per step: the KL of a policy that is still its referenc
 Finding = tuple[str, dict[str, float]]  # what is wrong and what to do; the numbers in it, by name
 
 
-@dataclass(frozen=True)
-class KLMessage:
-    """A condition that began to hold; `str` gives its text."""
+class KLMessage(str):
+    """A condition that began to hold: a text that says what is wrong and what to do."""
 
     condition: str  # one of CONDITIONS
-    text: str  # what is wrong and what to do
     figures: Mapping[str, float]  # the numbers in the text, by name; KL in nats
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class ConditionCount(NamedTuple):
@@ -94,7 +89,7 @@ class KLMonitor:
         controller: the controller of the run, with its target and its bounds.
         actor: the policy that is trained.
         window: how many batches the mean KL is taken over.
-        keys: as given to the stack.
+        keys, time_dim: as given to the stack.
 
     Raises:
         TypeError, ValueError: if an argument has another type, or is out of its range.
@@ -119,6 +114,7 @@ class KLMonitor:
         actor: nn.Module | None = None,
         window: int = 10,
         keys: KLKeys | None = None,
+        time_dim: int | None = None,
     ):
         if not isinstance(controller, KLController):
             got = f"got {type(controller).__name__}: use `stack.controller`."
@@ -127,15 +123,14 @@ class KLMonitor:
             raise ValueError(f"`window` must be an int of at least 1, got {window!r}.")
         keys = as_keys(keys)
         self.controller, self.actor = controller, actor
-        self.window = window
+        self.window, self.time_dim = window, time_dim
         self._needs_estimate = keys.kl_estimate is not None
         self._observed = None  # what shows that a trajectory goes on in the next batch
         if actor is None:
             self.keys = keys.resolve()
         else:
             reading.check_actor(actor)
-            log_prob_keys = reading.find_log_prob_keys(actor)
-            self.keys, self._recorded = keys.resolve(log_prob_keys), LogProbKeys(log_prob_keys)
+            self.keys = keys.resolve(reading.find_log_prob_keys(actor))
             # A critic may have written its values, which belong to no state.
             self._observed = reading.read_keys(actor)
             half = torch.finfo(reading.weight_dtype(actor)).bits <= 16
@@ -155,8 +150,7 @@ class KLMonitor:
         fix = "run the stack before the monitor, or name the entry with `KLKeys(kl=...)`."
         step = cast(TensorDictBase, get_required(batch, "next", fix))
         k1 = get_required(step, self.keys.kl, fix).detach()  # (*B, *A, 1)
-        every = torch.ones_like(k1, dtype=torch.bool)
-        counted = expand_right(batch.get(MASK_KEY, every), k1.shape)
+        counted = counted_values(batch, self.keys, k1)
         k1 = k1.double()[counted]  # (N,)
         coeffs = self._state.coeffs
         if not self.controller.planning:
@@ -213,7 +207,8 @@ class KLMonitor:
                 continue
             # The first time, or after a window in which it was looked for and not found.
             if episodes == 0 or absent >= self.window:
-                begun.append(KLMessage(name, *finding))
+                begun.append(KLMessage(finding[0]))
+                begun[-1].condition, begun[-1].figures = name, finding[1]
                 episodes += 1
             self._state.conditions[name] = [batches + 1, episodes, 0]
         return begun
@@ -230,14 +225,15 @@ class KLMonitor:
         measured = get_required(step, key, "name it with `KLKeys(kl_estimate=...)`.").detach()
         if self.controller.per == "step":
             return measured[counted], None
-        if find_time_dim(batch, None) is None:
+        if find_time_dim(batch, self.time_dim) is None:
             raise RuntimeError(
                 f"the target is per trajectory, got a batch of shape {tuple(batch.batch_size)} "
-                "without a dimension named 'time': do not flatten it, or use per='step'."
+                "without a dimension named 'time': name the last one so, pass `time_dim`, do not "
+                "flatten it, or use per='step'."
             )
-        done_key = self.keys.done
-        mask = batch.get(MASK_KEY, None)
-        sums = self._trajectories.add(batch, measured, mask, done_key, observed=self._observed)
+        sums = self._trajectories.add(
+            batch, measured, counted, self.keys.done, observed=self._observed
+        )
         return sums.finished[:, 0], sums.opened
 
     def _look_at_numbers(self, k1: Tensor) -> dict[str, Finding | None]:
@@ -293,11 +289,11 @@ class KLMonitor:
         """Whether the samples can be the policy's; k1: of the steps that count, (N,)."""
         # The actor is evaluated in its turn, and where the samples look wrong.
         negative = k1.nan_to_num(math.inf, math.inf).sum().item() < -_ROUNDING * k1.numel()
-        due = self.actor is not None and self._state.n_batches % self.window == 0
+        due = negative or self._state.n_batches % self.window == 0
         found: dict[str, Finding | None] = {"negative_noise": None}
-        if negative or due:
+        if due and self.actor is not None:
             found["sampler_disagrees"] = self._unlike_actor(batch)
-        if not negative or found["sampler_disagrees"] is not None:
+        if not negative or found.get("sampler_disagrees") is not None:
             return found
         mean, count = k1.mean().item(), k1.numel()
         error = f" +- {k1.std().item() / math.sqrt(count):.2g}" if count > 1 else ""
@@ -314,7 +310,7 @@ class KLMonitor:
         if sampler is None:
             return {}
         log_ratio = (recorded.require(batch) - sampler).double()
-        mask = expand_right(batch.get(MASK_KEY, torch.ones_like(sampler).bool()), sampler.shape)
+        mask = counted_values(batch, self.keys, sampler)
         if self.controller.per == "step":
             ratios = log_ratio[mask]
         else:
@@ -327,14 +323,11 @@ class KLMonitor:
     @torch.no_grad()
     def _unlike_actor(self, batch: TensorDictBase) -> Finding | None:
         """What is wrong if recorded log-probs are not those that the actor gives the actions."""
-        if self.actor is None:
-            return None
-        recorded = self._recorded.require(batch).double()  # (*B, *A)
-        timed = find_time_dim(batch, None) is not None
+        recorded = self.keys.recorded.require(batch).double()  # (*B, *A)
+        timed = find_time_dim(batch, self.time_dim) is not None
         scored = reading.policy_log_prob(self.actor, batch, timed)[0].double()
-        mask = batch.get(MASK_KEY, None)
         gap = (recorded - scored).abs()
-        gap = gap.flatten() if mask is None else gap[expand_right(mask, gap.shape)]
+        gap = gap[counted_values(batch, self.keys, gap)]
         differs = ~(gap <= self._tolerance)  # NaN differs
         if not bool(differs.any()):
             return None

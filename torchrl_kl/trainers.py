@@ -9,7 +9,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.trainers import Trainer, TrainerHookBase
 
-from torchrl_kl.batches import MASK_KEY, expand_right
+from torchrl_kl.batches import counted_values
 from torchrl_kl.keys import get_required
 from torchrl_kl.transforms import KLConstrainedTransform
 
@@ -80,14 +80,14 @@ class KLControlHook(TrainerHookBase):
             fix = "put the stack into the env if the collector writes into a replay buffer"
             raise RuntimeError(f"the trainer has no batch to penalize: {fix}.")
         found = {
-            "kl_to_reference": _counted(batch, self.stack.measured_key).mean().item(),
-            "kl_coeff": _counted(batch, self.stack.keys.kl_coeff).mean().item(),
-            "task_reward": _counted(batch, self.stack.keys.task_reward).mean().item(),
+            "kl_to_reference": _counted(self.stack, batch, self.stack.measured_key).mean().item(),
+            "kl_coeff": _counted(self.stack, batch, self.stack.keys.kl_coeff).mean().item(),
+            "task_reward": _counted(self.stack, batch, self.stack.keys.task_reward).mean().item(),
             "log_pbar": True,
         }
         key = self.stack.keys.recorded.sibling("sampler_kl")
         if batch.get(unravel_key(("next", key)), None) is not None:
-            values = _counted(batch, key)
+            values = _counted(self.stack, batch, key)
             error = values.std().item() / len(values) ** 0.5
             found |= {"sampler_kl": values.mean().item(), "sampler_kl_error": error}
         return found
@@ -107,8 +107,8 @@ class KLControlHook(TrainerHookBase):
         self.stack.load_state_dict(state_dict)
 
 
-def _counted(batch: TensorDictBase, key: NestedKey) -> Tensor:
-    """An entry of "next", (*B, 1), of the steps that are not padding, (N,)."""
+def _counted(stack: KLConstrainedTransform, batch: TensorDictBase, key: NestedKey) -> Tensor:
+    """An entry of "next", (*B, *A, 1), of the steps that count, (N,)."""
     fix = "let nothing drop it between KLControlHook and the log."
-    values, mask = get_required(batch, unravel_key(("next", key)), fix), batch.get(MASK_KEY, None)
-    return values.flatten() if mask is None else values[expand_right(mask, values.shape)]
+    values = get_required(batch, unravel_key(("next", key)), fix)
+    return values[counted_values(batch, stack.keys, values)]

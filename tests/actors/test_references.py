@@ -22,7 +22,7 @@ from tests.helpers import (
     with_transforms,
     without_kl,
 )
-from torchrl_kl import FrozenActor, KLConstrainedTransform
+from torchrl_kl import GPT, CausalLMActor, FrozenActor, KLConstrainedTransform, TopKActor
 from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.references import SwitchedActor, as_reference
 
@@ -90,6 +90,23 @@ def test_what_it_may_not_be(name):
     actor, reference, options, error, message = errors()[name]
     with pytest.raises(error, match=message):
         as_reference(actor, reference, **options)
+
+
+@pytest.mark.parametrize("wrap", [lambda actor: actor, FrozenActor], ids=["actor", "frozen"])
+@pytest.mark.parametrize("top", [False, True])
+def test_another_temperature_than_that_of_the_policy_is_said(wrap, top):
+    """It measured another pair without a word."""
+    gpt = GPT(vocab_size=11, block_size=8)
+    actor = CausalLMActor(gpt, temperature=0.6)
+    actor = TopKActor(actor, 2) if top else actor
+    KLConstrainedTransform(actor, 0.1, reference=wrap(CausalLMActor(gpt, temperature=0.6)))
+    text = r"has the temperature 1 and the policy 0\.6, .*with `temperature=0\.6`"
+    with pytest.warns(UserWarning, match=text) as said:
+        KLConstrainedTransform(actor, 0.1, reference=wrap(CausalLMActor(gpt)))
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    KLConstrainedTransform(actor, 0.1)  # and others that state none
+    KLConstrainedTransform(make_actor(), 0.1, reference=make_actor(seed=1))
 
 
 def test_a_switch_must_return_a_context():

@@ -209,7 +209,7 @@ class TestReference:
         assert (batch["next", "kl_coeff"] == torch.tensor(0.3)).all()
         assert batch["next", "kl"].abs().max() <= 1e-6
         assert controller.calls == []
-        assert (stack.frozen, stack.in_env, env.transform[0].frozen) == (False, False, True)
+        assert (stack.frozen, stack.env, env.transform[0].frozen) == (False, None, True)
         assert sorted(path.name for path in folder.iterdir()) == ["numbers", "reference.pt"]
         del shared
         gc.collect()

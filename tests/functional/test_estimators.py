@@ -179,13 +179,13 @@ class TestExactOfLogits:
         assert kl_exact(torch.zeros(3, 2), policy).isnan().tolist() == [True, True, False]
 
     @halves
-    def test_half_precision_is_rounded_once(self, dtype):
+    def test_half_precision_is_computed_in_float32(self, dtype):
         # 4096 actions: each term is below the smallest numbers that float16 can tell apart.
         policy, reference = torch.randn(2, 3, 4096).to(dtype)
         value, truth = kl_exact(policy, reference), kl_exact(policy.double(), reference.double())
-        assert value.dtype == dtype
-        # Half a unit for the rounding at the end, and a thousandth of it for float32's own error.
-        assert_close(value.double(), truth, rtol=0.51 * torch.finfo(dtype).eps, atol=0)
+        assert value.dtype == torch.float32
+        # Log-probs of at most 16 in size are rounded at 1e-6; the KL is about 1.
+        assert_close(value.double(), truth, rtol=1e-5, atol=0)
         wider = kl_exact(policy, reference.float())
         assert_equal(wider, kl_exact(policy.float(), reference.float()))
 
@@ -243,6 +243,25 @@ class TestK1K2K3:
         assert estimator(log_prob, torch.zeros(2), mask=mask)[0].isnan()
         assert estimator(torch.tensor([0.0, -INF]), log_prob)[0].isnan()
         assert estimator(log_prob, torch.full((2,), -INF))[0].isnan()
+
+    @pytest.mark.parametrize(
+        ("estimator", "values", "slopes"),
+        [
+            (kl_k1, [-12.0, 127.5], [1.0, 1.0]),
+            (kl_k2, [72.0, 8128.125], [-12.0, 127.5]),
+            (kl_k3, [math.exp(12) - 13, 126.5], [-math.exp(12), 1.0]),
+        ],
+    )
+    @halves
+    def test_numbers_that_half_precision_cannot_hold(self, estimator, values, slopes, dtype):
+        """exp(12) is more than the largest number of float16; 127.5 has 8 binary digits."""
+        log_prob = torch.tensor([-13.0, -0.5], dtype=dtype, requires_grad=True)
+        value = estimator(log_prob, torch.tensor([-1.0, -128.0], dtype=dtype))
+        assert_close(value, torch.tensor(values), rtol=1e-6, atol=0)
+        limit = torch.finfo(dtype).max
+        slope = torch.tensor(slopes).clamp(-limit, limit)
+        gradient = torch.autograd.grad(value.sum(), log_prob)[0]
+        assert_close(gradient.float(), slope, rtol=torch.finfo(dtype).eps, atol=0)
 
     @each
     @pytest.mark.parametrize("ref_log_prob", [-1.0, -INF])

@@ -30,7 +30,8 @@ class TestMaskedSumAndMean:
             assert_close(masked_mean(self.values, None, dim=dim), self.values.mean(dim))
         halves = torch.ones(4096, dtype=torch.bfloat16)
         assert masked_sum(halves, None).item() == 4096  # one at a time, bfloat16 stops at 256
-        assert {f(halves, None).dtype for f in (masked_sum, masked_mean)} == {torch.bfloat16}
+        assert masked_sum(halves[:257], None).item() == 257  # which bfloat16 cannot hold
+        assert masked_mean(halves, None).dtype == torch.float32
         assert masked_mean(100 * halves.half(), None).item() == 100  # of which the sum is inf
 
     def test_the_sum_of_nothing_is_zero_and_the_mean_an_error(self):
@@ -136,9 +137,9 @@ class TestAlongTrajectories:
         values, ends = batch(2, 1500, share=0.003)
         values = values.clamp(-1, 1).bfloat16()
         sums = function(values, ends)
-        assert sums.dtype == torch.bfloat16
-        expected = by_hand(values.double(), ends).bfloat16()
-        assert_close(sums, expected, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-4)
+        assert sums.dtype == torch.float32
+        # 1500 sums of at most 1500 in size, rounded with random signs; by chance below 1e-3.
+        assert_close(sums.double(), by_hand(values.double(), ends), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("function", [masked_sum, *(f for f, _ in PAIRS)])

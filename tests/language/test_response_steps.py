@@ -33,6 +33,7 @@ from torchrl_kl import (
     KLPenaltyLoss,
     ResponseKLTransform,
     as_steps,
+    rescore,
 )
 
 pytestmark = [pytest.mark.usefixtures("lists_are_stacked"), *DEPRECATED]
@@ -130,11 +131,20 @@ class TestSteps:
         tokenizer = make_tokenizer()
         model, reference = (make_model("llama", tokenizer, seed) for seed in (0, 1))
         batch = sample_chats(model, tokenizer, pad_output=padded)
-        assert "action_log_prob" not in as_steps(batch, pad_token=0)
+        bare = as_steps(batch, pad_token=0)
         steps = as_steps(ResponseKLTransform(model, 0.0)(batch), pad_token=0)
         actor, mask = CausalLMActor(model), steps["collector", "mask"]
         expected = torch.where(mask, rows_of_log_probs(actor, steps), 0.0)
         assert_close(steps["action_log_prob"], expected, atol=1e-5, rtol=0)
+        # Steps without them are refused, with what writes them, and then have no sampler.
+        stack, loss = KLConstrainedTransform(actor, 0.1), KLPenaltyLoss(actor, 0.1, gradient="k2")
+        for reader, named in ((stack, "KLKeys(log_prob="), (loss, "set_keys(sample_log_prob=")):
+            with pytest.raises(KeyError, match=r"'action_log_prob' is not.*`rescore\(") as error:
+                reader(bare)
+            assert named in str(error.value)
+        again = rescore(actor, bare)
+        assert_close(again["action_log_prob"][mask], expected[mask], atol=1e-5, rtol=0)
+        assert not {"sampler_log_prob", ("next", "sampler_kl")} & set(again.keys(True))
         # The loss takes such steps, and its KL is that of the exact estimator.
         other = CausalLMActor(reference)
         loss = KLPenaltyLoss(actor, 1.0, gradient="sequence", reference=other)

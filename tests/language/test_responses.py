@@ -176,6 +176,26 @@ class TestReward:
         assert "kl" not in batch["next"]
         assert batch.get("log_probs").get("full", None) is None
 
+    def test_rewards_of_half_precision_become_float32(self):
+        full = torch.arange(16).reshape(4, 4) % 11
+        tokens = TensorDict(full=full, prompt=full[:, :2], batch_size=4)
+        transform = ResponseKLTransform(GPT(11, 8), 1e-3, reference=GPT(11, 8), pad_token=0)
+        exact, narrow = (
+            transform(
+                TensorDict(
+                    tokens=tokens,
+                    log_probs={"full": -torch.ones(4, 4)},
+                    next={"reward": torch.ones(4, 1, dtype=dtype)},
+                    batch_size=4,
+                )
+            )["next"]
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        for name in ("reward", "task_reward", "kl_coeff", "kl", "sampler_kl"):
+            assert_close(narrow[name], exact[name], rtol=0, atol=0)
+        assert (exact["reward"] != 1).all()
+        assert (exact["reward"].bfloat16() == 1).all()  # what would be left of it
+
     @pytest.mark.parametrize("chunk_size", [None, 1])
     @pytest.mark.parametrize("estimator", ["k1", "exact", "top_k"])
     @pytest.mark.parametrize("size", [(2, 0), (0,), (0, 4), (0, 0), (2, 0, 4), (0, 2, 4)], ids=str)
@@ -261,6 +281,25 @@ class TestErrors:
                 build(wrapper)
         with pytest.raises(TypeError, match=r"whole responses: use ResponseKLTransform\(wrapper"):
             KLConstrainedTransform(wrapper, 0.1)
+
+    @pytest.mark.parametrize("name", ["my_task_reward", "my_kl_coeff"])
+    def test_entries_of_an_env_take_no_log_probs_away(self, name):
+        batch = self.make_batch(**{name: torch.ones(1, 1)})
+        batch["log_probs", "full"] = torch.full((1, 4), -2.0)
+        for scored in (
+            self.make_transform()(batch),
+            self.make_transform(keys=KLKeys.named("a"))(batch),
+        ):
+            assert scored["sampler_log_probs", "full"][0, 2:].tolist() == [-2.0, -2.0]
+            own = scored["log_probs", "full"][0, 2:]
+            assert_close(scored["next", "sampler_kl"], (-2.0 - own).sum().reshape(1, 1))
+
+    def test_log_probs_of_another_transform_are_not_those_of_a_sampler(self):
+        batch = self.make_batch()
+        for name in ("first", "second"):
+            batch = self.make_transform(keys=KLKeys.named(name))(batch)
+        assert "sampler_kl" not in batch["next"].keys()
+        assert "sampler_log_probs" not in batch.keys()
 
     def test_a_second_penalty_is_refused(self):
         transform = self.make_transform()

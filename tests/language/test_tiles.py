@@ -87,6 +87,16 @@ def assert_equal(got: Any, expected: Any) -> None:
         assert_close(one, other, rtol=0.0, atol=1e-12 * max(1.0, other.abs().max().item()))
 
 
+def test_the_kl_of_half_precision_is_computed_in_float32():
+    logits, other = torch.randn(2, 50, 11, generator=seeded())
+    policy = Categorical(logits=logits.bfloat16())
+    reference = TiledCategorical(other, lambda rows: Categorical(logits=rows), torch.Size([50]), 9)
+    kl = kl_exact(policy, reference)
+    assert kl.dtype == torch.float32
+    expected = kl_divergence(Categorical(logits=policy.logits.double()), Categorical(logits=other))
+    assert_close(kl.double(), expected, rtol=0, atol=1e-5)
+
+
 class Scorer(torch.nn.Module):
     """A CausalLMActor as GRPOLoss asks for its distributions, on batches (N, T) of steps."""
 
@@ -321,6 +331,21 @@ class TestTiles:
             assert hidden() is None
         finally:
             gc.enable()
+
+    def test_what_it_remembers_is_what_it_gives(self, batch):
+        """The entropy was given as the KL where `also` changed after `log_prob`."""
+        policy, reference, *whole = (
+            dist_of(CausalLMActor(make_model("gpt", seed), head_chunk=chunk), batch)
+            for chunk in (CHUNK, None)
+            for seed in (0, 1)
+        )
+        expected = kl_divergence(*whole), whole[0].entropy()
+        for also in ("entropy", reference, None):
+            for later in ("entropy", reference, None):
+                policy.also = also
+                policy.log_prob(batch["action"])
+                policy.also = later
+                assert_equal([kl_exact(policy, reference), policy.entropy()], expected)
 
     def test_models_without_a_decoder_are_read_as_before(self, batch):
         actor = CausalLMActor(sharp(Plain()).double(), head_chunk=CHUNK)

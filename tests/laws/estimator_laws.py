@@ -164,7 +164,7 @@ class EstimatorLaws(ABC):
     def test_every_floating_point_dtype(self, dtype):
         policy, reference = (x.clamp(-3, 3).to(dtype) for x in self.random(30))
         values = self.every_action(policy, reference)
-        assert values.dtype == dtype
+        assert values.dtype == torch.promote_types(dtype, torch.float32)
         # Two log-probabilities of at most 8 in size are rounded, 16 units in all; the slope of the
         # estimate in them is at most 1 + exp(|lr|).
         truth = self.every_action(policy.double(), reference.double())

@@ -1,7 +1,9 @@
 """KLMonitor: each condition is reported if and only if it holds, once per episode, with advice."""
 
+import copy
 import io
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -111,14 +113,14 @@ class TestAdvice:
         controller = per_step()
         for kl in (2.0, 0.0):
             (message,) = KLMonitor(controller, window=1)(steps(kl))
-            assert "has not moved the coefficient in these" in message.text
+            assert "has not moved the coefficient in these" in message
         monitor = KLMonitor(controller, window=1)
         controller.coeff.fill_(2.0)
         restarted = KLMonitor(controller, window=1)  # the coefficient of before the restart
         restarted.load_state_dict(monitor.state_dict())
         at_bound = KLMonitor(per_step(max_coeff=1.0), window=1)
         for message in (*restarted(steps(2.0)), at_bound(steps(2.0))[1]):
-            assert "The controller raises the coefficient" in message.text
+            assert "The controller raises the coefficient" in message
 
     def test_a_plan_is_no_update_and_reaches_no_bound(self):
         controller = ExponentialKLController("plan", 0.5, per="step")
@@ -128,6 +130,12 @@ class TestAdvice:
         assert not controller.planning
         (message,) = monitor(steps(0.1))
         assert "The controller has not moved the coefficient in these" in str(message)
+
+    def test_a_message_is_a_text(self):
+        (message,) = KLMonitor(per_step(max_coeff=1.0))(steps(0.5))
+        assert message == str(message) == "\n".join([message])
+        for same in (copy.deepcopy(message), pickle.loads(pickle.dumps(message))):
+            assert (same, same.condition, same.figures) == (message, "coeff_at_max", {"coeff": 1.0})
 
 
 class TestTrajectories:
@@ -178,8 +186,8 @@ class TestCoefficient:
     def test_at_a_bound(self):
         for end, said in (("max", "upper bound, max_coeff = 1"), ("min", "lower bound, min_coeff")):
             (message,) = KLMonitor(per_step(**{f"{end}_coeff": 1.0}))(steps(0.5))
-            assert message == KLMessage(f"coeff_at_{end}", message.text, {"coeff": 1.0})
-            assert said in str(message)
+            assert (message.condition, message.figures) == (f"coeff_at_{end}", {"coeff": 1.0})
+            assert said in message
 
     def test_elsewhere_it_is_not_reported(self):
         inside = per_step(min_coeff=1 - 1e-9, max_coeff=1 + 1e-9)
@@ -199,7 +207,7 @@ class TestSamples:
         )
         assert message.figures == {"kl": -0.125, "count": 4}
         (message,) = KLMonitor(ConstantKLController(0.1))(steps(-0.5))
-        assert "is -0.5 nats per step over 1 steps. This is" in message.text
+        assert "is -0.5 nats per step over 1 steps. This is" in message
         assert KLMonitor(ConstantKLController(0.1))(steps(-1e-7, -1e-7)) == []  # rounding
 
     @pytest.mark.parametrize(("value", "noise"), [(math.inf, 0), (math.nan, 0), (-math.inf, 1)])

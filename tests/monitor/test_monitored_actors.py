@@ -48,14 +48,14 @@ class TestRecorded:
         monitor = KLMonitor(stack.controller, actor=actor, window=1)
         assert [disagreements(monitor, batch) for batch in batches] == [[], []]
         (message,) = disagreements(KLMonitor(stack.controller, actor=moved(actor)), batches[0])
-        assert "of 40 steps: the KL is that of another policy" in message.text
+        assert "of 40 steps: the KL is that of another policy" in message
 
     def test_figures(self):
         actor = make_actor()
         batch = KLConstrainedTransform(actor, 0.1)(play(WalkEnv((8,)), actor))
         batch["action_log_prob"][0, :3] += torch.tensor([0.25, -0.5, 0.0])
         (message,) = KLMonitor(ConstantKLController(0.1), actor=actor)(batch)
-        assert "by up to 0.5 nats, on 2.1% of 96 steps" in message.text
+        assert "by up to 0.5 nats, on 2.1% of 96 steps" in message
         assert_close(
             message.figures, {"share": 2 / 96, "largest_difference": 0.5}, rtol=1e-5, atol=1e-5
         )
@@ -108,6 +108,38 @@ class TestRecorded:
             assert watcher.state_dict()["pools"][0][0] == 72  # 2 rows, 12 steps, 3 agents
         assert monitor.counts["sampler_disagrees"] == (0, 0)
 
+    def test_a_log_prob_that_is_named_is_the_recorded_one(self):
+        """It asked for that of the actor, with the advice to name another one."""
+        actor, keys = make_actor(), KLKeys(log_prob="sample_log_prob")
+        batch = play(WalkEnv((8,)), actor)
+        with torch.no_grad():
+            batch["sample_log_prob"] = batch.pop("action_log_prob")
+        stack = KLConstrainedTransform(actor, 0.1, reference=actor, keys=keys)
+        batch = stack(batch)
+        monitor = KLMonitor(stack.controller, actor=actor, keys=keys, window=1)
+        assert disagreements(monitor, batch) == []
+        batch["sample_log_prob"] += 0.5
+        assert disagreements(monitor, batch)
+        with pytest.raises(
+            KeyError, match="'sample_log_prob' is not in .*`rescore\\(policy, batch"
+        ):
+            monitor(batch.exclude("sample_log_prob"))
+
+    def test_time_may_be_given_in_place_of_its_name(self):
+        actor = make_actor("lstm")
+        env = with_transforms(WalkEnv((4,)), *memory_of(actor))
+        stack = KLConstrainedTransform(actor, ExponentialKLController(1.0, 1e-6), time_dim=-1)
+        named = play(env, actor)
+        batch = named.copy()
+        batch.names = [None, None]
+        monitors = [KLMonitor(stack.controller, actor=actor, time_dim=dim) for dim in (None, -1)]
+        for monitor, data in zip(monitors, (named, batch), strict=True):
+            assert disagreements(monitor, stack(data)) == []
+        pools = [monitor.state_dict()["pools"] for monitor in monitors]
+        assert pools[0] == pools[1] != [[0, 0, 0]]
+        with pytest.raises(RuntimeError, match=r"without a dimension named.*pass `time_dim`"):
+            KLMonitor(stack.controller)(stack(batch))
+
 
 class TestWhen:
     def test_once_per_window(self):
@@ -131,7 +163,7 @@ class TestWhen:
         monitor = KLMonitor(stack.controller, actor=actor, window=1000)
         assert monitor(honest) == []
         (message,) = monitor(other)
-        assert "recorded log-probs differ" in message.text
+        assert "recorded log-probs differ" in message
 
 
 class TestResponses:

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 from torchrl.modules import ValueOperator
 from torchrl.objectives import ClipPPOLoss, KLPENPPOLoss
 
+from tests.actors.kinds import chain, composite
 from tests.helpers import (
-    N_ACTIONS,
     N_OBS,
     WalkEnv,
     assert_same,
@@ -22,10 +22,16 @@ from tests.helpers import (
     play,
     probabilistic_actor,
     sequence,
+    sharp,
     with_transforms,
 )
 from tests.objectives.losses import make_loss, rollout
-from torchrl_kl import FrozenActor, KLPenaltyLoss, ReferenceModelLogProbTransform
+from torchrl_kl import (
+    ExponentialKLController,
+    FrozenActor,
+    KLPenaltyLoss,
+    ReferenceModelLogProbTransform,
+)
 
 
 def around(cls: Any = ClipPPOLoss) -> tuple[Any, Any, Any]:
@@ -89,20 +95,71 @@ def test_agents_are_averaged(gradient):
         assert_close(out["loss_kl"], kl.mean())
 
 
-def test_several_actions_are_refused():
-    net = nn.Sequential(nn.Linear(N_OBS, 2 * N_ACTIONS), nn.Unflatten(-1, (2, N_ACTIONS)))
-    split = TensorDictModule(
-        lambda x: tuple(x.unbind(-2)), ["x"], [("params", name, "logits") for name in "ab"]
-    )
-    actor = probabilistic_actor(
-        sequence(TensorDictModule(net, ["observation"], ["x"]), split),
-        in_keys=["params"],
-        distribution_class=CompositeDistribution,
-        distribution_kwargs={"distribution_map": {"a": Categorical, "b": Categorical}},
+def pair_actor(net: Any, *, joint: bool) -> Any:
+    """Two choices, of 2 and 3 actions, as a composite action, or as one choice of 6."""
+
+    def heads(x: torch.Tensor) -> Any:
+        a, b = (logits.log_softmax(-1) for logits in x.split([2, 3], -1))
+        return (a.unsqueeze(-1) + b.unsqueeze(-2)).flatten(-2) if joint else (a, b)
+
+    parts = {"distribution_map": {"a": Categorical, "b": Categorical}}
+    params: Any = ["logits"] if joint else [("params", name, "logits") for name in "ab"]
+    return probabilistic_actor(
+        sequence(
+            TensorDictModule(net, ["observation"], ["x"]), TensorDictModule(heads, ["x"], params)
+        ),
+        in_keys=params if joint else ["params"],
+        distribution_class=Categorical if joint else CompositeDistribution,
+        distribution_kwargs={} if joint else parts,
         return_log_prob=True,
     )
-    with pytest.raises(ValueError, match=r"`actor` must have one action, got \['a', 'b'\]"):
-        KLPenaltyLoss(actor, 0.1, reference=FrozenActor(actor, log_prob_key="a_log_prob"))
+
+
+@pytest.mark.parametrize("weights", ["step", "trajectory"])
+@pytest.mark.parametrize("gradient", ["step", "sequence", "k2"])
+def test_a_composite_action_is_one_choice_of_all_pairs(gradient, weights):
+    """In value, measured KL, gradient and plan. It was refused: "use one loss for each"."""
+    nets = [sharp(nn.Linear(N_OBS, 5).double(), seed) for seed in (0, 1)]
+    batch = play(WalkEnv((2,)), make_actor()).select("observation", "done", "next")
+    batch["observation"], batch["next", "observation"] = (
+        data["observation"].double() for data in (batch, batch["next"])
+    )
+    with torch.no_grad():
+        batch = pair_actor(nets[0], joint=False)(batch).exclude("params", "x")
+    batch["a_log_prob"] = batch["a_log_prob"] + 0.1 * torch.randn(
+        2, 12, generator=torch.Generator().manual_seed(0)
+    )
+    batch["action"] = 3 * batch["a"] + batch["b"]
+    batch["action_log_prob"] = batch["a_log_prob"] + batch["b_log_prob"]
+    found = []
+    for joint in (False, True):
+        actor, reference = (pair_actor(net, joint=joint) for net in nets)
+        options: Any = {"gradient": gradient, "weights": weights, "reference": reference}
+        loss = KLPenaltyLoss(actor, 0.5, **options)
+        out = loss(batch)
+        grads = torch.autograd.grad(out["loss_kl"], [*loss.parameters()])
+        planned = KLPenaltyLoss(actor, ExponentialKLController("plan", 1.0), **options)
+        found.append([out["loss_kl"], out["kl"], *grads, planned.update_controller(batch)])
+    assert found[0][1] > 0.01
+    assert_close(found[0], found[1])
+
+
+def test_what_a_composite_action_lacks_is_named():
+    actor = composite()
+    batch = play(WalkEnv((2,)), make_actor()).exclude("action_log_prob")
+    loss = KLPenaltyLoss(actor, 0.1, gradient="k2")
+    with pytest.raises(KeyError, match=r"'first_log_prob' is not.*set_keys\(sample_log_prob="):
+        loss(batch)
+    loss.set_keys(sample_log_prob="done")
+    with pytest.raises(
+        KeyError, match=r"'first' is not in the data: rename or change actions before"
+    ):
+        loss(batch)
+
+
+def test_actions_that_are_drawn_in_turn_have_no_exact_kl():
+    with pytest.raises(ValueError, match=r'one Prob.*got 2.*KLConstrainedTransform with .*"k1"'):
+        KLPenaltyLoss(chain(), 0.1)
 
 
 def recorded(kind: str) -> tuple[Any, Any, Any]:

@@ -414,8 +414,9 @@ def test_a_row_goes_on_with_the_newest_entry_of_its_id_and_state():
 def test_two_rows_do_not_go_on_with_one_entry():
     adding = adder()
     adding(steps_of([1.0], [0], [20], [1]))
-    batch = torch.cat([steps_of([kl, kl], [0, 0], [21, 22], [0, 0]) for kl in (2.0, 4.0)])
-    adding(batch.refine_names(None, "time"))
+    batch: Any = torch.cat([steps_of([kl, kl], [0, 0], [21, 22], [0, 0]) for kl in (2.0, 4.0)])  # type: ignore[arg-type]
+    batch.names = [None, "time"]
+    adding(batch)
     assert adding.controller.calls == [(5.0, 1)]  # the other one's beginning is not known
 
 

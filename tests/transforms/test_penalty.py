@@ -2,13 +2,14 @@
 
 import copy
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
-from torchrl.data import Bounded
-from torchrl.envs import GymEnv, SerialEnv, TransformedEnv, check_env_specs
+from torchrl.data import Bounded, Unbounded
+from torchrl.envs import DTypeCastTransform, GymEnv, SerialEnv, TransformedEnv, check_env_specs
 from torchrl.modules import TanhNormal
 
 from tests.helpers import (
@@ -31,6 +32,7 @@ from torchrl_kl import (
     ReferenceModelLogProbTransform,
     RewardAdjustmentTransform,
 )
+from torchrl_kl.transforms.steps import check_reward
 
 reward_transform: Any = KLRewardTransform
 
@@ -65,6 +67,50 @@ def test_a_kl_in_half_precision_is_summed_in_float32():
     step = play(env, moved(actor))["next"]
     for name in ("kl", "ref_log_prob", "episode_kl"):
         assert env.observation_spec[name].dtype == step[name].dtype == torch.float32
+    wide = DTypeCastTransform(torch.float32, torch.float64, in_keys=["ref_log_prob"])
+    parts = [ReferenceModelLogProbTransform(actor), wide, KLDivergenceTransform()]
+    check_env_specs(with_transforms(WalkEnv((2,), dtype=torch.bfloat16), *parts))
+
+
+halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@halves
+@pytest.mark.parametrize("make", [KLConstrainedTransform, KLRewardTransform])
+def test_no_penalty_is_lost_in_a_reward_of_half_precision(make, dtype):
+    """Of 1, from which bfloat16 cannot subtract less than 0.002, nor float16 less than 0.0002."""
+    batch = play(WalkEnv((2,)), policy()).detach()
+    batch["next", "reward"] = torch.ones(2, 12, 1, dtype=dtype)
+    after = make(make_actor(), 1e-3)(batch)["next"]
+    with torch.no_grad():
+        dist = make_actor().get_dist(batch.clone())
+    kl = batch["action_log_prob"].double() - dist.log_prob(batch["action"]).double()
+    expected = 1 - 1e-3 * kl.unsqueeze(-1)
+    assert (expected.to(dtype) == 1).any()
+    assert after["reward"].dtype == after["kl_coeff"].dtype == torch.float32
+    assert_close(after["reward"].double(), expected, rtol=1e-6, atol=0)
+    if make is KLConstrainedTransform:
+        assert_close(after["task_reward"], torch.ones(2, 12, 1), rtol=0, atol=0)
+    assert batch["next", "reward"].dtype == dtype
+
+
+@halves
+def test_an_env_with_rewards_of_half_precision_needs_a_cast(dtype):
+    def attach(*casts: Any) -> Any:
+        return with_transforms(WalkEnv((2,)), *casts, KLConstrainedTransform(make_actor(), 0.1))
+
+    narrow = DTypeCastTransform(torch.float32, dtype, in_keys=["reward"])
+    with pytest.raises(
+        TypeError, match="'reward' must be .* in an env float32 or float64"
+    ) as error:
+        attach(narrow).reset()
+    found = re.search(r"with (DTypeCastTransform\(.*\))\.$", str(error.value))
+    assert found
+    env = attach(narrow.clone(), eval(found[1]))  # the fix that it names
+    check_env_specs(env)
+    step = play(env, policy())["next"]
+    assert_close(step["task_reward"] - 0.1 * step["kl"], step["reward"])
+    assert (step["task_reward"] == step["task_reward"].to(dtype)).all()
 
 
 def test_a_coefficient_of_zero_only_measures():
@@ -86,7 +132,7 @@ def test_a_coefficient_of_zero_only_measures():
 @pytest.mark.parametrize(
     ("entries", "error", "text"),
     [
-        ({"reward": [1, 2]}, TypeError, "'reward' must be floating point, got torch.int64"),
+        ({"reward": [1, 2]}, TypeError, "'reward' must be floating .* got torch.int64"),
         (
             {"kl": [math.inf, 0.5]},
             ValueError,
@@ -237,6 +283,14 @@ def test_a_reward_of_another_shape_is_refused(make):
         make(actor, 0.5)(play(env, actor))
     with pytest.raises(ValueError, match=text):
         with_transforms(env, make(actor, 0.5)).reset()
+
+
+@pytest.mark.parametrize(("kl", "reward"), [((2, 1), (2,)), ((2, 1), (2, -1, 1)), ((1, 1), (1,))])
+def test_without_agents_it_does_not_speak_of_them(kl, reward):
+    """As of the stacked rewards of MultiAction."""
+    with pytest.raises(ValueError, match="trailing dimension, of size 1") as error:
+        check_reward(torch.Size(kl), Unbounded(torch.Size(reward)), "reward")
+    assert "agents" not in str(error.value)
 
 
 def test_clones_share_the_controller_and_copies_do_not():

@@ -5,11 +5,36 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
 from torch.testing import assert_close
 from torchrl.data import Categorical, Composite
+from torchrl.envs import GymEnv, check_env_specs
+from torchrl.modules import ProbabilisticActor
 
-from tests.helpers import SpyController, WalkEnv, make_actor, moved, play, total, with_transforms
-from torchrl_kl import KLConstrainedTransform, KLKeys, PlannedKLController
+from tests.helpers import (
+    SpyController,
+    WalkEnv,
+    collect,
+    make_actor,
+    moved,
+    play,
+    sharp,
+    total,
+    with_transforms,
+    without_kl,
+)
+from torchrl_kl import (
+    AdaptiveKLController,
+    ConstantKLController,
+    KLConstrainedTransform,
+    KLControlHook,
+    KLKeys,
+    KLMonitor,
+    KLPenaltyLoss,
+    PlannedKLController,
+    kl_exact,
+)
 from torchrl_kl.batches import counted
 
 any_place = pytest.mark.parametrize("place", ["env", "batch"])
@@ -158,3 +183,138 @@ def test_a_mask_of_actions_is_not_one_of_agents():
     assert counted(batch, KLKeys().resolve(("agents", "action_log_prob"))) is None
     batch["agents", "mask"] = torch.ones(400, 2)
     assert counted(batch, KLKeys().resolve(("agents", "action_log_prob"))) is None
+
+
+def test_the_loss_is_the_mean_over_those_who_act():
+    batch, acts = turns()
+    batch["agents", "action_log_prob"][~acts] = -9.0
+    reference, policy = make_actor(agents=True), moved(make_actor(agents=True))
+    logits, ref_logits = (
+        actor(batch.select(("agents", "observation")))["agents", "logits"]
+        for actor in (policy, reference)
+    )
+    kl = kl_exact(logits, ref_logits)[acts].detach()
+    controller = SpyController(per="step")
+    loss = KLPenaltyLoss(policy, controller, reference=reference)
+    out = loss(batch)
+    assert_close(out["kl"], kl.mean())
+    assert_close(out["loss_kl"], 0.1 * kl.mean())
+    summed = KLPenaltyLoss(policy, 1.0, reference=reference, reduction="sum")(batch)
+    assert_close(summed["loss_kl"], kl.sum() / 2)  # of two agents
+    out["loss_kl"].backward()
+    given = [p.grad.clone() for p in policy.parameters()]
+    for p in policy.parameters():
+        p.grad = None
+    (0.1 * kl_exact(logits, ref_logits.detach())[acts].mean()).backward()
+    assert_close(given, [p.grad for p in policy.parameters()])
+    loss.update_controller(batch)
+    assert total(controller)[0] == 400
+    assert_close(total(controller)[1], kl.sum().item(), atol=1e-3, rtol=0)
+    # An action that nobody took has no ratio: its log-prob may be anything.
+    for gradient in ("k2", "sequence"):
+        one, other = (KLPenaltyLoss(policy, 1.0, gradient=gradient) for _ in range(2))
+        changed = batch.clone()
+        changed["agents", "action_log_prob"][~acts] = 5.0
+        assert_close(one(batch)["loss_kl"], other(changed)["loss_kl"])
+
+
+def test_the_monitor_and_the_log_of_a_trainer_are_of_those_who_act():
+    batch, acts = turns()
+    keys, controller = KLKeys(reward=("agents", "reward")), AdaptiveKLController(0.1, 1e-3, 1e6)
+    stack = KLConstrainedTransform(make_actor(agents=True), controller, keys=keys)
+    after = stack(batch)
+    k1 = log_ratios(after)[acts].double()
+    (said,) = KLMonitor(
+        AdaptiveKLController(0.1, 1e-3, 1e6, per="step"), keys=stack_keys(stack), window=1
+    )(after)
+    assert said.figures["count"] == 400
+    assert said.figures["kl"] == pytest.approx(k1.mean().item(), abs=1e-6)
+    found = KLControlHook(stack).log_batch(after)
+    assert found["kl_to_reference"] == pytest.approx(k1.mean().item(), abs=1e-6)
+
+
+def stack_keys(stack: Any) -> KLKeys:
+    return KLKeys(log_prob=stack.keys.log_prob, reward=stack.keys.reward)
+
+
+# Vectorized envs of Gymnasium, which ignore the action of the step after an end.
+
+
+def check_ignored(env: Any, stack: Any, actor: Any, frames: int) -> None:
+    """What the stack writes and feeds, against a loop over the rows of an env with it."""
+    before = torch.zeros(env.batch_size, dtype=torch.bool)
+    running, ends, steps, n_ignored = torch.zeros(env.batch_size), [], [], 0
+    for batch in collect(env, actor, frames=frames, batches=3):
+        step = batch["next"]
+        for t in range(batch.shape[-1]):
+            # Where all rows end together, they are reset at once.
+            ignored = before & ~before.all()
+            row, after = batch[:, t], step[:, t]
+            k1 = torch.where(ignored, 0.0, row["action_log_prob"] - after["ref_log_prob"])
+            assert_close(after["kl"].squeeze(-1), k1)
+            assert_close(after["reward"], after["task_reward"] - 0.1 * k1.unsqueeze(-1))
+            steps += k1[~ignored].tolist()
+            running, n_ignored = running + k1, n_ignored + int(ignored.sum())
+            before = after["done"].squeeze(-1)
+            ends += running[before].tolist()
+            running = torch.where(before, 0.0, running)
+        again = KLConstrainedTransform(actor, 0.1, reference=stack.reference)(without_kl(batch))
+        assert_close(again["next", "kl"], step["kl"])  # the mark is in the data
+        monitor = KLMonitor(ConstantKLController(0.1, per="step"), actor=actor, window=1)
+        assert monitor(batch) == [] or monitor.counts["sampler_disagrees"].batches == 0
+    assert n_ignored > 5
+    expected = ends if stack.controller.per == "trajectory" else steps
+    assert total(stack.controller)[0] == len(expected)
+    assert_close(total(stack.controller)[1], sum(expected), atol=1e-3, rtol=0)
+
+
+@any_per
+def test_steps_that_only_reset_a_row_do_not_count(per, monkeypatch):
+    monkeypatch.setattr("torchrl_kl.transforms.steps.ignores_after_end", lambda env: True)
+    actor = make_actor()
+    stack = KLConstrainedTransform(actor, SpyController(per=per), update_every=1)
+    env = with_transforms(WalkEnv((3,)), stack)
+    check_env_specs(env)
+    check_ignored(env, stack, moved(actor), 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:Nested TransformedEnvs:UserWarning")
+@any_per
+def test_gymnasium_s_vector_env(per):
+    def make() -> Any:
+        module = TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"])
+        return sharp(
+            ProbabilisticActor(
+                module,
+                ["logits"],
+                distribution_class=torch.distributions.Categorical,
+                return_log_prob=True,
+            )
+        )
+
+    actor = make()
+    stack = KLConstrainedTransform(actor, SpyController(per=per), update_every=1)
+
+    def vector() -> Any:
+        return GymEnv("CartPole-v1", num_envs=4, categorical_action_encoding=True)
+
+    check_ignored(with_transforms(vector(), stack), stack, moved(actor), 400)
+    env = with_transforms(vector(), KLConstrainedTransform(actor, 0.1))
+    batch = play(env, actor, 200, break_when_any_done=False)
+    marked = batch["autoreset"].squeeze(-1)
+    # What they do is not their action's: the reward is 0, and the next state that of a reset.
+    assert (batch["next", "reward"][marked] == 0).all()
+    assert (batch["next", "observation"][marked].abs() <= 0.05).all()
+    single = GymEnv("CartPole-v1", categorical_action_encoding=True)
+    for row in batch.unbind(0):
+        for step in row:
+            if not step["autoreset"]:  # all others are those of a plain env
+                single.reset()
+                single.unwrapped.state = step["observation"].double().tolist()
+                after = single.step(step.select("action"))["next"]
+                assert after["done"] == step["next", "done"]
+                if not step["next", "done"]:
+                    assert_close(after["observation"], step["next", "observation"])
+    env.close()

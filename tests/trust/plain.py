@@ -95,7 +95,7 @@ def drawn_batches(draw: Any) -> tuple[dict[str, Any], TensorDict]:
     action = torch.tensor([rng.randrange(N_ACTIONS) for _ in range(math.prod(inner))]).long()
     log_prob = logits.log_softmax(-1).gather(-1, action.reshape(*inner, 1)).squeeze(-1)
     reward_shape = shape if made["sum_agents"] else inner
-    reward_dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    reward_dtype = draw(floating)
     entries = {"observation": observation, "logits": logits, "action": action.reshape(inner)}
     entries["action_log_prob"] = log_prob.to(draw(floating))
     after = {"observation": shuffled}

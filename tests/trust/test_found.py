@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 from torchrl.envs import ExcludeTransform, RenameTransform, SelectTransform, Transform
 from torchrl.envs.utils import step_mdp
 
@@ -43,7 +44,7 @@ def test_rows_that_are_whole_trajectories_are_added_up_as_others_are(n_dims):
     stack, controller = spied()
     step = stack(batch)["next"]
     wanted = step["kl"].cumsum(-2) * batch["collector", "mask"].unsqueeze(-1)
-    torch.testing.assert_close(step["episode_kl"], wanted)
+    assert_close(step["episode_kl"], wanted)
     assert controller.calls
 
 
@@ -89,9 +90,11 @@ class TestKeys:
         with pytest.raises(ValueError, match="`keys` must name different entries"):
             KLConstrainedTransform(make_actor(), 0.1, keys=KLKeys(**keys))
 
-    def test_other_entries_may(self):
-        keys = KLKeys(kl=("a", "kl"), task_reward=("b", "kl"), done="done").resolve()
-        assert keys.kl != keys.task_reward
+    def test_two_entries_may_have_one_name_in_two_places(self):
+        keys = KLKeys(kl=("a", "kl"), task_reward=("b", "kl"), episode_kl=("b", "reward"))
+        env = with_transforms(WalkEnv((2,)), KLConstrainedTransform(make_actor(), 0.1, keys=keys))
+        step = play(env, moved(make_actor()))["next"]
+        assert_close(step["reward"], step["b", "kl"] - 0.1 * step["a", "kl"])
 
 
 class TestFlags:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
@@ -17,9 +18,10 @@ from torchrl.modules import recurrent_mode, set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_kl.actors import reading
+from torchrl_kl.actors.densities import check_density
 from torchrl_kl.actors.moving import MasterWeights
 from torchrl_kl.batches import MASK_KEY, expand_right, leaf_keys, require_order
-from torchrl_kl.functional.numbers import working_dtype
+from torchrl_kl.functional.numbers import widened, working_dtype
 from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import LogProbKeys, as_tuple, sibling
 
@@ -54,7 +56,7 @@ class FrozenActor(nn.Module):
     Raises:
         TypeError: if the actor has no distribution.
         ValueError: if it has uninitialised weights; if `chunk_size` is less than 1, or given for a
-            recurrent actor.
+            recurrent actor; of a call, if its distribution has no density.
 
     Example:
         >>> from torchrl_kl import GPT, FrozenActor, CausalLMActor
@@ -86,6 +88,7 @@ class FrozenActor(nn.Module):
         self._find_cast()
         self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(actor))
         self.log_prob_key = self.recorded.key
+        self._known: set[str] = set()  # names of distributions, and faults warned of
         self._named = False
         self._find_keys("ref")
         fits = type(chunk_size) is int and chunk_size >= 1 and not self.state_keys
@@ -105,7 +108,6 @@ class FrozenActor(nn.Module):
 
     def read_for(self, policy: nn.Module) -> None:
         """Will score the actions of a policy; ValueError if it has others, or overwrites inputs."""
-        reading.check_actor(policy)
         actions = [unravel_key(key) for key in policy.dist_sample_keys]  # type: ignore[union-attr]
         if actions != self.action_keys:
             raise ValueError(
@@ -113,6 +115,15 @@ class FrozenActor(nn.Module):
                 f"{actions}: build it with the same `out_keys`."
             )
         reading.check_kept_inputs(policy, self.actor)
+        for pair in (*reading.distributions_of(policy), *reading.distributions_of(self.actor)):
+            check_density(dict(enumerate(pair)), self._known)
+        own, other = map(reading.stated_temperature, (self.actor, policy))
+        if None not in (own, other) and own != other:
+            warnings.warn(
+                f"`reference` has the temperature {own:g} and the policy {other:g}, so that equal "
+                f"weights have a KL: build it with `temperature={other:g}`, unless you mean this.",
+                stacklevel=4,
+            )
         self._policy_dtypes.add(reading.weight_dtype(policy))
         self._find_cast()
 
@@ -191,7 +202,7 @@ class FrozenActor(nn.Module):
                 self.actor, inputs, self.action_keys, self.recorded
             )
         # The difference of two log-probs would be mostly rounding in half precision.
-        log_prob = log_prob.to(working_dtype(log_prob.dtype))
+        log_prob = widened(log_prob)
         states = [cast(Tensor, inputs.get(("next", *as_tuple(key)))) for key in self.state_keys]
         return Score(log_prob, states, inputs, self._scored(dist, timed))
 
@@ -203,7 +214,10 @@ class FrozenActor(nn.Module):
             return self._scored(self.actor.get_dist(inputs), timed)
 
     def _scored(self, dist: Any, timed: bool) -> Any:
-        """A distribution whose tiles, which are computed later, are so in the same context."""
+        """A distribution with a density; its tiles, computed later, run in the same context."""
+        if (name := type(dist).__name__) not in self._known and not torch.compiler.is_compiling():
+            self._known.add(name)
+            check_density(dist, self._known)
         context = self.scoring(timed)
         if isinstance(dist, TiledCategorical) and isinstance(context, ContextDecorator):
             dist.tile = context(dist.tile)  # which enters it anew for each tile

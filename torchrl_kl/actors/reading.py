@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from functools import reduce
+from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import (
     CompositeDistribution,
     ProbabilisticTensorDictModule,
@@ -17,6 +18,7 @@ from torch.distributions import Categorical, Distribution, Independent, OneHotCa
 from torchrl.modules import LLMMaskedCategorical, set_recurrent_mode
 
 from torchrl_kl._torchrl import indices_of
+from torchrl_kl.actors.densities import log_prob_inside
 from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.batches import MASK_KEY, expand_right, find_time_dim
 from torchrl_kl.functional.tiles import TiledCategorical, over_tiles
@@ -64,6 +66,12 @@ def weight_dtype(actor: nn.Module) -> torch.dtype:
     """Dtype of the first weights of an actor, of those of several bytes if any, or the default."""
     floating = [p.dtype for p in actor.parameters() if p.is_floating_point()]  # one byte: stored
     return min(floating, key=lambda one: one.itemsize == 1, default=torch.get_default_dtype())
+
+
+def stated_temperature(actor: nn.Module) -> float | None:
+    """What an actor divides its logits by, if a part of it says so as a number."""
+    found = (getattr(part, "temperature", None) for part in actor.modules())
+    return next((float(each) for each in found if isinstance(each, int | float)), None)
 
 
 def check_kept_inputs(policy: Any, reader: Any) -> None:
@@ -135,15 +143,16 @@ def policy_log_prob(
 def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -> TensorDictBase:
     """A shallow copy of a batch (*B) with the log-probs that `actor` gives its actions in one pass.
 
-    For a sampler that computes other numbers than the loss: another engine, or a cache. The first
-    ratios of an update are then exactly 1, and how far the sampler is becomes a number.
+    For a sampler that computes other numbers than the loss, or records none: another engine, or a
+    cache. The first ratios of an update are then exactly 1, and how far the sampler is becomes a
+    number.
 
     Keys:
-        reads what the actor reads, its action and its log-prob.
-        writes the log-prob, in eval mode, nats, (*B); the sampler's as "sampler_log_prob" next to
-        it, unless it is there; ("next", "sampler_kl"), log pi_sampler - log pi, nats, (*B, 1), 0 on
-        padding, whose mean over trajectories estimates KL(sampler || policy); what a policy that
-        truncates has kept.
+        reads what the actor reads, its action, and the sampler's log-prob if it is there.
+        writes the log-prob, in eval mode, nats, (*B); the sampler's, if any, as "sampler_log_prob"
+        next to it, unless it is there, and with it ("next", "sampler_kl"), log pi_sampler - log pi,
+        nats, (*B, 1), 0 on padding, whose mean over trajectories estimates KL(sampler || policy);
+        what a policy that truncates has kept.
 
     Args:
         actor: the policy that is trained, of one action.
@@ -151,7 +160,7 @@ def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -
         time_dim: as for KLConstrainedTransform.
 
     Raises:
-        KeyError: if the action or the log-prob is missing.
+        KeyError: if the action is missing.
 
     Example:
         >>> import torch
@@ -163,16 +172,17 @@ def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -
     """
     key = find_log_prob_keys(actor)[0]
     sampler_key = sibling(key, "sampler_log_prob")
-    recorded = get_required(batch, key, RECORD_LOG_PROB)
     log_prob, scored = policy_log_prob(actor, batch, find_time_dim(batch, time_dim) is not None)
     batch = batch.copy()
     if getattr(actor, "truncation", None) is not None:
         batch.set(actor.kept_key, scored.get(actor.kept_key))
-    sampler = cast(Tensor, batch.get(sampler_key, recorded))
-    mask = expand_right(batch.get(MASK_KEY, torch.ones_like(log_prob).bool()), log_prob.shape)
-    gap = torch.where(mask, sampler - log_prob, 0.0).detach()
-    batch.set(key, log_prob).set(sampler_key, sampler)
-    batch.set(("next", *as_tuple(sibling(key, "sampler_kl"))), gap.unsqueeze(-1))
+    sampler = batch.get(sampler_key, batch.get(key, None))
+    batch.set(key, log_prob)
+    if sampler is not None:
+        mask = expand_right(batch.get(MASK_KEY, torch.ones_like(log_prob).bool()), log_prob.shape)
+        gap = torch.where(mask, sampler - log_prob, 0.0).detach()
+        batch.set(sampler_key, sampler)
+        batch.set(("next", *as_tuple(sibling(key, "sampler_kl"))), gap.unsqueeze(-1))
     return batch
 
 
@@ -180,58 +190,44 @@ def log_prob_of_actions(
     actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey], recorded: LogProbKeys
 ) -> tuple[Tensor, Distribution | None]:
     """The log-prob of the actions in `inputs`, (*B, *A), nats, and the dist; writes its outputs."""
-    batch_size = recorded.batch_size(inputs)
-    log_prob, dist = _log_prob(actor, inputs, action_keys)
-    if isinstance(log_prob, Tensor):
-        return sum_action_dims(log_prob, batch_size), dist
-    # A policy that records one sum for all parts has another key than its parts have.
-    if recorded.missing(log_prob):
-        recorded = LogProbKeys(list(log_prob.keys(True, True)))
-    return cast(Tensor, recorded.read(log_prob, batch_size)), None
-
-
-def _log_prob(
-    actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey]
-) -> tuple[Tensor | TensorDictBase, Distribution | None]:
-    """One log-prob and its distribution, or a log-prob of each part, under the actor's keys."""
-    composite = getattr(actor, "return_composite", False)
-    if not composite and _has_own_log_prob(actor):
-        return actor.log_prob(inputs), None
+    shape, in_turn = recorded.batch_size(inputs), getattr(actor, "return_composite", False)
+    if not in_turn and _has_own(actor, "log_prob"):
+        found = actor.log_prob(inputs)
+        parts = [found] if isinstance(found, Tensor) else found.values(True, True)
+        return reduce(torch.add, [sum_action_dims(part, shape) for part in parts]), None
     # Before the pass, in which a part may write an action of its own, as gSDEModule does.
-    needed_for = "the reference scores the policy's action."
-    actions = {key: get_required(inputs, key, needed_for) for key in action_keys}
-    if composite:
-        return _log_probs_in_turn(actor, inputs, actions), None
+    actions = {key: get_required(inputs, key, _NO_ACTION) for key in action_keys}
+    if in_turn:
+        return _log_prob_in_turn(actor, inputs, actions, recorded), None
     dist = actor.get_dist(inputs)
-    if not isinstance(dist, CompositeDistribution):
-        return log_prob_of(dist, actions[action_keys[0]]), dist
-    for key, part in dist.dists.items():
-        _check_shape(part, actions[unravel_key(key)])
-    return actor.log_prob(inputs.update(actions), dist=dist), None
+    parts = log_probs_by_part(dist, actions, action_keys[0])
+    return reduce(torch.add, [sum_action_dims(part, shape) for part in parts]), dist
 
 
-def _log_probs_in_turn(
-    actor: Any, inputs: TensorDictBase, actions: dict[NestedKey, Tensor]
-) -> TensorDictBase:
-    """The log-probs of parts that are drawn one after another, each after those before it."""
+def _log_prob_in_turn(
+    actor: Any, inputs: TensorDictBase, actions: dict[NestedKey, Tensor], recorded: LogProbKeys
+) -> Tensor:
+    """The log-prob of an action whose parts are drawn one after another, given those before."""
     # The actor's `log_prob` would draw the earlier parts anew and score the later ones after those.
-    log_probs = TensorDict(batch_size=inputs.batch_size)
+    found = []
     for module in actor.module.children():  # of a ModuleList or a ModuleDict
         if not isinstance(module, _PROBABILISTIC):
             module(inputs)
             continue
         keys = [key for key in module.dist_sample_keys if key in actions]
-        log_prob, _ = _log_prob(module, inputs.update({key: actions[key] for key in keys}), keys)
-        if isinstance(log_prob, Tensor):
-            log_prob = TensorDict().set(find_log_prob_keys(module)[0], log_prob)
-        log_probs.update(log_prob)
-    return log_probs
+        inputs.update({key: actions[key] for key in keys})
+        found.append(log_prob_of_actions(module, inputs, keys, recorded)[0])
+    return reduce(torch.add, found)
 
 
-def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
-    """The log-prob of an action (*B, ...); ValueError for another shape."""
-    _check_shape(dist, action)
-    return dist.log_prob(action)
+def log_probs_by_part(dist: Any, data: Any, key: NestedKey) -> list[Tensor]:
+    """The log-prob of the action `key`, (*B, ...), or of each part; ValueError for other shapes."""
+    found, composite = [], isinstance(dist, CompositeDistribution)
+    for name, part in (dist.dists if composite else {key: dist}).items():
+        action = get_required(data, name, _NO_ACTION)
+        _check_shape(part, action)
+        found.append(log_prob_inside(part, action))
+    return found
 
 
 def _check_shape(dist: Distribution, action: Tensor) -> None:
@@ -254,15 +250,24 @@ def _check_shape(dist: Distribution, action: Tensor) -> None:
         )
 
 
-def _has_own_log_prob(actor: Any) -> bool:
-    """Whether the class of an actor has a `log_prob`, which may not be that of its `get_dist`."""
-    library = [kind.log_prob for kind in _PROBABILISTIC]
-    return getattr(actor.log_prob, "__func__", None) not in library
+def _has_own(actor: Any, name: str) -> bool:
+    """Whether the class of an actor has a method that is not that of the library."""
+    library = [getattr(kind, name) for kind in _PROBABILISTIC]
+    return getattr(getattr(actor, name, None), "__func__", None) not in library
+
+
+def distributions_of(actor: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """The classes that an actor is seen to build for its actions, with their options."""
+    if any(_has_own(actor, name) for name in ("get_dist", "build_dist_from_params", "log_prob")):
+        return []
+    parts = _probabilistic_modules(actor)
+    parts = parts if getattr(actor, "return_composite", False) else parts[-1:]
+    return [(part.distribution_class, part.distribution_kwargs) for part in parts]
 
 
 def refuse_own_log_prob(actor: Any) -> None:
     """ValueError if log-probs of the distributions of an actor may not be those of its actions."""
-    if _has_own_log_prob(actor):
+    if _has_own(actor, "log_prob"):
         raise ValueError(
             "`actor` must have the log-prob of its distribution, got "
             f"{type(actor).__name__} with its own `log_prob`, which losses do not call: use "
@@ -280,7 +285,8 @@ def dist_module_of(actor: nn.Module) -> ProbabilisticTensorDictModule:
     if len(found) != 1:
         raise ValueError(
             f"`actor` must have one ProbabilisticTensorDictModule, got {len(found)} in "
-            f"{type(actor).__name__}: the KL of the whole action is not in one of its parts."
+            f"{type(actor).__name__}, and the KL of the whole action is not in one of its parts: "
+            'use KLConstrainedTransform with estimator="k1", which only needs log-probs.'
         )
     return found[0]
 
@@ -307,6 +313,4 @@ def over_log_probs(fn: Callable[..., Any], dist: Any, actions: Tensor) -> Sequen
     return fn(dist.logits, actions)
 
 
-def action_index(action: Tensor, log_probs: Tensor) -> Tensor:
-    """The number of each action, (*B), from numbers (*B) or one-hot vectors (*B, n_actions)."""
-    return action if action.ndim < log_probs.ndim else action.long().argmax(-1)
+_NO_ACTION = "rename or change actions before the KL transforms; a loss has `set_keys(action=...)`."

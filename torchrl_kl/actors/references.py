@@ -72,6 +72,7 @@ def as_reference(
     chunk_size: int | None = None,
 ) -> FrozenActor:
     """The reference that scores the actions of `actor`; the options are those of FrozenActor."""
+    check_actor(actor)
     if isinstance(reference, FrozenActor):  # it is used itself
         if chunk_size is not None:
             raise ValueError(
@@ -84,7 +85,6 @@ def as_reference(
                 f"{reference.log_prob_key!r}, got {log_prob_key!r}."
             )
     elif reference is None or isinstance(reference, nn.Module):
-        check_actor(actor)
         reference = FrozenActor(
             actor if reference is None else reference,
             log_prob_key=log_prob_key or find_log_prob_keys(actor),
@@ -97,7 +97,8 @@ def as_reference(
             "`model.disable_adapter()`, which could be entered only once."
         )
     else:
-        return SwitchedActor(actor, reference, log_prob_key=log_prob_key, chunk_size=chunk_size)
+        options = {"log_prob_key": log_prob_key, "chunk_size": chunk_size}
+        reference = SwitchedActor(actor, reference, **options)
     # Of another actor the weights; the actions and log-probs are those of `actor`.
     reference.read_for(actor)
     return reference

@@ -114,7 +114,8 @@ def record_top_k(dist: Distribution, drawn: Tensor, k: int) -> Sequence[Tensor]:
 
     def record(log_probs: Tensor, drawn: Tensor) -> list[Tensor]:
         top = log_probs.topk(min(k, log_probs.shape[-1]), dim=-1)
-        index = reading.action_index(drawn, log_probs).unsqueeze(-1)
-        return [top.values, top.indices, (top.indices == index).any(-1)]
+        # Numbers of actions (*B), or one-hot vectors (*B, n_actions).
+        index = drawn if drawn.ndim < log_probs.ndim else drawn.long().argmax(-1)
+        return [top.values, top.indices, (top.indices == index.unsqueeze(-1)).any(-1)]
 
     return reading.over_log_probs(record, dist, drawn)

@@ -52,7 +52,8 @@ class PlannedKLController(TargetKLController):
     Args:
         target, per: as in `TargetKLController`. Per step 0.01 nats is cautious and 0.2 much; per
             response 3 nats let a language model change its style.
-        init_coeff: "plan", or the first coefficient, which counts as a plan and the start.
+        init_coeff: "plan", or the first coefficient, which does not wait for rewards. Before these
+            make a plan, it stays within 1e-4 and 1e4 times this one.
 
     Example:
         >>> import torch
@@ -75,12 +76,16 @@ class PlannedKLController(TargetKLController):
 
     def __init__(self, target: float, *, init_coeff: InitCoeff = "plan", per: Per = "trajectory"):
         super().__init__(init_coeff, target, per=per)
-        self._start = self._margin if init_coeff == "plan" else 1.0
+        self._given = self.coeff.item()  # 0 where it is planned
         self.plan = self.plan or RewardPlan()
-        self.plan.made.copy_(self.coeff)  # 0 where it is planned
         for name in ("last", "average", "speed", "n_updates"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self._warned = False
+
+    @property
+    def planning(self) -> bool:
+        """Whether it waits for rewards, from which it plans its first coefficient."""
+        return self._given == 0 and super().planning
 
     def next_coeff(self, kl: float, n_steps: int) -> float:  # noqa: D102
         x, before = math.sqrt(min(max(kl / self.target, 0.0), 4.0)), self.last.item()
@@ -98,15 +103,18 @@ class PlannedKLController(TargetKLController):
         value = self.coeff.item() * math.exp(move)
         value *= (max(x, _SHARE) / max(before, _SHARE)) ** power
         if n <= _RESPONSE:
-            value *= (self._start * _SHARE**-power) ** (-1 / _RESPONSE)
+            margin = 1.0 if self._given else self._margin
+            value *= (margin * _SHARE**-power) ** (-1 / _RESPONSE)
         plan = self.plan.made.item()
-        bounded = min(max(value, _LEAST * plan), _MOST * plan)
+        first, most, of = (plan, _MOST, "plan") if plan else (self._given, 1e4, "first coefficient")
+        bounded = min(max(value, _LEAST * first), max(most * first, self._given))
         # Noise may bring it to a bound for a moment.
         stays = x < 1 if value < bounded else value > bounded and min(x, self.average.item()) > 1
         if stays and not self._warned:
             self._warned = True
             found = f"the coefficient is {bounded:.3g} and the KL {kl:.3g} nats per {self.per}: "
-            warnings.warn(found + (_UNREACHED if value < bounded else _UNHELD), stacklevel=4)
+            why = _UNREACHED if value < bounded else _UNHELD.format(most, of)
+            warnings.warn(found + why, stacklevel=4)
         return bounded
 
 
@@ -115,7 +123,7 @@ _UNREACHED = (
     "train faster or longer."
 )
 _UNHELD = (
-    "twice what the rewards ask for does not bring it down to the target, and a larger coefficient "
-    "would not either. Lower the learning rate, collect more trajectories per batch, train the "
-    "critic before the policy, or raise `target`."
+    "{:,.0f} times the {} does not bring it down to the target, and a larger coefficient would not "
+    "either. Lower the learning rate, collect more trajectories per batch, train the critic before "
+    "the policy, or raise `target`."
 )

@@ -22,7 +22,7 @@ from torch.distributions import (
     kl_divergence,
 )
 
-from torchrl_kl.functional.numbers import working_dtype
+from torchrl_kl.functional.numbers import widened, working_dtype
 
 # Which actions the columns of a categorical distribution are, or None; of TorchRL's, `_torchrl.py`.
 COLUMN_READERS: list[Callable[[Distribution], Tensor | None]] = []
@@ -52,12 +52,11 @@ def split_log_ratio(
 
 def kl_of_logits(policy: Tensor, reference: Tensor, mask: Tensor | None) -> Tensor:
     """KL(policy || reference) of logits (*B, V), normalized here; shapes have been checked."""
-    dtype = torch.promote_types(policy.dtype, reference.dtype)
+    dtype = working_dtype(torch.promote_types(policy.dtype, reference.dtype))
     log_probs, ref_log_probs = (
-        fill_padding(logits, mask).log_softmax(-1, dtype=working_dtype(dtype))
-        for logits in (policy, reference)
+        fill_padding(logits, mask).log_softmax(-1, dtype=dtype) for logits in (policy, reference)
     )
-    return kl_of_log_probs(log_probs, ref_log_probs).to(dtype)
+    return kl_of_log_probs(log_probs, ref_log_probs)
 
 
 def kl_of_log_probs(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -74,7 +73,7 @@ def kl_of_distributions(
 
     # In half precision the KL of two Normals, a difference of rounded 1s, is off by about 0.01.
     def prepare(param: Tensor) -> Tensor:
-        param = param.to(working_dtype(param.dtype))
+        param = widened(param)
         of_steps = mask is not None and param.shape[: mask.ndim] == mask.shape
         return fill_padding(param, mask) if of_steps else param
 

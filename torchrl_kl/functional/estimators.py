@@ -1,7 +1,8 @@
 """Log-probabilities in, KL numbers out: the estimators of KL(policy || reference).
 
 `*B` is any leading shape. Everything is in nats, policy first, on actions drawn from the policy:
-`log_prob = log pi(a|s)`, `ref_log_prob = log pi_ref(a|s)`, `lr = log_prob - ref_log_prob`.
+`log_prob = log pi(a|s)`, `ref_log_prob = log pi_ref(a|s)`, `lr = log_prob - ref_log_prob`. Half
+precision is computed, and returned, in float32: exp(12) is infinite in float16.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from torchrl_kl.functional.distributions import kl_of_distributions, kl_of_logits, split_log_ratio
-from torchrl_kl.functional.numbers import check_mask, working_dtype
+from torchrl_kl.functional.numbers import check_mask, widened
 from torchrl_kl.functional.tiles import TiledCategorical, as_tiled
 
 
@@ -30,8 +31,8 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
         mask: True where a step counts, boolean, shape (*B). Elsewhere it is 0, even of NaN.
 
     Returns:
-        Nats, shape (*B): 0 for a `log_prob` of -inf (the policy cannot draw the action), else +inf
-        with gradient 0 where the reference cannot produce the action.
+        Nats, shape (*B), at least float32: 0 for a `log_prob` of -inf (the policy cannot draw the
+        action), else +inf with gradient 0 where the reference cannot produce the action.
 
     Raises:
         TypeError: if the log-probabilities are not floating point.
@@ -46,7 +47,7 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
         >>> kl_k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
         tensor([ 0.5000, -1.0000])
     """
-    _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
+    log_prob, ref_log_prob = _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
     check_mask(mask, log_prob.shape, "`log_prob`")
     # The policy cannot draw these: 0 times their log-ratio.
     ignored = log_prob == -torch.inf
@@ -82,6 +83,7 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
     You may rely on: no value is negative, and its mean is the KL wherever the policy's support
     covers the reference's (else it is too small by the reference's mass outside). You may not use
     it as a loss: its expected gradient is that of the other divergence, KL(reference || policy).
+    The gradient of float16 inputs is cut off at 65504.
 
     Arguments, infinite values, errors and the reference are those of `kl_k1`; nats, shape (*B).
 
@@ -92,6 +94,10 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
         tensor([0.1065, 0.7183])
     """
     log_ratio = kl_k1(log_prob, ref_log_prob, mask=mask)
+    if torch.float16 in (log_prob.dtype, ref_log_prob.dtype) and log_ratio.requires_grad:
+        largest = torch.finfo(torch.float16).max
+        # The slope, up to exp(-lr), has to fit into the inputs' gradient.
+        log_ratio.register_hook(lambda slope: slope.clamp(-largest, largest))
     # expm1 keeps the digits that exp(x) - 1 loses near the reference, where k3 is about x ** 2 / 2.
     return torch.expm1(-log_ratio) + log_ratio
 
@@ -104,9 +110,9 @@ def kl_exact(
 ) -> Tensor:
     """Exact KL(policy || reference) of each step: `sum_a pi(a) (log pi(a) - log pi_ref(a))`.
 
-    You may rely on: it has the value and the gradient of the step's KL; half precision is computed
-    in float32. You may not rely on its gradient for what an action does to later states, nor
-    subtract it from a reward: it is the same for every action. Rounding may leave it just below 0.
+    You may rely on: it has the value and the gradient of the step's KL. You may not rely on its
+    gradient for what an action does to later states, nor subtract it from a reward: it is the same
+    for every action. Rounding may leave it just below 0.
 
     Args:
         policy: logits or log-probabilities of all V actions, shape (*B, V), normalized here; or a
@@ -118,8 +124,8 @@ def kl_exact(
             parameters, but what a distribution computed when it was built keeps its gradient.
 
     Returns:
-        Nats, shape (*B); +inf with gradient 0 where the reference cannot take an action that the
-        policy can, NaN where a row is not a distribution. Of distributions, at least float32.
+        Nats, shape (*B), at least float32; +inf with gradient 0 where the reference cannot take an
+        action that the policy can, NaN where a row is not a distribution.
 
     Raises:
         TypeError: if the two are not alike or not floating point, or no KL is registered for them.
@@ -183,8 +189,8 @@ def kl_top_k(
         mask: True where a step counts, boolean, shape (*B). Elsewhere the estimate is 0.
 
     Returns:
-        Nats, shape (*B), computed in at least float32; +inf with gradient 0 where the reference
-        lacks an action that counts.
+        Nats, shape (*B), at least float32; +inf with gradient 0 where the reference lacks an action
+        that counts.
 
     Raises:
         TypeError: if the log-probabilities are not floating point.
@@ -197,8 +203,9 @@ def kl_top_k(
         >>> kl_top_k(top, ref_top, top[:, 0], ref_top[:, 0], torch.tensor([True]))
         tensor([0.3466])
     """
-    _check_pair(top_log_probs, top_ref_log_probs, "top_log_probs", "top_ref_log_probs")
-    _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
+    names = ("top_log_probs", "top_ref_log_probs")
+    top, ref_top = _check_pair(top_log_probs, top_ref_log_probs, *names)
+    drawn, ref_drawn = _check_pair(log_prob, ref_log_prob, "log_prob", "ref_log_prob")
     if top_log_probs.ndim == 0 or top_log_probs.shape[:-1] != log_prob.shape:
         raise ValueError(
             "`top_log_probs` must have the shape of `log_prob` and one more dimension, of size k, "
@@ -207,19 +214,19 @@ def kl_top_k(
     shape = log_prob.shape
     check_mask(in_top_k, shape, "`log_prob`", name="in_top_k", means="draws from the top k")
     check_mask(mask, shape, "`log_prob`")
-    dtype = torch.promote_types(log_prob.dtype, ref_log_prob.dtype)
-    log_probs = (top_log_probs, top_ref_log_probs, log_prob, ref_log_prob)
-    top, ref_top, drawn, ref_drawn = (x.to(working_dtype(dtype)) for x in log_probs)
     # `rows` (*B, 1) says which top actions count, `tail` (*B) which drawn ones.
     rows, tail = (None, ~in_top_k) if mask is None else (mask.unsqueeze(-1), mask & ~in_top_k)
     top, top_ratio, top_infinite = split_log_ratio(top, ref_top, rows)
     drawn, ratio, infinite = split_log_ratio(drawn, ref_drawn, tail)
     # Only the tail carries the score's weight: the exact part depends on no sample.
     estimate = (top.exp() * top_ratio).sum(-1) + (drawn - drawn.detach()).exp() * ratio
-    return torch.where(infinite | top_infinite.any(-1), torch.inf, estimate).to(dtype)
+    return torch.where(infinite | top_infinite.any(-1), torch.inf, estimate)
 
 
-def _check_pair(log_prob: Tensor, ref_log_prob: Tensor, name: str, ref_name: str) -> None:
+def _check_pair(
+    log_prob: Tensor, ref_log_prob: Tensor, name: str, ref_name: str
+) -> tuple[Tensor, Tensor]:
+    """Both, at least float32; raises unless they are floating point and of one shape."""
     if not (isinstance(log_prob, Tensor) and isinstance(ref_log_prob, Tensor)):
         got = f"{type(log_prob).__name__} and {type(ref_log_prob).__name__}"
         raise TypeError(f"`{name}` and `{ref_name}` must be tensors, got {got}.")
@@ -234,3 +241,4 @@ def _check_pair(log_prob: Tensor, ref_log_prob: Tensor, name: str, ref_name: str
             f"`{name}` and `{ref_name}` must be floating point, got {log_prob.dtype} and "
             f"{ref_log_prob.dtype}: log-probabilities, not actions."
         )
+    return widened(log_prob), widened(ref_log_prob)

@@ -41,8 +41,13 @@ def uncompiled(method: _Method) -> _Method:
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype to compute in: at least float32, so that half precision is rounded once."""
+    """Dtype of what is computed and recorded: at least float32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def widened(values: Tensor) -> Tensor:
+    """The values in that dtype."""
+    return values.to(working_dtype(values.dtype))
 
 
 def check_number(name: str, value: float, **bounds: float) -> float:
@@ -95,8 +100,9 @@ def check_finite(
             raise ValueError(
                 f"{owner} needs finite numbers, but {key!r} has {int(wrong.sum())} of "
                 f"{values.numel()} that are not, the first {values[place].item()} at {place}. A "
-                "log-prob is -inf where the policy or the reference cannot take the action; NaN "
-                "comes from diverged weights or from the env."
+                "log-prob is -inf where the policy or the reference cannot take the action, as "
+                "outside the bounds (`low`, `high`) of a TanhNormal; NaN comes from diverged "
+                "weights or from the env."
             )
 
 

@@ -1,6 +1,6 @@
 """Sums and means over the steps that count, and over trajectories that follow one another in a row.
 
-*B: any leading shape; T: time, the last dimension. Half precision is added up in float32 at least.
+*B: any leading shape; T: time, the last dimension. Sums of half precision are float32.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_kl.functional.numbers import check_mask, working_dtype
+from torchrl_kl.functional.numbers import check_mask, widened
 
 
 def masked_sum(
@@ -27,7 +27,11 @@ def masked_sum(
         >>> masked_sum(values, ~values.isnan(), dim=-1)
         tensor([3., 3.])
     """
-    return _sum_counted(values, mask, dim).to(values.dtype)
+    _check_values(values)
+    check_mask(mask, values.shape, "`values`")
+    # Not `values * mask`: NaN * 0 is NaN, in the sum and in its gradient.
+    values = widened(values) if mask is None else torch.where(mask, widened(values), 0.0)
+    return values.sum(dim)
 
 
 def masked_mean(
@@ -44,7 +48,7 @@ def masked_mean(
         >>> masked_mean(values, ~values.isnan())
         tensor(3.)
     """
-    total = _sum_counted(values, mask, dim)
+    total = masked_sum(values, mask, dim=dim)
     number = (torch.ones_like(values) if mask is None else mask).sum(dim, dtype=torch.long)
     if empty := int((number == 0).sum()):
         raise ValueError(
@@ -52,28 +56,28 @@ def masked_mean(
             f"over `values` of shape {tuple(values.shape)} with nothing that counts: leave such "
             "rows out, or use `masked_sum`."
         )
-    return (total / number).to(values.dtype)
+    return total / number
 
 
 def running_sum(values: Tensor, ends: Tensor) -> Tensor:
     """The sum over its trajectory up to each step, (*B, T); `ends` (*B, T): at its last steps."""
     _check_rows(values, "ends", ends)
-    addends = values.to(working_dtype(values.dtype))
+    values = widened(values)
     if not ends[..., :-1].any():  # one trajectory in each row, as in batches of responses
-        return addends.cumsum(-1).to(values.dtype)
+        return values.cumsum(-1)
     # A cumulative sum over the whole row would carry infinities, and rounding, into the next one.
     starts = _begins(ends).flatten().nonzero().squeeze(-1)  # of M trajectories in N steps
     n = values.numel()
     lengths = starts.diff(append=starts.new_tensor([n]))
     longest = int(lengths.max())
     if len(starts) * longest > 16 * n:  # a table with a row for each would waste memory
-        running = torch.cat([each.cumsum(0) for each in addends.flatten().split(lengths.tolist())])
+        running = torch.cat([each.cumsum(0) for each in values.flatten().split(lengths.tolist())])
     else:
         # (M, longest), True where a trajectory has a step.
         has_step = torch.arange(longest, device=values.device) < lengths.unsqueeze(-1)
-        table = addends.new_zeros(has_step.shape).masked_scatter(has_step, addends)
+        table = values.new_zeros(has_step.shape).masked_scatter(has_step, values)
         running = table.cumsum(-1)[has_step]
-    return running.reshape(values.shape).to(values.dtype)
+    return running.reshape(values.shape)
 
 
 def sum_before(values: Tensor, ends: Tensor) -> Tensor:
@@ -94,15 +98,6 @@ def sum_after(values: Tensor, ends: Tensor) -> Tensor:
 def _begins(ends: Tensor) -> Tensor:
     """True at the first step of each trajectory, (*B, T): after an end or at a row's start."""
     return torch.cat([torch.ones_like(ends[..., :1]), ends[..., :-1]], -1)
-
-
-def _sum_counted(values: Tensor, mask: Tensor | None, dim: int | tuple[int, ...] | None) -> Tensor:
-    _check_values(values)
-    check_mask(mask, values.shape, "`values`")
-    # Not `values * mask`: NaN * 0 is NaN, in the sum and in its gradient.
-    if mask is not None:
-        values = torch.where(mask, values, 0.0)
-    return values.sum(dim, dtype=working_dtype(values.dtype))
 
 
 def _check_rows(values: Tensor, name: str, ends: Tensor) -> None:

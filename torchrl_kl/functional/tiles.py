@@ -17,6 +17,7 @@ from torch.distributions import Categorical, Distribution, OneHotCategorical
 from torch.utils.checkpoint import checkpoint
 
 from torchrl_kl.functional.distributions import check_equal, kl_of_log_probs, log_probs_of
+from torchrl_kl.functional.numbers import widened
 
 # What returns the gaps between tensors, in which no tile fits, to the system; else nothing.
 _TRIM = getattr(ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim", int)
@@ -44,26 +45,27 @@ class TiledCategorical(Distribution):
         # What a loss may want next is computed with the log-probs, from the same tiles: the
         # entropy, the KL to a reference, or nothing.
         self.also: Distribution | Literal["entropy"] | None = "entropy"
-        self._found: list[Tensor] = []
+        self._found: tuple[Any, list[Tensor]] = (None, [])  # what of these, and its numbers
         super().__init__(batch_shape, validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probs of actions (*B), nats."""
         also = self.also if torch.is_grad_enabled() else None
         reference = None if also == "entropy" else also
-        log_prob, *self._found = figures(self, value, reference, entropy=also == "entropy")
+        log_prob, *found = figures(self, value, reference, entropy=also == "entropy")
+        self._found = also, found
         return log_prob
 
     def entropy(self) -> Tensor:
         """Nats, (*B)."""
-        known = self._found if self.also == "entropy" else []
-        return (known or figures(self, entropy=True))[0]
+        what, known = self._found
+        return (known if what == "entropy" else figures(self, entropy=True))[0]
 
     def kl_to(self, reference: Distribution) -> Tensor:
         """KL(self || reference), nats, (*B)."""
         check_equal("batch_shape", self, reference, lambda dist: tuple(dist.batch_shape))
-        known = self._found if self.also is reference else []
-        return (known or figures(self, reference=reference))[0]
+        what, known = self._found
+        return (known if what is reference else figures(self, reference=reference))[0]
 
     @property
     def logits(self) -> Tensor:
@@ -92,7 +94,7 @@ def as_tiled(dist: Any) -> TiledCategorical:
         return dist
     if not isinstance(dist, Categorical | OneHotCategorical | Tensor):
         raise TypeError(f"`policy` and `reference` must be alike, got {type(dist).__name__}.")
-    logits = dist if isinstance(dist, Tensor) else log_probs_of(dist)
+    logits = widened(dist if isinstance(dist, Tensor) else log_probs_of(dist))
     rows = logits.reshape(-1, logits.shape[-1])
     kind = partial(Categorical, None, validate_args=False)
     return TiledCategorical(rows, kind, logits.shape[:-1], max(1, len(rows)))

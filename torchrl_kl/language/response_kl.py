@@ -34,7 +34,7 @@ from torchrl_kl.functional.sampler import (
     sampler_weights,
 )
 from torchrl_kl.functional.tiles import figures
-from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, get_required
+from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, as_tuple, get_required
 from torchrl_kl.language.heads import CausalLMActor, HeadChunk
 from torchrl_kl.language.responses import (
     KEPT,
@@ -191,7 +191,7 @@ class ResponseKLTransform(PenaltyTransform):
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses envs."""
         super().set_container(container)
-        if self.in_env:
+        if self.env is not None:
             raise RuntimeError(
                 "ResponseKLTransform works on whole batches, not in an env: pass it as "
                 "`LLMCollector(postproc=...)`, or append it to a replay buffer with `invert=True`."
@@ -212,7 +212,8 @@ class ResponseKLTransform(PenaltyTransform):
         rewards = reward.reshape(-1).to(tokens.device)
         steps = make_steps(responses, rewards, self.eos_token)
         # Of a batch that another of these has scored, log-probs are not those of a sampler.
-        scored = any(str(key).endswith("task_reward") for key in following.keys())
+        names = {as_tuple(key)[-1] for key in following.keys(True)}
+        scored = any(name.removesuffix("kl_coeff") + "ref_log_probs" in names for name in names)
         for key in (KEPT, SAMPLER_LOG_PROB, *([] if scored else [LOG_PROB])):
             if (values := aligned(flat(batch), key, responses, steps)) is not None:
                 steps.set(key, values)
@@ -230,7 +231,7 @@ class ResponseKLTransform(PenaltyTransform):
             following.set(self.keys.kl_estimate, totals.estimate)
         if recorded is not None:
             gap = (recorded - cast(Tensor, totals.log_prob)).sum(1)
-            following.set("sampler_kl", gap.to(reward).reshape(reward.shape))
+            following.set("sampler_kl", gap.to(reward.device).reshape(reward.shape))
         scores = {
             LOG_PROB: (batch, step.log_prob),
             self.keys.ref_log_prob: (following, step.ref_log_prob),

@@ -48,10 +48,10 @@ def as_steps(
         ("masks", "all_attention_mask"); ("next", "reward"), ("next", "kl_coeff") and "advantage",
         one number per response; ("log_probs", "full"), ("sampler_log_probs", "full") and ("kept",
         "ids"), from ResponseKLTransform.
-        writes the keys of `sample_responses`, "action_log_prob", "sampler_log_prob", "advantage"
-        and ("kept", "ids") only if those are there, and ("next", "kl_coeff") if the reward was
-        penalized. The reward is at the last token that counts. The last token of a turn has the
-        next turn's first state as next state.
+        writes the keys of `sample_responses`, "action_log_prob" (else `rescore` writes it),
+        "sampler_log_prob", "advantage" and ("kept", "ids") only if those are there, and ("next",
+        "kl_coeff") if the reward was penalized. The reward is at the last token that counts. The
+        last token of a turn has the next turn's first state as next state.
 
     Args:
         batch: any batch size, of N elements.

@@ -6,6 +6,7 @@ Axes: *B is the batch of steps; where its last dimension is time, *B is (*R, T),
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import reduce
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
@@ -19,7 +20,8 @@ from torchrl.objectives import LossModule
 from torchrl_kl import batches
 from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.actors.reading import (
-    log_prob_of,
+    dist_module_of,
+    log_probs_by_part,
     refuse_own_log_prob,
     scored_inputs,
     state_lengths,
@@ -38,7 +40,14 @@ from torchrl_kl.functional.sampler import (
 )
 from torchrl_kl.functional.sums import sum_after, sum_before
 from torchrl_kl.functional.tiles import TiledCategorical
-from torchrl_kl.keys import RECORD_LOG_PROB, get_required, holder_batch_size, sum_action_dims
+from torchrl_kl.keys import (
+    RECORD_LOG_PROB,
+    KLKeys,
+    LogProbKeys,
+    ResolvedKeys,
+    get_required,
+    sum_action_dims,
+)
 
 Gradient = Literal["step", "sequence", "k2"]
 Weights = Literal["step", "trajectory"]
@@ -48,7 +57,6 @@ Reduction = Literal["mean", "sum", "none"]
 class Drawn(NamedTuple):
     """The actions that were taken, and where their trajectories end."""
 
-    action: Tensor  # (*B, ...)
     log_prob: Tensor  # under the policy, nats, (*B)
     recorded: Tensor  # under the policy that took them, when it did, (*B)
     ends: Tensor | None  # (*B), True at last steps; None where nothing is added up
@@ -59,8 +67,10 @@ class Steps(NamedTuple):
 
     policy: Distribution
     reference: Distribution
-    batch_size: torch.Size  # *B
+    data: TensorDictBase  # (*B)
+    action: NestedKey  # in the data; a composite one has keys of its parts
     mask: Tensor | None  # (*B), True where a step counts; None where all do
+    acts: Tensor | None  # (*B, *A), of agents: True where one acts in a step that counts
     drawn: Drawn | None = None  # None where no action is read
     share: float = 1.0  # effective sample size, where another sampler drew the actions
 
@@ -73,7 +83,7 @@ class Steps(NamedTuple):
         log_ratio = self.masked(drawn.log_prob - drawn.recorded)
         ratio = log_ratio.exp()
         if gradient == "k2":
-            ref_log_prob = self.summed(log_prob_of(self.reference, drawn.action))
+            ref_log_prob = self.log_prob_of(self.reference)
             value = ratio.detach() * kl_k2(drawn.log_prob, ref_log_prob, mask=self.mask)
             kl = ratio * kl_k1(drawn.log_prob, ref_log_prob, mask=self.mask)
         else:
@@ -88,13 +98,25 @@ class Steps(NamedTuple):
         # The gradient of the probability of getting to a step is what makes "sequence" exact.
         return (weight if gradient == "sequence" else weight.detach()) * value, weight * kl
 
-    def summed(self, values: Tensor) -> Tensor:
-        """Log-probs or KL summed over agents and action dimensions, (*B, ...) -> (*B)."""
-        # In half precision they could overflow.
-        return sum_action_dims(values.to(working_dtype(values.dtype)), self.batch_size)
+    def summed(self, *parts: Tensor) -> Tensor:
+        """Log-probs or KL, (*B, ...), summed over parts, agents and action dimensions: (*B)."""
+        found = []
+        for part in parts:
+            part = part.to(working_dtype(part.dtype))  # in half precision they could overflow
+            if self.acts is not None and part.shape[: self.acts.ndim] == self.acts.shape:
+                part = torch.where(expand_right(self.acts, part.shape), part, 0.0)
+            found.append(sum_action_dims(part, self.data.batch_size))
+        return reduce(torch.add, found)
+
+    def log_prob_of(self, dist: Distribution) -> Tensor:
+        """The log-prob of the actions, (*B)."""
+        return self.summed(*log_probs_by_part(dist, self.data, self.action))
 
     def _exact_kl(self) -> Tensor:
-        mask = None if self.mask is None else expand_right(self.mask, self.policy.batch_shape)
+        shape, mask = self.policy.batch_shape, self.mask
+        if self.acts is not None and shape[: self.acts.ndim] == self.acts.shape:
+            mask = self.acts
+        mask = None if mask is None else expand_right(mask, shape)
         return self.summed(kl_exact(self.policy, self.reference, mask=mask))
 
     def masked(self, values: Tensor) -> Tensor:
@@ -133,10 +155,10 @@ class KLPenaltyLoss(LossModule):
     You may rely on: the reference gets no gradient, is not among `parameters()`, and is in
     `state_dict`; `forward` never moves the controller; padding, NaN too, changes neither value nor
     gradient; a coefficient of 0 adds nothing, not even an infinite KL. You may not rely on
-    `loss_kl` being the KL for "k2": `kl` is. With agents, `a_t` is the action of all, and all is
-    divided by their number. Rows that begin or end inside a trajectory count as whole ones. Leave
-    frames of a random policy out where log-probs are read. `loss` keeps its target networks and its
-    `loss_mask_key`; do not deep-copy the two losses, build others.
+    `loss_kl` being the KL for "k2": `kl` is. With agents, `a_t` is the action of all who act, and
+    all is divided by their number. Rows that begin or end inside a trajectory count as whole ones.
+    Leave frames of a random policy out where log-probs are read. `loss` keeps its target networks
+    and its `loss_mask_key`; do not deep-copy the two losses, build others.
 
     Keys:
         reads the actor's in_keys; "action" and "action_log_prob" unless `gradient` and `weights`
@@ -160,8 +182,8 @@ class KLPenaltyLoss(LossModule):
         time_dim: the last batch dimension, if it is time and the batch does not name it "time".
 
     Raises:
-        ValueError: if an option is unknown or "k1", the actor has several actions, time is missing,
-            `loss` writes an entry of the same name, or a log-prob or KL is NaN or infinite.
+        ValueError: if an option is unknown or "k1", actions are drawn one after another, time is
+            missing, `loss` writes an entry of the same name, or a log-prob or KL is not finite.
         RuntimeError: if the reward was penalized before, steps of trajectories are shuffled, or a
             recurrent state is not known.
 
@@ -219,8 +241,8 @@ class KLPenaltyLoss(LossModule):
         if self.reference is not reference:  # no stack has recorded its states
             self.reference.name_states("loss_ref_log_prob")
         actions = self.reference.action_keys
-        if len(actions) > 1:
-            raise ValueError(f"`actor` must have one action, got {actions}: use one loss for each.")
+        if len(actions) > 1:  # drawn in turn, the parts have no joint distribution
+            dist_module_of(actor)
         self.convert_to_functional(cast(ProbabilisticTensorDictSequential, actor), "actor_network")
         self.controller, self.feed = as_controller(controller), ControllerFeed()
         self.loss = loss
@@ -231,7 +253,7 @@ class KLPenaltyLoss(LossModule):
         self._reads_actions = self._reads_trajectories or gradient == "k2" or bool(sampler_weights)
         recorded = self.reference.recorded
         super().set_keys(
-            action=actions[0],
+            action=actions[0] if len(actions) == 1 else actions,
             sample_log_prob=recorded.key,
             sampler_log_prob=recorded.sibling("sampler_log_prob"),
         )
@@ -248,8 +270,8 @@ class KLPenaltyLoss(LossModule):
     @property
     def in_keys(self) -> list[NestedKey]:
         """What `forward` reads, in the order of its positional arguments."""
-        keys: list[Any] = [*self.actor_network.in_keys, self.tensor_keys.action]
-        keys += [self.tensor_keys.sample_log_prob] if self._reads_actions else []
+        keys: list[Any] = [*self.actor_network.in_keys, *LogProbKeys(self.tensor_keys.action).keys]
+        keys += LogProbKeys(self.tensor_keys.sample_log_prob).keys if self._reads_actions else []
         keys += [self.tensor_keys.sampler_log_prob] if self.sampler_weights else []
         keys += [("next", self.tensor_keys.done)] if self._reads_trajectories else []
         keys += [] if self.loss is None else self.loss.in_keys  # which may be the same
@@ -259,6 +281,12 @@ class KLPenaltyLoss(LossModule):
     def out_keys(self) -> list[NestedKey]:
         """What `forward` writes."""
         return ["loss_kl", "kl", "kl_coeff", *([] if self.loss is None else self.loss.out_keys)]
+
+    @property
+    def _named_keys(self) -> ResolvedKeys:
+        """Of what says which steps count."""
+        keys = self.tensor_keys
+        return KLKeys(log_prob=keys.sample_log_prob, done=keys.done).resolve()
 
     @property
     def critic_network(self) -> nn.Module:
@@ -283,8 +311,8 @@ class KLPenaltyLoss(LossModule):
             refuse_penalized(tensordict, self.tensor_keys.kl_coeff)
         steps, value, kl = self._terms(tensordict)
         coeff = coeff.to(value, copy=True)  # of now: autograd keeps it until `backward`
-        loss_kl = reduce_steps(coeff * value, steps.mask, self.reduction)
-        kl = reduce_steps(kl, steps.mask, "mean")
+        loss_kl = reduce_steps(coeff * value, steps.acts, self.reduction)
+        kl = reduce_steps(kl, steps.acts, "mean")
         out = TensorDict(loss_kl=loss_kl, kl=kl, kl_coeff=coeff.detach().clone())
         if self.loss is None:
             return out
@@ -326,22 +354,37 @@ class KLPenaltyLoss(LossModule):
         )
         if steps.share < FEWEST:
             reading = reading._replace(values=None, rewards=None)
+        elif self.controller.per == "step" and reading.rewards is None and steps.acts is not None:
+            # The mean over those who act, of whom a step may have any number.
+            acting = steps.acts.unsqueeze(-1).flatten(tensordict.batch_dims)  # (*B, agents)
+            n_acting = acting.sum(-1)
+            means = kl * acting.shape[-1] / n_acting.clamp_min(1)
+            values = means.flatten().repeat_interleave(n_acting.flatten())
+            reading = reading._replace(values=None if reading.values is None else values)
         self.feed.plan(self.controller, reading)
         self.feed.learn(self.controller, reading)
         return self.controller.coeff.item()
 
-    def _rewards(self, tensordict: TensorDictBase, steps: Steps) -> tuple[Tensor, Tensor]:
-        """What is planned from, and log-ratios of the actions to the reference, (*B, 1) each."""
+    def _rewards(
+        self, tensordict: TensorDictBase, steps: Steps
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """What is planned from, and log-ratios of the actions to the reference, (*B, 1) each.
+
+        None where there is no such reward, and the coefficient does not wait for one.
+        """
         key = unravel_key(("next", self.tensor_keys.reward))
         fix = "the coefficient is planned from it; name it with `set_keys(reward=...)`."
-        reward, shape = self._outcomes(tensordict, steps.mask), (*steps.batch_size, 1)
-        if reward is None:
+        reward, shape = self._outcomes(tensordict, steps.mask), (*tensordict.batch_size, 1)
+        if reward is None and self.controller.planning:
             reward = get_required(tensordict, key, fix)
+        reward = tensordict.get(key, None) if reward is None else reward
+        if not self.controller.planning and (reward is None or reward.shape != shape):
+            return None, None
         if reward.shape != shape:
             got = f"got {tuple(reward.shape)}: use a controller that does not plan"
             raise ValueError(f"a reward that is planned from must have shape {shape}, {got}.")
         drawn = steps.drawn or self._drawn(tensordict, steps)
-        ref_log_prob = steps.summed(log_prob_of(steps.reference, drawn.action))
+        ref_log_prob = steps.log_prob_of(steps.reference)
         return reward, (drawn.recorded - ref_log_prob).unsqueeze(-1)
 
     def _outcomes(self, tensordict: TensorDictBase, mask: Tensor | None) -> Tensor | None:
@@ -359,12 +402,16 @@ class KLPenaltyLoss(LossModule):
 
     def _terms(self, tensordict: TensorDictBase) -> tuple[Steps, Tensor, Tensor]:
         """The steps; what is minimised, before the coefficient, and the measured KL, (*B) each."""
-        key, mask = self.tensor_keys.sample_log_prob, read_mask(tensordict, self.loss_mask_key)
-        if mask is not None:
+        acts = read_mask(tensordict, self._named_keys, self.loss_mask_key)
+        mask = batches.of_values(acts, (*tensordict.batch_size, 1))
+        actions = LogProbKeys(self.tensor_keys.action)
+        log_probs = LogProbKeys(self.tensor_keys.sample_log_prob)
+        if acts is not None:
             read = [*self.actor_network.in_keys, *self.reference.own_state_keys]
-            read += [self.tensor_keys.action, key, self.tensor_keys.sampler_log_prob]
-            tensordict = finite_padding(tensordict, mask, read)
-        steps = Steps(*self._distributions(tensordict), tensordict.batch_size, mask)
+            read += [*actions.keys, *log_probs.keys, self.tensor_keys.sampler_log_prob]
+            tensordict = finite_padding(tensordict, acts, read)
+        dists, action = self._distributions(tensordict), self.tensor_keys.action
+        steps = Steps(*dists, tensordict, action, mask, acts)
         if self._reads_actions:
             steps = steps._replace(drawn=self._drawn(tensordict, steps))
         value, kl = steps.terms(self.gradient, self.weights)
@@ -382,21 +429,21 @@ class KLPenaltyLoss(LossModule):
             value = torch.zeros_like(kl).requires_grad_()
             numbers = {"kl": kl.masked_fill(kl == torch.inf, 0.0)}
         if steps.drawn is not None:
-            recorded |= {key: steps.drawn.recorded, "log_prob": steps.drawn.log_prob}
+            recorded |= {log_probs.name: steps.drawn.recorded, "log_prob": steps.drawn.log_prob}
         check_finite(type(self).__name__, recorded | numbers, mask)
         # With agents they are sums over them.
-        agents = holder_batch_size(tensordict, self.tensor_keys.action)[tensordict.batch_dims :]
+        agents = actions.batch_size(tensordict)[tensordict.batch_dims :]
         return steps, value / agents.numel(), kl.detach() / agents.numel()
 
     def _drawn(self, tensordict: TensorDictBase, steps: Steps) -> Drawn:
         refuse_own_log_prob(self.actor_network)
-        action = get_required(tensordict, self.tensor_keys.action, "name it with `set_keys`.")
-        recorded = get_required(tensordict, self.tensor_keys.sample_log_prob, RECORD_LOG_PROB)
-        log_prob, ends = steps.summed(steps.policy.log_prob(action)), None
+        keys = LogProbKeys(self.tensor_keys.sample_log_prob).keys
+        recorded = [get_required(tensordict, key, _NO_LOG_PROB).detach() for key in keys]
+        log_prob, ends = steps.log_prob_of(steps.policy), None
         if self._reads_trajectories:
             done_key = unravel_key(("next", self.tensor_keys.done))
             ends = find_last_steps(tensordict, steps.mask, done_key, self.actor_network.in_keys)
-        return Drawn(action, log_prob, steps.summed(recorded.detach()), ends)
+        return Drawn(log_prob, steps.summed(*recorded), ends)
 
     def _distributions(self, tensordict: TensorDictBase) -> tuple[Distribution, Distribution]:
         timed = find_time_dim(tensordict, self.time_dim) is not None
@@ -419,7 +466,8 @@ class KLPenaltyLoss(LossModule):
         return policy, reference
 
 
-_NO_SAMPLER = "`sampler_weights` reads it, and `rescore` or ResponseKLTransform keeps it."
+_NO_LOG_PROB = RECORD_LOG_PROB.replace("KLKeys(log_prob=", "set_keys(sample_log_prob=")
+_NO_SAMPLER = "`rescore` writes it, and `set_keys(sampler_log_prob=...)` names it."
 
 
 def check_options(gradient: str, weights: str, reduction: str) -> None:
@@ -436,29 +484,35 @@ def check_options(gradient: str, weights: str, reduction: str) -> None:
 
 
 def reduce_steps(values: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
-    """Over the steps that count; `values` are 0 elsewhere."""
+    """Over the steps (*B) that count; `values` are 0 elsewhere. `mask`: (*B), or (*B, *A)."""
     if reduction == "none":
         return values
-    count = max(values.numel(), 1) if mask is None else mask.sum().clamp_min(1)
+    count: Any = max(values.numel(), 1)
+    if mask is not None:  # where half of the agents act, half a step
+        count = mask.sum().clamp_min(1) * (count / max(mask.numel(), 1))
     return values.sum() if reduction == "sum" else values.sum() / count
 
 
-def read_mask(tensordict: TensorDictBase, key: NestedKey | None) -> Tensor | None:
-    """True where a step counts, (*B); None where all do. `key`: a LossModule's `loss_mask_key`."""
+def read_mask(
+    tensordict: TensorDictBase, keys: ResolvedKeys, key: NestedKey | None
+) -> Tensor | None:
+    """`batches.counted`, (*B, *A). `key`: a LossModule's `loss_mask_key`."""
     key = batches.MASK_KEY if key == "auto" else key
     mask = None if key is None else tensordict.get(key, None)
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"the mask {key!r} must be boolean, got {mask.dtype}: use `.bool()`.")
-    return None if mask is None else expand_right(mask, tensordict.batch_size)
+    return batches.counted(tensordict, keys, mask_key=key)
 
 
 def finite_padding(data: TensorDictBase, mask: Tensor, keys: list[NestedKey]) -> TensorDictBase:
-    """A shallow copy with 0 for NaN and inf on padding."""
+    """A shallow copy with 0 for NaN and inf on padding; `mask`: (*B, *A)."""
+    rows = cast(Tensor, batches.of_values(mask, (*data.batch_size, 1)))
     data = data.copy()  # there, NaN times a gradient of 0 would be NaN
     for key in batches.leaf_keys(data, keys):
         value = data.get(key, None)
         if isinstance(value, Tensor) and value.is_floating_point():
-            valid = expand_right(mask, value.shape) | value.isfinite()
+            counts = mask if value.shape[: mask.ndim] == mask.shape else rows
+            valid = expand_right(counts, value.shape) | value.isfinite()
             data.set(key, torch.where(valid, value, 0.0))
     return data
 

@@ -37,8 +37,10 @@ class RewardAdjustmentTransform(PenaltyTransform):
     Keys:
         reads ("next", "reward"), ("next", "kl") and, if present, ("next", "kl_estimate"), which is
         then what the controller is fed; all of one shape; done flags and, on batches, ("collector",
-        "traj_ids"), without which trajectories do not go on from one batch to the next; and
-        ("next", "not_drawn"), if present.
+        "traj_ids"), without which trajectories do not go on from one batch to the next; and, if
+        present, ("next", "not_drawn") and what says who acts: ("collector", "mask"), the flags
+        before the step, ("agents", "mask") of turn-based envs, and "autoreset", which the stack
+        writes in a vectorized Gymnasium env that ignores the action of the step after an end.
         writes ("next", "reward"), ("next", "task_reward"), ("next", "kl_coeff") and, unless a batch
         has no time dimension, ("next", "episode_kl"): the sum over the trajectory so far of what
         the controller is fed, at least float32.
@@ -50,7 +52,8 @@ class RewardAdjustmentTransform(PenaltyTransform):
         controller, update_every, keys, time_dim: as for KLConstrainedTransform.
 
     Raises:
-        TypeError: if `controller` is neither a KLController nor a number.
+        TypeError: if `controller` is neither a KLController nor a number, or the reward is not
+            floating point, or in an env half precision; on a batch that becomes float32.
         KeyError: if the reward, the KL or, on a batch, "next" is missing.
         ValueError: if `update_every` is less than 1, KL and reward differ in shape, or one of them
             is not finite. With a coefficient of 0, an infinite KL is only measured.
@@ -90,12 +93,6 @@ class RewardAdjustmentTransform(PenaltyTransform):
         self.refuse_penalized(following, "the batch")
         mask = without_random(following, self.keys, counted_steps(batch, self.keys, fake))
         self.adjust_batch(batch, self.read_step(following, mask), moves=moves)
-
-    def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Adds the running sum to the state spec."""
-        kl = require_spec(self.parent_env.full_observation_spec, self.keys.kl, NO_KL)
-        self.declare_episode_kl(input_spec, kl.dtype)
-        return input_spec
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the task reward, the coefficient and the running sum."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, unravel_key
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import Binary, Composite, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
@@ -16,7 +16,6 @@ from torchrl.envs.transforms import Transform
 from typing_extensions import Self
 
 from torchrl_kl._torchrl import container_of
-from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.batches import expand_right
 from torchrl_kl.keys import (
     MissingKeyError,
@@ -26,16 +25,17 @@ from torchrl_kl.keys import (
     get_stored,
     sibling,
 )
-from torchrl_kl.transforms.placement import later_siblings, refuse_wrong_order
+from torchrl_kl.transforms.placement import later_siblings, recorded_keys, refuse_wrong_order
 
 
 class KLTransform(Transform):
     """Base of the transforms: they work in `_step` or on a batch, and do not change their input."""
 
     keys: ResolvedKeys
-    action_keys: Sequence[NestedKey] = ()  # actions that must reach it as the policy wrote them
+    record = True  # whether it writes more than its result
     needs_ends = False  # whether it has to see where trajectories end
     _home: Any = None  # a weak reference to its env
+    _was_reset = False  # and has not been stepped since
 
     @property
     def parent_env(self) -> EnvBase:
@@ -50,11 +50,6 @@ class KLTransform(Transform):
         while container is not None and not isinstance(container, EnvBase):
             container = container_of(cast(Transform, container))
         return container
-
-    @property
-    def in_env(self) -> bool:
-        """Whether the transform is attached to an env."""
-        return self.env is not None
 
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses a second env, even inside a Compose, where TorchRL would allow it."""
@@ -112,6 +107,27 @@ class KLTransform(Transform):
         """A whole batch that a replay buffer is extended with (`append_transform(invert=True)`)."""
         return self._process(next_tensordict, moves=True)
 
+    def carried(self) -> list[NestedKey]:
+        """The entries that go on from step to step."""
+        own = (self.keys.not_drawn, self.keys.episode_kl, self.keys.episode_sums)
+        return [key for key in own if key in self.out_keys]
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Writes zeros over what steps before this one recorded; only in an env."""
+        if self.env is None:  # a replay buffer calls this too
+            return tensordict
+        # Of a step that is skipped (`ConditionalSkip`), TorchRL records what is here: no penalty.
+        keys = set(self.out_keys)
+        random = tensordict.get(self.keys.not_drawn, None)
+        # After a reset, what random steps of the reset itself (`NoopResetEnv`) left goes, too.
+        if not vars(self).pop("_was_reset", False) or random is None or not random.any():
+            keys.difference_update(self.carried())
+        for key in keys:
+            value = tensordict.get(key, None)
+            if value is not None:
+                tensordict.set(key, torch.zeros_like(value))
+        return tensordict
+
     def _reset(self, tensordict, tensordict_reset):
         """Writes zeros for the declared entries; TorchRL masks them in partial resets."""
         env = cast(EnvBase, self.env)
@@ -121,6 +137,8 @@ class KLTransform(Transform):
         for key in self.out_keys:
             if key in spec.keys(True, True):
                 tensordict_reset.set(key, spec[key].zero(leading))
+        rows = (mask for key, mask in tensordict.items(True, True) if as_tuple(key)[-1] == "_reset")
+        vars(self)["_was_reset"] = all(mask.all() for mask in rows)
         return tensordict_reset
 
     def _reset_on_native_autoreset(self, tensordict, tensordict_reset):
@@ -134,6 +152,17 @@ class KLTransform(Transform):
                 tensordict_reset.set(key, zeroed)
         return tensordict_reset
 
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Adds the entries that go on from step to step to the state spec."""
+        # Batched envs carry only actions and what is in the state spec to their workers.
+        before = self.parent_env.full_observation_spec.clone()
+        declared: Any = self.transform_observation_spec(before)
+        for key in self.carried():
+            leaf = declared[key]
+            holder = declared[as_tuple(key)[:-1]] if isinstance(key, tuple) else declared
+            add_spec(state_spec(input_spec), key, leaf.shape, leaf.dtype, holder.shape)
+        return input_spec
+
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """Refuses an env in which later transforms undo this one."""
         # Here and not in `__init__` alone: transforms can be appended at any time.
@@ -143,7 +172,7 @@ class KLTransform(Transform):
     def drop_record(self, tensordict: TensorDictBase) -> None:
         """Drops from a measured batch what the policy recorded for this estimate alone."""
         # Logits (*B, V) would fill a replay buffer. The last transform that reads them drops them.
-        own, *later = (_read_keys(each) for each in (self, *later_siblings(self)))
+        own, *later = (recorded_keys(each) for each in (self, *later_siblings(self)))
         for key in own.difference(*later):
             tensordict.pop(key, None)
 
@@ -156,22 +185,11 @@ class KLTransform(Transform):
                 "reference of its own."
             )
 
-    def declare_states(self, spec: Composite, reference: FrozenActor) -> None:
-        """Adds the recurrent state of a reference to an observation or state spec."""
-        batch_size = self.parent_env.batch_size
-        for key, leaf in reference.state_specs().items():
-            add_spec(spec, key, (*batch_size, *leaf.shape), leaf.dtype, batch_size)
-
     def log_prob_shape(self) -> torch.Size:
         """The batch shape, in the env, of the tensordict that holds the action."""
         path, spec = self.keys.recorded.branch, self.parent_env.full_action_spec
-        return spec[path].shape if path and path in spec.keys(True) else self.parent_env.batch_size
-
-
-def _read_keys(transform: Transform) -> set[NestedKey]:
-    """What the estimate of a transform, if it has one, reads of what the policy recorded."""
-    estimate = getattr(transform, "estimate", None)
-    return set() if estimate is None else {*map(unravel_key, estimate.policy_keys)}
+        holder = spec[path] if path and path in spec.keys(True) else None  # or an action
+        return holder.shape if isinstance(holder, Composite) else self.parent_env.batch_size
 
 
 def add_spec(

@@ -12,6 +12,7 @@ from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.reading import require_recording
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import counted, expand_right
+from torchrl_kl.functional.numbers import working_dtype
 from torchrl_kl.keys import KLKeys, as_keys, get_required
 from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec
 from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate, require_one_kind
@@ -43,7 +44,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
     Raises:
         TypeError: if `actor` has no distribution, or `reference` has another type than allowed.
         ValueError: if `actor` has uninitialised weights or records no log-prob, or the estimator is
-            unknown, or "exact" and `reference` has another kind of distribution.
+            unknown, or "exact" and `reference` has another kind of distribution; if policy or
+            reference has no density, or the bounds of a TanhNormal of the reference are narrower.
         KeyError: if the policy ran but did not record its log-prob, or its top k.
         RuntimeError: on a batch, if the reference is recurrent and its state is unknown.
 
@@ -79,7 +81,6 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         )
         self.reference, self.time_dim = frozen, time_dim
         self.acting = Acting.of(actor, frozen.recorded)
-        self.action_keys = frozen.action_keys
         self.estimate = make_estimate(estimator, frozen.actor, self.keys)
         if estimator == "exact":  # of KLDivergenceTransform, which knows only one actor
             require_one_kind(actor, frozen.actor)
@@ -207,7 +208,7 @@ class KLDivergenceTransform(KLTransform):
         self.claim(observation_spec, self.out_keys)
         shape = self.parent_env.batch_size if self.sum_agents else ref.shape
         for key in self.out_keys:
-            add_spec(observation_spec, key, (*shape, 1), ref.dtype, shape)
+            add_spec(observation_spec, key, (*shape, 1), working_dtype(ref.dtype), shape)
         return observation_spec
 
 

@@ -17,17 +17,12 @@ from typing_extensions import Self
 from torchrl_kl.batches import counted, expand_right, find_ends, of_values, was_done
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller, is_constant
 from torchrl_kl.feeding import ControllerFeed, Reading
-from torchrl_kl.functional.numbers import check_finite, working_dtype
+from torchrl_kl.functional.numbers import check_finite, widened, working_dtype
 from torchrl_kl.keys import ResolvedKeys, get_required, sibling
-from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec, state_spec
+from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec
 from torchrl_kl.transforms.estimates import KLStep
 from torchrl_kl.transforms.placement import refuse_sums
-from torchrl_kl.transforms.steps import (
-    check_reward,
-    check_reward_shape,
-    penalize,
-    without_random,
-)
+from torchrl_kl.transforms.steps import check_reward, penalize, without_random
 
 
 class PenaltyTransform(KLTransform):
@@ -35,7 +30,6 @@ class PenaltyTransform(KLTransform):
 
     observed: Sequence[NestedKey] | None = None  # they show whether steps follow one another
     state_lengths: Mapping[NestedKey, NestedKey] = {"tokens": "position"}
-    record = True  # whether it writes more than the result and the coefficient
 
     def __init__(
         self,
@@ -90,7 +84,7 @@ class PenaltyTransform(KLTransform):
     def _check(self, step: KLStep, reward: Tensor) -> None:
         """Refuses wrong shapes and invalid numbers, before anything changes."""
         kl = cast(Tensor, step.kl)
-        check_reward(kl, reward, self.keys.reward)
+        check_reward(kl.shape, reward, self.keys.reward)
         # At first all at once, in a few microseconds.
         total = kl.detach().sum() + reward.detach().sum()
         total = total if step.estimate is None else total + step.estimate.detach().sum()
@@ -109,9 +103,10 @@ class PenaltyTransform(KLTransform):
         check_finite(type(self).__name__, entries | {self.keys.reward: reward}, step.mask)
 
     def _penalize(self, next_tensordict: TensorDictBase, step: KLStep, reward: Tensor) -> None:
-        # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1).
-        kl, coeff = cast(Tensor, step.kl), self.controller.coeff
-        penalized, applied = penalize(kl, reward, coeff, self.keys.reward)
+        # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1). In half
+        # precision the reward would swallow a penalty of less than its last digit.
+        reward = widened(reward)
+        penalized, applied = penalize(cast(Tensor, step.kl), reward, self.controller.coeff)
         next_tensordict.set(self.keys.penalized, penalized)
         next_tensordict.set(self.keys.kl_coeff, applied)
         if self.record:
@@ -128,7 +123,7 @@ class PenaltyTransform(KLTransform):
         if not self.record:
             return
         # The sum is an entry of the data, so that TorchRL sets it to zero in partial resets.
-        measured = step.measured.detach().to(working_dtype(step.measured.dtype))
+        measured = widened(step.measured.detach())
         episode_kl = get_required(tensordict, self.keys.episode_kl, _NO_SUM) + measured
         next_tensordict.set(self.keys.episode_kl, episode_kl)
         columns = (reward.detach().to(measured), cast(Tensor, step.kl).detach().to(measured))
@@ -166,7 +161,7 @@ class PenaltyTransform(KLTransform):
             mask, before = None, was_done(tensordict, self.keys)
             taken = find_ends(next_tensordict, self.keys.done, shape)
             if before is not None:
-                taken = taken & ~expand_right(of_values(before, shape), shape)
+                taken = taken & ~expand_right(cast(Tensor, of_values(before, shape)), shape)
         if not taken.any():  # as in most steps
             return taken
         mask = of_values(without_random(next_tensordict, self.keys, mask), shape)
@@ -250,7 +245,7 @@ class PenaltyTransform(KLTransform):
         """Adds what the penalty records; ValueError if KL and reward differ in shape."""
         rewards = self.parent_env.full_reward_spec
         reward = require_spec(rewards, self.keys.reward, _NO_REWARD, "reward")
-        check_reward_shape(kl_shape, reward.shape, self.keys.reward)
+        check_reward(kl_shape, reward, self.keys.reward, in_env=True)
         # Entries like the reward. They are in the observation spec, not in the reward spec, where
         # a RewardSum without arguments would sum them too.
         new = {self.keys.kl_coeff, self.keys.penalized} - {self.keys.reward}
@@ -260,20 +255,10 @@ class PenaltyTransform(KLTransform):
         for key in sorted(new, key=str):
             add_spec(spec, key, reward.shape, reward.dtype, reward.shape[:-1])
         if self.record:
-            self._declare_sums(spec, kl_shape, dtype)
-
-    def _declare_sums(self, spec: Composite, shape: torch.Size, dtype: torch.dtype) -> None:
-        add_spec(spec, self.keys.episode_kl, shape, working_dtype(dtype), shape[:-1])
-        if self._plans:
-            size = (*shape[:-1], 2)
-            add_spec(spec, self.keys.episode_sums, size, working_dtype(dtype), shape[:-1])
-
-    def declare_episode_kl(self, input_spec: Composite, dtype: torch.dtype) -> None:
-        """Adds the running sum to the state spec, so that batched envs carry it."""
-        if self.record:
-            rewards = self.parent_env.full_reward_spec
-            shape = require_spec(rewards, self.keys.reward, _NO_REWARD, "reward").shape
-            self._declare_sums(state_spec(input_spec), shape, dtype)
+            holder, dtype = kl_shape[:-1], working_dtype(dtype)
+            add_spec(spec, self.keys.episode_kl, kl_shape, dtype, holder)
+            if self._plans:
+                add_spec(spec, self.keys.episode_sums, (*holder, 2), dtype, holder)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """The penalized reward has no bounds."""
@@ -284,7 +269,7 @@ class PenaltyTransform(KLTransform):
 
 
 NO_KL = "put KLDivergenceTransform before this transform, or name its entry with `KLKeys(kl=...)`."
-_NO_REWARD = "name the reward to penalize: `KLKeys(reward=...)`."
+_NO_REWARD = "name the reward to penalize: `KLKeys(reward=...)`, or KLRewardTransform's `in_keys`."
 _NO_SUM = (
     "the running sum is carried from step to step. Reset the env first, and let no later transform "
     "drop or rename that entry."

@@ -5,24 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.envs import transforms as tr
 from torchrl.envs.transforms import Compose, Transform
 
-from torchrl_kl._torchrl import container_of, declared_keys
+from torchrl_kl._torchrl import HOOKS, container_of, declared_keys
 from torchrl_kl.keys import as_tuple
+
+# The keys of TorchRL's other transforms say what they change.
+_FREE = (
+    tr.BatchSizeTransform,
+    tr.ConditionalPolicySwitch,
+    tr.FrameSkipTransform,
+    tr.MacroPrimitiveTransform,
+    tr.MultiAction,
+    tr.RayTransform,
+    tr.VIPRewardTransform,
+    tr.VecGymEnvTransform,
+)
 
 
 def refuse_wrong_order(transform: Any, own_class: type[Transform]) -> None:
     """RuntimeError if a transform after it, in its Compose or those around it, undoes its work."""
     for later in later_siblings(transform):
-        reason = None
-        # This package's own transforms keep the entries of the others, casts keep their values.
-        if not isinstance(later, (own_class, tr.DTypeCastTransform, tr.DeviceCastTransform)):
-            reason = _interference(later, set(transform.out_keys), set(transform.action_keys))
-        if reason is None and transform.needs_ends and _ends_trajectories(later):
-            reason = "ends trajectories that the controller would never be told of"
-        if reason is not None:
+        # This package's own transforms keep the entries of the others.
+        if not isinstance(later, own_class) and (reason := _interference(later, transform)):
             names = f"{type(later).__name__} comes after {type(transform).__name__}"
             raise RuntimeError(f"{names} and {reason}. Put it before the KL transforms.")
 
@@ -41,8 +49,9 @@ def refuse_sums(tensordict: TensorDictBase) -> None:
         raise RuntimeError(
             "the batch has 'steps_to_next_obs' above 1: its rewards are sums of several steps, of "
             "which the KL of the first one alone would be subtracted. Use MultiStep after the KL "
-            "transforms: on the batches that a collector returns, or in a replay buffer to which "
-            "the stack is appended last, with `invert=True`."
+            "transforms, with their entries among its `done_keys`, which it leaves alone: on the "
+            "batches of a collector, or in a replay buffer to which the stack is appended last, "
+            "with `invert=True`."
         )
 
 
@@ -54,33 +63,55 @@ def later_siblings(transform: Transform) -> Iterator[Transform]:
         siblings = list(container.transforms)
         here = next((i for i, one in enumerate(siblings) if one is transform), len(siblings))
         parts = (part for one in siblings[here + 1 :] for part in one.modules())
-        yield from (p for p in parts if isinstance(p, Transform) and not isinstance(p, Compose))
+        yield from (p for p in parts if isinstance(p, Transform) and type(p) is not Compose)
         transform, container = container, container_of(container)
 
 
-def _interference(later: Transform, written: set[NestedKey], actions: set[NestedKey]) -> str | None:
-    """How a later transform undoes the work of one of this package; None if it does not."""
-    # Not by the public properties, some of which need an env.
-    out_keys, in_keys_inv, out_keys_inv = declared_keys(later)
+def recorded_keys(transform: Transform) -> set[NestedKey]:
+    """What the estimate of a transform, if it has one, reads of what the policy recorded."""
+    estimate = getattr(transform, "estimate", None)
+    return set() if estimate is None else {*map(unravel_key, estimate.policy_keys)}
+
+
+def _interference(later: Any, transform: Any) -> str | None:
+    """How a later transform undoes, or could undo, the work of this one; None if it does not."""
+    own, (written, changed) = {*transform.out_keys}, declared_keys(later)
+    read = own.union(transform.in_keys, transform.keys.recorded.keys, recorded_keys(transform))
+    if type(later) in (tr.DTypeCastTransform, tr.DoubleToFloat):  # they keep what they do not round
+        inner, outer, wide = later.dtype_in, later.dtype_out, (torch.float32, torch.float64)
+        written = set() if outer in wide else written
+        changed = set() if inner in wide or not outer.is_floating_point else changed
+    if isinstance(later, (tr.RenameTransform, tr.MeanActionSelector)):  # which take entries away
+        changed.update(later.out_keys_inv)
     # On batches it names entries under "next", where an env's transforms leave that out.
-    if spoiled := {_without_next(key) for key in out_keys} & written:
+    if spoiled := {_without_next(key) for key in written} & own:
         return (
             f"rewrites {_listed(spoiled)}: the record would no longer say what was subtracted (or "
             "let it write to other keys)"
         )
-    if changed := in_keys_inv & out_keys_inv & actions:
+    if replaced := changed & read:
         return (
-            f"turns {_listed(changed)} into the env's action before the reference sees it, which "
-            "would score another action"
+            f"changes {_listed(replaced)} on the way into the env, before the reference sees it, "
+            "which would score another action or another state"
         )
     # Without `in_keys` it takes every entry of the observation spec, and they are among these.
     if isinstance(later, tr.CatTensors) and not later.in_keys:
-        return f"would make {_listed(written)} part of the observation (or name its `in_keys`)"
-    if isinstance(later, (tr.FrameSkipTransform, tr.MultiAction)):
-        return "steps the env several times for one action: the penalty would be repeated"
-    if isinstance(later, tr.ConditionalPolicySwitch):
-        return "lets another policy step the env, whose actions would be scored and penalized, too"
+        return f"would make {_listed(own)} part of the observation (or name its `in_keys`)"
+    ends = {as_tuple(key)[-1] for key in written} & {"done", "terminated", "truncated"}
+    if transform.needs_ends and (ends or _ends_trajectories(later)):
+        return "ends trajectories that the controller would never be told of"
+    if transform.env is not None and _may_do_anything(later):
+        return (
+            "may change more than its keys say: rewards, actions, what the policy reads, or how "
+            "often the env steps (one that overrides `_apply_transform` alone may come later)"
+        )
     return None
+
+
+def _may_do_anything(later: Transform) -> bool:
+    owners = (next(c for c in type(later).__mro__ if hook in vars(c)) for hook in HOOKS)
+    known = all(getattr(tr, owner.__name__, None) is owner for owner in owners)
+    return not known or isinstance(later, _FREE)
 
 
 def _ends_trajectories(later: Transform) -> bool:

@@ -96,7 +96,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         self.reference, self.sum_agents = frozen, sum_agents
         self.acting = Acting.of(actor, frozen.recorded)
         self.estimate = make_estimate(estimator, actor, resolved, frozen.actor)
-        self.action_keys, self.observed = frozen.action_keys, frozen.in_keys
+        self.observed = frozen.in_keys
         self.state_lengths = state_lengths(actor)
         if reference is None:
             self.watch_first_use(actor)
@@ -127,11 +127,6 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         values = (step.ref_log_prob, step.kl, step.estimate)
         for key, value in zip(self._written, values, strict=False):
             next_tensordict.set(key, value)
-
-    def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Adds the reference's recurrent state and the running sum to the state spec."""
-        self.declare_episode_kl(input_spec, self.reference.dtype)
-        return super().transform_input_spec(input_spec)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds all entries but the reward."""

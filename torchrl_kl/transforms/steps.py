@@ -10,13 +10,14 @@ from typing import Any, cast
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
-from torchrl.data import Composite
-from torchrl.envs import EnvBase
+from torchrl.data import Composite, TensorSpec
+from torchrl.envs import EnvBase, GymWrapper, TransformedEnv
 
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
-from torchrl_kl.batches import counted, expand_right, find_time_dim, of_values
+from torchrl_kl.batches import AUTORESET_KEY, counted, expand_right, find_time_dim, of_values
 from torchrl_kl.functional.estimators import kl_k1
+from torchrl_kl.functional.numbers import widened, working_dtype
 from torchrl_kl.keys import (
     RECORD_LOG_PROB,
     MissingKeyError,
@@ -24,7 +25,7 @@ from torchrl_kl.keys import (
     as_tuple,
     existing_keys,
 )
-from torchrl_kl.transforms.base import KLTransform, add_spec, state_spec
+from torchrl_kl.transforms.base import KLTransform, add_spec
 from torchrl_kl.transforms.estimates import Estimate, KLStep
 
 _FIRST_STEPS = 32  # of an env, over which the first KL is averaged; else of the first batch
@@ -122,7 +123,7 @@ def measure(
     """Adds k1 and the estimate; both are 0 outside the mask and where no policy ran."""
     ref_log_prob: Any = step.ref_log_prob
     if step.log_prob is None:
-        values = [torch.zeros_like(ref_log_prob)] * (1 if estimate is None else 2)
+        values = [widened(torch.zeros_like(ref_log_prob))] * (1 if estimate is None else 2)
     else:
         log_prob = step.log_prob.detach()
         mask = None if step.mask is None else expand_right(step.mask, log_prob.shape)
@@ -137,9 +138,8 @@ def measure(
     return step._replace(kl=kl, estimate=estimates[0] if estimates else None)
 
 
-def penalize(kl: Tensor, reward: Tensor, coeff: Tensor, key: NestedKey) -> tuple[Tensor, Tensor]:
+def penalize(kl: Tensor, reward: Tensor, coeff: Tensor) -> tuple[Tensor, Tensor]:
     """The penalized reward `reward - coeff * kl`, and the coefficient of each entry."""
-    check_reward(kl, reward, key)
     # `coeff` is 0-dim float64; the product is taken in the reward's dtype.
     applied = torch.empty_like(reward).copy_(coeff)
     penalized = torch.addcmul(reward, applied, kl.to(reward.dtype), value=-1)
@@ -147,23 +147,28 @@ def penalize(kl: Tensor, reward: Tensor, coeff: Tensor, key: NestedKey) -> tuple
     return torch.where(applied.bool(), penalized, reward), applied
 
 
-def check_reward(kl: Tensor, reward: Tensor, key: NestedKey) -> None:
-    """ValueError or TypeError for a reward that no KL can be subtracted from."""
-    check_reward_shape(kl.shape, reward.shape, key)
-    if not reward.is_floating_point():
-        raise TypeError(
-            f"{key!r} must be floating point, got {reward.dtype}: the coefficient would be "
-            "rounded to an integer. Cast the reward before the penalty."
-        )
-
-
-def check_reward_shape(kl: torch.Size, reward: torch.Size, reward_key: NestedKey) -> None:
-    """ValueError unless KL and reward have the same shape."""
-    if kl != reward:
+def check_reward(
+    kl: torch.Size, reward: Tensor | TensorSpec, key: NestedKey, *, in_env: bool = False
+) -> None:
+    """ValueError or TypeError for a reward that no KL of shape `kl` can be subtracted from."""
+    shape = reward.shape
+    if kl != shape:
+        n, fix = len(shape) - 1, ""
+        if shape[n:] == (1,) and kl[:n] == shape[:n] and kl.numel() > shape.numel():
+            fix = "sum it over agents for a shared reward (`sum_agents=True`), and "
         raise ValueError(
-            f"the KL and {reward_key!r} must have the same shape, got {tuple(kl)} and "
-            f"{tuple(reward)}: the KL would be broadcast; sum it over agents for a shared reward "
-            "(`sum_agents=True`), and give the reward one trailing dimension, of size 1."
+            f"the KL and {key!r} must have the same shape, got {tuple(kl)} and {tuple(shape)}: the "
+            f"KL would be broadcast; {fix}give the reward of an action one trailing dimension, of "
+            "size 1 (the sum, before the KL transforms, if the action takes several steps of the "
+            "env)."
+        )
+    dtype = cast(torch.dtype, reward.dtype)
+    # A batch's reward becomes float32; the spec of an env says what it is.
+    if not dtype.is_floating_point or (in_env and working_dtype(dtype) != dtype):
+        raise TypeError(
+            f"{key!r} must be floating point, in an env float32 or float64, got {dtype}: the "
+            "penalty would be rounded away. Cast the reward before the penalty, in an env with "
+            f"DTypeCastTransform({dtype}, torch.float32, in_keys=[{key!r}])."
         )
 
 
@@ -208,45 +213,14 @@ def _warn_of_random_steps(random: Tensor) -> None:
     )
 
 
-class FirstUse:
-    """Warns if the weights of a policy have changed between the copy and its first use."""
+class _UnsavedPolicy(weakref.ref):
+    """A policy that is not saved, moved or copied with a transform; nothing in other processes."""
 
-    def __init__(self, policy: nn.Module):
-        # The policy must not be saved, moved or copied with a transform, whose copies share this.
-        self._policy: Any = weakref.ref(policy)
-        self._k1, self._count = 0.0, 0
-
-    def __deepcopy__(self, memo: dict) -> FirstUse:
+    def __deepcopy__(self, memo: dict) -> _UnsavedPolicy:
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        # In another process nobody knows the policy.
-        return vars(self) | {"_policy": None}
-
-    def forget(self) -> None:
-        """Expects any weights from now on."""
-        self._policy = None
-
-    def check(self, k1: Tensor, reference: nn.Module, *, enough: int) -> bool:
-        """Adds k1 of the first steps, (N,); whether they were `enough`, and nothing is to do."""
-        self._k1 += float(k1.detach().sum())
-        self._count += k1.numel()
-        if self._count < enough:
-            return False
-        policy = self._policy and self._policy()
-        self._policy = None
-        if policy is None or self._k1 < _HUGE * self._count:
-            return True
-        pairs = zip(policy.parameters(), reference.parameters(), strict=False)
-        if not all(torch.equal(own.detach().to(other), other.detach()) for own, other in pairs):
-            warnings.warn(
-                f"the first {self._count} steps have a KL of {self._k1 / self._count:.2g} nats per "
-                "step, although the reference is a copy of the policy: the policy's weights have "
-                "changed since it was copied. Load weights into the policy before building the KL "
-                "transform. If you mean the KL to the old weights, say so with `reference=`.",
-                stacklevel=4,
-            )
-        return True
+    def __reduce__(self) -> tuple:
+        return type(None), ()
 
 
 class ScoringTransform(KLTransform):
@@ -255,14 +229,28 @@ class ScoringTransform(KLTransform):
     reference: FrozenActor
     acting: Acting
     estimate: Estimate | None
-    first_use: FirstUse | None = None  # of a reference that is a copy of the policy
-    record = True  # whether it writes more than its result
     time_dim: int | None
+    _policy: Any = None  # of which the reference is a copy that was not yet used
+    _first = (0.0, 0)  # of the first steps: the sum of k1, and their number
 
     def watch_first_use(self, policy: nn.Module) -> None:
         """Will warn if the policy's weights have changed when this is used."""
-        self.first_use = FirstUse(policy)
+        self._policy = _UnsavedPolicy(policy)
         self.register_load_state_dict_post_hook(_expect_any)  # a run that goes on
+
+    def carried(self) -> list[NestedKey]:
+        """The entries that go on from step to step."""
+        late = [AUTORESET_KEY] if ignores_after_end(self.env) else []
+        return [*super().carried(), *self.reference.own_state_keys, *late]
+
+    def _reset(self, tensordict, tensordict_reset):
+        """Also marks the rows whose next step only resets them."""
+        tensordict_reset = super()._reset(tensordict, tensordict_reset)
+        if ignores_after_end(self.env):  # but not if all rows are reset, which it does at once
+            shape = (*tensordict_reset.batch_size, 1)
+            mark = torch.full(shape, not self._was_reset, device=tensordict_reset.device)
+            tensordict_reset.set(AUTORESET_KEY, mark)
+        return tensordict_reset
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
@@ -284,23 +272,37 @@ class ScoringTransform(KLTransform):
         return step
 
     def check_first_use(self, step: KLStep, *, enough: int = 1) -> None:
-        """Warns once if the policy has changed since it was copied; see `FirstUse`."""
-        if self.first_use is None or step.log_prob is None or torch.compiler.is_compiling():
+        """Warns once if the policy's weights have changed between the copy and its first use."""
+        if self._policy is None or step.log_prob is None or torch.compiler.is_compiling():
             return
-        k1 = step.log_prob.detach() - cast(Tensor, step.ref_log_prob)
+        policy = self._policy()
+        k1 = step.log_prob.detach() - cast(Tensor, step.ref_log_prob).detach()
         k1 = k1 if step.mask is None else k1[expand_right(step.mask, k1.shape)]
-        if self.first_use.check(k1, self.reference.actor, enough=enough):
-            self.first_use = None
+        total, count = self._first = self._first[0] + float(k1.sum()), self._first[1] + k1.numel()
+        if count < enough:
+            return
+        _expect_any(self)
+        weights = [] if policy is None else policy.parameters()
+        pairs = zip(weights, self.reference.actor.parameters(), strict=False)
+        equal = (torch.equal(own.detach().to(other), other.detach()) for own, other in pairs)
+        if total >= _HUGE * count and not all(equal):
+            warnings.warn(
+                f"the first {count} steps have a KL of {total / count:.2g} nats per step, although "
+                "the reference is a copy of the policy: the policy's weights have changed since it "
+                "was copied. Load weights into the policy before building the KL transform. If you "
+                "mean the KL to the old weights, say so with `reference=`.",
+                stacklevel=3,
+            )
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         # A Compose inverts from last to first: action transforms before this one have not yet
-        # turned the policy's action into the env's. A replay buffer calls this too, without an env.
+        # turned the policy's action into the env's.
         env = self.env
         if env is not None:
             score = score_env_step(self.reference, self.acting, tensordict, self.estimate, env)
             self.check_first_use(score, enough=_FIRST_STEPS)
             vars(self)["_scored"] = score  # until `_step`; `nn.Module.__setattr__` takes longer
-        return tensordict
+        return super()._inv_call(tensordict)
 
     def _take_score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> KLStep:
         """The score of this env step; writes its next recurrent states, and what was not drawn."""
@@ -308,6 +310,8 @@ class ScoringTransform(KLTransform):
         step: KLStep = vars(self).pop("_scored")._replace(mask=counted(tensordict, self.keys))
         for key, state in zip(self.reference.own_state_keys, step.states, strict=True):
             next_tensordict.set(key, state)
+        if (mark := tensordict.get(AUTORESET_KEY, None)) is not None:
+            next_tensordict.set(AUTORESET_KEY, torch.zeros_like(mark))
         if not self.record:
             return step
         # Of the trajectory so far; a reset sets it to False.
@@ -319,25 +323,25 @@ class ScoringTransform(KLTransform):
         next_tensordict.set(self.keys.not_drawn, not_drawn)
         return step
 
-    def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Adds the reference's recurrent state, and what was not drawn, to the state spec."""
-        # Batched envs carry only actions and what is in the state spec to their workers.
-        self._declare_scores(state_spec(input_spec))
-        return input_spec
-
     def declare_reference(self, spec: Composite) -> None:
-        """Adds the same to the observation spec; RuntimeError if it is there already."""
+        """Adds the reference's recurrent state, and what was not drawn, to an observation spec."""
         self.claim(spec, self.reference.own_state_keys)
-        self._declare_scores(spec)
-
-    def _declare_scores(self, spec: Composite) -> None:
-        self.declare_states(spec, self.reference)
+        batch_size = self.parent_env.batch_size
+        for key, leaf in self.reference.state_specs().items():
+            add_spec(spec, key, (*batch_size, *leaf.shape), leaf.dtype, batch_size)
+        if ignores_after_end(self.parent_env):
+            add_spec(spec, AUTORESET_KEY, (*batch_size, 1), torch.bool, batch_size)
         if self.record:
             shape = self.log_prob_shape()
             add_spec(spec, self.keys.not_drawn, (*shape, 1), torch.bool, shape)
 
 
+def ignores_after_end(env: EnvBase | None) -> bool:
+    """Whether it is a vectorized Gymnasium env that ignores the action of the step after an end."""
+    base = env.base_env if isinstance(env, TransformedEnv) else env
+    mode = getattr(base, "autoreset_mode", None) if isinstance(base, GymWrapper) else None
+    return getattr(mode, "name", None) == "NEXT_STEP"
+
+
 def _expect_any(transform: ScoringTransform, _: object = None) -> None:
-    if transform.first_use is not None:
-        transform.first_use.forget()
-        transform.first_use = None
+    transform._policy = None

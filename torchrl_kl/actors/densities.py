@@ -1,0 +1,74 @@
+"""Distributions of the libraries whose log-probs are not those of their density."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict.nn import distributions
+from torch import Tensor
+from torch.distributions import Bernoulli, Categorical, Distribution, Independent, OneHotCategorical
+from torchrl import modules
+from torchrl.modules import TanhNormal
+
+_POINT = (
+    "has all of its probability in one point, where its log-prob is inf: use a distribution that "
+    "draws its actions, such as a Normal."
+)
+_MASS = (
+    "is wrong by 0.03 nats where `loc` is 4 scales outside a bound, and by 7 at 6 scales: keep it "
+    "inside, or use TanhNormal."
+)
+_PROBS = (
+    "built with `probs` is at least -15.9 in float32, also that of an impossible action, so that "
+    "the KL is too small: pass `logits`, such as the logarithm of the probabilities."
+)
+# Of a class, and of those that inherit its `log_prob`.
+_FAULTS: dict[Any, str] = {
+    **dict.fromkeys((modules.Delta, modules.TanhDelta, distributions.Delta), _POINT),
+    **dict.fromkeys((modules.TruncatedNormal, distributions.TruncatedNormal), _MASS),
+    **dict.fromkeys((Categorical, Bernoulli, OneHotCategorical), _PROBS),
+    **dict.fromkeys((modules.OneHotCategorical, distributions.OneHotCategorical), _PROBS),
+}
+
+
+def check_density(found: Any, known: set[str]) -> None:
+    """ValueError for a distribution without a density, or its class; warns once of other faults.
+
+    Looks into all that it is built with, such as the parts of a CompositeDistribution. `known`: the
+    faults that were warned of.
+    """
+    given = found if isinstance(found, Mapping) else {}
+    if isinstance(found, partial):
+        found, given = found.func, found.keywords
+    elif isinstance(found, Distribution):
+        found, given = type(found), vars(found)
+    if isinstance(found, type):
+        own = (base for base in found.__mro__ if base in _FAULTS or "log_prob" in vars(base))
+        fault = _FAULTS.get(next(own, None))
+        if fault == _POINT:
+            raise ValueError(
+                f"policy and reference must have densities, got {found.__name__}, which {fault}"
+            )
+        if fault is not None and fault not in known and (fault != _PROBS or "probs" in given):
+            known.add(fault)
+            warnings.warn(f"the log-prob of a {found.__name__} {fault}", stacklevel=4)
+    for part in given.values():
+        if isinstance(part, Distribution | Mapping | partial | type):
+            check_density(part, known)
+
+
+def log_prob_inside(dist: Distribution, action: Tensor) -> Tensor:
+    """The log-prob of an action, -inf outside the bounds of a TanhNormal, where it is finite."""
+    log_prob, inner = dist.log_prob(action), dist
+    while isinstance(inner, Independent):
+        inner = inner.base_dist
+    if isinstance(inner, TanhNormal):
+        # A hundredth of the range may be rounding, as of actions in bfloat16.
+        gap = (action - (inner.low + inner.high) / 2).abs() - 0.51 * (inner.high - inner.low)
+        outside = (gap > 0).unsqueeze(-1).flatten(action.ndim - len(dist.event_shape)).any(-1)
+        log_prob = log_prob.masked_fill(outside, -torch.inf)
+    return log_prob
