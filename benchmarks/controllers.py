@@ -45,7 +45,7 @@ WIDE: dict[str, float] = {"min_coeff": 1e-9, "max_coeff": 1e9}
 
 def adaptive(loop: Loop) -> KLController:
     """With a horizon of ten batches: an update moves the coefficient by at most about 2 %."""
-    values = {"digits": 256, "cartpole": 32}.get(loop.task, 2048)
+    values = 32 if loop.task == "cartpole" else loop.responses
     values = 2048 if loop.per == "step" else values
     return AdaptiveKLController("plan", loop.target, 10 * values, per=loop.per)
 
