@@ -415,6 +415,7 @@ def train(loop: Loop, controller: KLController | float, seed: int, batches: int)
     texts, rows = loop.task.startswith("text"), 32
     responses = texts or loop.task == "digits"
     env: Any = None
+    known: Any = None  # the sentences that the model of texts was trained on
     frames, gamma, epochs, parts = loop.responses, 1.0, 2, 2
     if texts:
         reference, known = text_model(seed)

@@ -1,7 +1,7 @@
 """Each transform of TorchRL behind the stack, nearer to the policy: right numbers or a refusal."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ class Half(tr.Transform):
     def _reset(self, tensordict, tensordict_reset):
         return self._call(tensordict_reset)
 
-    def transform_observation_spec(self, observation_spec):
+    def transform_observation_spec(self, observation_spec: Any):
         observation_spec["half"] = observation_spec["observation"].clone()
         return observation_spec
 
@@ -147,12 +147,14 @@ RIGHT: dict[str, list[Callable[[], Any]]] = {
     "Stack": [lambda: tr.Stack(["floats", "brights"], "stacked")],
     "StepCounter": [tr.StepCounter, lambda: tr.StepCounter(3)],
     "TargetReturn": [lambda: tr.TargetReturn(5.0)],
-    "TensorDictPrimer": [lambda: tr.TensorDictPrimer(noise=Unbounded((1,)), expand_specs=True)],
+    "TensorDictPrimer": [
+        lambda: tr.TensorDictPrimer(noise=Unbounded(torch.Size([1])), expand_specs=True)
+    ],
     "TerminateTransform": [
         lambda: tr.TerminateTransform(stop=lambda data: data["observation"][..., :1] > 1.0)
     ],
     "TimeMaxPool": [lambda: tr.TimeMaxPool(SEEN, ["most"], T=2)],
-    "Timer": [tr.Timer],
+    "Timer": [lambda: tr.Timer()],
     "ToTensorImage": [lambda: tr.ToTensorImage(in_keys=["pixels"], out_keys=["image"])],
     "TrajCounter": [tr.TrajCounter],
     "UnaryTransform": [lambda: tr.UnaryTransform(SEEN, ["half"], fn=halved)],
@@ -277,7 +279,7 @@ MORE = "may change more than its keys say"
 REFUSED: dict[str, list[tuple[Callable[[], Any], str]]] = {
     "ActionDiscretizer": [(lambda: tr.ActionDiscretizer(3), CHANGES.format("'action'"))],
     "ActionScaling": [(tr.ActionScaling, CHANGES.format("'action'"))],
-    "BatchSizeTransform": [(lambda: tr.BatchSizeTransform(batch_size=[2]), MORE)],
+    "BatchSizeTransform": [(lambda: tr.BatchSizeTransform(batch_size=torch.Size([2])), MORE)],
     "BinarizeReward": [(tr.BinarizeReward, REWRITES)],
     "CatTensors": [
         (
@@ -320,7 +322,7 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], str]]] = {
             CHANGES.format("'observation'"),
         )
     ],
-    "Pair": [(lambda: Pair(tr.StepCounter()), MORE)],
+    "Pair": [(lambda: Pair(cast(Any, tr.StepCounter())), MORE)],
     "Reward": [(Reward, MORE)],
     "RewardClipping": [(lambda: tr.RewardClipping(-1.0, 1.0), REWRITES)],
     "RewardScaling": [(lambda: tr.RewardScaling(0.0, 2.0), REWRITES)],

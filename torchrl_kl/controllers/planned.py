@@ -39,9 +39,9 @@ class PlannedKLController(TargetKLController):
 
     The plan takes the whole spread of the rewards for what the policy can choose, so that the right
     coefficient is hardly above it. Each batch makes one, and the largest counts, as rewards grow.
-    A KL that stays above the target at 2 * plan does not come from the rewards: updates are too
-    large, or noise of the penalties moves the policy. A warning then says once that a larger
-    coefficient would not help; at 1e-4 * plan it says that the target is out of reach.
+    A KL that stays above 1.4 targets at 2 * plan does not come from the rewards: updates are too
+    large, or noise of the penalties moves the policy. A warning then says once what helps; at
+    1e-4 * plan one says that the target is out of reach.
 
     You may rely on: k times the rewards give k times the coefficient; it stays within its bounds.
     You may not rely on a steady KL where it is not steady with a constant coefficient.
@@ -108,8 +108,9 @@ class PlannedKLController(TargetKLController):
         plan = self.plan.made.item()
         first, most, of = (plan, _MOST, "plan") if plan else (self._given, 1e4, "first coefficient")
         bounded = min(max(value, _LEAST * first), max(most * first, self._given))
-        # Noise may bring it to a bound for a moment.
-        stays = x < 1 if value < bounded else value > bounded and min(x, self.average.item()) > 1
+        # Noise may bring it to a bound for a moment, or near the target.
+        held = _SHARE * min(x, self.average.item()) ** 2 <= 1
+        stays = x < 1 if value < bounded else value > bounded and not held
         if stays and not self._warned:
             self._warned = True
             found = f"the coefficient is {bounded:.3g} and the KL {kl:.3g} nats per {self.per}: "
@@ -123,7 +124,7 @@ _UNREACHED = (
     "train faster or longer."
 )
 _UNHELD = (
-    "{:,.0f} times the {} does not bring it down to the target, and a larger coefficient would not "
-    "either. Lower the learning rate, collect more trajectories per batch, train the critic before "
-    "the policy, or raise `target`."
+    "{:,.0f} times the {} does not bring it down to the target; a larger one adds noise, and "
+    "need not either. Lower the learning rate, collect more trajectories per batch, train the "
+    "critic before the policy, or raise `target`."
 )
