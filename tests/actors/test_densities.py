@@ -139,7 +139,16 @@ class Exact(Categorical):
         return self.probs.log().gather(-1, value.unsqueeze(-1)).squeeze(-1)
 
 
+class Looked(Categorical):
+    """One of logits whose probabilities were read, and are held since then."""
+
+    def __init__(self, logits: torch.Tensor):
+        super().__init__(logits=logits)
+        assert (self.probs >= 0).all()
+
+
 RIGHT = {
+    "probabilities that were read": (Looked, "logits", {}),
     "Normal": (Normal, "loc scale", {}),
     "bounds": (TanhNormal, "loc scale", {"low": torch.tensor([-0.1, -3.0]), "high": 0.3}),
     "logits": (Categorical, "logits", {}),

@@ -324,11 +324,11 @@ class TestPlanned(ClosedLoopLaws):
             ),
             (
                 9.0,
-                "is 1e\\+04 and the KL 9 .*: 10,000 times the first .* Lower the learning rate",
+                "is 1e\\+04 and the KL 9 .*: at its upper bound .* Lower the learning rate",
             ),
             (
                 9.1,
-                "is 2 and the KL 9.1 .*: 2 times the plan .* Lower the learning rate",
+                "is 2 and the KL 9.1 .*: at its upper bound .* Lower the learning rate",
             ),
         ],
     )

@@ -55,6 +55,16 @@ def test_per_step_it_is_fed_the_mean_over_valid_steps_in_any_order():
         assert controller.calls == [(pytest.approx(kl), int(batch["collector", "mask"].sum()))]
 
 
+@pytest.mark.parametrize("without", ["action_log_prob", ("next", "reward")])
+def test_a_first_coefficient_that_is_given_needs_neither_rewards_nor_log_probs(without):
+    batch = rollout()
+    first, controller = 0.4, PlannedKLController(0.3, init_coeff=0.4, per="step")
+    loss = make_loss(controller=controller)
+    assert loss.update_controller(batch.exclude(without)) != first
+    loss.feed.frozen, before = True, controller.coeff.item()
+    assert loss.update_controller(batch.exclude("action_log_prob")) == before
+
+
 @pytest.mark.parametrize("gradient", ["step", "sequence"])
 def test_per_trajectory_it_is_fed_the_mean_of_their_sums(gradient):
     batches = collect(with_transforms(WalkEnv((2,))), moved(make_actor()), frames=14, batches=4)

@@ -12,6 +12,7 @@ from torchrl.data import MultiStep, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv, check_env_specs
 from torchrl.envs import transforms as tr
 from torchrl.envs.utils import ExplorationType, set_exploration_type, step_mdp
+from torchrl.record import TensorDictRecorder
 
 from tests.helpers import (
     SpyController,
@@ -430,3 +431,10 @@ def test_a_multi_step_leaves_the_entries_that_it_is_told_to():
     after = multi_step(batch.clone())["next"]
     for key in ("ref_log_prob", "kl", "task_reward", "kl_coeff", "episode_kl"):
         assert_close(after[key], batch["next", key], rtol=0, atol=0)
+
+
+def test_a_recorder_may_come_last(tmp_path):
+    recorder = TensorDictRecorder(str(tmp_path / "steps"))
+    stack = KLConstrainedTransform(make_actor(), 0.1)
+    env = TransformedEnv(WalkEnv(), tr.Compose(stack, recorder))
+    assert "kl" in play(env, policy())["next"].keys()

@@ -218,6 +218,26 @@ def test_the_loss_is_the_mean_over_those_who_act():
         assert_close(one(batch)["loss_kl"], other(changed)["loss_kl"])
 
 
+def test_a_planned_controller_is_fed_the_mean_over_those_who_act():
+    """Also from batches whose rewards make its plan again."""
+    batch, acts = turns()
+    batch["agents", "action_log_prob"][~acts] = -9.0
+    batch["next", "reward"] = torch.randn(400, 1)
+    fed = []
+
+    class Told(PlannedKLController):
+        def next_coeff(self, kl: float, n_steps: int) -> float:
+            fed.append((kl, n_steps))
+            return self.coeff.item()
+
+    policy = moved(make_actor(agents=True))
+    controller = Told(0.1, per="step")
+    loss = KLPenaltyLoss(policy, controller, reference=make_actor(agents=True))
+    for _ in range(2):  # the first one makes the plan
+        loss.update_controller(batch)
+    assert fed == [(pytest.approx(loss(batch)["kl"].item(), rel=1e-5), 400)]
+
+
 def test_the_monitor_and_the_log_of_a_trainer_are_of_those_who_act():
     batch, acts = turns()
     keys, controller = KLKeys(reward=("agents", "reward")), AdaptiveKLController(0.1, 1e-3, 1e6)

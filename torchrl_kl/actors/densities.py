@@ -53,7 +53,9 @@ def check_density(found: Any, known: set[str]) -> None:
             raise ValueError(
                 f"policy and reference must have densities, got {found.__name__}, which {fault}"
             )
-        if fault is not None and fault not in known and (fault != _PROBS or "probs" in given):
+        probs = given.get("probs", None)  # also held where they were computed from logits
+        by_probs = probs is not None and given.get("_param", probs) is probs
+        if fault is not None and fault not in known and (fault != _PROBS or by_probs):
             known.add(fault)
             warnings.warn(f"the log-prob of a {found.__name__} {fault}", stacklevel=4)
     for part in given.values():

@@ -239,8 +239,11 @@ class TargetKLController(KLController):
         samples = plan.with_samples(rewards, groups, log_ratios if planning else None, lengths)
         # Steps that follow one another are alike.
         fewest = _STEPS if self.per == "step" and lengths is None else _TRAJECTORIES
+        if not planning and len(samples) < fewest:
+            plan.samples = samples
+            return self.coeff.item()
         planned = plan.solve(samples, self.target, fewest)
-        if not planning and planned is None and len(samples) >= fewest:  # they are equal
+        if not planning and planned is None:  # they are equal
             planned = 0.0
         if planned is not None:
             plan.close(planned)

@@ -38,13 +38,15 @@ class PlannedKLController(TargetKLController):
     start and the power add, `1.2 * (1 / 0.7) ** power`, is taken back in the first 12 updates.
 
     The plan takes the whole spread of the rewards for what the policy can choose, so that the right
-    coefficient is hardly above it. Each batch makes one, and the largest counts, as rewards grow.
-    A KL that stays above 1.4 targets at 2 * plan does not come from the rewards: updates are too
-    large, or noise of the penalties moves the policy. A warning then says once what helps; at
-    1e-4 * plan one says that the target is out of reach.
+    coefficient is hardly above it. Each 16 trajectories or 256 steps make one, all of a batch
+    together, and the largest counts, as rewards grow. A KL that stays above 1.4 targets at 2 * plan
+    does not come from the rewards: updates are too large, or noise of the penalties moves the
+    policy. A warning then says once what helps; at 1e-4 * plan one says that the target is out of
+    reach.
 
     You may rely on: k times the rewards give k times the coefficient; it stays within its bounds.
-    You may not rely on a steady KL where it is not steady with a constant coefficient.
+    You may not rely on a steady KL where it is not steady with a constant coefficient, nor on a low
+    bound after a reward that is far larger than all others, or after `target` was raised.
 
     State: the plan; `coeff`, `last` and `average` (x and its mean), `speed` and `n_updates`: 0-dim
     float64 buffers.
@@ -106,7 +108,7 @@ class PlannedKLController(TargetKLController):
             margin = 1.0 if self._given else self._margin
             value *= (margin * _SHARE**-power) ** (-1 / _RESPONSE)
         plan = self.plan.made.item()
-        first, most, of = (plan, _MOST, "plan") if plan else (self._given, 1e4, "first coefficient")
+        first, most = (plan, _MOST) if plan else (self._given, 1e4)
         bounded = min(max(value, _LEAST * first), max(most * first, self._given))
         # Noise may bring it to a bound for a moment, or near the target.
         held = _SHARE * min(x, self.average.item()) ** 2 <= 1
@@ -114,8 +116,7 @@ class PlannedKLController(TargetKLController):
         if stays and not self._warned:
             self._warned = True
             found = f"the coefficient is {bounded:.3g} and the KL {kl:.3g} nats per {self.per}: "
-            why = _UNREACHED if value < bounded else _UNHELD.format(most, of)
-            warnings.warn(found + why, stacklevel=4)
+            warnings.warn(found + (_UNREACHED if value < bounded else _UNHELD), stacklevel=4)
         return bounded
 
 
@@ -124,7 +125,7 @@ _UNREACHED = (
     "train faster or longer."
 )
 _UNHELD = (
-    "{:,.0f} times the {} does not bring it down to the target; a larger one adds noise, and "
-    "need not either. Lower the learning rate, collect more trajectories per batch, train the "
+    "at its upper bound it does not bring it down to the target; a larger one adds noise, and need "
+    "not either. Lower the learning rate, collect more trajectories per batch, train the "
     "critic before the policy, or raise `target`."
 )

@@ -335,10 +335,10 @@ class KLPenaltyLoss(LossModule):
         shuffled. A controller plans from ("next", "reward"), the task reward; or, in its unit, from
         an "advantage" that is the same at all steps of a trajectory, as GRPO's.
         """
-        reward = log_ratio = None
+        reward, log_ratio, planning = None, None, self.controller.planning
         with evaluating(self.actor_network):
             steps, _, kl = self._terms(tensordict)
-            if self.controller.reads_rewards:
+            if self.controller.reads_rewards and not self.feed.frozen:
                 reward, log_ratio = self._rewards(tensordict, steps)
         reading = self.feed.read(
             self.controller,
@@ -354,7 +354,7 @@ class KLPenaltyLoss(LossModule):
         )
         if steps.share < FEWEST:
             reading = reading._replace(values=None, rewards=None)
-        elif self.controller.per == "step" and reading.rewards is None and steps.acts is not None:
+        elif self.controller.per == "step" and not planning and steps.acts is not None:
             # The mean over those who act, of whom a step may have any number.
             acting = steps.acts.unsqueeze(-1).flatten(tensordict.batch_dims)  # (*B, agents)
             n_acting = acting.sum(-1)
@@ -383,6 +383,8 @@ class KLPenaltyLoss(LossModule):
         if reward.shape != shape:
             got = f"got {tuple(reward.shape)}: use a controller that does not plan"
             raise ValueError(f"a reward that is planned from must have shape {shape}, {got}.")
+        if not self.controller.planning:  # it then needs no log-ratios
+            return reward, torch.zeros_like(reward)
         drawn = steps.drawn or self._drawn(tensordict, steps)
         ref_log_prob = steps.log_prob_of(steps.reference)
         return reward, (drawn.recorded - ref_log_prob).unsqueeze(-1)

@@ -132,7 +132,7 @@ class PenaltyTransform(KLTransform):
             next_tensordict.set(self.keys.episode_sums, before + torch.cat(columns, -1))
         if self.frozen:
             return
-        taken = self._taken(tensordict, next_tensordict, step.mask, measured.shape)
+        taken = self._taken(tensordict, next_tensordict, step.mask, measured)
         if not taken.any():
             self.feed.pool(self.controller, measured.new_zeros(0), in_env=True)
             return
@@ -151,10 +151,10 @@ class PenaltyTransform(KLTransform):
         tensordict: TensorDictBase,
         next_tensordict: TensorDictBase,
         mask: Tensor | None,
-        shape: torch.Size,
+        measured: Tensor,
     ) -> Tensor:
-        """True where an env step tells the controller something, of `shape`, (*B, *A, 1)."""
-        taken = torch.ones(shape, dtype=torch.bool, device=next_tensordict.device)
+        """True where an env step tells the controller something, shape of `measured`."""
+        taken, shape = torch.ones_like(measured, dtype=torch.bool), measured.shape
         if self.controller.per == "trajectory":
             # An agent that left while others go on was counted when it left. One whose trajectory
             # ends need not act in that step.

@@ -110,7 +110,10 @@ def _interference(later: Any, transform: Any) -> str | None:
 
 def _may_do_anything(later: Transform) -> bool:
     owners = (next(c for c in type(later).__mro__ if hook in vars(c)) for hook in HOOKS)
-    known = all(getattr(tr, owner.__name__, None) is owner for owner in owners)
+    known = all(
+        getattr(tr, owner.__name__, None) is owner or owner.__module__.startswith("torchrl.record")
+        for owner in owners
+    )
     return not known or isinstance(later, _FREE)
 
 
