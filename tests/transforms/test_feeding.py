@@ -436,3 +436,27 @@ def test_a_plan_compares_first_steps_that_count():
     RewardAdjustmentTransform(controller)(batch)
     one, other, third = controller.plan.samples[:, 3].tolist()
     assert one == other == third
+
+
+def test_running_sums_go_on_from_batch_to_batch_for_a_controller_of_steps():
+    adding = RewardAdjustmentTransform(SpyController(per="step"))
+    batches = [steps_of([1.0], [0], [20], [1]), steps_of([2.0, 4.0], [0, 0], [21, 22], [0, 0])]
+    sums = [adding(batch)["next", "episode_kl"].flatten().tolist() for batch in batches]
+    assert sums == [[1.0], [3.0, 7.0]]
+
+
+def test_a_plan_of_a_flat_batch_is_told_how_far_the_policy_has_moved():
+    heard = []
+
+    class Listening(PlannedKLController):
+        def observe_rewards(self, rewards, *, log_ratios: Any = None, **_: Any):
+            heard.append((rewards.tolist(), log_ratios.tolist()))
+            return self.coeff.item()
+
+    entries = {"reward": torch.tensor([[1.0], [2.0]]), "kl": torch.tensor([[0.5], [0.25]])}
+    step = TensorDict(entries | {"done": torch.ones(2, 1).bool()}, batch_size=2)
+    adding = RewardAdjustmentTransform(Listening(0.3, per="step"))
+    adding(TensorDict(next=step, batch_size=2))
+    adding.freeze()(TensorDict(next=step, batch_size=2))
+    adding.feed.plan_from(adding.controller, torch.ones(1))
+    assert heard == [([1.0, 2.0], [0.5, 0.25])]
