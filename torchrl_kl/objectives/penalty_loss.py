@@ -335,7 +335,8 @@ class KLPenaltyLoss(LossModule):
         shuffled. A controller plans from ("next", "reward"), the task reward; or, in its unit, from
         an "advantage" that is the same at all steps of a trajectory, as GRPO's.
         """
-        reward, log_ratio, planning = None, None, self.controller.planning
+        planning = self.controller.planning
+        reward = log_ratio = None
         with evaluating(self.actor_network):
             steps, _, kl = self._terms(tensordict)
             if self.controller.reads_rewards and not self.feed.frozen:

@@ -78,9 +78,10 @@ def _interference(later: Any, transform: Any) -> str | None:
     own, (written, changed) = {*transform.out_keys}, declared_keys(later)
     read = own.union(transform.in_keys, transform.keys.recorded.keys, recorded_keys(transform))
     if type(later) in (tr.DTypeCastTransform, tr.DoubleToFloat):  # they keep what they do not round
-        inner, outer, wide = later.dtype_in, later.dtype_out, (torch.float32, torch.float64)
+        wide = (torch.float32, torch.float64)
+        outer = later.dtype_out
         written = set() if outer in wide else written
-        changed = set() if inner in wide or not outer.is_floating_point else changed
+        changed = set() if later.dtype_in in wide or not outer.is_floating_point else changed
     if isinstance(later, (tr.RenameTransform, tr.MeanActionSelector)):  # which take entries away
         changed.update(later.out_keys_inv)
     # On batches it names entries under "next", where an env's transforms leave that out.
