@@ -53,7 +53,7 @@ PRIVATE_NAMES = {
     "_parameters": {"cache.py"},
     "_buffers": {"batches.py", "cache.py", "moving.py", "numbers.py"},
     "_version": {"cache.py"},
-    "_param": {"distributions.py"},
+    "_param": {"densities.py", "distributions.py"},
     "_event_shape": {"distributions.py"},
     "_unbroadcasted_": {"distributions.py"},  # a prefix
     "_capacitance_tril": {"distributions.py"},
