@@ -436,5 +436,5 @@ def test_a_multi_step_leaves_the_entries_that_it_is_told_to():
 def test_a_recorder_may_come_last(tmp_path):
     recorder = TensorDictRecorder(str(tmp_path / "steps"))
     stack = KLConstrainedTransform(make_actor(), 0.1)
-    env = TransformedEnv(WalkEnv(), tr.Compose(stack, recorder))
+    env = with_transforms(WalkEnv(), stack, recorder)
     assert "kl" in play(env, policy())["next"].keys()
