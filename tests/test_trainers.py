@@ -202,7 +202,7 @@ def walk_trainer(actor, reference, **kwargs) -> tuple[Any, Any, list[Any]]:
 
     def remember():
         weights = torch.cat([p.detach().flatten() for p in actor.parameters()])
-        pooled = int(stack.feed.statistics.count)
+        pooled = int(stack.penalty.feed.statistics.count)
         history.append((controller.coeff.item(), pooled, weights, torch.get_rng_state()))
 
     trainer.register_op("post_steps", remember)

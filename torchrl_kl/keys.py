@@ -144,7 +144,7 @@ class KLKeys:
         keys["penalized"] = unravel_key(self._penalized or self.reward)
         keys["episode_sums"] = sibling(keys["kl"], f"{prefix}episode_sums")
         keys["not_drawn"] = recorded.sibling("not_drawn")  # of the policy, for all stacks
-        keys["ref_params"] = recorded.sibling(f"_{prefix}ref_params")
+        keys["estimate"] = recorded.sibling(f"_{prefix}estimate")
         return ResolvedKeys(recorded=recorded, **keys)
 
 
@@ -173,7 +173,7 @@ class ResolvedKeys:
     penalized: NestedKey  # the result of the penalty
     episode_sums: NestedKey  # in an env: task reward and k1 of a trajectory, for a plan
     not_drawn: NestedKey  # whether an action, in an env any of its trajectory so far, was not drawn
-    ref_params: NestedKey  # what one part of the stack passes on to the next for its estimate
+    estimate: NestedKey  # of the KL, which one part of the stack passes on to the next
 
     @property
     def path(self) -> tuple[str, ...]:

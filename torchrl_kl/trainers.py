@@ -51,7 +51,7 @@ class KLControlHook(TrainerHookBase):
     """
 
     def __init__(self, stack: KLConstrainedTransform):
-        if not (isinstance(stack, KLConstrainedTransform) and stack.record):
+        if not (isinstance(stack, KLConstrainedTransform) and stack.tells_random):
             got = type(stack).__name__
             raise TypeError(f"`stack` must be a KLConstrainedTransform, got {got}: build one.")
         self.stack = stack

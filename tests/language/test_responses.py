@@ -243,7 +243,7 @@ class TestReference:
         assert model.training
         assert not any(p.grad is not None for p in model.parameters())
         names = set(dict(transform.named_parameters()))
-        assert all(name.startswith("reference.") for name in names)
+        assert all(name.startswith("scorer.reference.") for name in names)
 
     def test_responses_to_equal_prompts_are_a_group_of_a_plan(self, monkeypatch):
         full = torch.tensor([[1, 2, 3, 4], [5, 2, 6, 7], [1, 2, 8, 9], [1, 2, 0, 0]])
@@ -255,7 +255,9 @@ class TestReference:
         )
         given = {}
         monkeypatch.setattr(
-            transform.feed, "plan_from", lambda _, rewards, **rest: given.update(rest, r=rewards)
+            transform.penalty.feed,
+            "plan_from",
+            lambda _, rewards, **rest: given.update(rest, r=rewards),
         )
         result = transform(batch)["next"]
         assert given["r"].tolist() == [1.0, 2.0, 3.0]  # the last response is empty

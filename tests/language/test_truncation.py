@@ -392,7 +392,7 @@ class TestSampler:
             gpt, 0.0, reference=ref, sampler_weights="truncated", cap=cap
         )
         fed: list[torch.Tensor] = []
-        transform.feed.pool = lambda controller, values: fed.append(values)  # type: ignore[assignment]
+        transform.penalty.feed.pool = lambda controller, values: fed.append(values)  # type: ignore[assignment]
         found = transform(responses_of(steps))
         again = as_steps(found, pad_token=None)
         own, other = again["action_log_prob"], again["sampler_log_prob"]
@@ -447,7 +447,7 @@ class TestSampler:
             sampler_weights="truncated",
             cap=cap,
         )
-        by_step.feed.pool = lambda controller, values: fed.append(values)  # type: ignore[assignment]
+        by_step.penalty.feed.pool = lambda controller, values: fed.append(values)  # type: ignore[assignment]
         by_step(responses_of(steps))
         weights = (own - other).exp().clamp(max=cap)
         assert_close(fed[1], (weights * gap).flatten(), rtol=0, atol=1e-12)

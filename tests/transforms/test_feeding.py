@@ -181,7 +181,7 @@ def test_ids_restart_in_each_collector_and_frozen_evaluations_come_in_between():
     ]
     sums = []
     for number, batch in enumerate(batches):
-        adding.feed.frozen = number == 2
+        adding.penalty.feed.frozen = number == 2
         sums += adding(batch)["next", "episode_kl"].flatten().tolist()
     assert sums == [1.0, 2.0, 4.0, 9.0, 25.0, 32.0, 66.0, 128.0]
     assert adding.controller.calls == [(25.0, 1)]
@@ -252,7 +252,7 @@ class Refusing(TargetKLController):
 @pytest.mark.parametrize(
     ("key", "error"),
     [
-        ("action_log_prob", r"KLConstrainedTransform.*'action_log_prob'.* has 1 of 24"),
+        ("action_log_prob", r"the KL penalty .*'action_log_prob'.* has 1 of 24"),
         (("next", "reward"), "'reward'.* has 1 of 24"),
         ("advantage", "'advantage' already"),
         (None, "not now"),
@@ -458,5 +458,5 @@ def test_a_plan_of_a_flat_batch_is_told_how_far_the_policy_has_moved():
     adding = RewardAdjustmentTransform(Listening(0.3, per="step"))
     adding(TensorDict(next=step, batch_size=2))
     adding.freeze()(TensorDict(next=step, batch_size=2))
-    adding.feed.plan_from(adding.controller, torch.ones(1))
+    adding.penalty.feed.plan_from(adding.controller, torch.ones(1))
     assert heard == [([1.0, 2.0], [0.5, 0.25])]
