@@ -74,7 +74,7 @@ class KLTransform(Transform, ABC):
         try:
             return cast(EnvBase, self.parent)
         except IndexError:  # the first transform of a Compose that begins another one
-            return cast(EnvBase, self.env).base_env
+            return cast(TransformedEnv, self.env).base_env
 
     @property
     def env(self) -> EnvBase | None:
