@@ -77,7 +77,8 @@ def kl_collector(
 
     Example:
         >>> from torchrl.collectors import Collector
-        >>> from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform, kl_collector
+        >>> from torchrl_kl import KLConstrainedTransform, kl_collector
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> policy = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> stack = KLConstrainedTransform(policy, 0.1)

@@ -22,9 +22,10 @@ from tests.helpers import (
     with_transforms,
     without_kl,
 )
-from torchrl_kl import GPT, CausalLMActor, FrozenActor, KLConstrainedTransform, TopKActor
+from torchrl_kl import FrozenActor, KLConstrainedTransform, TopKActor
 from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.references import SwitchedActor, as_reference
+from torchrl_kl.language import GPT, CausalLMActor
 
 
 def score(reference: FrozenActor, batch: Any) -> torch.Tensor:

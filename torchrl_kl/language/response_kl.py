@@ -112,7 +112,7 @@ class ResponseKLTransform(PenaltyTransform):
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from torchrl_kl import GPT, ResponseKLTransform
+        >>> from torchrl_kl.language import GPT, ResponseKLTransform
         >>> transform = ResponseKLTransform(GPT(vocab_size=11, block_size=8), 0.1)
         >>> tokens = TensorDict(full=torch.tensor([[5, 6, 7, 8]]), prompt=torch.tensor([[5, 6]]))
         >>> batch = TensorDict(tokens=tokens, next={"reward": torch.ones(1, 1)}, batch_size=1)

@@ -50,7 +50,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         RuntimeError: on a batch, if the reference is recurrent and its state is unknown.
 
     Example:
-        >>> from torchrl_kl import GPT, CausalLMActor, ReferenceModelLogProbTransform
+        >>> from torchrl_kl import ReferenceModelLogProbTransform
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> rollout = DigitLanguageEnv(batch_size=(2,)).rollout(4, actor)

@@ -53,7 +53,8 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
 
     Example:
         >>> from torchrl.envs import TransformedEnv
-        >>> from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform
+        >>> from torchrl_kl import KLConstrainedTransform
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> env = TransformedEnv(DigitLanguageEnv(), KLConstrainedTransform(actor, 0.1))
@@ -168,7 +169,8 @@ class KLRewardTransform(KLConstrainedTransform):
 
     Example:
         >>> from torchrl.envs import TransformedEnv
-        >>> from torchrl_kl import GPT, CausalLMActor, KLRewardTransform
+        >>> from torchrl_kl import KLRewardTransform
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> transform = KLRewardTransform(actor, out_keys="reward_kl")
