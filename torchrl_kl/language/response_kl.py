@@ -146,8 +146,8 @@ class ResponseKLTransform(PenaltyTransform):
         resolved = replace(
             named,
             log_prob=LOG_PROB,
-            ref_log_prob=(f"{named._prefix}ref_log_probs", "full"),
-            kl=named.kl or f"{named._prefix}kl",
+            ref_log_prob=(f"{named.prefix}ref_log_probs", "full"),
+            kl=named.kl or f"{named.prefix}kl",
         ).resolve()
         out_keys = [resolved.kl, *([] if estimator == "k1" else [resolved.kl_estimate])]
         out_keys += [LOG_PROB, unravel_key(("next", resolved.ref_log_prob))]

@@ -192,8 +192,7 @@ class KLRewardTransform(KLConstrainedTransform):
     ):
         reward_key = _one_key("in_keys", "reward" if in_keys is None else in_keys)
         out_key = _one_key("out_keys", reward_key if out_keys is None else out_keys)
-        # The coefficient goes next to the result, which may be in another nested tensordict.
-        keys = KLKeys().with_reward(reward_key, out_key)
+        keys = KLKeys(reward=reward_key, penalized=out_key)
         coef = coef.item() if isinstance(coef, Tensor) else coef
         controller = ConstantKLController(check_number("coef", coef, at_least=0.0))
         super().__init__(actor, controller, keys=keys)
