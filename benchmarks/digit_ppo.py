@@ -14,16 +14,9 @@ from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from torchrl_kl import (
-    GPT,
-    CausalLMActor,
-    CausalLMCritic,
-    KLConstrainedTransform,
-    KLController,
-    KLPenaltyLoss,
-    rescore,
-)
+from torchrl_kl import KLConstrainedTransform, KLController, KLPenaltyLoss, rescore
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
+from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic
 
 EPOCHS, MINIBATCH = 2, 256
 

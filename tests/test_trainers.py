@@ -25,8 +25,8 @@ from torchrl_kl import (
     KLControlHook,
     KLPenaltyLoss,
     KLRewardTransform,
-    ResponseKLTransform,
 )
+from torchrl_kl.language import ResponseKLTransform
 
 # torchrl 0.14.1 calls PPOTrainer a prototype, and registers its own optimizer and replay buffer in
 # a way it calls old.

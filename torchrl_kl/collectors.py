@@ -23,7 +23,7 @@ from torchrl.envs import Compose, EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_kl.batches import TRAJECTORY_KEY
-from torchrl_kl.controllers import ConstantKLController, is_constant
+from torchrl_kl.controllers import ConstantKLController
 from torchrl_kl.transforms import KLConstrainedTransform
 
 _REMOTE = (DistributedCollector, RayCollector)
@@ -77,7 +77,8 @@ def kl_collector(
 
     Example:
         >>> from torchrl.collectors import Collector
-        >>> from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform, kl_collector
+        >>> from torchrl_kl import KLConstrainedTransform, kl_collector
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> policy = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> stack = KLConstrainedTransform(policy, 0.1)
@@ -129,7 +130,7 @@ def _check_arguments(
     places = ("learner",) if issubclass(kind, _REMOTE) else ("learner", "workers")
     most = 1 if issubclass(kind, Collector) else n_envs
     # Only a controller that moves is misled by actions that are not drawn from the policy.
-    moves = not (stack.frozen or is_constant(stack.controller))
+    moves = stack.controller.moves and not stack.frozen
     drawn = given.get("exploration_type", ExplorationType.RANDOM) == ExplorationType.RANDOM
     random = (given.get("init_random_frames") or 0) > 0
     untracked = given.get("track_traj_ids") is False

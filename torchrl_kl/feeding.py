@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchrl_kl import batches
 from torchrl_kl.batches import Trajectories, TrajectorySums, expand_right
-from torchrl_kl.controllers import KLController, KLStatistics, TargetKLController, is_constant
+from torchrl_kl.controllers import KLController, KLStatistics, TargetKLController
 
 _IN_ENV = {"trajectory": 16, "step": 256}  # an update in an env waits for so many by default
 _PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before the user is warned
@@ -69,7 +69,7 @@ class ControllerFeed(nn.Module):
         moves = trace and not self.frozen
         by_trajectory = controller.per == "trajectory"
         plans = moves and controller.reads_rewards and reward is not None
-        needed = moves and by_trajectory and not is_constant(controller)
+        needed = moves and by_trajectory and controller.moves
         counts = slice(None) if mask is None else expand_right(mask, measured.shape)
         steps = measured[counts].flatten() if moves and not by_trajectory else None
         rewards = log_ratios = None
@@ -158,7 +158,7 @@ class ControllerFeed(nn.Module):
     def _count_idle(self, controller: KLController, what: str) -> None:
         """Warns once where updates fail to come."""
         self._idle[what] += 1
-        if self._warned or self._idle[what] < _PATIENCE[what] or is_constant(controller):
+        if self._warned or self._idle[what] < _PATIENCE[what] or not controller.moves:
             return
         self._warned = True
         unit = "steps" if controller.per == "step" else "finished trajectories"

@@ -5,16 +5,9 @@ from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from torchrl_kl import (
-    GPT,
-    CausalLMActor,
-    CausalLMCritic,
-    KLConstrainedTransform,
-    PlannedKLController,
-    rescore,
-    sample_responses,
-)
+from torchrl_kl import KLConstrainedTransform, PlannedKLController, rescore
 from torchrl_kl.envs import DigitLanguage
+from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic, sample_responses
 
 torch.manual_seed(0)
 language = DigitLanguage()

@@ -12,13 +12,13 @@ import torch
 from torchrl_kl import (
     AdaptiveKLController,
     ConstantKLController,
-    Enumeration,
     ExponentialKLController,
     PIDKLController,
     PlannedKLController,
     coeff_for_budget,
 )
 from torchrl_kl.controllers.plan import RewardPlan, Reweighted
+from torchrl_kl.exact import Enumeration
 
 V, R = 3, 2  # tokens, and tokens of a response
 MAKERS = {

@@ -9,21 +9,17 @@ from tensordict import TensorDict, lazy_stack
 from torch.testing import assert_close
 
 from torchrl_kl import (
-    GPT,
-    CausalLMActor,
     ExponentialKLController,
     KLConstrainedTransform,
     KLDivergenceTransform,
     KLPenaltyLoss,
     PlannedKLController,
     ReferenceModelLogProbTransform,
-    ResponseKLTransform,
     RewardAdjustmentTransform,
-    as_steps,
     coeff_for_budget,
     rescore,
-    sample_responses,
 )
+from torchrl_kl.language import GPT, CausalLMActor, ResponseKLTransform, as_steps, sample_responses
 
 PAD, EOS, BUDGET, S = 10, 0, 0.5, 64
 PROMPTS = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [2, 2, 2]])

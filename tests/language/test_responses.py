@@ -25,18 +25,15 @@ from tests.language.chats import (
     rows_of,
     sample_chats,
 )
-from torchrl_kl import (
+from torchrl_kl import AdaptiveKLController, KLConstrainedTransform, KLKeys, PlannedKLController
+from torchrl_kl.language import (
     GPT,
-    AdaptiveKLController,
     CausalLMActor,
     CausalLMCritic,
-    KLConstrainedTransform,
-    KLKeys,
-    PlannedKLController,
     ResponseKLTransform,
     as_steps,
+    response_kl,
 )
-from torchrl_kl.language import response_kl
 
 pytestmark = [pytest.mark.usefixtures("lists_are_stacked"), *DEPRECATED]
 

@@ -22,17 +22,10 @@ from torchrl.objectives.llm import GRPOLoss
 from tests.gpt_helpers import sharp
 from tests.language.models import SIZES, random_texts, sample, seeded
 from tests.language.test_causal_lm import TOKENS, Plain
-from torchrl_kl import (
-    KLConstrainedTransform,
-    KLMonitor,
-    KLPenaltyLoss,
-    ResponseKLTransform,
-    TopKActor,
-    as_steps,
-    kl_exact,
-)
+from torchrl_kl import KLConstrainedTransform, KLMonitor, KLPenaltyLoss, TopKActor
+from torchrl_kl.functional import kl_exact
 from torchrl_kl.functional.tiles import TiledCategorical
-from torchrl_kl.language import GPT, CausalLMActor
+from torchrl_kl.language import GPT, CausalLMActor, ResponseKLTransform, as_steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),

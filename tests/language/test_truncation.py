@@ -20,24 +20,19 @@ from transformers import (
 from tests.gpt_helpers import sharp
 from tests.language.models import make_model
 from torchrl_kl import (
-    GPT,
-    CausalLMActor,
     ConstantKLController,
-    Enumeration,
     ExponentialKLController,
     FrozenActor,
     KLConstrainedTransform,
     KLMonitor,
     KLPenaltyLoss,
-    ResponseKLTransform,
     TopKActor,
-    as_steps,
-    exact_kl,
     rescore,
-    sample_responses,
 )
 from torchrl_kl.envs import DigitLanguageEnv
+from torchrl_kl.exact import Enumeration, enumerate_kl
 from torchrl_kl.functional.sampler import effective_share
+from torchrl_kl.language import GPT, CausalLMActor, ResponseKLTransform, as_steps, sample_responses
 from torchrl_kl.language.truncation import Truncation
 
 VOCAB, PROMPT, T = 11, 3, 2
@@ -65,7 +60,7 @@ def make_gpt(seed: int = 0) -> GPT:
 
 
 def next_logits(gpt: GPT, **options: Any):
-    """A model of `exact_kl` that never calls the actor."""
+    """A model of `enumerate_kl` that never calls the actor."""
     chain = warpers(temperature=TEMPERATURE, **options)
     return lambda tokens: chain(tokens, gpt(tokens)[:, -1])
 
@@ -143,7 +138,7 @@ class TestAgainstEnumeration:
     def test_kl_and_mean_k1(self, options):
         policy, ref = make_gpt(0), make_gpt(1)
         actor = CausalLMActor(policy, temperature=TEMPERATURE, **options)
-        expected = exact_kl(next_logits(policy, **options), next_logits(ref), PROMPTS, T)
+        expected = enumerate_kl(next_logits(policy, **options), next_logits(ref), PROMPTS, T)
         steps = steps_of(all_texts(PROMPTS), actor)
         probs = steps["action_log_prob"].sum(1).exp() / len(PROMPTS)
         possible = probs > 0

@@ -21,16 +21,14 @@ from tests.helpers import (
     with_transforms,
 )
 from torchrl_kl import (
-    GPT,
-    CausalLMActor,
     ConstantKLController,
     ExponentialKLController,
     KLConstrainedTransform,
     KLKeys,
     KLMonitor,
-    as_steps,
 )
 from torchrl_kl.actors.reading import policy_log_prob
+from torchrl_kl.language import GPT, CausalLMActor, as_steps
 
 
 def disagreements(monitor: KLMonitor, batch: Any) -> list:

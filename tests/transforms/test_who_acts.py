@@ -33,9 +33,9 @@ from torchrl_kl import (
     KLMonitor,
     KLPenaltyLoss,
     PlannedKLController,
-    kl_exact,
 )
 from torchrl_kl.batches import counted
+from torchrl_kl.functional import kl_exact
 
 any_place = pytest.mark.parametrize("place", ["env", "batch"])
 any_per = pytest.mark.parametrize("per", ["trajectory", "step"])

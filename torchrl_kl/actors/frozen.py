@@ -59,7 +59,8 @@ class FrozenActor(nn.Module):
             recurrent actor; of a call, if its distribution has no density.
 
     Example:
-        >>> from torchrl_kl import GPT, FrozenActor, CausalLMActor
+        >>> from torchrl_kl import FrozenActor
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> reference = FrozenActor(actor)

@@ -164,7 +164,8 @@ def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import GPT, CausalLMActor, rescore, sample_responses
+        >>> from torchrl_kl import rescore
+        >>> from torchrl_kl.language import GPT, CausalLMActor, sample_responses
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=9))
         >>> batch = sample_responses(actor, torch.tensor([[0, 2, 8, 6, 10]]), 4, pad_token=10)
         >>> rescore(actor, batch)["next", "sampler_kl"].abs().max() < 1e-5

@@ -44,7 +44,8 @@ class TopKActor(ProbabilisticTensorDictSequential):
             log-prob is not recorded, or there are several distributions.
 
     Example:
-        >>> from torchrl_kl import GPT, CausalLMActor, TopKActor
+        >>> from torchrl_kl import TopKActor
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = TopKActor(CausalLMActor(GPT(vocab_size=11, block_size=8)), k=3)
         >>> step = actor(DigitLanguageEnv(batch_size=(5,)).reset())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from numbers import Real
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,12 +25,17 @@ _TRAJECTORIES, _STEPS = 16, 256  # effective samples that a plan takes
 class KLController(Float64State, ABC):
     """Steers the coefficient of a KL penalty; the base of all controllers.
 
-    State: `coeff`, a 0-dim float64 buffer, changed in place only. Arguments are not part of it, nor
-    a `target` that was changed: a resumed run sets them again. All but `per` may be changed.
+    State: `coeff`, a 0-dim float64 buffer, changed in place only. Arguments are not part of it: a
+    resumed run gives them again. They are checked when the controller is built, not when an
+    attribute is changed later.
 
     Args:
         init_coeff: the first coefficient, reward per nat, at least 0 and finite.
         per: the unit of the KL that `update` is given: nats per "trajectory" or per "step".
+
+    Attributes:
+        moves: whether `update` may change the coefficient; False in ConstantKLController only. A
+            schedule derives from KLController.
 
     Raises:
         ValueError: if `init_coeff` is out of its range, or `per` is neither unit.
@@ -45,9 +50,7 @@ class KLController(Float64State, ABC):
     """
 
     coeff: Tensor
-    # Bounds of settings, checked whenever they are set: the kinds are those of `check_number`, and
-    # a bound may be the name of another setting.
-    _ranges: ClassVar[dict[str, Any]] = {}
+    moves: ClassVar[bool] = True
     target: float = math.nan  # NaN for a rule without a target
     min_coeff: float = 0.0
     max_coeff: float = math.inf
@@ -55,39 +58,14 @@ class KLController(Float64State, ABC):
     _margin: ClassVar[float] = 1.0  # the first coefficient, as a multiple of the planned one
     plans_again: ClassVar[bool] = False  # whether it plans from all rewards, not the first alone
 
-    def __new__(cls, *args: Any, **options: Any):
-        """Answers the name that TorchRL and TRL give to the first coefficient."""
-        if "init_kl_coef" in options:
-            raise TypeError("`init_kl_coef` is called `init_coeff` here: reward per nat of KL.")
-        return super().__new__(cls)
-
     def __init__(self, init_coeff: float, *, per: Per = "trajectory"):
         super().__init__()
+        if per not in ("trajectory", "step"):
+            raise ValueError(f'`per` must be "trajectory" or "step", got {per!r}.')
         self.per: Per = per
         self.plan = None
         coeff = check_number("init_coeff", init_coeff, at_least=0.0)
         self.register_buffer("coeff", torch.tensor(coeff, dtype=torch.float64))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "coeff":  # as one number, in place: transforms, losses and workers have it
-            # A parameter would be read here, but never learned: it is not a number.
-            value = value.tolist() if type(value) is Tensor else value
-            self.coeff.fill_(check_number(name, value, at_least=0.0))
-            return
-        if name in self._ranges:
-            bounds = {
-                kind: getattr(self, bound) if isinstance(bound, str) else bound
-                for kind, bound in self._ranges[name].items()
-            }
-            value = check_number(name, value, **bounds)
-        elif name == "per" and value not in ("trajectory", "step"):
-            raise ValueError(f'`per` must be "trajectory" or "step", got {value!r}.')
-        elif name == "per" and value != self.__dict__.get("per", value):
-            raise ValueError(
-                f"`per` cannot be changed, got {value!r} for {self.per!r}: what was measured so "
-                "far is in that unit. Build another controller."
-            )
-        super().__setattr__(name, value)  # type: ignore[arg-type]
 
     @property
     def planning(self) -> bool:
@@ -133,7 +111,7 @@ class KLController(Float64State, ABC):
                 f"`kl` must be finite, got {kl}: look for -inf log-probabilities (masked actions, "
                 f"a reference without the action). The coefficient stays {self.coeff.item():.6g}."
             )
-        if isinstance(n_steps, bool) or not isinstance(n_steps, int):
+        if type(n_steps) is not int:
             raise TypeError(f"`n_steps` must be an int, got {type(n_steps).__name__}.")
         if n_steps < 1:
             raise ValueError(f"`n_steps` must be at least 1, got {n_steps}.")
@@ -158,7 +136,11 @@ class KLController(Float64State, ABC):
 
     def extra_repr(self) -> str:
         """The coefficient, the unit and the settings, for `repr`."""
-        settings = [f"{name}={getattr(self, name):g}" for name in self._ranges]
+        settings = [
+            f"{name}={value:g}"
+            for name, value in vars(self).items()
+            if type(value) in (int, float) and not name.startswith("_")
+        ]
         return ", ".join([f"coeff={self.coeff.item():.6g}", f"per={self.per!r}", *settings])
 
 
@@ -184,16 +166,12 @@ class TargetKLController(KLController):
         [1.0, 1.1]
     """
 
-    _ranges = KLController._ranges | {"target": {"above": 0.0}}
-
     def __init__(self, init_coeff: InitCoeff, target: float, *, per: Per = "trajectory"):
         planned = init_coeff == "plan"
-        if not planned:
-            check_number("init_coeff", init_coeff, above=0.0)  # type: ignore[arg-type]
-        super().__init__(0.0 if planned else init_coeff, per=per)  # type: ignore[arg-type]
-        self.target = target
-        if planned:
-            self.plan = RewardPlan()
+        coeff = 0.0 if planned else check_number("init_coeff", init_coeff, above=0.0)
+        super().__init__(coeff, per=per)
+        self.target = check_number("target", target, above=0.0)
+        self.plan = RewardPlan() if planned else None
 
     @uncompiled
     def observe_rewards(

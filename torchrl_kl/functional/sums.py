@@ -22,7 +22,7 @@ def masked_sum(
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import masked_sum
+        >>> from torchrl_kl.functional import masked_sum
         >>> values = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
         >>> masked_sum(values, ~values.isnan(), dim=-1)
         tensor([3., 3.])
@@ -43,7 +43,7 @@ def masked_mean(
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import masked_mean
+        >>> from torchrl_kl.functional import masked_mean
         >>> values = torch.tensor([[1.0, 2.0], [6.0, torch.nan]])
         >>> masked_mean(values, ~values.isnan())
         tensor(3.)

@@ -137,7 +137,7 @@ class CausalLMActor(ProbabilisticActor):
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import GPT, CausalLMActor
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> tokens, position = torch.tensor([[0, 2, 8, 6, 10, 3, 10, 10]]), torch.tensor([6])
         >>> logits, action, log_prob = actor(tokens=tokens, position=position)
@@ -270,7 +270,7 @@ class CausalLMCritic(ValueOperator):
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import GPT, CausalLMCritic
+        >>> from torchrl_kl.language import GPT, CausalLMCritic
         >>> critic = CausalLMCritic(GPT(vocab_size=11, block_size=9, n_out=1))
         >>> tokens, position = torch.tensor([[0, 2, 8, 6, 10, 3, 10, 10, 10]]), torch.tensor([6])
         >>> critic(tokens=tokens, position=position).shape
@@ -347,7 +347,7 @@ class CausalLMRewardModel(TensorDictModule):
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import GPT, CausalLMRewardModel
+        >>> from torchrl_kl.language import GPT, CausalLMRewardModel
         >>> gpt = GPT(vocab_size=12, block_size=10, n_out=1)
         >>> reward_model = CausalLMRewardModel(gpt, end_token=11)
         >>> reward_model(torch.tensor([[0, 2, 8, 6, 10, 7, 3, 9, 1]])).shape

@@ -17,10 +17,9 @@ from tensordict import (
 )
 from torch import Tensor, nn
 from torchrl.envs import EnvBase
-from torchrl.envs.transforms import Compose, Transform
+from torchrl.envs.transforms import Transform
 from torchrl.modules import set_recurrent_mode
 
-from torchrl_kl._torchrl import container_of
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting, Borrowed, evaluating
 from torchrl_kl.actors.reading import scored_inputs
@@ -51,7 +50,7 @@ from torchrl_kl.language.responses import (
     make_steps,
     read_responses,
 )
-from torchrl_kl.transforms.base import open_batch
+from torchrl_kl.transforms.base import env_of, open_batch
 from torchrl_kl.transforms.estimates import Estimator, make_estimate
 from torchrl_kl.transforms.penalty import Penalizing, Penalty
 from torchrl_kl.transforms.scorer import Measured, Scored, Scorer, measure
@@ -113,7 +112,7 @@ class ResponseKLTransform(Penalizing, Transform):
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from torchrl_kl import GPT, ResponseKLTransform
+        >>> from torchrl_kl.language import GPT, ResponseKLTransform
         >>> transform = ResponseKLTransform(GPT(vocab_size=11, block_size=8), 0.1)
         >>> tokens = TensorDict(full=torch.tensor([[5, 6, 7, 8]]), prompt=torch.tensor([[5, 6]]))
         >>> batch = TensorDict(tokens=tokens, next={"reward": torch.ones(1, 1)}, batch_size=1)
@@ -147,8 +146,8 @@ class ResponseKLTransform(Penalizing, Transform):
         resolved = replace(
             named,
             log_prob=LOG_PROB,
-            ref_log_prob=(f"{named._prefix}ref_log_probs", "full"),
-            kl=named.kl or f"{named._prefix}kl",
+            ref_log_prob=(f"{named.prefix}ref_log_probs", "full"),
+            kl=named.kl or f"{named.prefix}kl",
         ).resolve()
         measured = [resolved.kl, *([] if estimator == "k1" else [resolved.kl_estimate])]
         scores = [LOG_PROB, unravel_key(("next", resolved.ref_log_prob))]
@@ -194,10 +193,7 @@ class ResponseKLTransform(Penalizing, Transform):
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses envs."""
         super().set_container(container)
-        holder: object = container
-        while isinstance(holder, Compose):
-            holder = container_of(holder)
-        if isinstance(holder, EnvBase):
+        if env_of(self) is not None:
             raise RuntimeError(
                 "ResponseKLTransform works on whole batches, not in an env: pass it as "
                 "`LLMCollector(postproc=...)`, or append it to a replay buffer with `invert=True`."

@@ -67,7 +67,7 @@ def as_steps(
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from torchrl_kl import as_steps
+        >>> from torchrl_kl.language import as_steps
         >>> tokens = TensorDict(full=torch.tensor([[5, 6, 7, 8]]), prompt=torch.tensor([[5, 6]]))
         >>> steps = as_steps(TensorDict(tokens=tokens, batch_size=1), pad_token=0)
         >>> steps["action"], steps["position"]

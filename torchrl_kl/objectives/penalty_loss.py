@@ -191,7 +191,8 @@ class KLPenaltyLoss(LossModule):
         Y. Tang, R. Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025).
 
     Example:
-        >>> from torchrl_kl import GPT, CausalLMActor, KLPenaltyLoss
+        >>> from torchrl_kl import KLPenaltyLoss
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> batch = actor(DigitLanguageEnv(batch_size=(5,)).reset())

@@ -79,11 +79,7 @@ class KLTransform(Transform, ABC):
     @property
     def env(self) -> EnvBase | None:
         """The env that the transform is attached to, if any."""
-        # A container is an env or a Compose; TorchRL's `container` raises in a replay buffer.
-        container = container_of(self)
-        while container is not None and not isinstance(container, EnvBase):
-            container = container_of(cast(Transform, container))
-        return container
+        return env_of(self)
 
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses a second env, even inside a Compose, and an env in which it cannot work."""
@@ -237,6 +233,15 @@ class KLTransform(Transform, ABC):
         path, spec = self.keys.recorded.branch, self.parent_env.full_action_spec
         holder = spec[path] if path and path in spec.keys(True) else None  # or an action
         return holder.shape if isinstance(holder, Composite) else self.parent_env.batch_size
+
+
+def env_of(transform: Transform) -> EnvBase | None:
+    """The env that a transform is attached to, also within a Compose."""
+    # A container is an env or a Compose; TorchRL's `container` raises in a replay buffer.
+    container = container_of(transform)
+    while container is not None and not isinstance(container, EnvBase):
+        container = container_of(cast(Transform, container))
+    return container
 
 
 def add_spec(

@@ -6,7 +6,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Composite
 
-from torchrl_kl.actors.references import Switch
+from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import counted
 from torchrl_kl.functional.estimators import ESTIMATORS
 from torchrl_kl.functional.numbers import working_dtype
@@ -42,7 +42,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         RuntimeError: on a batch, if the reference is recurrent and its state is unknown.
 
     Example:
-        >>> from torchrl_kl import GPT, CausalLMActor, ReferenceModelLogProbTransform
+        >>> from torchrl_kl import ReferenceModelLogProbTransform
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> rollout = DigitLanguageEnv(batch_size=(2,)).rollout(4, actor)
@@ -60,10 +61,12 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         keys: KLKeys | None = None,
         time_dim: int | None = None,
     ):
+        keys = as_keys(keys)
+        frozen = as_reference(actor, reference, log_prob_key=keys.log_prob)
+        is_copy = reference is None
         scorer, self.keys = make_scorer(
-            actor, reference, as_keys(keys), estimator, time_dim=time_dim
+            actor, frozen, keys, estimator, is_copy=is_copy, time_dim=time_dim
         )
-        frozen = scorer.reference
         # TorchRL wants each of the out_keys in the env's specs.
         super().__init__(
             [*frozen.in_keys, *frozen.action_keys],

@@ -12,7 +12,7 @@ from torchrl.data import Composite, TensorSpec
 from typing_extensions import Self
 
 from torchrl_kl.batches import counted, expand_right, find_ends, of_values, was_done
-from torchrl_kl.controllers import KLController, KLStatistics, as_controller, is_constant
+from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.feeding import ControllerFeed, Reading
 from torchrl_kl.functional.numbers import check_finite, widened, working_dtype
 from torchrl_kl.keys import ResolvedKeys, get_required, sibling
@@ -243,7 +243,7 @@ class Penalizing:
     @property
     def needs_ends(self) -> bool:
         """Whether its controller is fed finished trajectories."""
-        return self.controller.per == "trajectory" and not is_constant(self.controller)
+        return self.controller.per == "trajectory" and self.controller.moves
 
     @property
     def statistics(self) -> KLStatistics:

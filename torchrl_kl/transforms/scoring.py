@@ -13,7 +13,6 @@ from torchrl.envs import EnvBase, GymWrapper, TransformedEnv
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.reading import require_recording
-from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import AUTORESET_KEY
 from torchrl_kl.keys import KLKeys, ResolvedKeys
 from torchrl_kl.transforms.base import KLTransform, Leaf
@@ -99,23 +98,22 @@ class ScoringTransform(KLTransform, ABC):
 
 def make_scorer(
     actor: nn.Module,
-    reference: nn.Module | Switch | None,
+    frozen: FrozenActor,
     keys: KLKeys,
     estimator: Estimator,
     *,
+    is_copy: bool,
     sum_agents: bool = False,
     time_dim: int | None = None,
-    chunk_size: int | None = None,
 ) -> tuple[Scorer, ResolvedKeys]:
-    """A scorer for the actions of `actor`, and all keys."""
-    frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, chunk_size=chunk_size)
+    """A scorer for the actions of `actor`, and all keys; `is_copy`: whether `frozen` is one."""
     if keys.log_prob is None:
         require_recording(actor)
     resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
     frozen.name_states(resolved.ref_log_prob)
     estimate = make_estimate(estimator, actor, resolved)
     scorer = Scorer(frozen, Acting.of(actor, frozen.recorded), estimate, time_dim=time_dim)
-    if reference is None:
+    if is_copy:
         scorer.watch_first_use(actor)
     return scorer, resolved
 

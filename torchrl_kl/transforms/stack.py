@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 
 from torchrl_kl.actors.reading import state_lengths
-from torchrl_kl.actors.references import Switch
+from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import counted
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.functional.numbers import check_number
@@ -54,7 +54,8 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
 
     Example:
         >>> from torchrl.envs import TransformedEnv
-        >>> from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform
+        >>> from torchrl_kl import KLConstrainedTransform
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> env = TransformedEnv(DigitLanguageEnv(), KLConstrainedTransform(actor, 0.1))
@@ -75,16 +76,17 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
         time_dim: int | None = None,
         chunk_size: int | None = None,
     ):
+        keys = as_keys(keys)
+        frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, chunk_size=chunk_size)
         scorer, resolved = make_scorer(
             actor,
-            reference,
-            as_keys(keys),
+            frozen,
+            keys,
             estimator,
+            is_copy=reference is None,
             sum_agents=sum_agents,
             time_dim=time_dim,
-            chunk_size=chunk_size,
         )
-        frozen = scorer.reference
         penalty = Penalty(
             controller,
             resolved,
@@ -185,7 +187,8 @@ class KLRewardTransform(KLConstrainedTransform):
 
     Example:
         >>> from torchrl.envs import TransformedEnv
-        >>> from torchrl_kl import GPT, CausalLMActor, KLRewardTransform
+        >>> from torchrl_kl import KLRewardTransform
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> transform = KLRewardTransform(actor, out_keys="reward_kl")
@@ -207,8 +210,7 @@ class KLRewardTransform(KLConstrainedTransform):
     ):
         reward_key = _one_key("in_keys", "reward" if in_keys is None else in_keys)
         out_key = _one_key("out_keys", reward_key if out_keys is None else out_keys)
-        # The coefficient goes next to the result, which may be in another nested tensordict.
-        keys = KLKeys().with_reward(reward_key, out_key)
+        keys = KLKeys(reward=reward_key, penalized=out_key)
         coef = coef.item() if isinstance(coef, Tensor) else coef
         controller = ConstantKLController(check_number("coef", coef, at_least=0.0))
         super().__init__(actor, controller, keys=keys)
