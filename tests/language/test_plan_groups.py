@@ -19,6 +19,7 @@ from torchrl_kl import (
     ReferenceModelLogProbTransform,
     ResponseKLTransform,
     RewardAdjustmentTransform,
+    TopKActor,
     as_steps,
     coeff_for_budget,
     rescore,
@@ -87,7 +88,7 @@ def test_every_feed_plans_by_prompt(eos):
 
     def in_parts(controller: Any) -> None:
         scored = KLDivergenceTransform()(ReferenceModelLogProbTransform(actor)(batch))
-        RewardAdjustmentTransform(controller)(scored)
+        RewardAdjustmentTransform(controller, actor=actor)(scored)
 
     def by_text(controller: Any) -> None:
         ResponseKLTransform(
@@ -97,6 +98,9 @@ def test_every_feed_plans_by_prompt(eos):
     feeds = {
         "stack": lambda it: KLConstrainedTransform(actor, it)(batch),
         "parts": in_parts,
+        "stack of the k most likely": lambda it: KLConstrainedTransform(TopKActor(actor, 3), it)(
+            batch
+        ),
         "loss": lambda it: KLPenaltyLoss(actor, it).update_controller(batch),
         "as_steps": lambda it: KLConstrainedTransform(actor, it)(steps),
         "responses": by_text,

@@ -232,7 +232,7 @@ class TestRecord:
         assert actor.n_rescued == 0
         states = batch.select("tokens", "position")
         with set_recurrent_mode(True):
-            whole = actor.untruncated.get_dist(states.clone()).logits
+            whole = actor.whole().get_dist(states.clone()).logits
         kept = actor.truncation.keep(whole, bounded=True)  # type: ignore[union-attr]
         missing = (kept != batch["action"].unsqueeze(-1)).all(-1)
         computed = log_prob_of(actor, batch.exclude("kept"))
@@ -309,9 +309,9 @@ class TestRecord:
     def test_a_reference_is_whole(self):
         actor = CausalLMActor(make_gpt(), top_k=3)
         assert FrozenActor(actor).actor.truncation is None
-        assert actor.untruncated.untruncated.truncation is None
-        assert "kept" not in actor.untruncated(sampled(actor).select("tokens", "position"))
-        assert actor.untruncated.out_keys == CausalLMActor(make_gpt()).out_keys
+        assert actor.whole().whole().truncation is None
+        assert "kept" not in actor.whole()(sampled(actor).select("tokens", "position"))
+        assert actor.whole().out_keys == CausalLMActor(make_gpt()).out_keys
         assert actor.kept_key in actor.out_keys
         whole = sampled(CausalLMActor(actor.reader.lm.model))
         for reference in (None, lambda: torch.enable_grad()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,10 +19,11 @@ from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_kl.actors import reading
 from torchrl_kl.actors.densities import check_density
+from torchrl_kl.actors.log_probs import log_prob_of_actions
 from torchrl_kl.actors.moving import MasterWeights
+from torchrl_kl.actors.protocol import as_kl_actor
 from torchrl_kl.batches import MASK_KEY, expand_right, leaf_keys, require_order
 from torchrl_kl.functional.numbers import widened, working_dtype
-from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import LogProbKeys, as_tuple, sibling
 
 
@@ -101,7 +102,7 @@ class FrozenActor(nn.Module):
     def _hold(self, actor: nn.Module) -> None:
         """Takes a copy of the actor."""
         with torch.no_grad():  # or TorchScript's weights would be a part of a graph
-            copied = copy.deepcopy(getattr(actor, "untruncated", actor))
+            copied = copy.deepcopy(as_kl_actor(actor).whole())
         copied.zero_grad()
         self.actor = cast(ProbabilisticTensorDictSequential, copied)
         self.actor.requires_grad_(False).eval()
@@ -114,10 +115,10 @@ class FrozenActor(nn.Module):
                 f"`reference` must have the actions of the policy, got {self.action_keys} for "
                 f"{actions}: build it with the same `out_keys`."
             )
-        reading.check_kept_inputs(policy, self.actor)
+        reading.check_left_inputs(policy, self.actor)
         for pair in (*reading.distributions_of(policy), *reading.distributions_of(self.actor)):
             check_density(dict(enumerate(pair)), self._known)
-        own, other = map(reading.stated_temperature, (self.actor, policy))
+        own, other = (as_kl_actor(each).temperature for each in (self.actor, policy))
         if None not in (own, other) and own != other:
             warnings.warn(
                 f"`reference` has the temperature {own:g} and the policy {other:g}, so that equal "
@@ -198,29 +199,26 @@ class FrozenActor(nn.Module):
         inputs, timed = self._begin(tensordict, timed=timed, fake=fake)
         self._prepare(inputs)
         with self.scoring(timed):
-            log_prob, dist = reading.log_prob_of_actions(
+            log_prob, dist = log_prob_of_actions(
                 self.actor, inputs, self.action_keys, self.recorded
             )
         # The difference of two log-probs would be mostly rounding in half precision.
         log_prob = widened(log_prob)
         states = [cast(Tensor, inputs.get(("next", *as_tuple(key)))) for key in self.state_keys]
-        return Score(log_prob, states, inputs, self._scored(dist, timed))
+        return Score(log_prob, states, inputs, self._checked(dist, timed))
 
     def get_dist(self, tensordict: TensorDictBase, *, timed: bool) -> Distribution:
         """The distribution over the actions of a batch (*B), in one pass along time if `timed`."""
         inputs, timed = self._begin(tensordict, timed=timed)
         self._prepare(inputs)
         with self.scoring(timed):
-            return self._scored(self.actor.get_dist(inputs), timed)
+            return self._checked(self.actor.get_dist(inputs), timed)
 
-    def _scored(self, dist: Any, timed: bool) -> Any:
-        """A distribution with a density; its tiles, computed later, run in the same context."""
+    def _checked(self, dist: Any, timed: bool) -> Any:
+        """A distribution that has a density; ValueError for others."""
         if (name := type(dist).__name__) not in self._known and not torch.compiler.is_compiling():
             self._known.add(name)
             check_density(dist, self._known)
-        context = self.scoring(timed)
-        if isinstance(dist, TiledCategorical) and isinstance(context, ContextDecorator):
-            dist.tile = context(dist.tile)  # which enters it anew for each tile
         return dist
 
     def state_specs(self) -> dict[NestedKey, TensorSpec]:

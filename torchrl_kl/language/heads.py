@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor, ValueOperator, recurrent_mode
 
+from torchrl_kl.actors.protocol import KLActor
 from torchrl_kl.batches import MASK_KEY, expand_right
 from torchrl_kl.functional.numbers import check_number
 from torchrl_kl.functional.tiles import TiledCategorical
@@ -91,7 +92,7 @@ class _Value(StateReader):
         return value
 
 
-class CausalLMActor(ProbabilisticActor):
+class CausalLMActor(KLActor, ProbabilisticActor):
     """A causal language model as a policy whose action is the next token.
 
     - In TorchRL's recurrent mode (losses set it) a trajectory is scored in one pass, with the same
@@ -145,6 +146,11 @@ class CausalLMActor(ProbabilisticActor):
         torch.Size([1, 11])
     """
 
+    wraps = (
+        "a language model (in a wrapper of TorchRL, `wrapper.model`; for batches of whole "
+        "responses, it is what ResponseKLTransform takes)"
+    )
+
     def __init__(
         self,
         model: nn.Module,
@@ -169,15 +175,16 @@ class CausalLMActor(ProbabilisticActor):
         )
         tokens_key, position_key = self.in_keys
         self.state_lengths = {tokens_key: position_key}
+        self.temperature = reader.temperature
         self._drawn_keys = [action_key, *(self.log_prob_keys if return_log_prob else [])]
         self.return_logits = return_logits
         if not return_logits:
             self.select_out_keys(*(key for key in self.out_keys if key != "logits"))
         self.truncation = Truncation.of(top_k, top_p, min_p)
         self.kept_key = (*as_tuple(sibling(action_key, "kept")), "ids")
-        self.replayed_keys = (self.kept_key, action_key, MASK_KEY)  # read where tokens are scored
         self.n_rescued: Tensor | int = 0
         if self.truncation is not None:
+            self.replayed_keys = (self.kept_key, action_key, MASK_KEY)
             self.out_keys = [*self.out_keys, self.kept_key]
 
     @dispatch(auto_batch_size=False)
@@ -235,11 +242,12 @@ class CausalLMActor(ProbabilisticActor):
         tensordict.set("logits", made)
         return NextToken(made)
 
-    @property
-    def untruncated(self) -> CausalLMActor:
+    def whole(self) -> CausalLMActor:
         """The same policy with all tokens, over the same modules."""
+        if self.truncation is None:
+            return self
         view = copy.copy(self)
-        view.truncation = None
+        view.truncation, view.replayed_keys = None, ()
         view.out_keys = [key for key in self.out_keys if key != self.kept_key]
         return view
 

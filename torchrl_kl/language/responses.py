@@ -45,13 +45,15 @@ def as_steps(
     Keys:
         reads ("tokens", "full"), and ("tokens", "prompt") or ("masks", "all_assistant_mask");
         ("tokens", "response") where TorchRL has cut end tokens out of the prompt in the whole text;
-        ("masks", "all_attention_mask"); ("next", "reward"), ("next", "kl_coeff") and "advantage",
-        one number per response; ("log_probs", "full"), ("sampler_log_probs", "full") and ("kept",
-        "ids"), from ResponseKLTransform.
+        ("masks", "all_attention_mask"); ("next", "reward"), ("next", "kl_coeff"), "advantage" and
+        entries of "next" whose names end in "kl" or "kl_estimate", one number per response;
+        ("log_probs", "full"), ("sampler_log_probs", "full") and ("kept", "ids"), from
+        ResponseKLTransform.
         writes the keys of `sample_responses`, "action_log_prob" (else `rescore` writes it),
-        "sampler_log_prob", "advantage" and ("kept", "ids") only if those are there, and ("next",
-        "kl_coeff") if the reward was penalized. The reward is at the last token that counts. The
-        last token of a turn has the next turn's first state as next state.
+        "sampler_log_prob", "advantage", ("kept", "ids") and KLs only if those are there, and
+        ("next", "kl_coeff") if the reward was penalized. The reward, and the KL of a response, is
+        at the last token that counts. The last token of a turn has the next turn's first state as
+        next state.
 
     Args:
         batch: any batch size, of N elements.
@@ -82,11 +84,16 @@ def as_steps(
     for key, name in _SCORES.items():
         if (values := aligned(rows, key, responses, steps)) is not None:
             steps.set(name, values)
-    for key in ("advantage", ("next", "kl_coeff")):  # the latter: the sign of a penalized reward
+    following = [] if (found := rows.get("next", None)) is None else found.keys()
+    kls = [("next", name) for name in following if name.endswith(("kl", "kl_estimate"))]
+    # The coefficient is the sign of a penalized reward.
+    for key in ("advantage", ("next", "kl_coeff"), *kls):
         values = _rows(rows, key)
         if values and all(value.numel() == 1 for value in values):
-            column = torch.stack([value.reshape(1, 1) for value in values])
-            if column.any():
+            column = torch.stack([value.reshape(1, 1) for value in values]).to(steps.device)
+            if key in kls:
+                steps[key] = torch.where(steps["next", "done"], column, 0.0)
+            elif column.any():
                 steps[key] = column.expand(*steps.shape, 1).clone()
     return steps
 

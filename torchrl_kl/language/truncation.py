@@ -76,11 +76,12 @@ class Truncation:
 def restrict(logits: Any, ids: Tensor) -> Any:
     """Logits (*B, V) or their tiles, -inf for all tokens but `ids` (*B, K)."""
     if isinstance(logits, TiledCategorical):
-        rows, of_rows = torch.arange(len(logits.hidden), device=ids.device), ids.flatten(0, -2)
+        (hidden, make, size), of_rows = logits.tiles, ids.flatten(0, -2)
 
         def tile(rows: Tensor) -> NextToken:
-            return NextToken(restrict(logits.tile(logits.hidden[rows]).logits, of_rows[rows]))
+            return NextToken(restrict(make(hidden[rows]).logits, of_rows[rows]))
 
-        return TiledCategorical(rows, tile, logits.batch_shape, logits.size)
+        rows = torch.arange(len(hidden), device=ids.device)
+        return TiledCategorical(rows, tile, logits.batch_shape, size)
     kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids.long(), True)
     return logits.masked_fill(~kept, -torch.inf)

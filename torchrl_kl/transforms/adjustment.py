@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from tensordict import TensorDictBase
+from torch import nn
 from torchrl.data import Composite
 
+from torchrl_kl.actors.protocol import as_kl_actor
+from torchrl_kl.actors.reading import read_keys
 from torchrl_kl.batches import counted
 from torchrl_kl.controllers import KLController
 from torchrl_kl.keys import KLKeys, as_keys
@@ -50,6 +53,8 @@ class RewardAdjustmentTransform(PenaltyTransform):
 
     Args:
         controller, update_every, keys, time_dim: as for KLConstrainedTransform.
+        actor: the policy, of which a plan learns what states are: without it, all entries. A plan
+            for batches of `sample_responses` or `as_steps` needs it.
 
     Raises:
         TypeError: if `controller` is neither a KLController nor a number, or the reward is not
@@ -77,11 +82,15 @@ class RewardAdjustmentTransform(PenaltyTransform):
         update_every: int | None = None,
         keys: KLKeys | None = None,
         time_dim: int | None = None,
+        actor: nn.Module | None = None,
     ):
         named = as_keys(keys).resolve()
         super().__init__(
             controller, named, in_keys=[named.kl], update_every=update_every, time_dim=time_dim
         )
+        if actor is not None:
+            self.observed = read_keys(actor)
+            self.state_lengths = as_kl_actor(actor).state_lengths
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         step = self.read_step(next_tensordict, counted(tensordict, self.keys))

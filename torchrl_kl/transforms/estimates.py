@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from torchrl_kl.actors.frozen import Score
 from torchrl_kl.actors.policy import Borrowed
-from torchrl_kl.actors.reading import dist_module_of, over_log_probs, written_params
+from torchrl_kl.actors.reading import dist_module_of, written_params
 from torchrl_kl.batches import expand_right
 from torchrl_kl.functional.distributions import joint
 from torchrl_kl.functional.estimators import ESTIMATORS, kl_exact, kl_top_k
-from torchrl_kl.functional.tiles import TiledCategorical, figures
+from torchrl_kl.functional.tiles import figures, over_log_probs
 from torchrl_kl.keys import (
     ResolvedKeys,
     as_tuple,
@@ -91,8 +91,8 @@ class ExactEstimate(Estimate):
 
     def of_reference(self, tensordict, score, reference):  # noqa: D102
         (key, *others), dist = dist_module_of(reference).in_keys, score.dist
-        if isinstance(dist, TiledCategorical) and self.policy_keys == [key]:
-            # Of the reference, logits are never all there.
+        if score.outputs.get(key, None) is None and self.policy_keys == [key]:
+            # Of the reference, logits are never all there: they are made in tiles.
             policy: Any = get_required(tensordict, key, _RECORD_PARAMS)
             (kl,) = figures(policy, reference=dist)
             return TensorDict(kl=kl, batch_size=tensordict.batch_size)

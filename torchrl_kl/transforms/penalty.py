@@ -29,7 +29,7 @@ class PenaltyTransform(KLTransform):
     """Base of the transforms that subtract the penalty; see RewardAdjustmentTransform."""
 
     observed: Sequence[NestedKey] | None = None  # they show whether steps follow one another
-    state_lengths: Mapping[NestedKey, NestedKey] = {"tokens": "position"}
+    state_lengths: Mapping[NestedKey, NestedKey] = {}  # see KLActor
 
     def __init__(
         self,

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 
 from torchrl_kl.actors.policy import Acting
-from torchrl_kl.actors.reading import require_recording, state_lengths
+from torchrl_kl.actors.protocol import as_kl_actor
+from torchrl_kl.actors.reading import require_recording
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.functional.numbers import check_number
@@ -97,7 +98,7 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
         self.acting = Acting.of(actor, frozen.recorded)
         self.estimate = make_estimate(estimator, actor, resolved, frozen.actor)
         self.observed = frozen.in_keys
-        self.state_lengths = state_lengths(actor)
+        self.state_lengths = as_kl_actor(actor).state_lengths
         if reference is None:
             self.watch_first_use(actor)
 
