@@ -460,7 +460,8 @@ class TestSampler:
         transform = ResponseKLTransform(gpt, controller, sampler_weights="truncated")
         found = transform(responses_of(steps))
         assert controller.coeff == 1.0
-        (message,) = [one for one in KLMonitor(controller)(found) if one.condition == "sampler_far"]
+        read = as_steps(found, pad_token=None)
+        (message,) = [one for one in KLMonitor(controller)(read) if one.condition == "sampler_far"]
         assert message.figures["share"] < 0.1
         assert_close(message.figures["kl"], found["next", "sampler_kl"].mean().item())
         again = as_steps(found.exclude(("next", "kl_coeff")), pad_token=None)
@@ -472,7 +473,7 @@ class TestSampler:
         assert controller.coeff == 1.0
         assert planned.coeff == 0.0
         assert len(planned.plan.samples) == 0  # type: ignore[union-attr]
-        by_step = KLMonitor(ExponentialKLController(1.0, target=0.1, per="step"))(found)
+        by_step = KLMonitor(ExponentialKLController(1.0, target=0.1, per="step"))(read)
         (message,) = [one for one in by_step if one.condition == "sampler_far"]
         assert_close(message.figures["kl"], found["next", "sampler_kl"].mean().item() / 8)
 

@@ -205,16 +205,16 @@ class FrozenActor(nn.Module):
         # The difference of two log-probs would be mostly rounding in half precision.
         log_prob = widened(log_prob)
         states = [cast(Tensor, inputs.get(("next", *as_tuple(key)))) for key in self.state_keys]
-        return Score(log_prob, states, inputs, self._checked(dist, timed))
+        return Score(log_prob, states, inputs, self._scored(dist, timed))
 
     def get_dist(self, tensordict: TensorDictBase, *, timed: bool) -> Distribution:
         """The distribution over the actions of a batch (*B), in one pass along time if `timed`."""
         inputs, timed = self._begin(tensordict, timed=timed)
         self._prepare(inputs)
         with self.scoring(timed):
-            return self._checked(self.actor.get_dist(inputs), timed)
+            return self._scored(self.actor.get_dist(inputs), timed)
 
-    def _checked(self, dist: Any, timed: bool) -> Any:
+    def _scored(self, dist: Any, timed: bool) -> Any:
         """A distribution that has a density; ValueError for others."""
         if (name := type(dist).__name__) not in self._known and not torch.compiler.is_compiling():
             self._known.add(name)

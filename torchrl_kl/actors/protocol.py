@@ -15,7 +15,7 @@ class KLActor:
     Nothing else is known about an actor of another package: neither attributes nor classes.
     """
 
-    wraps: str = ""  # what an error recommends the class for
+    advice: str = ""  # what an error recommends after "wrap a network in ..., or"
     # Entries that were recorded when actions were drawn, and are read where these are scored.
     replayed_keys: Sequence[NestedKey] = ()
     # Of inputs (*B, L) that may hold more than is read: the entry (*B) that says how much is.
@@ -44,5 +44,5 @@ def as_kl_actor(actor: nn.Module) -> KLActor:
 
 def wrappers() -> str:
     """What makes an actor of what, for errors."""
-    others = [f"{one.wraps} in {one.__name__}" for one in KLActor.__subclasses__() if one.wraps]
+    others = [one.advice for one in KLActor.__subclasses__() if one.advice]
     return ", or ".join(["a network in torchrl.modules.ProbabilisticActor", *others])

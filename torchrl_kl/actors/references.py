@@ -64,8 +64,8 @@ class SwitchedActor(FrozenActor):
         with context, evaluating(self.actor), super().scoring(timed):
             yield
 
-    def _checked(self, dist: Any, timed: bool) -> Any:
-        return within(super()._checked(dist, timed), self.scoring(timed))
+    def _scored(self, dist: Any, timed: bool) -> Any:
+        return within(super()._scored(dist, timed), self.scoring(timed))
 
 
 def as_reference(

@@ -146,9 +146,9 @@ class CausalLMActor(KLActor, ProbabilisticActor):
         torch.Size([1, 11])
     """
 
-    wraps = (
-        "a language model (in a wrapper of TorchRL, `wrapper.model`; for batches of whole "
-        "responses, it is what ResponseKLTransform takes)"
+    advice = (
+        "a language model in CausalLMActor (on batches of whole responses, use "
+        "ResponseKLTransform(wrapper.model, ...))"
     )
 
     def __init__(
