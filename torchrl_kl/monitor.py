@@ -16,6 +16,7 @@ from torchrl_kl.actors import reading
 from torchrl_kl.actors.log_probs import policy_log_prob
 from torchrl_kl.batches import Trajectories, counted_values, find_time_dim
 from torchrl_kl.controllers import KLController, KLStatistics
+from torchrl_kl.functional.numbers import check_count
 from torchrl_kl.functional.sampler import FEWEST, effective_share
 from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, get_required
 
@@ -119,11 +120,9 @@ class KLMonitor:
         if not isinstance(controller, KLController):
             got = f"got {type(controller).__name__}: use `stack.controller`."
             raise TypeError(f"`controller` must be a KLController, {got}")
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ValueError(f"`window` must be an int of at least 1, got {window!r}.")
         keys = as_keys(keys)
         self.controller, self.actor = controller, actor
-        self.window, self.time_dim = window, time_dim
+        self.window, self.time_dim = check_count("window", window), time_dim
         self._needs_estimate = keys.kl_estimate is not None
         self._observed = None  # what shows that a trajectory goes on in the next batch
         if actor is None:

@@ -23,7 +23,7 @@ from torchrl_kl.actors.log_probs import log_prob_of_actions
 from torchrl_kl.actors.moving import MasterWeights
 from torchrl_kl.actors.protocol import as_kl_actor
 from torchrl_kl.batches import MASK_KEY, expand_right, leaf_keys, require_order
-from torchrl_kl.functional.numbers import widened, working_dtype
+from torchrl_kl.functional.numbers import is_floating, widened, working_dtype
 from torchrl_kl.keys import LogProbKeys, as_tuple, sibling
 
 
@@ -170,7 +170,7 @@ class FrozenActor(nn.Module):
             tau: share of the way, in (0, 1]; 1 copies.
 
         Raises:
-            TypeError: if `source` is not a module.
+            TypeError: if `source` is not a module, or `tau` not a number.
             ValueError: if `tau` is out of range, or `source` has other weights (by name or shape)
                 or NaN among them; the reference is then unchanged.
         """
@@ -248,7 +248,7 @@ class FrozenActor(nn.Module):
                 inputs.rename_key_(own, key)
         for key in () if self._cast_to is None else (*self.in_keys, *self.state_keys):
             value = inputs.get(key, None)
-            if isinstance(value, Tensor) and value.is_floating_point():
+            if is_floating(value):
                 inputs.set(key, value.to(self._cast_to))
         return inputs, timed
 

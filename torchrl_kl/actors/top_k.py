@@ -14,6 +14,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 
 from torchrl_kl.actors import reading
 from torchrl_kl.actors.protocol import KLActor, as_kl_actor
+from torchrl_kl.functional.numbers import check_count
 from torchrl_kl.functional.tiles import over_log_probs
 from torchrl_kl.keys import as_tuple, sibling
 
@@ -63,8 +64,6 @@ class TopKActor(KLActor, ProbabilisticTensorDictSequential):
         if not isinstance(actor, ProbabilisticTensorDictSequential):
             name = type(actor).__name__
             raise TypeError(f"`actor` must be a ProbabilisticTensorDictSequential, got {name}.")
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ValueError(f"`k` must be an int of at least 1, got {k!r}.")
         asked = as_kl_actor(actor)
         if asked.whole() is not actor:
             got = "got one that keeps only some of its actions in each step"
@@ -82,7 +81,7 @@ class TopKActor(KLActor, ProbabilisticTensorDictSequential):
         super().__init__(*parts, partial_tolerant=actor.partial_tolerant)
         self.get_dist = actor.get_dist  # of one in tiles, its parts would make all logits
         self.state_lengths, self.temperature = asked.state_lengths, asked.temperature
-        self.k = k
+        self.k = check_count("k", k)
         self.top_k_key = unravel_key(top_k_key or sibling(log_prob_key, "top_k"))
         self._record_keys = [(*as_tuple(self.top_k_key), name) for name in RECORDED]
         dropped = (*reading.written_params(actor), *self._record_keys)

@@ -22,7 +22,7 @@ from torch.distributions import (
     kl_divergence,
 )
 
-from torchrl_kl.functional.numbers import widened, working_dtype
+from torchrl_kl.functional.numbers import is_floating, widened, working_dtype
 
 # Which actions the columns of a categorical distribution are, or None; of TorchRL's, `_torchrl.py`.
 COLUMN_READERS: list[Callable[[Distribution], Tensor | None]] = []
@@ -103,8 +103,7 @@ def _with_params(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return changed
     if isinstance(value, dict):  # the parts of a CompositeDistribution
         return {name: _with_params(part, change) for name, part in value.items()}
-    is_param = isinstance(value, Tensor) and value.is_floating_point()
-    return change(value) if is_param else value
+    return change(value) if is_floating(value) else value
 
 
 def _kl(policy: Distribution, reference: Distribution) -> Tensor:

@@ -19,7 +19,7 @@ from torchrl.modules import ProbabilisticActor, ValueOperator, recurrent_mode
 
 from torchrl_kl.actors.protocol import KLActor
 from torchrl_kl.batches import MASK_KEY, expand_right
-from torchrl_kl.functional.numbers import check_number
+from torchrl_kl.functional.numbers import check_count, check_number
 from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import as_tuple, sibling
 from torchrl_kl.language.causal_lm import CausalLM, SplitLM, can_split
@@ -41,16 +41,14 @@ class LogitsReader(StateReader):
         self.temperature = check_number("temperature", temperature, above=0)
         self._check(self.lm.n_out)
         n_out = self.lm.n_out or self.lm.vocab_size
-        self.head_chunk = head_chunk
         if head_chunk == "auto":
-            self.head_chunk = None if n_out is None else max(1, _TILE // n_out)
-        elif head_chunk is not None and (type(head_chunk) is not int or head_chunk < 1):
-            raise ValueError(f"`head_chunk` must be an int of at least 1, got {head_chunk!r}.")
+            head_chunk = None if n_out is None else max(1, _TILE // n_out)
+        self.head_chunk = None if head_chunk is None else check_count("head_chunk", head_chunk)
 
     def dist(self, tokens: Tensor, position: Tensor) -> TiledCategorical | None:
         """The distribution of the next token of each state, in tiles; None where one is enough."""
         size, cached = self.head_chunk, not (torch.is_grad_enabled() or recurrent_mode())
-        if not isinstance(size, int) or position.numel() <= size or cached:
+        if size is None or position.numel() <= size or cached:
             return None
         hidden = values_hidden(tokens) or values_hidden(next(self.parameters(), tokens))
         if hidden or not can_split(self.lm, tokens.reshape(-1, tokens.shape[-1])):
@@ -207,7 +205,7 @@ class CausalLMActor(KLActor, ProbabilisticActor):
         token = dist.sample() if kind == ExplorationType.RANDOM else dist.deterministic_sample
         for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
             tensordict.set(key, value)
-        if self.return_logits and isinstance(dist, TiledCategorical):
+        if self.return_logits and tensordict.get("logits", None) is None:  # they came in tiles
             tensordict.set("logits", dist.logits)
         return tensordict if self.return_logits else tensordict.exclude("logits", inplace=True)
 
@@ -224,7 +222,7 @@ class CausalLMActor(KLActor, ProbabilisticActor):
         if any(part is None for part in state):
             return None
         tiled = self.reader.dist(*state)
-        made = self.reader(*state) if tiled is None else tiled
+        made: Any = self.reader(*state) if tiled is None else tiled
         if self.truncation is not None:
             record, action, mask = (
                 tensordict.get(key, None) if drawn else None for key in self.replayed_keys
@@ -237,7 +235,7 @@ class CausalLMActor(KLActor, ProbabilisticActor):
                 self.n_rescued = counted.sum()
             tensordict.set(self.kept_key, ids)
             made = restrict(made, ids)
-        if isinstance(made, TiledCategorical):
+        if tiled is not None:
             return made
         tensordict.set("logits", made)
         return NextToken(made)

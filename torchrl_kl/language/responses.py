@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.functional.numbers import check_integers
 from torchrl_kl.keys import MissingKeyError, as_tuple, existing_keys, get_stored
+from torchrl_kl.language.causal_lm import stated
 from torchrl_kl.transforms.base import check_batch
 
 EndTokens = int | Sequence[int] | None  # ids, each of which ends a response
@@ -108,21 +109,13 @@ def choose_tokens(
     model: nn.Module, pad_token: int | None, eos_token: EndTokens
 ) -> tuple[int | None, EndTokens]:
     """The pad token and the end tokens: those given, or else those of a model's configuration."""
+    configs = stated("generation_config", model), stated("config", model)
     if pad_token is None:
-        pad_token = next(iter(_configured(model, "pad_token_id")), None)
+        pad_token = next(iter(several(stated("pad_token_id", *configs))), None)
     if eos_token is None:
-        ends = _configured(model, "eos_token_id")
+        ends = several(stated("eos_token_id", *configs))
         eos_token = ends[0] if len(ends) == 1 else ends or None
     return pad_token, eos_token
-
-
-def _configured(model: nn.Module, name: str) -> tuple[int, ...]:
-    """The token ids that the configuration of a model has under a name."""
-    for source in ("generation_config", "config"):
-        found = getattr(getattr(model, source, None), name, None)
-        if found is not None:
-            return several(found)
-    return ()
 
 
 def several(eos_token: EndTokens) -> tuple[int, ...]:

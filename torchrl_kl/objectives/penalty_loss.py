@@ -31,7 +31,7 @@ from torchrl_kl.batches import expand_right, find_time_dim
 from torchrl_kl.controllers import KLController, as_controller
 from torchrl_kl.feeding import ControllerFeed
 from torchrl_kl.functional.estimators import kl_exact, kl_k1, kl_k2
-from torchrl_kl.functional.numbers import check_finite, working_dtype
+from torchrl_kl.functional.numbers import check_finite, is_floating, working_dtype
 from torchrl_kl.functional.sampler import (
     FEWEST,
     SamplerWeights,
@@ -525,7 +525,7 @@ def finite_padding(data: TensorDictBase, mask: Tensor, keys: list[NestedKey]) ->
     data = data.copy()  # there, NaN times a gradient of 0 would be NaN
     for key in batches.leaf_keys(data, keys):
         value = data.get(key, None)
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if is_floating(value):
             counts = mask if value.shape[: mask.ndim] == mask.shape else rows
             valid = expand_right(counts, value.shape) | value.isfinite()
             data.set(key, torch.where(valid, value, 0.0))
