@@ -75,11 +75,11 @@ ARROWS: dict[str, set[str]] = {
     "batches": {"functional", "keys"},
     "_torchrl": {"functional"},
     "feeding": {"batches", "controllers"},
-    "actors": {*_DATA, "_torchrl", "functional"},
+    "actors": {*_DATA, "functional"},
     "transforms": {*_DATA, "_torchrl", "actors", "controllers", "feeding", "functional"},
     "language": {*_DATA, "actors", "controllers", "functional", "transforms"},
     "objectives": {*_DATA, "actors", "controllers", "feeding", "functional"},
-    "monitor": {*_DATA, "actors", "controllers", "functional", "language"},
+    "monitor": {*_DATA, "actors", "controllers", "functional"},
     "collectors": {"batches", "controllers", "transforms"},
     "trainers": {*_DATA, "transforms"},
 }
@@ -262,6 +262,48 @@ def test_a_public_name_is_in_one_module_and_has_no_twin():
     words = ["_".join(sorted(name.split("_"))) for name in names]  # kl_exact, exact_kl
     assert len(set(words)) == len(names)
     assert len(PUBLIC_NAMES["torchrl_kl"]) <= 30
+
+
+# What only a language model has, or is called.
+_OF_LANGUAGE = re.compile(
+    r"language|llm|gpt|causal_?lm|hugging|token|vocab|prompt|(?<![a-z])texts|responses(?![a-z])"
+    r"|eos_|decoder|logits_to_keep|past_key|untruncated|kept_|top_p|min_p",
+    re.IGNORECASE,
+)
+# What is imported by `language`, and all above; not `exact`, which enumerates the texts of a model.
+_WITHOUT_LANGUAGE = [room for room in ARROWS if room not in ("language", "exact")]
+
+
+def names_of_language(source: str) -> set[str]:
+    """Names and strings of a source, without its docstrings, that are about language models."""
+    found, docstrings = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            docstrings.add(ast.get_docstring(node, clean=False))
+        for name in ("id", "attr", "arg", "name", "value"):
+            value = getattr(node, name, None)
+            if isinstance(value, str) and _OF_LANGUAGE.search(value):
+                found.add(value)
+    return found - docstrings
+
+
+class TestNoRoomBelowKnowsLanguageModels:
+    def test_the_reader_sees_every_kind_of_use(self):
+        source = """
+            '''CausalLMActor'''
+            from torchrl_kl.language import x
+            def prompts(vocab_size, a=1): return getattr(a, "untruncated") or a.kept_key
+            class GPTActor: llm = f(min_p="no tokens") + context + text + response + kept
+        """
+        expected = {"prompts", "vocab_size", "untruncated", "kept_key", "GPTActor", "llm", "min_p"}
+        assert names_of_language(inspect.cleandoc(source)) == expected | {"no tokens"}
+
+    @pytest.mark.parametrize("room", _WITHOUT_LANGUAGE)
+    def test_no_name_or_string_but_one(self, room):
+        found = set().union(*(names_of_language(path.read_text()) for path in files_of(room)))
+        # The monitor says what whole responses are to be made of.
+        messages = {name for name in found if "as_steps(" in name} if room == "monitor" else set()
+        assert found - messages == ({"tokens"} if room == "monitor" else set())
 
 
 @pytest.mark.parametrize("module", PUBLIC_NAMES)

@@ -16,6 +16,7 @@ from torchrl_kl import (
     PlannedKLController,
     ReferenceModelLogProbTransform,
     RewardAdjustmentTransform,
+    TopKActor,
     coeff_for_budget,
     rescore,
 )
@@ -93,6 +94,9 @@ def test_every_feed_plans_by_prompt(eos):
     feeds = {
         "stack": lambda it: KLConstrainedTransform(actor, it)(batch),
         "parts": in_parts,
+        "stack of the k most likely": lambda it: KLConstrainedTransform(TopKActor(actor, 3), it)(
+            batch
+        ),
         "loss": lambda it: KLPenaltyLoss(actor, it).update_controller(batch),
         "as_steps": lambda it: KLConstrainedTransform(actor, it)(steps),
         "responses": by_text,

@@ -278,7 +278,8 @@ class TestErrors:
         for build in (partial(ResponseKLTransform, controller=0.1), CausalLMActor, CausalLMCritic):
             with pytest.raises(TypeError, match=r"Wrapper: pass the model in it, such as `wrapper"):
                 build(wrapper)
-        with pytest.raises(TypeError, match=r"whole responses: use ResponseKLTransform\(wrapper"):
+        text = r"step by step, got .* whole responses, use ResponseKLTransform\(wrapper"
+        with pytest.raises(TypeError, match=text):
             KLConstrainedTransform(wrapper, 0.1)
 
     @pytest.mark.parametrize("name", ["my_task_reward", "my_kl_coeff"])

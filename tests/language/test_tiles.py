@@ -24,7 +24,7 @@ from tests.language.models import SIZES, random_texts, sample, seeded
 from tests.language.test_causal_lm import TOKENS, Plain
 from torchrl_kl import KLConstrainedTransform, KLMonitor, KLPenaltyLoss, TopKActor
 from torchrl_kl.functional import kl_exact
-from torchrl_kl.functional.tiles import TiledCategorical
+from torchrl_kl.functional.tiles import TiledCategorical, figures
 from torchrl_kl.language import GPT, CausalLMActor, ResponseKLTransform, as_steps
 
 pytestmark = [
@@ -317,28 +317,39 @@ class TestTiles:
         gc.disable()
         try:
             policy = dist_of(actor, batch)
-            policy.also = dist_of(reference, batch)
-            log_prob = policy.log_prob(batch["action"])
-            hidden = weakref.ref(policy.hidden)
-            del policy, log_prob
+            pair = (policy, dist_of(reference, batch))
+            found = [policy.log_prob(batch["action"]), *figures(*pair[:1], reference=pair[1])]
+            hidden = weakref.ref(policy.tiles.hidden)
+            del policy, pair, found
             assert hidden() is None
         finally:
             gc.enable()
 
-    def test_what_it_remembers_is_what_it_gives(self, batch):
-        """The entropy was given as the KL where `also` changed after `log_prob`."""
+    def test_what_it_remembers_is_the_entropy_alone(self, batch):
+        """The entropy was given as the KL to a reference that came after `log_prob`."""
         policy, reference, *whole = (
             dist_of(CausalLMActor(make_model("gpt", seed), head_chunk=chunk), batch)
             for chunk in (CHUNK, None)
             for seed in (0, 1)
         )
         expected = kl_divergence(*whole), whole[0].entropy()
-        for also in ("entropy", reference, None):
-            for later in ("entropy", reference, None):
-                policy.also = also
+        for grad in (True, False, True):
+            with torch.set_grad_enabled(grad):
                 policy.log_prob(batch["action"])
-                policy.also = later
-                assert_equal([kl_exact(policy, reference), policy.entropy()], expected)
+            assert_equal([kl_exact(policy, reference), policy.entropy()], expected)
+
+    def test_a_loss_reads_each_tile_once(self, batch):
+        """The log-prob and the KL are computed from the same logits."""
+        model = make_model("gpt")
+        seen: list[int] = []
+        actor = CausalLMActor(model, head_chunk=CHUNK)
+        loss = KLPenaltyLoss(actor, 0.5, gradient="sequence")
+        model.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+        dist_of(actor, batch)  # which looks once whether the head works on a part
+        seen.clear()
+        value = loss(batch)["loss_kl"]
+        assert len([n for n in seen if n > 1]) == 7  # of 48 steps
+        value.backward()
 
     def test_models_without_a_decoder_are_read_as_before(self, batch):
         actor = CausalLMActor(sharp(Plain()).double(), head_chunk=CHUNK)

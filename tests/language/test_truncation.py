@@ -227,7 +227,7 @@ class TestRecord:
         assert actor.n_rescued == 0
         states = batch.select("tokens", "position")
         with set_recurrent_mode(True):
-            whole = actor.untruncated.get_dist(states.clone()).logits
+            whole = actor.whole().get_dist(states.clone()).logits
         kept = actor.truncation.keep(whole, bounded=True)  # type: ignore[union-attr]
         missing = (kept != batch["action"].unsqueeze(-1)).all(-1)
         computed = log_prob_of(actor, batch.exclude("kept"))
@@ -304,9 +304,9 @@ class TestRecord:
     def test_a_reference_is_whole(self):
         actor = CausalLMActor(make_gpt(), top_k=3)
         assert FrozenActor(actor).actor.truncation is None
-        assert actor.untruncated.untruncated.truncation is None
-        assert "kept" not in actor.untruncated(sampled(actor).select("tokens", "position"))
-        assert actor.untruncated.out_keys == CausalLMActor(make_gpt()).out_keys
+        assert actor.whole().whole().truncation is None
+        assert "kept" not in actor.whole()(sampled(actor).select("tokens", "position"))
+        assert actor.whole().out_keys == CausalLMActor(make_gpt()).out_keys
         assert actor.kept_key in actor.out_keys
         whole = sampled(CausalLMActor(actor.reader.lm.model))
         for reference in (None, lambda: torch.enable_grad()):
@@ -455,7 +455,8 @@ class TestSampler:
         transform = ResponseKLTransform(gpt, controller, sampler_weights="truncated")
         found = transform(responses_of(steps))
         assert controller.coeff == 1.0
-        (message,) = [one for one in KLMonitor(controller)(found) if one.condition == "sampler_far"]
+        read = as_steps(found, pad_token=None)
+        (message,) = [one for one in KLMonitor(controller)(read) if one.condition == "sampler_far"]
         assert message.figures["share"] < 0.1
         assert_close(message.figures["kl"], found["next", "sampler_kl"].mean().item())
         again = as_steps(found.exclude(("next", "kl_coeff")), pad_token=None)
@@ -467,7 +468,7 @@ class TestSampler:
         assert controller.coeff == 1.0
         assert planned.coeff == 0.0
         assert len(planned.plan.samples) == 0  # type: ignore[union-attr]
-        by_step = KLMonitor(ExponentialKLController(1.0, target=0.1, per="step"))(found)
+        by_step = KLMonitor(ExponentialKLController(1.0, target=0.1, per="step"))(read)
         (message,) = [one for one in by_step if one.condition == "sampler_far"]
         assert_close(message.figures["kl"], found["next", "sampler_kl"].mean().item() / 8)
 

@@ -11,6 +11,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
+from torchrl_kl.actors.protocol import as_kl_actor
 from torchrl_kl.keys import LogProbKeys, as_tuple
 
 Held = TypeVar("Held")
@@ -56,7 +57,7 @@ class Acting(NamedTuple):
     @classmethod
     def of(cls, policy: Any, recorded: LogProbKeys) -> Acting:
         """That of a policy, whose log-probs are `recorded`."""
-        drawn = getattr(policy, "replayed_keys", policy.dist_sample_keys)  # may be all zeros
+        drawn = (*policy.dist_sample_keys, *as_kl_actor(policy).replayed_keys)  # may be all zeros
         known = {*map(unravel_key, (*policy.in_keys, *drawn)), *recorded.keys}
         written = [key for key in map(unravel_key, policy.out_keys) if as_tuple(key)[0] != "next"]
         traces = [key for key in written if key not in known]

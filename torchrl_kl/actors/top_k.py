@@ -13,13 +13,15 @@ from torch.distributions import Distribution
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from torchrl_kl.actors import reading
-from torchrl_kl.functional.tiles import TiledCategorical
+from torchrl_kl.actors.protocol import KLActor, as_kl_actor
+from torchrl_kl.functional.numbers import check_count
+from torchrl_kl.functional.tiles import over_log_probs
 from torchrl_kl.keys import as_tuple, sibling
 
 RECORDED = ("log_probs", "actions", "in_top_k")
 
 
-class TopKActor(ProbabilisticTensorDictSequential):
+class TopKActor(KLActor, ProbabilisticTensorDictSequential):
     """An actor that records its k most likely actions and not its logits: O(k) per step.
 
     It shares the weights of `actor`, under the same names in `state_dict`, and replaces it in
@@ -63,10 +65,9 @@ class TopKActor(ProbabilisticTensorDictSequential):
         if not isinstance(actor, ProbabilisticTensorDictSequential):
             name = type(actor).__name__
             raise TypeError(f"`actor` must be a ProbabilisticTensorDictSequential, got {name}.")
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ValueError(f"`k` must be an int of at least 1, got {k!r}.")
-        if getattr(actor, "truncation", None) is not None:
-            got = "got one with `top_k`, `top_p` or `min_p`"
+        asked = as_kl_actor(actor)
+        if asked.whole() is not actor:
+            got = "got one that keeps only some of its actions in each step"
             raise ValueError(f'`actor` must not truncate, {got}: use `estimator="exact"`.')
         log_prob_key = cast(list[NestedKey], reading.dist_module_of(actor).log_prob_keys)[0]
         out_keys = cast(list[NestedKey], actor.out_keys)
@@ -80,7 +81,8 @@ class TopKActor(ProbabilisticTensorDictSequential):
         parts: Any = [OrderedDict(modules.items())] if named else modules
         super().__init__(*parts, partial_tolerant=actor.partial_tolerant)
         self.get_dist = actor.get_dist  # of one in tiles, its parts would make all logits
-        self.k = k
+        self.state_lengths, self.temperature = asked.state_lengths, asked.temperature
+        self.k = check_count("k", k)
         self.top_k_key = unravel_key(top_k_key or sibling(log_prob_key, "top_k"))
         self._record_keys = [(*as_tuple(self.top_k_key), name) for name in RECORDED]
         dropped = (*reading.written_params(actor), *self._record_keys)
@@ -94,7 +96,7 @@ class TopKActor(ProbabilisticTensorDictSequential):
         # On a copy: the logits must not reach the caller's tensordict.
         played, dist_module = tensordict.copy(), reading.dist_module_of(self)
         dist, action_key = self.get_dist(played, **kwargs), dist_module.dist_sample_keys[0]
-        if isinstance(dist, TiledCategorical):  # whose parameters are not in `played`
+        if any(played.get(key, None) is None for key in dist_module.in_keys):  # not all at once
             drawn = dist.sample() if exploration_type() == ExplorationType.RANDOM else dist.mode
             log_prob_key = reading.find_log_prob_keys(self)[0]
             played.set(action_key, drawn).set(log_prob_key, dist.log_prob(drawn))
@@ -119,4 +121,4 @@ def record_top_k(dist: Distribution, drawn: Tensor, k: int) -> Sequence[Tensor]:
         index = drawn if drawn.ndim < log_probs.ndim else drawn.long().argmax(-1)
         return [top.values, top.indices, (top.indices == index.unsqueeze(-1)).any(-1)]
 
-    return reading.over_log_probs(record, dist, drawn)
+    return over_log_probs(record, dist, drawn)

@@ -238,7 +238,7 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
     if rewards.ndim not in (1, 2) or rewards.numel() == 0:
         raise ValueError(
             "`rewards` must be the rewards (N,) of samples, or (P, S) of S samples of each of P "
-            f"prompts, not empty, got shape {shape}."
+            f"groups, not empty, got shape {shape}."
         )
     budget = check_number("budget", budget, above=0.0)
     values = rewards.detach().double().reshape(-1, shape[-1])  # (P, S)
@@ -251,7 +251,7 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
         )
     if rows.spread == 0:
         raise ValueError(
-            "`rewards` must differ between the samples of a prompt, which are one row, got shape "
+            "`rewards` must differ between the samples of a group, which are one row, got shape "
             f"{shape} with equal rewards in each row: squeeze a trailing dimension of 1."
         )
     if budget >= rows.limit:

@@ -15,7 +15,6 @@ from torch.distributions import Distribution
 
 from torchrl_kl.functional.distributions import kl_of_distributions, kl_of_logits, split_log_ratio
 from torchrl_kl.functional.numbers import check_mask, widened
-from torchrl_kl.functional.tiles import TiledCategorical, as_tiled
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -144,9 +143,6 @@ def kl_exact(
     """
     if isinstance(policy, Distribution) and isinstance(reference, Distribution):
         check_mask(mask, policy.batch_shape, "the batch shape of `policy`")
-        if isinstance(policy, TiledCategorical) or isinstance(reference, TiledCategorical):
-            kl = as_tiled(policy).kl_to(reference)
-            return kl if mask is None else torch.where(mask, kl, 0.0)
         return kl_of_distributions(policy, reference, mask)
     if not isinstance(policy, Tensor) or not isinstance(reference, Tensor):
         raise TypeError(

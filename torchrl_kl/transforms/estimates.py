@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from torchrl_kl.actors.frozen import Score
 from torchrl_kl.actors.policy import Borrowed
-from torchrl_kl.actors.reading import dist_module_of, over_log_probs, written_params
+from torchrl_kl.actors.reading import dist_module_of, written_params
 from torchrl_kl.batches import expand_right
 from torchrl_kl.functional.distributions import joint
 from torchrl_kl.functional.estimators import ESTIMATORS, kl_exact, kl_top_k
-from torchrl_kl.functional.tiles import TiledCategorical, figures
+from torchrl_kl.functional.tiles import figures, over_log_probs
 from torchrl_kl.keys import (
     LogProbKeys,
     ResolvedKeys,
@@ -76,12 +76,10 @@ class ExactEstimate(Estimate):
         for key in self.policy_keys:
             get_required(tensordict, key, _RECORD_PARAMS)
         of_policy, of_reference = self._of_policy.held, dist_module_of(reference)
-        if (
-            isinstance(score.dist, TiledCategorical)
-            and self.policy_keys == of_reference.in_keys[:1]
-        ):
-            # Of the reference, logits are never all there.
-            return figures(tensordict.get(self.policy_keys[0]), reference=score.dist)[0]
+        key = of_reference.in_keys[0]
+        if score.outputs.get(key, None) is None and self.policy_keys == [key]:
+            # Of the reference, logits are never all there: they are made in tiles.
+            return figures(tensordict.get(key), reference=score.dist)[0]
         # The parameters, such as logits (*B, V).
         params = tensordict.select(*of_policy.in_keys).detach()
         ref_params = score.outputs.select(*of_reference.in_keys).detach()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchrl.data import Composite, TensorSpec
 from typing_extensions import Self
 
+from torchrl_kl.actors.protocol import known_lengths
 from torchrl_kl.batches import counted, expand_right, find_ends, of_values, was_done
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.feeding import ControllerFeed, Reading
@@ -26,9 +27,6 @@ _NO_SUM = (
     "the running sum is carried from step to step. Reset the env first, and let no later transform "
     "drop or rename that entry."
 )
-
-
-_TEXTS: Mapping[NestedKey, NestedKey] = {"tokens": "position"}
 
 
 class Penalty(nn.Module):
@@ -47,12 +45,13 @@ class Penalty(nn.Module):
         time_dim: int | None = None,
         records: bool = True,
         observed: Sequence[NestedKey] | None = None,
-        state_lengths: Mapping[NestedKey, NestedKey] = _TEXTS,
+        state_lengths: Mapping[NestedKey, NestedKey] | None = None,
     ):
         super().__init__()
         self.controller, self.feed = as_controller(controller), ControllerFeed(update_every)
         self.keys, self.time_dim, self.records = keys, time_dim, records
-        self.observed, self.state_lengths = observed, state_lengths
+        self.observed = observed
+        self.state_lengths = known_lengths() if state_lengths is None else state_lengths
         self.writes = [keys.penalized, keys.kl_coeff]
         if records:
             self.writes += [keys.task_reward, keys.episode_kl]

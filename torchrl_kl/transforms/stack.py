@@ -7,7 +7,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
 from torchrl.data import Composite
 
-from torchrl_kl.actors.reading import state_lengths
+from torchrl_kl.actors.protocol import as_kl_actor
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import counted
 from torchrl_kl.controllers import ConstantKLController, KLController
@@ -94,7 +94,7 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
             time_dim=time_dim,
             records=self.tells_random,
             observed=frozen.in_keys,
-            state_lengths=state_lengths(actor),
+            state_lengths=as_kl_actor(actor).state_lengths,
         )
         self.keys, self.sum_agents = resolved, sum_agents
         measured = [resolved.ref_log_prob, resolved.kl] if self.tells_random else []
