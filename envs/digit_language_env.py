@@ -89,7 +89,7 @@ class DigitLanguageEnv(EnvBase):
         first, last = language.context_length, language.text_length
         batch_size, device = self.batch_size, self.device
         self.observation_spec = Composite(
-            tokens=Categorical(language.n_tokens, shape=(*batch_size, last), device=device),  # type: ignore[arg-type]
+            tokens=Categorical(language.n_tokens, shape=(*batch_size, last), device=device),
             position=Bounded(first, last, shape=batch_size, dtype=torch.int64, device=device),
             shape=batch_size,
             device=device,

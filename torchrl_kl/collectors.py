@@ -217,8 +217,8 @@ class _PenalizedEnv(TransformedEnv):
         self._shared, self._version = shared, shared.version
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        transforms = [*cast(Compose, self.transform)]
-        stack = next(t for t in reversed(transforms) if isinstance(t, KLConstrainedTransform))
+        transforms: Any = self.transform  # a Compose
+        stack = next(t for t in [*transforms][::-1] if isinstance(t, KLConstrainedTransform))
         # The version is read before the file: one that comes meanwhile is read again.
         coeff, version = self._shared.numbers.tolist()
         stack.controller.coeff.fill_(coeff)

@@ -186,7 +186,7 @@ class Enumeration:
         """
         if isinstance(coeff, Tensor) and coeff.numel() == 1:
             coeff = coeff.item()
-        coeff = check_number("coeff", coeff, at_least=0)  # type: ignore[arg-type]
+        coeff = check_number("coeff", coeff, at_least=0)
         return self._values(self._optimal_log_probs(coeff), coeff, "optimum")
 
     def solve_coeff(self, target: float) -> float:

@@ -215,22 +215,19 @@ class TargetKLController(KLController):
                 'multiply the target. Leave it out, or use `per="step"`.'
             )
         samples = plan.with_samples(rewards, groups, log_ratios if planning else None, lengths)
+        plan.samples = samples
         # Steps that follow one another are alike.
         fewest = _STEPS if self.per == "step" and lengths is None else _TRAJECTORIES
-        if not planning and len(samples) < fewest:
-            plan.samples = samples
+        if not planning:
+            if len(samples) >= fewest:
+                plan.close(plan.solve(samples, self.target, fewest) or 0.0)  # 0 if they are equal
             return self.coeff.item()
         planned = plan.solve(samples, self.target, fewest)
-        if not planning and planned is None:  # they are equal
-            planned = 0.0
         if planned is not None:
             plan.close(planned)
-            if planning:
-                planned *= self._margin
-                self.coeff.fill_(min(max(planned, self.min_coeff), self.max_coeff))
-            return self.coeff.item()
-        plan.samples = samples
-        if planning and len(samples):
+            planned *= self._margin
+            self.coeff.fill_(min(max(planned, self.min_coeff), self.max_coeff))
+        elif len(samples):
             spread = (samples[:, 0].max() - samples[:, 0].min()).item()
             budget = self.target * samples[:, 2].mean().item()
             self.coeff.fill_(spread / math.sqrt(2 * budget))
