@@ -57,8 +57,9 @@ def kl_collector(
     `disable_adapter`), workers have a copy of it, whose base must not be trained.
 
     You may rely on: ("next", "kl_coeff") is the coefficient of each step; the KL of a trajectory is
-    summed over batches; trajectory ids are unique across workers. All else is TorchRL's, but for
-    the defaults `auto_register_policy_transforms=False`, `launcher="mp"`, one CPU per actor of Ray.
+    summed over batches; trajectory ids are unique across workers. All else is TorchRL's, except for
+    three defaults: `auto_register_policy_transforms=False`, `launcher="mp"`, one CPU for each actor
+    of Ray.
 
     Args:
         collector_class: Collector, MultiSyncCollector, MultiAsyncCollector; for "learner" also
@@ -73,7 +74,8 @@ def kl_collector(
         kwargs: others of `collector_class`; `postproc` runs before the stack, `split_trajs` after.
 
     Raises:
-        TypeError, ValueError: if an argument is something else, or would make the KL wrong.
+        TypeError: if `collector_class` or `stack` is of another class.
+        ValueError: if an argument is out of its range, or would make the KL wrong.
 
     Example:
         >>> from torchrl.collectors import Collector
@@ -153,7 +155,7 @@ def _check_arguments(
 def _number(postproc: Any, worker: int, n_workers: int, batch: TensorDictBase) -> TensorDictBase:
     """A `postproc` of workers, which count from 0: writes trajectory ids that no other one uses."""
     batch = batch if postproc is None else postproc(batch)
-    # To another key, because a DistributedCollector renumbers those under TorchRL's.
+    # To another key, because a DistributedCollector renumbers the ids under TorchRL's key.
     return batch.copy().set(_UNIQUE_KEY, batch.get(TRAJECTORY_KEY) * n_workers + worker)
 
 
@@ -217,8 +219,8 @@ class _PenalizedEnv(TransformedEnv):
         self._shared, self._version = shared, shared.version
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        transforms = [*cast(Compose, self.transform)]
-        stack = next(t for t in reversed(transforms) if isinstance(t, KLConstrainedTransform))
+        transforms: Any = self.transform  # a Compose
+        stack = next(t for t in [*transforms][::-1] if isinstance(t, KLConstrainedTransform))
         # The version is read before the file: one that comes meanwhile is read again.
         coeff, version = self._shared.numbers.tolist()
         stack.controller.coeff.fill_(coeff)

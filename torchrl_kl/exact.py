@@ -173,7 +173,7 @@ class Enumeration:
     def values(self, policy: Model, coeff: float | Tensor) -> ExactValues:
         """Values of `policy` and of the optimum for E[reward] - coeff * KL(policy || reference).
 
-        `coeff` may be that of a controller, which is read now.
+        `coeff` may be the tensor of a controller, whose value is read now.
         """
         optimum = self.optimum(coeff)
         own = self._values(self._model_log_probs(policy, "policy"), optimum.coeff, "policy")
@@ -186,7 +186,7 @@ class Enumeration:
         """
         if isinstance(coeff, Tensor) and coeff.numel() == 1:
             coeff = coeff.item()
-        coeff = check_number("coeff", coeff, at_least=0)  # type: ignore[arg-type]
+        coeff = check_number("coeff", coeff, at_least=0)
         return self._values(self._optimal_log_probs(coeff), coeff, "optimum")
 
     def solve_coeff(self, target: float) -> float:

@@ -171,7 +171,7 @@ class ResolvedKeys:
     top_k: NestedKey
     penalized: NestedKey  # the result of the penalty
     episode_sums: NestedKey  # in an env: task reward and k1 of a trajectory, for a plan
-    not_drawn: NestedKey  # whether an action, in an env any of its trajectory so far, was not drawn
+    not_drawn: NestedKey  # in an env: whether any action of a trajectory so far was not drawn
     estimate: NestedKey  # of the KL, which one part of the stack passes on to the next
 
     @property

@@ -1,4 +1,4 @@
-"""What all controllers share: the coefficient, its unit, the target, and the plan for it.
+"""The base classes of all controllers: a coefficient, its unit, a target and a plan.
 
 The coefficient is what one nat of KL(policy || reference) subtracts from the reward. `kl` is always
 in the unit of `target`, which a controller declares: nats per trajectory or nats per step.
@@ -89,7 +89,7 @@ class KLController(Float64State, ABC):
             The new coefficient, reward per nat.
 
         Raises:
-            ValueError: if a number is out of its range, also what the rule of a subclass gives.
+            ValueError: if a number is out of its range; also if `next_coeff` returns such a number.
             TypeError: if `n_steps` is not an integer, or `kl` not a number.
             RuntimeError: if the controller still waits for rewards to plan from.
         """
@@ -122,9 +122,9 @@ class KLController(Float64State, ABC):
 
     @abstractmethod
     def next_coeff(self, kl: float, n_steps: int) -> float:
-        """The next coefficient, which the caller sets; other state is updated here, in place.
+        """Returns the next coefficient, which `update` sets, and updates other state in place.
 
-        It may raise, and then changes nothing.
+        If it raises, it must not have changed any state.
         """
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, *lists):
@@ -185,16 +185,17 @@ class TargetKLController(KLController):
         """Pools task rewards until they show the coefficient; the transforms and losses call it.
 
         At first the policy is the reference, whose rewards show the coefficient for the target:
-        see `RewardPlan`. Until then it is range / sqrt(2 * target) of the rewards so far, whose
-        optimum spends at most a quarter of the target (Hoeffding: KL <= range^2 / (8 beta^2)).
-        After the plan, and with a number as `init_coeff`, nothing changes, unless a controller
-        plans again: from each 16 trajectories or 256 steps, their policy taken as the reference.
+        see `RewardPlan`. Until they do, the coefficient is range / sqrt(2 * target) of the rewards
+        so far, whose optimum spends at most a quarter of the target (Hoeffding: KL <= range^2 / (8
+        beta^2)). After the plan, or with a number as `init_coeff`, this call changes nothing. Only
+        a controller that plans again makes a plan from each 16 trajectories or 256 steps, with
+        their policy as the reference.
 
         Args:
             rewards: one number per trajectory, its task reward summed up; with `per="step"` one
                 per step, or one per trajectory with `lengths`. Shape (N,).
-            groups: a number for each, equal for those of this call that began alike, such as the
-                responses to a prompt: only these are compared. None: all are.
+            groups: a number for each, equal for samples of this call that began alike, such as the
+                responses to a prompt: only these are compared. None: all samples are compared.
             log_ratios: log pi - log pi_ref of each, nats, if the policy has moved. None: 0.
             lengths: with `per="step"` how many steps each has, at least 1. None: 1.
 
@@ -215,22 +216,19 @@ class TargetKLController(KLController):
                 'multiply the target. Leave it out, or use `per="step"`.'
             )
         samples = plan.with_samples(rewards, groups, log_ratios if planning else None, lengths)
-        # Steps that follow one another are alike.
+        plan.samples = samples
+        # Consecutive steps are correlated, so that more of them are needed.
         fewest = _STEPS if self.per == "step" and lengths is None else _TRAJECTORIES
-        if not planning and len(samples) < fewest:
-            plan.samples = samples
+        if not planning:
+            if len(samples) >= fewest:
+                plan.close(plan.solve(samples, self.target, fewest) or 0.0)  # 0 if they are equal
             return self.coeff.item()
         planned = plan.solve(samples, self.target, fewest)
-        if not planning and planned is None:  # they are equal
-            planned = 0.0
         if planned is not None:
             plan.close(planned)
-            if planning:
-                planned *= self._margin
-                self.coeff.fill_(min(max(planned, self.min_coeff), self.max_coeff))
-            return self.coeff.item()
-        plan.samples = samples
-        if planning and len(samples):
+            planned *= self._margin
+            self.coeff.fill_(min(max(planned, self.min_coeff), self.max_coeff))
+        elif len(samples):
             spread = (samples[:, 0].max() - samples[:, 0].min()).item()
             budget = self.target * samples[:, 2].mean().item()
             self.coeff.fill_(spread / math.sqrt(2 * budget))

@@ -16,8 +16,12 @@ from torchrl_kl.functional.numbers import check_number
 class ConstantKLController(KLController):
     """A coefficient that never moves; with 0 the KL is only measured.
 
-    `coeff`: reward per nat, at least 0 and finite, or it is a ValueError; `per`: the unit in which
-    the transforms pool the KL for the log.
+    Args:
+        coeff: reward per nat, at least 0 and finite.
+        per: the unit in which the transforms pool the KL for the log.
+
+    Raises:
+        ValueError: if `coeff` is negative or not finite.
 
     Example:
         >>> from torchrl_kl import ConstantKLController
@@ -159,8 +163,8 @@ class ExponentialKLController(_LogKLController):
 class PIDKLController(_LogKLController):
     """Moves the logarithm of the coefficient by the KL's error, and by how fast that error changes.
 
-    A policy responds to a new coefficient only after many updates, and a rule that only sums errors
-    overshoots. The proportional part takes back what the sum has added as the error shrinks:
+    A policy responds to a new coefficient only after many updates, so that a rule that only sums
+    errors overshoots. The proportional part takes back what the sum has added as the error shrinks:
 
         error    = clip(kl / target - 1, -1, 1)
         filtered = smoothing * filtered_before + (1 - smoothing) * error

@@ -50,7 +50,7 @@ def widened(values: Tensor) -> Tensor:
     return values.to(working_dtype(values.dtype))
 
 
-def check_number(name: str, value: float, **bounds: float) -> float:
+def check_number(name: str, value: object, **bounds: float) -> float:
     """`value` as a float, finite and within the bounds: `above`, `at_least`, `below`, `at_most`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{name}` must be a number, got {type(value).__name__}.")
