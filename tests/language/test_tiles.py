@@ -222,8 +222,10 @@ class TestCallers:
             if estimator == "top_k":
                 actor: Any = TopKActor(actor, 3)
                 torch.manual_seed(0)
+                steps["logits"] = torch.zeros(6, 8, 11, dtype=torch.float64)  # of another pass
                 with set_recurrent_mode(True), set_exploration_type(ExplorationType.RANDOM):
                     actor(steps)
+                del steps["logits"]
                 assert isinstance(dist_of(actor, batch), TiledCategorical) == (chunk == CHUNK)
             else:
                 whole = dist_of(CausalLMActor(model, head_chunk=None), batch)
@@ -300,10 +302,12 @@ class TestCallers:
 
     def test_an_actor_that_acts_in_recurrent_mode(self, batch):
         model, states = make_model("gpt"), batch.select("tokens", "position")
+        states["logits"] = torch.zeros(6, 8, 11, dtype=torch.float64)  # of another pass
         actors = [CausalLMActor(model, head_chunk=CHUNK, return_logits=r) for r in (True, False)]
         with set_recurrent_mode(True), set_exploration_type(ExplorationType.RANDOM):
             whole, tiled = (actor(states.clone()) for actor in actors)
-        assert whole["logits"].shape == (6, 8, 11)
+        expected = dist_of(CausalLMActor(model, head_chunk=None), batch).logits
+        assert_equal([whole["logits"]], [expected])
         assert "logits" not in tiled.keys()
 
 
