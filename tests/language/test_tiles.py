@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from contextlib import contextmanager
 from typing import Any
 
 import peft
@@ -275,6 +276,24 @@ class TestCallers:
         for chunk in (None, CHUNK):
             actor = CausalLMActor(model, head_chunk=chunk)
             loss = KLPenaltyLoss(actor, 0.5, reference=model.disable_adapter, gradient="sequence")
+            value = loss(batch)["loss_kl"]
+            found.append((value, *gradients(value, model)))
+        assert_equal(found[1], found[0])
+        assert found[0][0] > 0
+
+    def test_weights_of_the_head_that_the_reference_has_for_its_passes_alone(self, batch):
+        model = make_model("gpt")
+
+        @contextmanager
+        def doubled():
+            model.head.weight.data.mul_(2)
+            yield
+            model.head.weight.data.div_(2)
+
+        found = []
+        for chunk in (None, CHUNK):
+            actor = CausalLMActor(model, head_chunk=chunk)
+            loss = KLPenaltyLoss(actor, 0.5, reference=doubled, gradient="sequence")
             value = loss(batch)["loss_kl"]
             found.append((value, *gradients(value, model)))
         assert_equal(found[1], found[0])
