@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
@@ -68,8 +68,8 @@ class TopKActor(KLActor, ProbabilisticTensorDictSequential):
         if asked.whole() is not actor:
             got = "got one that keeps only some of its actions in each step"
             raise ValueError(f'`actor` must not truncate, {got}: use `estimator="exact"`.')
-        log_prob_key = cast(list[NestedKey], reading.dist_module_of(actor).log_prob_keys)[0]
-        out_keys = cast(list[NestedKey], actor.out_keys)
+        log_prob_key = reading.find_log_prob_keys(reading.dist_module_of(actor))[0]
+        out_keys: list[Any] = actor.out_keys
         if log_prob_key not in out_keys:
             raise ValueError(
                 f"`actor` must record its log-prob, got the out_keys {out_keys}: build it with "
