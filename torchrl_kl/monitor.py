@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection, unravel_key
@@ -148,7 +148,7 @@ class KLMonitor:
         if is_tensor_collection(batch.get("tokens", None)):
             raise ValueError(_WHOLE.format(tuple(batch.batch_size)))
         fix = "run the stack before the monitor, or name the entry with `KLKeys(kl=...)`."
-        step = cast(TensorDictBase, get_required(batch, "next", fix))
+        step: Any = get_required(batch, "next", fix)
         k1 = get_required(step, self.keys.kl, fix).detach()  # (*B, *A, 1)
         counted = counted_values(batch, self.keys, k1)
         k1 = k1.double()[counted]  # (N,)
@@ -207,7 +207,7 @@ class KLMonitor:
         self, batch: TensorDictBase, counted: Tensor
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         """The KL in the controller's unit, (N,), and the trajectories that stay open."""
-        step = cast(TensorDictBase, batch.get("next"))
+        step: Any = batch.get("next")
         key = self.keys.kl_estimate
         # A stack with the estimator k1 writes no estimate; one that the user names must be there.
         if not self._needs_estimate and step.get(key, None) is None:

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from contextlib import contextmanager
 from typing import Any
 
 import peft
@@ -215,8 +216,10 @@ class TestCallers:
             if estimator == "top_k":
                 actor: Any = TopKActor(actor, 3)
                 torch.manual_seed(0)
+                steps["logits"] = torch.zeros(6, 8, 11, dtype=torch.float64)  # of another pass
                 with set_recurrent_mode(True), set_exploration_type(ExplorationType.RANDOM):
                     actor(steps)
+                del steps["logits"]
                 assert isinstance(dist_of(actor, batch), TiledCategorical) == (chunk == CHUNK)
             else:
                 whole = dist_of(CausalLMActor(model, head_chunk=None), batch)
@@ -271,6 +274,24 @@ class TestCallers:
         assert_equal(found[1], found[0])
         assert found[0][0] > 0
 
+    def test_weights_of_the_head_that_the_reference_has_for_its_passes_alone(self, batch):
+        model = make_model("gpt")
+
+        @contextmanager
+        def doubled():
+            model.head.weight.data.mul_(2)
+            yield
+            model.head.weight.data.div_(2)
+
+        found = []
+        for chunk in (None, CHUNK):
+            actor = CausalLMActor(model, head_chunk=chunk)
+            loss = KLPenaltyLoss(actor, 0.5, reference=doubled, gradient="sequence")
+            value = loss(batch)["loss_kl"]
+            found.append((value, *gradients(value, model)))
+        assert_equal(found[1], found[0])
+        assert found[0][0] > 0
+
     def test_dropout_in_the_head_is_repeated(self, batch):
         model = make_model("llama", 0)
         config = peft.LoraConfig(r=2, target_modules=["lm_head"], lora_dropout=0.5)
@@ -293,10 +314,12 @@ class TestCallers:
 
     def test_an_actor_that_acts_in_recurrent_mode(self, batch):
         model, states = make_model("gpt"), batch.select("tokens", "position")
+        states["logits"] = torch.zeros(6, 8, 11, dtype=torch.float64)  # of another pass
         actors = [CausalLMActor(model, head_chunk=CHUNK, return_logits=r) for r in (True, False)]
         with set_recurrent_mode(True), set_exploration_type(ExplorationType.RANDOM):
             whole, tiled = (actor(states.clone()) for actor in actors)
-        assert whole["logits"].shape == (6, 8, 11)
+        expected = dist_of(CausalLMActor(model, head_chunk=None), batch).logits
+        assert_equal([whole["logits"]], [expected])
         assert "logits" not in tiled.keys()
 
 

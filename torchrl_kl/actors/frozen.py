@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -105,12 +105,12 @@ class FrozenActor(nn.Module):
         with torch.no_grad():  # or TorchScript's weights would be a part of a graph
             copied = copy.deepcopy(as_kl_actor(actor).whole())
         copied.zero_grad()
-        self.actor = cast(ProbabilisticTensorDictSequential, copied)
+        self.actor: ProbabilisticTensorDictSequential = copied
         self.actor.requires_grad_(False).eval()
 
-    def read_for(self, policy: nn.Module) -> None:
+    def read_for(self, policy: Any) -> None:
         """Will score the actions of a policy; ValueError if it has others, or overwrites inputs."""
-        actions = [unravel_key(key) for key in policy.dist_sample_keys]  # type: ignore[union-attr]
+        actions = [unravel_key(key) for key in policy.dist_sample_keys]
         if actions != self.action_keys:
             raise ValueError(
                 f"`reference` must have the actions of the policy, got {self.action_keys} for "

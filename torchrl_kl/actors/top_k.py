@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
@@ -69,8 +69,8 @@ class TopKActor(KLActor, ProbabilisticTensorDictSequential):
         if asked.whole() is not actor:
             got = "got one that keeps only some of its actions in each step"
             raise ValueError(f'`actor` must not truncate, {got}: use `estimator="exact"`.')
-        log_prob_key = cast(list[NestedKey], reading.dist_module_of(actor).log_prob_keys)[0]
-        out_keys = cast(list[NestedKey], actor.out_keys)
+        log_prob_key = reading.find_log_prob_keys(reading.dist_module_of(actor))[0]
+        out_keys: list[Any] = actor.out_keys
         if log_prob_key not in out_keys:
             raise ValueError(
                 f"`actor` must record its log-prob, got the out_keys {out_keys}: build it with "
@@ -85,7 +85,8 @@ class TopKActor(KLActor, ProbabilisticTensorDictSequential):
         self.k = check_count("k", k)
         self.top_k_key = unravel_key(top_k_key or sibling(log_prob_key, "top_k"))
         self._record_keys = [(*as_tuple(self.top_k_key), name) for name in RECORDED]
-        dropped = (*reading.written_params(actor), *self._record_keys)
+        self._params = reading.written_params(actor)
+        dropped = (*self._params, *self._record_keys)
         self.out_keys = [*(key for key in out_keys if key not in dropped), *self._record_keys]
 
     @dispatch(auto_batch_size=False)
@@ -93,10 +94,10 @@ class TopKActor(KLActor, ProbabilisticTensorDictSequential):
         self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None = None, **kwargs
     ) -> TensorDictBase:
         """Draws an action; writes it, its log-prob and the top k."""
-        # On a copy: the logits must not reach the caller's tensordict.
-        played, dist_module = tensordict.copy(), reading.dist_module_of(self)
+        # On a copy: the logits must not reach the caller's tensordict, nor are they read from it.
+        played, dist_module = tensordict.exclude(*self._params), reading.dist_module_of(self)
         dist, action_key = self.get_dist(played, **kwargs), dist_module.dist_sample_keys[0]
-        if any(played.get(key, None) is None for key in dist_module.in_keys):  # not all at once
+        if any(played.get(key, None) is None for key in self._params):  # it makes them in tiles
             drawn = dist.sample() if exploration_type() == ExplorationType.RANDOM else dist.mode
             log_prob_key = reading.find_log_prob_keys(self)[0]
             played.set(action_key, drawn).set(log_prob_key, dist.log_prob(drawn))

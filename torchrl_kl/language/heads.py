@@ -206,7 +206,7 @@ class CausalLMActor(KLActor, ProbabilisticActor):
         token = dist.sample() if kind == ExplorationType.RANDOM else dist.deterministic_sample
         for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
             tensordict.set(key, value)
-        if self.return_logits and tensordict.get("logits", None) is None:  # they came in tiles
+        if self.return_logits and isinstance(dist, TiledCategorical):
             tensordict.set("logits", dist.logits)
         return tensordict if self.return_logits else tensordict.exclude("logits", inplace=True)
 
