@@ -13,15 +13,30 @@ from torchrl.collectors.utils import split_trajectories
 
 from tests.trust.cases import Machine, cases, run
 from tests.trust.worlds import World, make_batch
-from torchrl_kl.batches import Trajectories, TrajectorySums
+from torchrl_kl import KLKeys
+from torchrl_kl.batches import counted, flags, read_states, require_trajectories
+from torchrl_kl.trajectories import Trajectories, TrajectorySums
 
 seeds = st.integers(0, 2**20)
 
 
-def add(table: Trajectories, batch: Any, values: Any, mask: Any, **options: Any) -> TrajectorySums:
+def read(table: Trajectories, batch: Any, values: Any, mask: Any) -> TrajectorySums:
+    """The sums of a batch, whose steps follow one another."""
+    agents = ("next", "agents", "done") in batch.keys(True)
+    keys = KLKeys(done=("agents", "done") if agents else None)
+    named = keys.resolve(("agents", "action_log_prob") if agents else "action_log_prob")
+    counts = counted(batch, named, mask_key=None)
+    if mask is not None and counts is not None:
+        counts = counts & mask.unsqueeze(-1)
+    found = flags(batch, named, values.shape, counts=mask if counts is None else counts)
+    states = read_states(batch)
+    require_trajectories(batch, found, states)
+    return table.add(found, states.values(), values)
+
+
+def add(table: Trajectories, batch: Any, values: Any, mask: Any) -> TrajectorySums:
     """Adds a batch, and makes what is open the state."""
-    done: Any = ("agents", "done") if ("next", "agents") in batch.keys(True) else "done"
-    sums = table.add(batch, values, mask, done, **options)
+    sums = read(table, batch, values, mask)
     table.keep(sums.opened)
     return sums
 
@@ -119,7 +134,7 @@ class Streams(Machine):
             other = World(99, 2, 1).play(random.Random(0), 3, 0.5, 1.0, cut=False)
             batch = make_batch(other, per_agent=False, **self.kinds)
             for table in self.tables:
-                table.add(batch, batch["value"], None, "done")
+                read(table, batch, batch["value"], None)
             return
         kinds = {
             "deepcopy": copy.deepcopy,

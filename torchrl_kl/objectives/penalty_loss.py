@@ -339,22 +339,23 @@ class KLPenaltyLoss(LossModule):
         reward = log_ratio = None
         with evaluating(self.actor_network):
             steps, _, kl = self._terms(tensordict)
-            if self.controller.reads_rewards and not self.feed.frozen:
+            usable = steps.share >= FEWEST
+            if self.controller.reads_rewards and not self.feed.frozen and usable:
                 reward, log_ratio = self._rewards(tensordict, steps)
         reading = self.feed.read(
             self.controller,
             tensordict,
             kl.unsqueeze(-1),
             steps.mask,
-            done_key=self.tensor_keys.done,
+            keys=self._named_keys,
             time_dim=self.time_dim,
             observed=self.actor_network.in_keys,
             state_lengths=state_lengths(self.actor_network),
             reward=reward,
             log_ratio=log_ratio,
         )
-        if steps.share < FEWEST:
-            reading = reading._replace(values=None, rewards=None)
+        if not usable:
+            reading = reading._replace(values=None)
         elif self.controller.per == "step" and not planning and steps.acts is not None:
             # The mean over those who act, of whom a step may have any number.
             acting = steps.acts.unsqueeze(-1).flatten(tensordict.batch_dims)  # (*B, agents)
@@ -362,7 +363,6 @@ class KLPenaltyLoss(LossModule):
             means = kl * acting.shape[-1] / n_acting.clamp_min(1)
             values = means.flatten().repeat_interleave(n_acting.flatten())
             reading = reading._replace(values=None if reading.values is None else values)
-        self.feed.plan(self.controller, reading)
         self.feed.learn(self.controller, reading)
         return self.controller.coeff.item()
 
@@ -391,17 +391,25 @@ class KLPenaltyLoss(LossModule):
         return reward, (drawn.recorded - ref_log_prob).unsqueeze(-1)
 
     def _outcomes(self, tensordict: TensorDictBase, mask: Tensor | None) -> Tensor | None:
-        """The advantage of each trajectory at its last step, (*B, 1), if it has only one."""
+        """The advantage of each trajectory where it last counts, (*B, 1), if it has only one."""
         advantage, shape = tensordict.get(self.tensor_keys.advantage, None), tensordict.batch_size
         in_time = find_time_dim(tensordict, self.time_dim) is not None
         if advantage is None or not in_time or advantage.shape != (*shape, 1):
             return None
-        step = cast(TensorDictBase, tensordict.get("next"))
-        ends = batches.find_ends(step, self.tensor_keys.done, advantage.shape).clone()
-        if mask is not None:  # a trajectory ends before padding, too
-            ends[..., :-1, :] |= ~mask[..., 1:, None]
-        one = (advantage.diff(dim=-2) == 0) | ends[..., :-1, :]
-        return torch.where(ends, advantage, 0.0) if one.all() else None
+        flags = self._flags(tensordict, mask)
+        counts, last = flags.counts, flags.last
+        apart = (last | ~counts)[..., :-1] | ~counts[..., 1:]
+        if not ((advantage.squeeze(-1).diff() == 0) | apart).all():
+            return None
+        # The end itself need not count.
+        n_later, n_ends = (sum_after(flag.double(), last) for flag in (counts, flags.ends))
+        paid = counts & (n_later == 0) & (flags.ends | (n_ends > 0))
+        return torch.where(paid.unsqueeze(-1), advantage, 0.0)
+
+    def _flags(self, tensordict: TensorDictBase, mask: Tensor | None) -> batches.Flags:
+        """Those of all agents together."""
+        shape = (*tensordict.batch_size, 1)
+        return batches.flags(tensordict, self._named_keys, shape, counts=mask)
 
     def _terms(self, tensordict: TensorDictBase) -> tuple[Steps, Tensor, Tensor]:
         """The steps; what is minimised, before the coefficient, and the measured KL, (*B) each."""
@@ -444,8 +452,9 @@ class KLPenaltyLoss(LossModule):
         recorded = [get_required(tensordict, key, _NO_LOG_PROB).detach() for key in keys]
         log_prob, ends = steps.log_prob_of(steps.policy), None
         if self._reads_trajectories:
-            done_key = unravel_key(("next", self.tensor_keys.done))
-            ends = find_last_steps(tensordict, steps.mask, done_key, self.actor_network.in_keys)
+            flags = self._flags(tensordict, steps.mask)
+            batches.require_trajectories(tensordict, flags, self.actor_network.in_keys)
+            ends = flags.last
         return Drawn(log_prob, steps.summed(*recorded), ends)
 
     def _distributions(self, tensordict: TensorDictBase) -> tuple[Distribution, Distribution]:
@@ -518,24 +527,6 @@ def finite_padding(data: TensorDictBase, mask: Tensor, keys: list[NestedKey]) ->
             valid = expand_right(counts, value.shape) | value.isfinite()
             data.set(key, torch.where(valid, value, 0.0))
     return data
-
-
-def find_last_steps(
-    tensordict: TensorDictBase, mask: Tensor | None, done_key: NestedKey, observed: list[NestedKey]
-) -> Tensor:
-    """True where a step is done or followed by another id, (*B); `observed` show the order."""
-    fix = "trajectories end there; name it with `set_keys(done=...)`."
-    ends = expand_right(get_required(tensordict, done_key, fix), tensordict.batch_size).clone()
-    ids = tensordict.get(batches.TRAJECTORY_KEY, None)
-    if ids is not None:
-        ids = ids.reshape(tensordict.batch_size)
-        ends[..., :-1] |= ids[..., 1:] != ids[..., :-1]
-    padded = torch.zeros_like(ends) if mask is None else ~mask
-    # (*R, T - 1): between a step and the next one.
-    may_differ = (ends | padded)[..., :-1] | padded[..., 1:]
-    fix = "The loss adds up along trajectories: shuffle whole rows, not steps."
-    batches.require_order(tensordict, observed, may_differ, fix)
-    return ends
 
 
 def refuse_penalized(tensordict: TensorDictBase, kl_coeff: NestedKey) -> None:

@@ -14,7 +14,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 from typing_extensions import Self
 
-from torchrl_kl.batches import counted, expand_right, find_ends, of_values, was_done
+from torchrl_kl.batches import counted, expand_right, flags, of_values
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller, is_constant
 from torchrl_kl.feeding import ControllerFeed, Reading
 from torchrl_kl.functional.numbers import check_finite, widened, working_dtype
@@ -154,18 +154,16 @@ class PenaltyTransform(KLTransform):
         measured: Tensor,
     ) -> Tensor:
         """True where an env step tells the controller something, shape of `measured`."""
-        taken, shape = torch.ones_like(measured, dtype=torch.bool), measured.shape
-        if self.controller.per == "trajectory":
-            # An agent that left while others go on was counted when it left. One whose trajectory
-            # ends need not act in that step.
-            mask, before = None, was_done(tensordict, self.keys)
-            taken = find_ends(next_tensordict, self.keys.done, shape)
-            if before is not None:
-                taken = taken & ~expand_right(cast(Tensor, of_values(before, shape)), shape)
-        if not taken.any():  # as in most steps
-            return taken
-        mask = of_values(without_random(next_tensordict, self.keys, mask), shape)
-        return taken if mask is None else taken & expand_right(mask, shape)
+        if self.controller.per == "step":
+            taken = of_values(without_random(next_tensordict, self.keys, mask), measured.shape)
+            taken = torch.ones_like(measured, dtype=torch.bool) if taken is None else taken
+            return expand_right(taken, measured.shape)
+        # An agent whose trajectory ends need not act in that step.
+        drawn = without_random(next_tensordict, self.keys, None)
+        found = flags(
+            tensordict, self.keys, measured.shape, counts=drawn, following=next_tensordict
+        )
+        return (found.ends & found.counts).unsqueeze(-1)
 
     def adjust_batch(self, tensordict: TensorDictBase, step: KLStep, *, moves: bool) -> None:
         """Penalizes a batch (a copy), adds up its trajectories, and feeds the controller."""
@@ -177,9 +175,8 @@ class PenaltyTransform(KLTransform):
         if not self.record:
             self._penalize(next_tensordict, step, reward)
             return
-        reading = self._read(tensordict, step, reward, moves)
         # First, so that the batch is penalized with what is planned from it.
-        self.feed.plan(self.controller, reading)
+        reading = self._read(tensordict, step, reward, moves)
         self._penalize(next_tensordict, step, reward)
         if reading.running is not None:
             next_tensordict.set(self.keys.episode_kl, reading.running)
@@ -190,9 +187,7 @@ class PenaltyTransform(KLTransform):
         next_tensordict = tensordict.get("next")
         step = self.read_step(next_tensordict, counted(tensordict, self.keys))
         reward = get_required(next_tensordict, self.keys.task_reward, _NO_REWARD)
-        reading = self._read(tensordict, step, reward, True)
-        self.feed.plan(self.controller, reading)
-        self.feed.learn(self.controller, reading)
+        self.feed.learn(self.controller, self._read(tensordict, step, reward, True))
 
     def read_step(self, next_tensordict: TensorDictBase, mask: Tensor | None) -> KLStep:
         """The KL and the estimate that were measured, 0 outside the mask (*B)."""
@@ -213,7 +208,7 @@ class PenaltyTransform(KLTransform):
             tensordict,
             step.measured.detach(),
             step.mask,
-            done_key=self.keys.done,
+            keys=self.keys,
             time_dim=self.time_dim,
             observed=self.observed,
             state_lengths=self.state_lengths,
