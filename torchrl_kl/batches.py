@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -55,45 +55,47 @@ def counted(
     done, and where the mask of agents in turn-based envs, ("agents", "mask"), is False.
     """
     path, shape = keys.path, holder_batch_size(tensordict, (*keys.path, "mask"))
-    masks = [tensordict.get(key, None) for key in ("_step", mask_key) if key is not None]
+    found = _find(tensordict, ["_step", *([] if mask_key is None else [mask_key])], shape)
     acting = tensordict.get((*path, "mask"), None) if path else None
     if acting is not None and acting.dtype == torch.bool and acting.shape[: len(shape)] == shape:
-        masks += [acting] if acting.numel() == shape.numel() else []  # else it is of actions
-    found = [expand_right(mask, shape) for mask in masks if mask is not None]
-    before = was_done(tensordict, keys)
+        found += [acting.reshape(shape)] if acting.numel() == shape.numel() else []  # or of actions
+    before = _was_done(tensordict, keys)
     found += [] if before is None else [~before]
     return reduce(torch.logical_and, found) if found else None
 
 
-def was_done(tensordict: TensorDictBase, keys: ResolvedKeys) -> Tensor | None:
-    """True where an agent, or the env, is done before a step, (*B, *A); None if none is.
+def of_values(mask: Tensor | None, shape: Sequence[int]) -> Any:
+    """A mask (*B, *A) for values of `shape`: of all agents together, (*B, 1), where any counts."""
+    n_dims = len(shape) - 1
+    if mask is None or mask.ndim <= n_dims or mask.shape == torch.Size(shape):
+        return mask
+    return mask.flatten(n_dims).any(-1)
 
-    So it is in a step that only resets a vectorized env, which has then ended in the step before.
-    """
+
+def counted_values(tensordict: TensorDictBase, keys: ResolvedKeys, values: Tensor) -> Tensor:
+    """Where values (*B, *A), (*B, *A, 1) or, of all agents, (*B, 1) count: of their shape."""
+    mask = of_values(counted(tensordict, keys), values.shape)
+    return torch.ones_like(values).bool() if mask is None else expand_right(mask, values.shape)
+
+
+def _was_done(tensordict: TensorDictBase, keys: ResolvedKeys) -> Tensor | None:
+    """True where an agent, or the env, is done before a step, (*B, *A); None if none is."""
+    # In a step that only resets a vectorized env, it is, too: it has ended in the step before.
     path, shape = keys.path, holder_batch_size(tensordict, (*keys.path, "done"))
-    done_keys = {as_tuple(key) for key in (keys.done, (*path, "done"), "done", AUTORESET_KEY)}
-    flags = [tensordict.get(key, None) for key in done_keys if path[: len(key) - 1] == key[:-1]]
-    found = [expand_right(flag, shape).bool() for flag in flags if flag is not None]
+    names = map(as_tuple, (keys.done, (*path, "done"), "done", AUTORESET_KEY))
+    found = _find(tensordict, [n for n in names if path[: len(n) - 1] == n[:-1]], shape)
     before = reduce(torch.logical_or, found) if found else None
     if before is None or torch.compiler.is_compiling() or before.any():
         return before
     return None
 
 
-def of_values(mask: Tensor | None, shape: Sequence[int]) -> Tensor | None:
-    """A mask (*B, *A) for values of `shape`: of all agents together, (*B, 1), where any counts."""
-    n_dims = len(shape) - 1
-    return mask if mask is None or mask.ndim <= n_dims else mask.flatten(n_dims).any(-1)
-
-
-def counted_values(tensordict: TensorDictBase, keys: ResolvedKeys, values: Tensor) -> Tensor:
-    """Where values (*B, *A), (*B, *A, 1) or, of all agents, (*B, 1) count: of their shape."""
-    mask = counted(tensordict, keys)
-    if mask is None:
-        return torch.ones_like(values, dtype=torch.bool)
-    if values.shape != mask.shape:
-        mask = cast(Tensor, of_values(mask, values.shape))
-    return expand_right(mask, values.shape)
+def _find(
+    tensordict: TensorDictBase, keys: Iterable[NestedKey], shape: Sequence[int]
+) -> list[Tensor]:
+    """Those of the flags that are there, of `shape`."""
+    found = [tensordict.get(key, None) for key in dict.fromkeys(keys)]
+    return [expand_right(flag, shape).bool() for flag in found if flag is not None]
 
 
 def leaf_keys(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> list[NestedKey]:
@@ -126,8 +128,14 @@ def find_time_dim(tensordict: TensorDictBase, time_dim: int | None) -> int | Non
     return last
 
 
+_ADDED_UP = (
+    "The KL is added up along trajectories: shuffle after the stack, and for a loss shuffle whole "
+    "rows, not steps."
+)
+
+
 class Flags(NamedTuple):
-    """What the steps of a batch (*B) are to the trajectory of each agent, (*B, *A) each.
+    """What the steps of a batch (*B) in time are to the trajectory of each agent, (*B, *A) each.
 
     The rule of ends, for all who read batches. The trajectory of an agent
 
@@ -136,78 +144,88 @@ class Flags(NamedTuple):
       done before does not end again.
     - breaks off before a step that has another id, ("collector", "traj_ids"), or `is_init`. What
       follows is like another row; what broke off may go on in a later batch. But where something
-      is done, the collector gives all agents of the env a new id: the trajectories of those that
-      are not done go on, under an id that is not known yet.
+      is done, a collector gives all agents of the env a new id: the trajectories of those that are
+      not done go on, under an id that is not known yet.
     - has the steps that count: see `counted`. Others may hold anything.
     """
 
     ends: Tensor
     counts: Tensor
-    # The others are of batches in time. True where the next step belongs to another trajectory,
-    # also after an end; where the trajectory goes on under another id; and at its first step.
-    breaks: Tensor | None = None
-    renamed: Tensor | None = None
-    begins: Tensor | None = None  # (*B); None if there is no `is_init`
-    ids: Tensor | None = None  # (*B)
-    batch_size: torch.Size = torch.Size()
+    breaks: Tensor  # True where the next step is of another trajectory, also after an end
+    renamed: Tensor  # True where the trajectory goes on under another id
+    begins: Tensor | None  # at the first step of a trajectory; None: there are ids, but no is_init
+    ids: Tensor | None
+    may_differ: Tensor  # (*R, T - 1), True where the next state need not be what a step leaves
 
     @property
     def last(self) -> Tensor:
         """True where a trajectory, or its part in a row, has its last step."""
-        return self.ends | cast(Tensor, self.breaks)
+        return self.ends | self.breaks
 
 
 def flags(
     tensordict: TensorDictBase,
     keys: ResolvedKeys,
     shape: Sequence[int],
-    *,
-    counts: Tensor | None = None,
-    following: TensorDictBase | None = None,
+    counts: Any = None,
 ) -> Flags:
-    """The flags of values of `shape`: (*B, *A, 1), or (*B, 1) of all agents together.
+    """The flags of a batch, for values of `shape` and where they count; None: everywhere.
 
-    `counts`: True where they count, None where all do; `following`: what an env step leads to. In a
-    batch, that is "next", and the last dimension of the batch is time.
+    `shape`: (*B, *A, 1), or (*B, 1) of all agents together.
     """
-    step = cast(TensorDictBase, tensordict.get("next")) if following is None else following
-    n_dims, agents = tensordict.batch_dims, shape[:-1]
-    done, before = _find_done(step, keys.done, agents), was_done(tensordict, keys)
-    ends = done
-    if before is not None:  # all agents together go on until none is left
-        before = before if before.ndim == len(agents) else before.flatten(n_dims).all(-1)
-        ends = done & ~expand_right(before, agents)
-    fitting = of_values(counts, shape)
-    counts = torch.ones_like(ends) if fitting is None else expand_right(fitting, agents)
-    if following is not None:
-        return Flags(ends, counts)
+    step, n_dims, shape = tensordict.get("next"), tensordict.batch_dims, tuple(shape)
+
+    def of_any(flag: Tensor) -> Tensor:  # of the agents: (*B)
+        return flag.bool().unsqueeze(-1).flatten(n_dims).any(-1)
+
+    done = _find_done(step, keys.done, shape[:-1])
+    counts = done.new_ones(()) if counts is None else of_values(counts, shape)
+    counts = expand_right(counts, done.shape)
     others = [step.get(key) for key in step.keys(True, True) if as_tuple(key)[-1] == "done"]
-    any_done = [flag.bool().unsqueeze(-1).flatten(n_dims).any(-1) for flag in (done, *others)]
-    renamed = expand_right(reduce(torch.logical_or, any_done), agents) & ~done
+    any_done = reduce(torch.logical_or, map(of_any, [done, *others]))
+    renamed, acts = expand_right(any_done, done.shape) & ~done, of_any(counts)
     ids, begins = tensordict.get(TRAJECTORY_KEY, None), tensordict.get("is_init", None)
-    changes = torch.zeros(tensordict.batch_size, dtype=torch.bool, device=done.device)
+    changes = torch.zeros_like(any_done)
     if ids is not None:
-        ids = ids.reshape(changes.shape).to(done.device)
+        ids = expand_right(ids.to(done.device), changes.shape)
         changes[..., :-1] |= ids[..., 1:] != ids[..., :-1]
+        ids = expand_right(ids, done.shape)
     if begins is not None:
-        begins = begins.bool().reshape(changes.shape)
-        changes[..., :-1] |= begins[..., 1:]
-    breaks = expand_right(changes, agents) & ~renamed
-    return Flags(ends, counts, breaks, renamed, begins, ids, tensordict.batch_size)
+        changes[..., :-1] |= of_any(begins)[..., 1:]
+        begins = expand_right(begins.bool(), done.shape)
+    return Flags(
+        find_ends(tensordict, step, keys, shape),
+        counts,
+        expand_right(changes, done.shape) & ~renamed,
+        renamed,
+        torch.ones_like(done) if ids is None else begins,
+        ids,
+        (any_done | changes | ~acts)[..., :-1] | ~acts[..., 1:],
+    )
+
+
+def find_ends(
+    tensordict: TensorDictBase, step: TensorDictBase, keys: ResolvedKeys, shape: Sequence[int]
+) -> Tensor:
+    """The ends of `Flags`, of steps from `tensordict` (*B) to `step`, also of an env."""
+    done, before = _find_done(step, keys.done, shape[:-1]), _was_done(tensordict, keys)
+    if before is None:
+        return done
+    if before.ndim > done.ndim:  # all agents together go on until none is left
+        before = before.flatten(tensordict.batch_dims).all(-1)
+    return done & ~expand_right(before, done.shape)
 
 
 def _find_done(step: TensorDictBase, done_key: NestedKey, shape: Sequence[int]) -> Tensor:
-    """True where `step` leaves an agent, or its env, done, of `shape`."""
-    # The "done" at the root is that of envs that reset all agents as soon as one is done.
-    # (*B, 1) or (*B, *A, 1) each. Of a flag of another name, "done" is not the default.
-    keys = dict.fromkeys([done_key, sibling(done_key, "done"), "done"])
-    found = {key: flag for key in keys if (flag := step.get(key, None)) is not None}
-    if not found or (as_tuple(done_key)[-1] != "done" and done_key not in found):
+    """True where a step leaves an agent, or its env, done, of `shape`."""
+    found = _find(step, [done_key, sibling(done_key, "done"), "done"], shape)
+    # Of a flag of another name, "done" is not the default.
+    if not found or (as_tuple(done_key)[-1] != "done" and step.get(done_key, None) is None):
         raise MissingKeyError(
             f"there is no {done_key!r} in the step, where trajectories end: `KLKeys(done=...)`, or "
             f"`set_keys(done=...)` of a loss, names it. The step has {existing_keys(step)}."
         )
-    return reduce(torch.logical_or, [expand_right(flag, shape).bool() for flag in found.values()])
+    return reduce(torch.logical_or, found)
 
 
 def read_states(
@@ -228,20 +246,11 @@ def read_states(
     return states
 
 
-def require_trajectories(
-    tensordict: TensorDictBase, flags: Flags, observed: Iterable[NestedKey]
-) -> None:
-    """RuntimeError unless the steps of trajectories follow one another, by what is `observed`."""
-    done, apart, counts = (
-        cast(Tensor, flag).unsqueeze(-1).flatten(tensordict.batch_dims).any(-1)
-        for flag in (flags.ends, flags.breaks | flags.renamed, flags.counts)
-    )
-    may_differ = (done | apart | ~counts)[..., :-1] | ~counts[..., 1:]
-    require_order(tensordict, observed, may_differ, _SHUFFLED)
-
-
 def require_order(
-    tensordict: TensorDictBase, keys: Iterable[NestedKey], may_differ: Tensor, consequence: str
+    tensordict: TensorDictBase,
+    keys: Iterable[NestedKey],
+    may_differ: Tensor,
+    consequence: str = _ADDED_UP,
 ) -> None:
     """RuntimeError if steps (*R, T) do not follow one another but where they `may_differ`."""
     dim, n_pairs = may_differ.ndim - 1, may_differ.shape[-1]
@@ -267,9 +276,3 @@ def same(one: Tensor, other: Tensor, n_dims: int) -> Tensor:
     while equal.ndim > n_dims:
         equal = equal.all(-1)
     return equal
-
-
-_SHUFFLED = (
-    "The KL is added up along trajectories: shuffle after the stack, and for a loss shuffle whole "
-    "rows, not steps."
-)

@@ -78,10 +78,10 @@ class ControllerFeed(nn.Module):
         columns = torch.cat([x.detach().double() for x in (measured, *columns)], -1)
         samples, running, opened, groups = columns[:0].reshape(-1, 3), None, None, None
         if timed:
-            flags = batches.flags(tensordict, keys, measured.shape, counts=mask)
+            flags = batches.flags(tensordict, keys, measured.shape, mask)
             states = batches.read_states(tensordict, observed)
             if needed or plans:
-                batches.require_trajectories(tensordict, flags, states)
+                batches.require_order(tensordict, states, flags.may_differ)
             sums = (self.trajectories if trace else Trajectories()).add(
                 flags, states.values(), columns
             )
@@ -102,21 +102,13 @@ class ControllerFeed(nn.Module):
         return Reading(running, values if moves else None, opened)
 
     def plan_from(
-        self,
-        controller: KLController,
-        rewards: Tensor,
-        *,
-        groups: Tensor | None = None,
-        log_ratios: Tensor | None = None,
-        lengths: Tensor | None = None,
+        self, controller: KLController, rewards: Tensor, *, lengths: Any = None, **samples: Any
     ) -> None:
         """Gives samples (N,) to a controller that plans; see `TargetKLController`."""
         if controller.reads_rewards and not self.frozen and rewards.numel():
+            lengths = lengths if controller.per == "step" else None
             cast(TargetKLController, controller).observe_rewards(
-                rewards,
-                groups=groups,
-                log_ratios=log_ratios,
-                lengths=lengths if controller.per == "step" else None,
+                rewards, lengths=lengths, **samples
             )
 
     def learn(self, controller: KLController, reading: Reading) -> None:

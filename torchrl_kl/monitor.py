@@ -233,9 +233,9 @@ class KLMonitor:
                 "without a dimension named 'time': name the last one so, pass `time_dim`, do not "
                 "flatten it, or use per='step'."
             )
-        flags = batches.flags(batch, self.keys, measured.shape, counts=counted)
+        flags = batches.flags(batch, self.keys, measured.shape, counted)
         states = batches.read_states(batch, self._observed)
-        batches.require_trajectories(batch, flags, states)
+        batches.require_order(batch, states, flags.may_differ)
         sums = self._trajectories.add(flags, states.values(), measured)
         return sums.finished[:, 0], sums.opened
 

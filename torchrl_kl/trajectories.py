@@ -6,8 +6,8 @@ row by row, then those of the next one. K numbers are added up along each trajec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Collection
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,48 +28,6 @@ class TrajectorySums(NamedTuple):
     # earlier batch.
     began: Tensor
     opened: dict[str, Tensor]  # for `Trajectories.keep`
-
-
-class _Parts(NamedTuple):
-    """The parts of trajectories in a batch, (S,) each: of a row, up to an end or a break."""
-
-    first: Tensor  # numbers of the first and the last step, below L
-    last: Tensor
-    agents: Tensor
-    ids: Tensor | None  # of the first step
-    begins: Tensor | None  # `is_init` of the first step
-    ends: Tensor  # True if the trajectory ends with the part
-    follows_end: Tensor  # True if it begins behind an end in the same row
-    apart: Tensor  # True if it begins a row, or behind a break
-    may_go_on: Tensor  # True if another batch may have more of the trajectory
-
-    @classmethod
-    def find(cls, flags: Flags, ends: Tensor, breaks: Tensor, counts: Tensor) -> _Parts:
-        """The parts between ends and breaks; `ends`, `breaks` and `counts` are (L,)."""
-        n_places, n_steps = flags.batch_size.numel(), flags.batch_size[-1]
-        row_ends = (torch.arange(len(ends), device=ends.device) + 1) % n_steps == 0
-        stops = breaks | row_ends
-        last = (ends | stops).nonzero().squeeze(-1)
-        first = (last + 1).roll(1)
-        first[:1] = 0
-        ids, begins = (
-            None if flag is None else flag.flatten()[first % n_places]
-            for flag in (flags.ids, flags.begins)
-        )
-        # A collector may write an end into the last step of a batch, with padding behind it, and
-        # go on; but not where steps that count follow.
-        followed = ~row_ends & counts.roll(-1)
-        return cls(
-            first,
-            last,
-            first // n_places,
-            ids,
-            begins,
-            ends[last],
-            (ends & ~row_ends).roll(1)[first],
-            stops.roll(1)[first],
-            (stops & ~(ends & followed))[last],
-        )
 
 
 class Trajectories(Float64State):
@@ -97,112 +55,114 @@ class Trajectories(Float64State):
     begins behind an end in its row, and where its id comes for the first time and no entry has it
     but of an end. Without ids, nothing is left, and whatever is not resumed begins.
 
-    State: of each entry the id and the agent; `named`, whether it goes on under this id, or under
-    one that is not known yet; `n_steps` and `whole`, as above, (M,) each; `sums`, (M, K); the
-    states in which they were left, (M, ...) each.
+    State: of each entry its id and agent; `named`, whether it goes on under this id, or under one
+    that is not known yet, (M,) each; its total, n and 0 if it is whole, (M, K + 2); the states in
+    which they were left, (M, ...) each.
     """
 
     ids: Tensor
     agents: Tensor
     named: Tensor
-    n_steps: Tensor
-    whole: Tensor
     sums: Tensor
 
     def __init__(self):
         super().__init__()
-        for name in ("ids", "agents", "n_steps"):
-            self.register_buffer(name, torch.zeros(0, dtype=torch.long))
-        for name in ("named", "whole"):
-            self.register_buffer(name, torch.zeros(0, dtype=torch.bool))
+        for name, dtype in (("ids", torch.long), ("agents", torch.long), ("named", torch.bool)):
+            self.register_buffer(name, torch.zeros(0, dtype=dtype))
         self.register_buffer("sums", torch.zeros(0, 0, dtype=torch.float64))
 
     def add(
-        self, flags: Flags, states: Iterable[tuple[Tensor, Tensor]], columns: Tensor
+        self, flags: Flags, states: Collection[tuple[Tensor, Tensor]], columns: Tensor
     ) -> TrajectorySums:
         """Adds up a batch (*B) in time; `keep` makes what is open the state.
 
         `states`: what shows whether steps follow one another, before and after each step of *B,
         (R * T, ...) each; `columns`: what is added up, (*B, *A, K).
         """
-        shape, n_columns, n_places = columns.shape, columns.shape[-1], flags.batch_size.numel()
-        n_agents = shape[len(flags.batch_size) : -1].numel()
-        before, after = zip(*states, strict=True) if (states := list(states)) else ((), ())
+        shape, n_dims = columns.shape, flags.may_differ.ndim
+        n_places, n_agents = shape[:n_dims].numel(), shape[n_dims:-1].numel()
 
-        def flat(entry: Tensor | None, *size: int) -> Tensor:  # (*B, *A, ...) as (L, ...)
-            entry = cast(Tensor, entry).reshape(n_places, n_agents, *size)
+        def flat(entry: Tensor) -> Tensor:  # (*B, *A, ...) as (L, ...)
+            entry = entry.reshape(n_places, n_agents, *entry.shape[len(shape) - 1 :])
             return entry.transpose(0, 1).flatten(0, 1)
 
-        ends, breaks, counts = flat(flags.ends), flat(flags.breaks), flat(flags.counts)
+        ends, counts, breaks = flat(flags.ends), flat(flags.counts), flat(flags.breaks)
         self.to(ends.device)
-        parts = _Parts.find(flags, ends, breaks, counts)
-        matches = self._match(parts, before, n_places)
+        # S parts of trajectories, of a row or up to an end or a break: their first and last steps.
+        row_ends = (torch.arange(len(ends), device=ends.device) + 1) % shape[n_dims - 1] == 0
+        apart = breaks | row_ends
+        last = (ends | apart).nonzero().squeeze(-1)
+        first = (last + 1).roll(1)
+        first[:1] = 0
+        agents, follows = first // n_places, ~apart.roll(1)[first]
+        ids = None if flags.ids is None else flat(flags.ids)
+        if flags.begins is not None:
+            begins = flat(flags.begins)[first] | follows
+            candidates = ~begins
+        else:
+            candidates, new = ~follows, self._is_new(agents, cast(Tensor, ids)[first])
+            begins = new | (ends & ~row_ends).roll(1)[first]
+        matches = dict[int, int]()
+        if ids is not None:
+            entered = [_rows(before, first % n_places) for before, _ in states]
+            matches = self._match(candidates, agents, ids[first], entered)
         resumed, entries = [*matches], [*matches.values()]
-        whole, n_before = self._begin(parts), torch.zeros_like(parts.first)
-        addends = torch.where(counts.unsqueeze(-1), flat(columns.detach().double(), n_columns), 0.0)
+        begins[resumed] = True
+        # Two columns more: the steps that count, and whether the beginning was not seen.
+        more = torch.stack([counts, torch.zeros_like(counts)], -1).double()
+        more[first[~begins], 1] = 1.0
+        values = torch.where(counts.unsqueeze(-1), flat(columns.detach().double()), 0.0)
+        addends = torch.cat([values, more], -1)
         if matches:
-            whole[resumed], n_before[resumed] = self.whole[entries], self.n_steps[entries]
-            addends[parts.first[resumed]] += self.sums[entries]
-        running, n_steps, began = _add_up(parts, addends, counts)
-        n_steps = n_steps + n_before
-        finished = parts.ends & (n_steps > 0) & whole
+            addends[first[resumed]] += self.sums[entries]
+        sums = running_sum(addends.T, (ends | apart).expand(addends.shape[-1], -1)).T
         opened = dict(self.named_buffers())
-        if flags.ids is not None:
-            place, over = parts.last % n_places, parts.ends
+        if ids is not None:
+            # A collector may write an end into the last step of a batch, with padding behind it,
+            # and go on; but not where steps that count follow.
+            place = last[(row_ends | (breaks & ~(ends & counts.roll(-1))))[last]]
             left = {
-                "ids": flags.ids.flatten()[place],
-                "agents": parts.agents,
-                "named": ~flat(flags.renamed)[parts.last],
-                "n_steps": n_steps.masked_fill(over, 0),
-                "whole": whole | over,
-                "sums": running[parts.last].masked_fill(over.unsqueeze(-1), 0.0),
-                **{f"left{i}": _rows(state, place) for i, state in enumerate(after)},
+                "ids": ids[place],
+                "agents": place // n_places,
+                "named": ~flat(flags.renamed)[place],
+                "sums": sums[place].masked_fill(ends[place].unsqueeze(-1), 0.0),
+                **{f"left{i}": _rows(x, place % n_places) for i, (_, x) in enumerate(states)},
             }
-            left = {name: value[parts.may_go_on] for name, value in left.items()}
             opened = self._table(entries, left)
-        return TrajectorySums(
-            running.reshape(n_agents, n_places, n_columns).transpose(0, 1).reshape(shape),
-            running[parts.last][finished],
-            torch.where(n_before > 0, -1, began)[finished],
-            opened,
-        )
+        finished = ends[last] & (sums[last, -2] > 0) & (sums[last, -1] == 0)
+        running = sums[:, :-2].reshape(n_agents, n_places, shape[-1]).transpose(0, 1)
+        began = _first_counted(counts, first, sums[first, -2])[finished]
+        return TrajectorySums(running.reshape(shape), sums[last[finished], :-2], began, opened)
 
     def keep(self, opened: dict[str, Tensor]) -> None:
         """Makes what `add` has left open the state."""
         self._buffers.clear()
         self._buffers.update(opened)
 
-    def _begin(self, parts: _Parts) -> Tensor:
-        """True where a part begins a trajectory, if it does not go on with an entry, (S,)."""
-        if parts.ids is None:
-            return torch.ones_like(parts.ends)
-        if parts.begins is not None:
-            return parts.begins | ~parts.apart
-        unfinished = (self.n_steps > 0) | ~self.whole
-        known = torch.stack([self.agents, self.ids])[:, unfinished]
-        names = torch.cat([known, torch.stack([parts.agents, parts.ids])], 1)
+    def _is_new(self, agents: Tensor, ids: Tensor) -> Tensor:
+        """True where an id comes for the first time, and no unfinished entry has it, (S,)."""
+        known = torch.stack([self.agents, self.ids])[:, (self.sums[:, -2:] != 0).any(-1)]
+        names = torch.cat([known, torch.stack([agents, ids])], 1)
         number = names.unique(dim=1, return_inverse=True)[1]
         place = torch.arange(len(number), device=number.device)
         firsts = torch.full_like(place, len(place)).scatter_reduce(0, number, place, "amin")
-        return (firsts[number] == place)[known.shape[1] :] | parts.follows_end
+        return (firsts[number] == place)[known.shape[1] :]
 
-    def _match(self, parts: _Parts, states: Sequence[Tensor], n_places: int) -> dict[int, int]:
-        """The entry with which a part goes on, by the numbers of both."""
+    def _match(
+        self, may_resume: Tensor, agents: Tensor, ids: Tensor, states: list[Tensor]
+    ) -> dict[int, int]:
+        """The entry with which a part goes on, by the numbers of both; the newest one first."""
         found, taken = dict[int, int](), set[int]()
-        old = [value for name, value in self._buffers.items() if name.startswith("left")]
-        if parts.ids is None or [e.shape[1:] for e in old] != [e.shape[1:] for e in states]:  # type: ignore[union-attr]
+        left: Any = [value for name, value in self._buffers.items() if name.startswith("left")]
+        if [value.shape[1:] for value in left] != [value.shape[1:] for value in states]:
             return found
-        may = parts.apart & (torch.isin(parts.ids, self.ids) | ~self.named.all())
-        may = may if parts.begins is None else may & ~parts.begins
-        rows = may.nonzero().squeeze(-1)
-        pairs = ~self.named | (parts.ids[rows].unsqueeze(-1) == self.ids)
-        ones, twos = (
-            (pairs & (parts.agents[rows].unsqueeze(-1) == self.agents)).nonzero().unbind(-1)
-        )
-        ones = rows[ones]
-        equal = torch.ones_like(ones, dtype=torch.bool)
-        for state, other in zip(states, old, strict=True):
-            equal &= same(_rows(state, parts.first[ones] % n_places), cast(Tensor, other)[twos], 1)
+        some = may_resume & (torch.isin(ids, self.ids) | ~self.named.all())
+        some = some.nonzero()  # (C, 1)
+        pairs = (agents[some] == self.agents) & ((ids[some] == self.ids) | ~self.named)
+        ones, twos = pairs.nonzero().unbind(-1)
+        ones, equal = some[ones, 0], torch.ones_like(ones, dtype=torch.bool)
+        for state, other in zip(states, left, strict=True):
+            equal &= same(state[ones], other[twos], 1)
         matches = zip(ones[equal].tolist(), twos[equal].tolist(), strict=True)
         for part, entry in sorted(matches, key=lambda pair: (pair[0], -pair[1])):
             if part not in found and entry not in taken:
@@ -215,7 +175,7 @@ class Trajectories(Float64State):
         old = dict(self.named_buffers())
         if {n: v.shape[1:] for n, v in old.items()} != {n: v.shape[1:] for n, v in new.items()}:
             return new
-        stay = torch.ones_like(self.whole)
+        stay = torch.ones_like(self.named)
         stay[resumed] = False
         limit = max(_FEWEST_OPEN, 4 * len(new["ids"]))
         return {name: torch.cat([old[name][stay], value])[-limit:] for name, value in new.items()}
@@ -227,17 +187,13 @@ class Trajectories(Float64State):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _add_up(parts: _Parts, addends: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums (L, K) up to each step; how many steps of a part count, and which is the first, (S,)."""
-    stops = torch.zeros_like(counts)
-    stops[parts.last] = True
-    running = running_sum(addends.T, stops.expand(addends.shape[-1], -1)).T
-    counted = counts.nonzero().squeeze(-1)
-    start = torch.searchsorted(counted, parts.first)
-    n_steps = torch.searchsorted(counted, parts.last, right=True) - start
-    return running, n_steps, torch.cat([counted, counted.new_tensor([-1])])[start]
-
-
 def _rows(entry: Tensor, places: Tensor) -> Tensor:
     """The rows at `places` of an entry that may be on another device."""
     return entry[places.to(entry.device)].to(places.device)
+
+
+def _first_counted(counts: Tensor, first: Tensor, n_steps: Tensor) -> Tensor:
+    """The first step from each of `first` on that counts; -1: one of `n_steps` did before."""
+    place = torch.cat([counts.nonzero().squeeze(-1), first.new_tensor([-1])])
+    found = place[torch.searchsorted(place[:-1], first)]
+    return torch.where(n_steps > counts[first], -1, found)

@@ -409,7 +409,7 @@ class KLPenaltyLoss(LossModule):
     def _flags(self, tensordict: TensorDictBase, mask: Tensor | None) -> batches.Flags:
         """Those of all agents together."""
         shape = (*tensordict.batch_size, 1)
-        return batches.flags(tensordict, self._named_keys, shape, counts=mask)
+        return batches.flags(tensordict, self._named_keys, shape, mask)
 
     def _terms(self, tensordict: TensorDictBase) -> tuple[Steps, Tensor, Tensor]:
         """The steps; what is minimised, before the coefficient, and the measured KL, (*B) each."""
@@ -453,7 +453,7 @@ class KLPenaltyLoss(LossModule):
         log_prob, ends = steps.log_prob_of(steps.policy), None
         if self._reads_trajectories:
             flags = self._flags(tensordict, steps.mask)
-            batches.require_trajectories(tensordict, flags, self.actor_network.in_keys)
+            batches.require_order(tensordict, self.actor_network.in_keys, flags.may_differ)
             ends = flags.last
         return Drawn(log_prob, steps.summed(*recorded), ends)
 

@@ -14,7 +14,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 from typing_extensions import Self
 
-from torchrl_kl.batches import counted, expand_right, flags, of_values
+from torchrl_kl.batches import counted, expand_right, find_ends, of_values
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller, is_constant
 from torchrl_kl.feeding import ControllerFeed, Reading
 from torchrl_kl.functional.numbers import check_finite, widened, working_dtype
@@ -154,16 +154,15 @@ class PenaltyTransform(KLTransform):
         measured: Tensor,
     ) -> Tensor:
         """True where an env step tells the controller something, shape of `measured`."""
-        if self.controller.per == "step":
-            taken = of_values(without_random(next_tensordict, self.keys, mask), measured.shape)
-            taken = torch.ones_like(measured, dtype=torch.bool) if taken is None else taken
-            return expand_right(taken, measured.shape)
-        # An agent whose trajectory ends need not act in that step.
-        drawn = without_random(next_tensordict, self.keys, None)
-        found = flags(
-            tensordict, self.keys, measured.shape, counts=drawn, following=next_tensordict
-        )
-        return (found.ends & found.counts).unsqueeze(-1)
+        shape, taken = measured.shape, torch.ones_like(measured, dtype=torch.bool)
+        if self.controller.per == "trajectory":
+            # An agent whose trajectory ends need not act in that step.
+            taken, mask = find_ends(tensordict, next_tensordict, self.keys, shape), None
+            taken = taken.unsqueeze(-1)
+        if not taken.any():  # as in most steps
+            return taken
+        mask = of_values(without_random(next_tensordict, self.keys, mask), shape)
+        return taken if mask is None else taken & expand_right(mask, shape)
 
     def adjust_batch(self, tensordict: TensorDictBase, step: KLStep, *, moves: bool) -> None:
         """Penalizes a batch (a copy), adds up its trajectories, and feeds the controller."""
