@@ -323,6 +323,20 @@ def test_trajectories_that_begin_alike_are_a_group_of_the_plan():
     assert one == third != other
 
 
+def test_a_trajectory_whose_first_step_is_in_an_earlier_batch_is_in_no_group():
+    """But steps that do not count are no beginning."""
+    for seen in (True, False):
+        controller: Any = PlannedKLController(0.3)
+        adding = RewardAdjustmentTransform(controller)
+        first = steps_of([0.0, 0.0], [7, 8], [10, 20], [1, 1])
+        first["collector", "mask"] = torch.tensor([[True, seen]])
+        adding(first)
+        batch = steps_of([0.0] * 4, [8, 8, 9, 9], [21, 22, 21, 22], [0, 0, 1, 0])
+        adding(batch)
+        one, other = controller.plan.samples[:, 3].tolist()
+        assert (one == other) != seen
+
+
 def test_a_batch_is_penalized_with_the_coefficient_that_is_planned_from_it():
     coin, controller = [0.0, 1.0] * 100, PlannedKLController(0.3)
     batch = step_of(reward=coin, kl=[0.0] * 200, done=[True] * 200)

@@ -76,11 +76,11 @@ def loop(table: Trajectories, batch: Any, found: Flags, values: Any) -> tuple[An
     def resume(t: int) -> Any:
         if found.begins is not None and lines(found.begins)[t]:
             return None
-        for entry in reversed(entries):
-            agent, i, named, (total, n, unseen), state = entry
+        for number in reversed(range(len(entries))):
+            agent, i, named, (total, n, unseen), state = entries[number]
             same = agent == t // n_places and (i == ids[t] or not named)
             if same and state == [before[t % n_places]]:
-                entries.remove(entry)
+                entries.pop(number)
                 return total, n, not unseen
         return None
 

@@ -397,14 +397,18 @@ class KLPenaltyLoss(LossModule):
         if advantage is None or not in_time or advantage.shape != (*shape, 1):
             return None
         flags = self._flags(tensordict, mask)
-        counts, last = flags.counts, flags.last
-        apart = (last | ~counts)[..., :-1] | ~counts[..., 1:]
-        if not ((advantage.squeeze(-1).diff() == 0) | apart).all():
+        last, counts = flags.last.long(), flags.counts.flatten()
+        last[..., -1:] = 1
+        number = last.flatten().cumsum(0) - last.flatten()  # of its trajectory
+        values, numbers = advantage.flatten()[counts], number[counts]
+        goes_on = numbers.diff() == 0
+        if (values.diff()[goes_on] != 0).any():
             return None
-        # The end itself need not count.
-        n_later, n_ends = (sum_after(flag.double(), last) for flag in (counts, flags.ends))
-        paid = counts & (n_later == 0) & (flags.ends | (n_ends > 0))
-        return torch.where(paid.unsqueeze(-1), advantage, 0.0)
+        ended = torch.isin(numbers, number[flags.ends.flatten()])  # the end itself need not count
+        ended[:-1] &= ~goes_on
+        outcomes = torch.zeros_like(advantage)
+        outcomes[flags.counts] = torch.where(ended, values, 0.0).unsqueeze(-1)
+        return outcomes
 
     def _flags(self, tensordict: TensorDictBase, mask: Tensor | None) -> batches.Flags:
         """Those of all agents together."""
