@@ -6,7 +6,7 @@ it is R rows of T steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, cast
 
@@ -128,7 +128,7 @@ def find_time_dim(tensordict: TensorDictBase, time_dim: int | None) -> int | Non
     return last
 
 
-_ADDED_UP = (
+_SUMS = (
     "The KL is added up along trajectories: shuffle after the stack, and for a loss shuffle whole "
     "rows, not steps."
 )
@@ -155,7 +155,7 @@ class Flags(NamedTuple):
     renamed: Tensor  # True where the trajectory goes on under another id
     begins: Tensor | None  # at the first step of a trajectory; None: there are ids, but no is_init
     ids: Tensor | None
-    may_differ: Tensor  # (*R, T - 1), True where the next state need not be what a step leaves
+    may_differ: Tensor  # (*B), True where the next state need not be what a step leaves
 
     @property
     def last(self) -> Tensor:
@@ -193,6 +193,8 @@ def flags(
     if begins is not None:
         changes[..., :-1] |= of_any(begins)[..., 1:]
         begins = expand_right(begins.bool(), done.shape)
+    may_differ = any_done | changes | ~acts | ~acts.roll(-1, -1)
+    may_differ[..., -1:] = True
     return Flags(
         find_ends(tensordict, step, keys, shape),
         counts,
@@ -200,7 +202,7 @@ def flags(
         renamed,
         torch.ones_like(done) if ids is None else begins,
         ids,
-        (any_done | changes | ~acts)[..., :-1] | ~acts[..., 1:],
+        may_differ,
     )
 
 
@@ -247,21 +249,13 @@ def read_states(
 
 
 def require_order(
-    tensordict: TensorDictBase,
-    keys: Iterable[NestedKey],
-    may_differ: Tensor,
-    consequence: str = _ADDED_UP,
+    states: Mapping[NestedKey, tuple[Tensor, Tensor]], may_differ: Tensor, consequence: str = _SUMS
 ) -> None:
-    """RuntimeError if steps (*R, T) do not follow one another but where they `may_differ`."""
-    dim, n_pairs = may_differ.ndim - 1, may_differ.shape[-1]
-    for key in keys if may_differ.numel() else ():
-        # (*R, T, ...): what a step leaves in "next", and what a step begins with.
-        before = cast(TensorDictBase, tensordict.get("next")).get(key, None)
-        after = tensordict.get(key, None)
-        if before is None or after is None or before.shape != after.shape:
+    """RuntimeError if steps (*B) do not follow one another but after those that `may_differ`."""
+    for key, (before, after) in states.items():
+        if before.shape != after.shape:
             continue
-        before, after = before.narrow(dim, 0, n_pairs), after.narrow(dim, 1, n_pairs)
-        if not (same(before, after, may_differ.ndim) | may_differ).all():
+        if not (same(after[:-1], before[1:]) | may_differ.flatten()[:-1]).all():
             raise RuntimeError(
                 f"the steps of the batch do not follow one another: {key!r} is not what the step "
                 'before has in "next", and no trajectory begins there. Is it a shuffled sample '
@@ -269,10 +263,7 @@ def require_order(
             )
 
 
-def same(one: Tensor, other: Tensor, n_dims: int) -> Tensor:
-    """Where two entries (*N, ...) are equal, (*N) of `n_dims` dimensions; NaN equals NaN."""
+def same(one: Tensor, other: Tensor) -> Tensor:
+    """Where the rows of two entries (N, ...) are equal, (N,); NaN equals NaN."""
     equal = (one == other) | ((one != one) & (other != other))
-    # Not by a reshape, since a dimension may be empty.
-    while equal.ndim > n_dims:
-        equal = equal.all(-1)
-    return equal
+    return equal.unsqueeze(-1).flatten(1).all(-1)

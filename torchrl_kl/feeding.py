@@ -15,7 +15,7 @@ from torchrl_kl.batches import expand_right
 from torchrl_kl.controllers import KLController, KLStatistics, TargetKLController, is_constant
 from torchrl_kl.functional.numbers import working_dtype
 from torchrl_kl.keys import ResolvedKeys
-from torchrl_kl.trajectories import Trajectories
+from torchrl_kl.trajectories import Trajectories, rows_at
 
 _IN_ENV = {"trajectory": 16, "step": 256}  # an update in an env waits for so many by default
 _PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before the user is warned
@@ -81,16 +81,13 @@ class ControllerFeed(nn.Module):
             flags = batches.flags(tensordict, keys, measured.shape, mask)
             states = batches.read_states(tensordict, observed)
             if needed or plans:
-                batches.require_order(tensordict, states, flags.may_differ)
-            sums = (self.trajectories if trace else Trajectories()).add(
-                flags, states.values(), columns
-            )
+                batches.require_order(states, flags.may_differ)
+            table = self.trajectories if trace else Trajectories()
+            sums = table.add(flags, states.values(), columns)
             running = sums.running[..., :1].to(working_dtype(measured.dtype))
-            opened = sums.opened if trace else None
-            samples = sums.finished
+            samples, opened = sums.finished, sums.opened if trace else None
             if plans and by_trajectory:
-                lengths = state_lengths or {}
-                groups = _groups(tensordict, states, lengths, sums.began)
+                groups = _groups(tensordict, states, state_lengths or {}, sums.began)
         if not by_trajectory:
             counts = slice(None) if mask is None else expand_right(mask, measured.shape)[..., 0]
             samples = columns[counts].reshape(-1, 3)
@@ -159,7 +156,7 @@ def _groups(
     states: Mapping[NestedKey, tuple[Tensor, Tensor]],
     lengths: Mapping[NestedKey, NestedKey],
     began: Tensor,
-) -> Tensor | None:
+) -> Tensor:
     """A number for each finished trajectory, (N,): equal for one agent that began in one state."""
     known, n_places = began >= 0, tensordict.batch_size.numel()
     groups = torch.full_like(began, torch.nan, dtype=torch.float64)  # of those that began before
@@ -168,12 +165,12 @@ def _groups(
     place = began[known] % n_places
     parts = [began[known] // n_places]  # the agent
     for key, (entry, _) in states.items():
-        state = entry[place.to(entry.device)].to(place.device)
+        state = rows_at(entry, place)
         length = tensordict.get(lengths[key], None) if key in lengths else None
         if length is not None:
-            length = length.flatten(0, tensordict.batch_dims - 1)[place.to(length.device)]
+            length = rows_at(length.flatten(0, tensordict.batch_dims - 1), place).unsqueeze(-1)
             column = torch.arange(state.shape[-1], device=place.device)
-            state = torch.where(column < length.to(place.device).unsqueeze(-1), state, -1)
+            state = torch.where(column < length, state, -1)
         parts.append(state.reshape(len(place), -1).unique(dim=0, return_inverse=True)[1])
     groups[known] = torch.stack(parts, -1).unique(dim=0, return_inverse=True)[1].to(groups)
     return groups

@@ -235,7 +235,7 @@ class KLMonitor:
             )
         flags = batches.flags(batch, self.keys, measured.shape, counted)
         states = batches.read_states(batch, self._observed)
-        batches.require_order(batch, states, flags.may_differ)
+        batches.require_order(states, flags.may_differ)
         sums = self._trajectories.add(flags, states.values(), measured)
         return sums.finished[:, 0], sums.opened
 

@@ -104,7 +104,7 @@ class Trajectories(Float64State):
             begins = new | (ends & ~row_ends).roll(1)[first]
         matches = dict[int, int]()
         if ids is not None:
-            entered = [_rows(before, first % n_places) for before, _ in states]
+            entered = [rows_at(before, first % n_places) for before, _ in states]
             matches = self._match(candidates, agents, ids[first], entered)
         resumed, entries = [*matches], [*matches.values()]
         begins[resumed] = True
@@ -126,7 +126,7 @@ class Trajectories(Float64State):
                 "agents": place // n_places,
                 "named": ~flat(flags.renamed)[place],
                 "sums": sums[place].masked_fill(ends[place].unsqueeze(-1), 0.0),
-                **{f"left{i}": _rows(x, place % n_places) for i, (_, x) in enumerate(states)},
+                **{f"left{i}": rows_at(x, place % n_places) for i, (_, x) in enumerate(states)},
             }
             opened = self._table(entries, left)
         finished = ends[last] & (sums[last, -2] > 0) & (sums[last, -1] == 0)
@@ -162,7 +162,7 @@ class Trajectories(Float64State):
         ones, twos = pairs.nonzero().unbind(-1)
         ones, equal = some[ones, 0], torch.ones_like(ones, dtype=torch.bool)
         for state, other in zip(states, left, strict=True):
-            equal &= same(state[ones], other[twos], 1)
+            equal &= same(state[ones], other[twos])
         matches = zip(ones[equal].tolist(), twos[equal].tolist(), strict=True)
         for part, entry in sorted(matches, key=lambda pair: (pair[0], -pair[1])):
             if part not in found and entry not in taken:
@@ -187,7 +187,7 @@ class Trajectories(Float64State):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _rows(entry: Tensor, places: Tensor) -> Tensor:
+def rows_at(entry: Tensor, places: Tensor) -> Tensor:
     """The rows at `places` of an entry that may be on another device."""
     return entry[places.to(entry.device)].to(places.device)
 

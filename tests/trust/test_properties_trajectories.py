@@ -30,7 +30,7 @@ def find_flags(batch: Any, values: Any, mask: Any) -> Flags:
     if mask is not None and counts is not None:
         counts = counts & mask.unsqueeze(-1)
     found = flags(batch, named, values.shape, mask if counts is None else counts)
-    require_order(batch, read_states(batch), found.may_differ)
+    require_order(read_states(batch), found.may_differ)
     return found
 
 

@@ -20,7 +20,7 @@ from torchrl.modules.utils import get_primers_from_module
 from torchrl_kl.actors import reading
 from torchrl_kl.actors.densities import check_density
 from torchrl_kl.actors.moving import MasterWeights
-from torchrl_kl.batches import MASK_KEY, expand_right, leaf_keys, require_order
+from torchrl_kl.batches import MASK_KEY, expand_right, read_states, require_order
 from torchrl_kl.functional.numbers import widened, working_dtype
 from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import LogProbKeys, as_tuple, sibling
@@ -330,9 +330,9 @@ def _mark_rows(
             "reference is not known (`is_init` is False there, or the policy's recorded state is "
             f"not 0, as where a SliceSampler begins a slice): {_FIX}"
         )
-    keys = [key for key in leaf_keys(tensordict, in_keys) if key != init_key]
-    may_differ = ~mask[..., 1:] | begins[..., 1:]
-    require_order(tensordict, keys, may_differ, f"The reference is recurrent: {_FIX}")
+    keys = [key for key in in_keys if key != init_key]
+    states, may_differ = read_states(tensordict, keys), (~mask | begins).roll(-1, -1)
+    require_order(states, may_differ, f"The reference is recurrent: {_FIX}")
 
 
 def _mark(inputs: TensorDictBase, init_key: NestedKey | None, states: TensorDictBase) -> Tensor:

@@ -457,7 +457,8 @@ class KLPenaltyLoss(LossModule):
         log_prob, ends = steps.log_prob_of(steps.policy), None
         if self._reads_trajectories:
             flags = self._flags(tensordict, steps.mask)
-            batches.require_order(tensordict, self.actor_network.in_keys, flags.may_differ)
+            states = batches.read_states(tensordict, self.actor_network.in_keys)
+            batches.require_order(states, flags.may_differ)
             ends = flags.last
         return Drawn(log_prob, steps.summed(*recorded), ends)
 
