@@ -104,8 +104,8 @@ class Trajectories(Float64State):
             begins = new | (ends & ~row_ends).roll(1)[first]
         matches = dict[int, int]()
         if ids is not None:
-            entered = [rows_at(before, first % n_places) for before, _ in states]
-            matches = self._match(candidates, agents, ids[first], entered)
+            before = [state for state, _ in states]
+            matches = self._match(candidates, agents, ids[first], first % n_places, before)
         resumed, entries = [*matches], [*matches.values()]
         begins[resumed] = True
         # Two columns more: the steps that count, and whether the beginning was not seen.
@@ -149,20 +149,20 @@ class Trajectories(Float64State):
         return (firsts[number] == place)[known.shape[1] :]
 
     def _match(
-        self, may_resume: Tensor, agents: Tensor, ids: Tensor, states: list[Tensor]
+        self, candidates: Tensor, agents: Tensor, ids: Tensor, place: Tensor, states: list[Tensor]
     ) -> dict[int, int]:
         """The entry with which a part goes on, by the numbers of both; the newest one first."""
         found, taken = dict[int, int](), set[int]()
         left: Any = [value for name, value in self._buffers.items() if name.startswith("left")]
         if [value.shape[1:] for value in left] != [value.shape[1:] for value in states]:
             return found
-        some = may_resume & (torch.isin(ids, self.ids) | ~self.named.all())
+        some = candidates & (torch.isin(ids, self.ids) | ~self.named.all())
         some = some.nonzero()  # (C, 1)
         pairs = (agents[some] == self.agents) & ((ids[some] == self.ids) | ~self.named)
         ones, twos = pairs.nonzero().unbind(-1)
         ones, equal = some[ones, 0], torch.ones_like(ones, dtype=torch.bool)
         for state, other in zip(states, left, strict=True):
-            equal &= same(state[ones], other[twos])
+            equal &= same(rows_at(state, place[ones]), other[twos])
         matches = zip(ones[equal].tolist(), twos[equal].tolist(), strict=True)
         for part, entry in sorted(matches, key=lambda pair: (pair[0], -pair[1])):
             if part not in found and entry not in taken:
