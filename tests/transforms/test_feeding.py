@@ -206,6 +206,11 @@ def test_padding_may_hold_anything():
     batch["collector", "mask"] = torch.tensor([[True, False, False]])
     adding(batch)
     assert adding.controller.calls == [(1.0, 1)]
+    hole = steps_of([1.0, 2.0, 4.0], [1, 1, 1], [20, 21, 22], [1, 0, 0])
+    hole["collector", "mask"] = torch.tensor([[True, False, True]])
+    hole["observation"][0, 1] = hole["next", "observation"][0, 1] = -1.0
+    adding(hole)
+    assert adding.controller.calls == [(1.0, 1), (5.0, 1)]
 
 
 def test_a_shuffled_batch_that_kept_the_name_time_is_refused():
