@@ -178,7 +178,7 @@ def flags(
     def of_any(flag: Tensor) -> Tensor:  # of the agents: (*B)
         return flag.bool().unsqueeze(-1).flatten(n_dims).any(-1)
 
-    done = _find_done(step, keys.done, shape[:-1])
+    ends, done = find_ends(tensordict, step, keys, shape)
     counts = done.new_ones(()) if counts is None else of_values(counts, shape)
     counts = expand_right(counts, done.shape)
     others = [step.get(key) for key in step.keys(True, True) if as_tuple(key)[-1] == "done"]
@@ -196,7 +196,7 @@ def flags(
     may_differ = any_done | changes | ~acts | ~acts.roll(-1, -1)
     may_differ[..., -1:] = True
     return Flags(
-        find_ends(tensordict, step, keys, shape),
+        ends,
         counts,
         expand_right(changes, done.shape) & ~renamed,
         renamed,
@@ -208,26 +208,24 @@ def flags(
 
 def find_ends(
     tensordict: TensorDictBase, step: TensorDictBase, keys: ResolvedKeys, shape: Sequence[int]
-) -> Tensor:
-    """The ends of `Flags`, of steps from `tensordict` (*B) to `step`, also of an env."""
-    done, before = _find_done(step, keys.done, shape[:-1]), _was_done(tensordict, keys)
+) -> tuple[Tensor, Tensor]:
+    """The ends of `Flags`, of steps from `tensordict` (*B) to `step`; all that `step` leaves done.
+
+    An env step has them, too.
+    """
+    found = _find(step, [keys.done, sibling(keys.done, "done"), "done"], shape[:-1])
+    # Of a flag of another name, "done" is not the default.
+    if not found or (as_tuple(keys.done)[-1] != "done" and step.get(keys.done, None) is None):
+        raise MissingKeyError(
+            f"there is no {keys.done!r} in the step, where trajectories end: `KLKeys(done=...)`, "
+            f"or `set_keys(done=...)` of a loss, names it. The step has {existing_keys(step)}."
+        )
+    done, before = reduce(torch.logical_or, found), _was_done(tensordict, keys)
     if before is None:
-        return done
+        return done, done
     if before.ndim > done.ndim:  # all agents together go on until none is left
         before = before.flatten(tensordict.batch_dims).all(-1)
-    return done & ~expand_right(before, done.shape)
-
-
-def _find_done(step: TensorDictBase, done_key: NestedKey, shape: Sequence[int]) -> Tensor:
-    """True where a step leaves an agent, or its env, done, of `shape`."""
-    found = _find(step, [done_key, sibling(done_key, "done"), "done"], shape)
-    # Of a flag of another name, "done" is not the default.
-    if not found or (as_tuple(done_key)[-1] != "done" and step.get(done_key, None) is None):
-        raise MissingKeyError(
-            f"there is no {done_key!r} in the step, where trajectories end: `KLKeys(done=...)`, or "
-            f"`set_keys(done=...)` of a loss, names it. The step has {existing_keys(step)}."
-        )
-    return reduce(torch.logical_or, found)
+    return done & ~expand_right(before, done.shape), done
 
 
 def read_states(

@@ -157,8 +157,8 @@ class PenaltyTransform(KLTransform):
         shape, taken = measured.shape, torch.ones_like(measured, dtype=torch.bool)
         if self.controller.per == "trajectory":
             # An agent whose trajectory ends need not act in that step.
-            taken, mask = find_ends(tensordict, next_tensordict, self.keys, shape), None
-            taken = taken.unsqueeze(-1)
+            ends, _ = find_ends(tensordict, next_tensordict, self.keys, shape)
+            taken, mask = ends.unsqueeze(-1), None
         if not taken.any():  # as in most steps
             return taken
         mask = of_values(without_random(next_tensordict, self.keys, mask), shape)
