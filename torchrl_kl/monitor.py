@@ -12,13 +12,15 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection, unravel_key
 from torch import Tensor, nn
 
+from torchrl_kl import batches
 from torchrl_kl.actors import reading
 from torchrl_kl.actors.log_probs import policy_log_prob
-from torchrl_kl.batches import Trajectories, counted_values, find_time_dim
+from torchrl_kl.batches import counted_values, find_time_dim
 from torchrl_kl.controllers import KLController, KLStatistics
 from torchrl_kl.functional.numbers import check_count
 from torchrl_kl.functional.sampler import FEWEST, effective_share
 from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, get_required
+from torchrl_kl.trajectories import Trajectories
 
 CONDITIONS = (
     "kl_above",
@@ -221,9 +223,10 @@ class KLMonitor:
                 "without a dimension named 'time': name the last one so, pass `time_dim`, do not "
                 "flatten it, or use per='step'."
             )
-        sums = self._trajectories.add(
-            batch, measured, counted, self.keys.done, observed=self._observed
-        )
+        flags = batches.flags(batch, self.keys, measured.shape, counted)
+        states = batches.read_states(batch, self._observed)
+        batches.require_order(states, flags.may_differ)
+        sums = self._trajectories.add(flags, states.values(), measured)
         return sums.finished[:, 0], sums.opened
 
     def _look_at_numbers(self, k1: Tensor) -> dict[str, Finding | None]:

@@ -206,6 +206,11 @@ def test_padding_may_hold_anything():
     batch["collector", "mask"] = torch.tensor([[True, False, False]])
     adding(batch)
     assert adding.controller.calls == [(1.0, 1)]
+    hole = steps_of([1.0, 2.0, 4.0], [1, 1, 1], [20, 21, 22], [1, 0, 0])
+    hole["collector", "mask"] = torch.tensor([[True, False, True]])
+    hole["observation"][0, 1] = hole["next", "observation"][0, 1] = -1.0
+    adding(hole)
+    assert adding.controller.calls == [(1.0, 1), (5.0, 1)]
 
 
 def test_a_shuffled_batch_that_kept_the_name_time_is_refused():
@@ -321,6 +326,20 @@ def test_trajectories_that_begin_alike_are_a_group_of_the_plan():
     RewardAdjustmentTransform(controller)(batch)
     one, other, third = controller.plan.samples[:, 3].tolist()
     assert one == third != other
+
+
+def test_a_trajectory_whose_first_step_is_in_an_earlier_batch_is_in_no_group():
+    """But steps that do not count are no beginning."""
+    for seen in (True, False):
+        controller: Any = PlannedKLController(0.3)
+        adding = RewardAdjustmentTransform(controller)
+        first = steps_of([0.0, 0.0], [7, 8], [10, 20], [1, 1])
+        first["collector", "mask"] = torch.tensor([[True, seen]])
+        adding(first)
+        batch = steps_of([0.0] * 4, [8, 8, 9, 9], [21, 22, 21, 22], [0, 0, 1, 0])
+        adding(batch)
+        one, other = controller.plan.samples[:, 3].tolist()
+        assert (one == other) != seen
 
 
 def test_a_batch_is_penalized_with_the_coefficient_that_is_planned_from_it():

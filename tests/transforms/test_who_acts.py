@@ -129,6 +129,11 @@ def test_an_agent_that_has_left_has_no_kl(place, per, sum_agents):
     if per == "step":
         assert total(told)[0] == (acts.any(-1).sum() if sum_agents else acts.sum())
         assert_close(total(told)[1], k1.sum().item(), atol=1e-4, rtol=0)
+    elif sum_agents:  # one trajectory of both, until the last one leaves
+        ended = step["done"]
+        assert total(told)[0] == int(ended.sum()) > 0
+        expected = step["episode_kl"][ended].double().sum().item()
+        assert_close(total(told)[1], expected, atol=1e-4, rtol=0)
 
 
 @any_place

@@ -22,7 +22,7 @@ from torchrl_kl.actors.densities import check_density
 from torchrl_kl.actors.log_probs import log_prob_of_actions
 from torchrl_kl.actors.moving import MasterWeights
 from torchrl_kl.actors.protocol import as_kl_actor
-from torchrl_kl.batches import MASK_KEY, expand_right, leaf_keys, require_order
+from torchrl_kl.batches import MASK_KEY, expand_right, read_states, require_order
 from torchrl_kl.functional.numbers import is_floating, widened, working_dtype
 from torchrl_kl.keys import LogProbKeys, as_tuple, sibling
 
@@ -293,9 +293,9 @@ class FrozenActor(nn.Module):
                 "reference is not known (`is_init` is False there, or the policy's recorded state "
                 f"is not 0, as where a SliceSampler begins a slice): {_FIX}"
             )
-        keys = [key for key in leaf_keys(tensordict, self.in_keys) if key != self._init_key]
-        may_differ = ~mask[..., 1:] | begins[..., 1:]
-        require_order(tensordict, keys, may_differ, f"The reference is recurrent: {_FIX}")
+        keys = [key for key in self.in_keys if key != self._init_key]
+        states, may_differ = read_states(tensordict, keys), (~mask | begins).roll(-1, -1)
+        require_order(states, may_differ, f"The reference is recurrent: {_FIX}")
 
     def _mark(self, inputs: TensorDictBase, states: TensorDictBase) -> Tensor:
         """Where trajectories begin, (*B): at `is_init`, which is set to it, if `states` are 0."""

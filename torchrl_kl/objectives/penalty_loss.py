@@ -347,22 +347,23 @@ class KLPenaltyLoss(LossModule):
         reward = log_ratio = None
         with evaluating(self.actor_network):
             steps, _, kl = self._terms(tensordict)
-            if self.controller.reads_rewards and not self.feed.frozen:
+            usable = steps.share >= FEWEST
+            if self.controller.reads_rewards and not self.feed.frozen and usable:
                 reward, log_ratio = self._rewards(tensordict, steps)
         reading = self.feed.read(
             self.controller,
             tensordict,
             kl.unsqueeze(-1),
             steps.mask,
-            done_key=self.tensor_keys.done,
+            keys=self._named_keys,
             time_dim=self.time_dim,
             observed=self.actor_network.in_keys,
             state_lengths=as_kl_actor(self.actor_network).state_lengths,
             reward=reward,
             log_ratio=log_ratio,
         )
-        if steps.share < FEWEST:
-            reading = reading._replace(values=None, rewards=None)
+        if not usable:
+            reading = reading._replace(values=None)
         elif self.controller.per == "step" and not planning and steps.acts is not None:
             # The mean over those who act, of whom a step may have any number.
             acting = steps.acts.unsqueeze(-1).flatten(tensordict.batch_dims)  # (*B, agents)
@@ -370,7 +371,6 @@ class KLPenaltyLoss(LossModule):
             means = kl * acting.shape[-1] / n_acting.clamp_min(1)
             values = means.flatten().repeat_interleave(n_acting.flatten())
             reading = reading._replace(values=None if reading.values is None else values)
-        self.feed.plan(self.controller, reading)
         self.feed.learn(self.controller, reading)
         return self.controller.coeff.item()
 
@@ -398,17 +398,29 @@ class KLPenaltyLoss(LossModule):
         return reward, log_ratio.unsqueeze(-1)
 
     def _outcomes(self, tensordict: TensorDictBase, mask: Tensor | None) -> Tensor | None:
-        """The advantage of each trajectory at its last step, (*B, 1), if it has only one."""
+        """The advantage of each trajectory where it last counts, (*B, 1), if it has only one."""
         advantage, shape = tensordict.get(self.tensor_keys.advantage, None), tensordict.batch_size
         in_time = find_time_dim(tensordict, self.time_dim) is not None
         if advantage is None or not in_time or advantage.shape != (*shape, 1):
             return None
-        step = cast(TensorDictBase, tensordict.get("next"))
-        ends = batches.find_ends(step, self.tensor_keys.done, advantage.shape).clone()
-        if mask is not None:  # a trajectory ends before padding, too
-            ends[..., :-1, :] |= ~mask[..., 1:, None]
-        one = (advantage.diff(dim=-2) == 0) | ends[..., :-1, :]
-        return torch.where(ends, advantage, 0.0) if one.all() else None
+        flags = self._flags(tensordict, mask)
+        last, counts = flags.last.long(), flags.counts.flatten()
+        last[..., -1:] = 1
+        number = last.flatten().cumsum(0) - last.flatten()  # of its trajectory
+        values, numbers = advantage.flatten()[counts], number[counts]
+        goes_on = numbers.diff() == 0
+        if (values.diff()[goes_on] != 0).any():
+            return None
+        ended = torch.isin(numbers, number[flags.ends.flatten()])  # the end itself need not count
+        ended[:-1] &= ~goes_on
+        outcomes = torch.zeros_like(advantage)
+        outcomes[flags.counts] = torch.where(ended, values, 0.0).unsqueeze(-1)
+        return outcomes
+
+    def _flags(self, tensordict: TensorDictBase, mask: Tensor | None) -> batches.Flags:
+        """Those of all agents together."""
+        shape = (*tensordict.batch_size, 1)
+        return batches.flags(tensordict, self._named_keys, shape, mask)
 
     def _terms(self, tensordict: TensorDictBase) -> tuple[Steps, Tensor, Tensor]:
         """The steps; what is minimised, before the coefficient, and the measured KL, (*B) each."""
@@ -459,8 +471,10 @@ class KLPenaltyLoss(LossModule):
             log_prob, kl = steps.log_prob_and_kl()
         ends = None
         if self._reads_trajectories:
-            done_key = unravel_key(("next", self.tensor_keys.done))
-            ends = find_last_steps(tensordict, steps.mask, done_key, self.actor_network.in_keys)
+            flags = self._flags(tensordict, steps.mask)
+            states = batches.read_states(tensordict, self.actor_network.in_keys)
+            batches.require_order(states, flags.may_differ)
+            ends = flags.last
         return Drawn(log_prob, recorded, ends, kl)
 
     def _distributions(self, tensordict: TensorDictBase) -> tuple[Distribution, Distribution]:
@@ -531,24 +545,6 @@ def finite_padding(data: TensorDictBase, mask: Tensor, keys: list[NestedKey]) ->
             valid = expand_right(counts, value.shape) | value.isfinite()
             data.set(key, torch.where(valid, value, 0.0))
     return data
-
-
-def find_last_steps(
-    tensordict: TensorDictBase, mask: Tensor | None, done_key: NestedKey, observed: list[NestedKey]
-) -> Tensor:
-    """True where a step is done or followed by another id, (*B); `observed` show the order."""
-    fix = "trajectories end there; name it with `set_keys(done=...)`."
-    ends = expand_right(get_required(tensordict, done_key, fix), tensordict.batch_size).clone()
-    ids = tensordict.get(batches.TRAJECTORY_KEY, None)
-    if ids is not None:
-        ids = ids.reshape(tensordict.batch_size)
-        ends[..., :-1] |= ids[..., 1:] != ids[..., :-1]
-    padded = torch.zeros_like(ends) if mask is None else ~mask
-    # (*R, T - 1): between a step and the next one.
-    may_differ = (ends | padded)[..., :-1] | padded[..., 1:]
-    fix = "The loss adds up along trajectories: shuffle whole rows, not steps."
-    batches.require_order(tensordict, observed, may_differ, fix)
-    return ends
 
 
 def refuse_penalized(tensordict: TensorDictBase, kl_coeff: NestedKey) -> None:

@@ -12,7 +12,7 @@ from torchrl.data import Composite, TensorSpec
 from typing_extensions import Self
 
 from torchrl_kl.actors.protocol import known_lengths
-from torchrl_kl.batches import counted, expand_right, find_ends, of_values, was_done
+from torchrl_kl.batches import counted, expand_right, find_ends, of_values
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.feeding import ControllerFeed, Reading
 from torchrl_kl.functional.numbers import check_finite, widened, working_dtype
@@ -131,12 +131,9 @@ class Penalty(nn.Module):
         """True where an env step tells the controller something, shape of `fed`."""
         taken, shape = torch.ones_like(fed, dtype=torch.bool), fed.shape
         if self.controller.per == "trajectory":
-            # An agent that left while others go on was counted when it left. One whose trajectory
-            # ends need not act in that step.
-            before = of_values(was_done(tensordict, self.keys), shape)
-            mask, taken = None, find_ends(next_tensordict, self.keys.done, shape)
-            if before is not None:
-                taken = taken & ~expand_right(before, shape)
+            # An agent whose trajectory ends need not act in that step.
+            ends, _ = find_ends(tensordict, next_tensordict, self.keys, shape)
+            taken, mask = ends.unsqueeze(-1), None
         if not taken.any():  # as in most steps
             return taken
         mask = of_values(without_random(next_tensordict, self.keys, mask), shape)
@@ -150,9 +147,8 @@ class Penalty(nn.Module):
         if not self.records:
             self.apply(next_tensordict, measured.kl, reward)
             return
-        reading = self._read(tensordict, measured, reward, moves)
         # First, so that the batch is penalized with what is planned from it.
-        self.feed.plan(self.controller, reading)
+        reading = self._read(tensordict, measured, reward, moves)
         self.apply(next_tensordict, measured.kl, reward)
         if reading.running is not None:
             next_tensordict.set(self.keys.episode_kl, reading.running)
@@ -169,9 +165,7 @@ class Penalty(nn.Module):
         next_tensordict = tensordict.get("next")
         measured = self.read(next_tensordict, counted(tensordict, self.keys))
         reward = get_required(next_tensordict, self.keys.task_reward, _NO_REWARD)
-        reading = self._read(tensordict, measured, reward, True)
-        self.feed.plan(self.controller, reading)
-        self.feed.learn(self.controller, reading)
+        self.feed.learn(self.controller, self._read(tensordict, measured, reward, True))
 
     def read(self, next_tensordict: TensorDictBase, mask: Tensor | None) -> Measured:
         """The KL and the estimate that were measured, 0 outside the mask (*B)."""
@@ -191,7 +185,7 @@ class Penalty(nn.Module):
             tensordict,
             measured.fed.detach(),
             measured.mask,
-            done_key=self.keys.done,
+            keys=self.keys,
             time_dim=self.time_dim,
             observed=self.observed,
             state_lengths=self.state_lengths,
