@@ -4,6 +4,7 @@ import sys as _sys
 from importlib import util as _util
 from os import path as _path
 
+import torchrl_kl.language  # noqa: F401 (its actors answer what the other rooms ask)
 from torchrl_kl.actors import FrozenActor, TopKActor, rescore
 from torchrl_kl.collectors import kl_collector
 from torchrl_kl.controllers import (
