@@ -195,6 +195,12 @@ def test_an_id_whose_trajectory_has_ended_may_begin_again():
     assert adding.controller.calls == [(3.0, 1), (12.0, 1)]
 
 
+def test_behind_an_end_another_trajectory_begins_whatever_the_ids_say():
+    adding = adder()
+    adding(steps_of([1.0, 2.0, 4.0], [0, 0, 0], [22, 21, 22], [1, 0, 0]))
+    assert adding.controller.calls == [(3.5, 2)]
+
+
 def test_without_ids_each_row_begins_a_trajectory():
     adding, batch = adder(), steps_of([1.0, 2.0], [0, 0], [21, 22], [0, 0])
     adding(batch.exclude(("collector", "traj_ids")))

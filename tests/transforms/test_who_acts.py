@@ -34,7 +34,7 @@ from torchrl_kl import (
     KLPenaltyLoss,
     PlannedKLController,
 )
-from torchrl_kl.batches import counted
+from torchrl_kl.batches import counted, flags
 from torchrl_kl.functional import kl_exact
 
 any_place = pytest.mark.parametrize("place", ["env", "batch"])
@@ -180,6 +180,17 @@ def test_agents_that_wait_for_their_turn(per, flag):
     # Both have a trajectory of two actions in each game of four steps.
     assert total(controller)[0] == (200 if per == "trajectory" else 400)
     assert_close(total(controller)[1], kl.sum().item(), atol=1e-3, rtol=0)
+
+
+def test_an_agent_is_done_at_the_named_flag_at_done_next_to_it_and_at_that_of_the_root():
+    keys = KLKeys(reward=("agents", "reward"), done=("agents", "my_end"))
+    named, own, root = torch.zeros(3, 4, 2).bool()
+    named[0, 0] = own[1, 1] = root[2] = True
+    agents = TensorDict(my_end=named.unsqueeze(-1), done=own.unsqueeze(-1), batch_size=(4, 2))
+    step = TensorDict(agents=agents, done=root[:, :1], batch_size=4)
+    batch = TensorDict(next=step, batch_size=4)
+    found = flags(batch, keys.resolve(("agents", "action_log_prob")), (4, 2, 1))
+    assert found.ends.tolist() == (named | own | root).tolist()
 
 
 def test_a_mask_of_actions_is_not_one_of_agents():
