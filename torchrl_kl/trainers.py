@@ -52,7 +52,7 @@ class KLControlHook(TrainerHookBase):
     """
 
     def __init__(self, stack: KLConstrainedTransform):
-        if not (isinstance(stack, KLConstrainedTransform) and stack.tells_random):
+        if not (isinstance(stack, KLConstrainedTransform) and stack.records):
             got = type(stack).__name__
             raise TypeError(f"`stack` must be a KLConstrainedTransform, got {got}: build one.")
         self.stack = stack

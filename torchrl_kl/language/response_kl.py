@@ -294,8 +294,8 @@ class ResponseKLTransform(Penalizing, Transform):
         if self._estimator == "top_k":
             record = dict(zip(RECORDED, record_top_k(dist, action, _TOP_K), strict=True))
             rows.set(self._step_keys.top_k, TensorDict(record, batch_size=rows.batch_size))
-        log_prob, ref_log_prob, estimates = self.scorer.batch(rows, rows.get(MASK_KEY))
-        return [log_prob, ref_log_prob, *estimates]
+        scored = self.scorer.batch(rows, rows.get(MASK_KEY))
+        return [scored.log_prob, scored.ref_log_prob, *scored.estimates]
 
     def _add_up(self, scored: Scored, tokenwise: Measured, reward: Tensor) -> Measured:
         """The KL of each response, in the reward's shape; log-probs are 0 where no token counts."""

@@ -63,10 +63,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
     ):
         keys = as_keys(keys)
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob)
-        is_copy = reference is None
-        scorer, self.keys = make_scorer(
-            actor, frozen, keys, estimator, is_copy=is_copy, time_dim=time_dim
-        )
+        own = reference is None
+        scorer, self.keys = make_scorer(actor, frozen, keys, estimator, own, time_dim=time_dim)
         # TorchRL wants each of the out_keys in the env's specs.
         super().__init__(
             [*frozen.in_keys, *frozen.action_keys],
@@ -75,7 +73,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         self.scorer = scorer
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self._write(next_tensordict, self.take_score(tensordict, next_tensordict).scored)
+        self._write(next_tensordict, self.take_score(tensordict, next_tensordict))
         return next_tensordict
 
     def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
@@ -151,10 +149,9 @@ class KLDivergenceTransform(KLTransform):
         )
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        mask = counted(tensordict, self.keys)
         # (*B, *A); of a random policy there is none, and the KL is 0.
         log_prob = self.keys.recorded.read(tensordict)
-        self._measure(tensordict, next_tensordict, log_prob, mask)
+        self._measure(tensordict, next_tensordict, log_prob, counted(tensordict, self.keys))
         return next_tensordict
 
     def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:

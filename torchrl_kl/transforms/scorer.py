@@ -30,14 +30,8 @@ class Scored(NamedTuple):
     log_prob: Tensor  # under the policy
     ref_log_prob: Tensor  # under the reference
     estimates: Sequence[Tensor]  # (*B, *A), one if the estimator is not k1
-
-
-class EnvScore(NamedTuple):
-    """What is known of an env step before the env steps."""
-
-    scored: Scored
-    drawn: bool  # whether the policy drew the actions
-    states: Sequence[Tensor]  # the next recurrent states of the reference
+    drawn: bool = True  # in an env step: whether the policy drew the actions
+    states: Sequence[Tensor] = ()  # in an env step: the next recurrent states of the reference
 
 
 class Measured(NamedTuple):
@@ -66,7 +60,7 @@ class Scorer(nn.Module):
         self._policy: Any = None  # of which the reference is a copy that was not yet used
         self._first = (0.0, 0)  # of the first steps: the sum of k1, and their number
 
-    def env_step(self, tensordict: TensorDictBase, env: EnvBase) -> EnvScore:
+    def env_step(self, tensordict: TensorDictBase, env: EnvBase) -> Scored:
         """Scores the action of an env step (*B), on the policy's side of all action transforms."""
         reference = self.reference
         log_prob = reference.recorded.read(tensordict)  # (*B, *A)
@@ -77,13 +71,14 @@ class Scorer(nn.Module):
             shape = reference.recorded.batch_size(tensordict)
             zeros = torch.zeros(shape, dtype=reference.dtype, device=tensordict.device)
             states = [tensordict.get(key) for key in reference.own_state_keys]
-            estimates = [] if self.estimate is None else [zeros]
-            return EnvScore(Scored(zeros, zeros, estimates), False, states)
+            return Scored(zeros, zeros, [] if self.estimate is None else [zeros], False, states)
         score = reference.score(tensordict, timed=False)
         # The outputs, such as logits (*B, V), are dropped but for the estimate.
-        scored = Scored(log_prob, score.log_prob, self._estimate(tensordict, log_prob, score, None))
+        estimates = self._estimate(tensordict, log_prob, score, None)
+        drawn = self.acting.samples()
+        scored = Scored(log_prob, score.log_prob, estimates, drawn, score.states)
         self._check_first_use(scored, None, enough=_FIRST_STEPS)
-        return EnvScore(scored, self.acting.samples(), score.states)
+        return scored
 
     def batch(self, tensordict: TensorDictBase, mask: Tensor | None) -> Scored:
         """Scores a batch (*B): in one pass along time, or step by step where no dimension is time.
@@ -205,9 +200,8 @@ def measure(
     scored: Scored, mask: Tensor | None, keys: ResolvedKeys, *, sum_to: int | None = None
 ) -> Measured:
     """The KL of each step, 0 outside the mask (*B, *A); `sum_to`: over agents, to so many dims."""
-    log_prob, ref_log_prob, estimates = scored
-    shape = log_prob.shape
-    counts = None if mask is None else expand_right(mask, shape)
+    log_prob, ref_log_prob, estimates, *_ = scored
+    counts = None if mask is None else expand_right(mask, log_prob.shape)
     values = [kl_k1(log_prob.detach(), ref_log_prob, mask=counts), *estimates]
     if counts is not None:
         values[1:] = [torch.where(counts, value, 0.0) for value in estimates]

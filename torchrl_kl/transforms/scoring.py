@@ -17,15 +17,15 @@ from torchrl_kl.batches import AUTORESET_KEY
 from torchrl_kl.keys import KLKeys, ResolvedKeys
 from torchrl_kl.transforms.base import KLTransform, Leaf
 from torchrl_kl.transforms.estimates import Estimator, make_estimate
-from torchrl_kl.transforms.scorer import EnvScore, Scorer, expect_any
+from torchrl_kl.transforms.scorer import Scored, Scorer, expect_any
 
 
 class ScoringTransform(KLTransform, ABC):
     """Base of the transforms that own a `Scorer`, in an env with the reference's state."""
 
     scorer: Scorer
-    tells_random = True  # whether it writes what was not drawn
-    _scored: EnvScore | None = None  # of the action of an env step, until `_step`
+    records = True  # whether it writes more than its result
+    _scored: Scored | None = None  # of the action of an env step, until `_step`
 
     @property
     def reference(self) -> FrozenActor:
@@ -64,7 +64,7 @@ class ScoringTransform(KLTransform, ABC):
             self._scored = self.scorer.env_step(tensordict, env)
         return super()._inv_call(tensordict)
 
-    def take_score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> EnvScore:
+    def take_score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> Scored:
         """The score of this env step; writes its next recurrent states, and what was not drawn."""
         score, self._scored = self._scored, None
         assert score is not None  # `_inv_call` came before
@@ -72,11 +72,11 @@ class ScoringTransform(KLTransform, ABC):
             next_tensordict.set(key, state)
         if (mark := tensordict.get(AUTORESET_KEY, None)) is not None:
             next_tensordict.set(AUTORESET_KEY, torch.zeros_like(mark))
-        if self.tells_random:
+        if self.records:
             # Of the trajectory so far; a reset sets it to False.
             not_drawn = tensordict.get(self.keys.not_drawn, None)
             if not_drawn is None or not score.drawn:
-                shape = (*score.scored.log_prob.shape, 1)
+                shape = (*score.log_prob.shape, 1)
                 full = torch.full(shape, not score.drawn, device=tensordict.device)
                 not_drawn = full if not_drawn is None else not_drawn | full
             next_tensordict.set(self.keys.not_drawn, not_drawn)
@@ -91,7 +91,7 @@ class ScoringTransform(KLTransform, ABC):
         }
         if ignores_after_end(self.parent_env):
             leaves[AUTORESET_KEY] = Leaf((*batch_size, 1), torch.bool, batch_size)
-        if self.tells_random:
+        if self.records:
             leaves[self.keys.not_drawn] = Leaf((*shape, 1), torch.bool, shape)
         return leaves
 
@@ -101,8 +101,8 @@ def make_scorer(
     frozen: FrozenActor,
     keys: KLKeys,
     estimator: Estimator,
-    *,
     is_copy: bool,
+    *,
     sum_agents: bool = False,
     time_dim: int | None = None,
 ) -> tuple[Scorer, ResolvedKeys]:

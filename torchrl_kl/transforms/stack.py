@@ -83,7 +83,7 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
             frozen,
             keys,
             estimator,
-            is_copy=reference is None,
+            reference is None,
             sum_agents=sum_agents,
             time_dim=time_dim,
         )
@@ -92,14 +92,14 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
             resolved,
             update_every=update_every,
             time_dim=time_dim,
-            records=self.tells_random,
+            records=self.records,
             observed=frozen.in_keys,
             state_lengths=as_kl_actor(actor).state_lengths,
         )
         self.keys, self.sum_agents = resolved, sum_agents
-        measured = [resolved.ref_log_prob, resolved.kl] if self.tells_random else []
+        measured = [resolved.ref_log_prob, resolved.kl] if self.records else []
         measured += [] if scorer.estimate is None else [resolved.kl_estimate]
-        flags = [resolved.not_drawn] if self.tells_random else []
+        flags = [resolved.not_drawn] if self.records else []
         super().__init__(
             [resolved.reward, *frozen.in_keys, *frozen.action_keys],
             [*penalty.writes, *measured, *flags, *frozen.own_state_keys],
@@ -118,7 +118,7 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         # `_inv_call` has scored the action before the env stepped. Rows may be skipped, which a
         # transform before this one may decide after the score.
-        scored = self.take_score(tensordict, next_tensordict).scored
+        scored = self.take_score(tensordict, next_tensordict)
         measured = self._measure(tensordict, scored, counted(tensordict, self.keys))
         self.penalty.env_step(tensordict, next_tensordict, measured)
         self._write(next_tensordict, scored, measured)
@@ -198,7 +198,7 @@ class KLRewardTransform(KLConstrainedTransform):
         tensor(True)
     """
 
-    tells_random = False
+    records = False
 
     def __init__(
         self,
