@@ -51,8 +51,8 @@ def counted(
 ) -> Tensor | None:
     """True where an agent acts in a step that counts, (*B, *A); None where all do.
 
-    Not so in padding (`mask_key`), in rows that a batched env does not step, after the agent is
-    done, and where the mask of agents in turn-based envs, ("agents", "mask"), is False.
+    It is False in padding (`mask_key`), in rows that a batched env does not step, after the agent
+    is done, and where the mask of agents in turn-based envs, ("agents", "mask"), is False.
     """
     path, shape = keys.path, holder_batch_size(tensordict, (*keys.path, "mask"))
     found = _find(tensordict, ["_step", *([] if mask_key is None else [mask_key])], shape)
@@ -80,7 +80,7 @@ def counted_values(tensordict: TensorDictBase, keys: ResolvedKeys, values: Tenso
 
 def _was_done(tensordict: TensorDictBase, keys: ResolvedKeys) -> Tensor | None:
     """True where an agent, or the env, is done before a step, (*B, *A); None if none is."""
-    # In a step that only resets a vectorized env, it is, too: it has ended in the step before.
+    # A step that only resets a vectorized env counts as done: its row ended in the step before.
     path, shape = keys.path, holder_batch_size(tensordict, (*keys.path, "done"))
     names = map(as_tuple, (keys.done, (*path, "done"), "done", AUTORESET_KEY))
     found = _find(tensordict, [n for n in names if path[: len(n) - 1] == n[:-1]], shape)
@@ -93,13 +93,13 @@ def _was_done(tensordict: TensorDictBase, keys: ResolvedKeys) -> Tensor | None:
 def _find(
     tensordict: TensorDictBase, keys: Iterable[NestedKey], shape: Sequence[int]
 ) -> list[Tensor]:
-    """Those of the flags that are there, of `shape`."""
+    """The flags that are there, expanded to `shape`."""
     found = [tensordict.get(key, None) for key in dict.fromkeys(keys)]
     return [expand_right(flag, shape).bool() for flag in found if flag is not None]
 
 
 def leaf_keys(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> list[NestedKey]:
-    """The keys; instead of one of a nested tensordict, those of all that it holds."""
+    """The keys of tensors: that of a nested tensordict becomes those of all its entries."""
     leaves: list[NestedKey] = []
     for key in keys:
         value = tensordict.get(key, None)
@@ -209,12 +209,12 @@ def flags(
 def find_ends(
     tensordict: TensorDictBase, step: TensorDictBase, keys: ResolvedKeys, shape: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The ends of `Flags`, of steps from `tensordict` (*B) to `step`; all that `step` leaves done.
+    """The ends of `Flags` for steps from `tensordict` (*B) to `step`, and all that is done after.
 
-    An env step has them, too.
+    An env step, which has no "next", uses it directly.
     """
     found = _find(step, [keys.done, sibling(keys.done, "done"), "done"], shape[:-1])
-    # Of a flag of another name, "done" is not the default.
+    # "done" does not replace a missing flag of another name.
     if not found or (as_tuple(keys.done)[-1] != "done" and step.get(keys.done, None) is None):
         raise MissingKeyError(
             f"there is no {keys.done!r} in the step, where trajectories end: `KLKeys(done=...)`, "

@@ -147,10 +147,10 @@ class KLTransform(Transform, ABC):
         """Writes zeros over what steps before this one recorded; only in an env."""
         if self.env is None:  # a replay buffer calls this too
             return tensordict
-        # Of a step that is skipped (`ConditionalSkip`), TorchRL records what is here: no penalty.
+        # TorchRL records what is here for a skipped step (`ConditionalSkip`): no penalty.
         keys = set(self.out_keys)
         random = tensordict.get(self.keys.not_drawn, None)
-        # After a reset, what random steps of the reset itself (`NoopResetEnv`) left goes, too.
+        # Random steps of a reset (`NoopResetEnv`) also leave entries, which are cleared.
         if not self._was_reset or random is None or not random.any():
             keys.difference_update(self.carried())
         self._was_reset = False

@@ -66,8 +66,7 @@ class ExactEstimate(Estimate):
 
     def __init__(self, actor: nn.Module, recorded: LogProbKeys):
         super().__init__(written_params(actor))
-        # Only what builds the distribution: the network is not needed. It may learn, such as a
-        # temperature.
+        # The policy's distribution module is shared, since it may learn (a temperature).
         self._of_policy = Borrowed(dist_module_of(actor))
         self.recorded = recorded
 

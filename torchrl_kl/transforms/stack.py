@@ -116,8 +116,8 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
         self.penalty.observe(tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # `_inv_call` has scored the action before the env stepped. Rows may be skipped, which a
-        # transform before this one may decide after the score.
+        # `_inv_call` scored the action before the env stepped. An earlier transform may have
+        # skipped rows since then.
         scored = self.take_score(tensordict, next_tensordict)
         measured = self._measure(tensordict, scored, counted(tensordict, self.keys))
         self.penalty.env_step(tensordict, next_tensordict, measured)
