@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import (
-    LazyStackedTensorDict,
-    NestedKey,
     TensorDict,
     TensorDictBase,
-    is_tensor_collection,
-    lazy_stack,
     unravel_key,
 )
 from torch import Tensor, nn
@@ -27,7 +23,7 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.controllers import KLController
-from torchrl_kl.functional.numbers import check_finite
+from torchrl_kl.functional.numbers import check_count, check_finite
 from torchrl_kl.functional.sampler import (
     FEWEST,
     SamplerWeights,
@@ -42,12 +38,7 @@ from torchrl_kl.language.responses import (
     LOG_PROB,
     SAMPLER_LOG_PROB,
     EndTokens,
-    Responses,
-    aligned,
-    check_rewards,
     choose_tokens,
-    flat,
-    make_steps,
     read_responses,
 )
 from torchrl_kl.transforms.base import env_of, open_batch
@@ -140,8 +131,6 @@ class ResponseKLTransform(Penalizing, Transform):
         eos_token: EndTokens = None,
         keys: KLKeys | None = None,
     ):
-        if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
-            raise ValueError(f"`chunk_size` must be an int of at least 1, got {chunk_size!r}.")
         named = as_keys(keys)
         resolved = replace(
             named,
@@ -157,7 +146,7 @@ class ResponseKLTransform(Penalizing, Transform):
         self.keys, self.sampler_weights, self.cap = resolved, sampler_weights, cap
         self.temperature = temperature
         self.n_rescued = 0
-        self.chunk_size = chunk_size
+        self.chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size)
         self.head_chunk: HeadChunk = head_chunk
         actor = self._actor_over(model, top_k=top_k, top_p=top_p, min_p=min_p)
         if isinstance(reference, nn.Module) and not hasattr(reference, "get_dist"):
@@ -179,12 +168,6 @@ class ResponseKLTransform(Penalizing, Transform):
     def _actor_over(self, model: nn.Module, **kept: Any) -> CausalLMActor:
         options = {"temperature": self.temperature, "head_chunk": self.head_chunk, **kept}
         return CausalLMActor(model, **options)
-
-    @property
-    def _device(self) -> torch.device | None:
-        """Where the policy is; a collector may store its batches elsewhere."""
-        weight = next(self._policy.held.parameters(), None)
-        return None if weight is None else weight.device
 
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the reference towards the model `source`; see `FrozenActor.update_reference`."""
@@ -210,70 +193,58 @@ class ResponseKLTransform(Penalizing, Transform):
     def _process(self, tensordict: TensorDictBase, *, moves: bool) -> TensorDictBase:
         """Scores, measures and penalizes a batch (*B); `moves`: whether the controller is fed."""
         batch, _ = open_batch(tensordict)
-        following = cast(TensorDictBase, batch.get("next"))
+        following: Any = batch.get("next")
         self.penalty.refuse_penalized(following, "the batch")
         reward = self.penalty.open(
             batch,
             "a response has one; set it before this transform, to zeros for a measurement only.",
         )
-        check_rewards(reward, batch.batch_size)
-        responses = read_responses(batch, pad_token=self.pad_token, eos_token=self.eos_token)
-        tokens = responses.tokens.to(self._device)
-        responses = responses._replace(tokens=tokens, counted=responses.counted.to(self._device))
-        rewards = reward.reshape(-1).to(tokens.device)
-        steps = make_steps(responses, rewards, self.eos_token)
-        # Of a batch that another of these has scored, log-probs are not those of a sampler.
-        names = {as_tuple(key)[-1] for key in following.keys(True)}
-        scored = any(name.removesuffix("kl_coeff") + "ref_log_probs" in names for name in names)
-        for key in (KEPT, SAMPLER_LOG_PROB, *([] if scored else [LOG_PROB])):
-            if (values := aligned(flat(batch), key, responses, steps)) is not None:
-                steps.set(key, values)
-        scored, tokenwise = self._score(steps)
-        totals = self._add_up(scored, tokenwise, reward)
+        steps, places = read_responses(
+            batch,
+            reward,
+            pad_token=self.pad_token,
+            eos_token=self.eos_token,
+            device=next(self._policy.held.parameters(), batch).device,
+        )
+        recorded, scored = _find_recorded(steps, following), self._score(steps)
+        measured = measure(scored, None, self.keys)
+        totals = measured._replace(kl=_sums(measured.kl, reward), fed=_sums(measured.fed, reward))
         self.penalty.check(totals, reward)
         moves, planned = moves and not self.frozen, self.controller.planning
-        recorded = steps.get(SAMPLER_LOG_PROB, steps.get(LOG_PROB, None))
-        fed = self._fed(scored, tokenwise, recorded, steps["next", "done"].squeeze(-1))
-        if moves and self.controller.reads_rewards and fed is not None:
-            self._plan_from(responses, rewards, tokenwise)
+        fed = self._fed(steps, scored, measured, recorded)
+        if moves and fed is not None:
+            self._plan_from(steps, measured)
         self.penalty.apply(following, totals.kl, reward)
         following.set(self.keys.kl, totals.kl)
         if self.scorer.estimate is not None:
             following.set(self.keys.kl_estimate, totals.fed)
+        places.write(batch, LOG_PROB, scored.log_prob)
+        places.write(following, self.keys.ref_log_prob, scored.ref_log_prob)
         if recorded is not None:
-            gap = (recorded - totals.log_probs[LOG_PROB]).sum(1)
-            following.set("sampler_kl", gap.to(reward.device).reshape(reward.shape))
-        scores = {
-            LOG_PROB: (batch, scored.log_prob),
-            self.keys.ref_log_prob: (following, scored.ref_log_prob),
-            SAMPLER_LOG_PROB: (batch, recorded),
-            KEPT: (batch, steps.get(KEPT, None)),
-        }
-        for key, (holder, values) in scores.items():
-            if values is not None:
-                places = _places(responses, steps, values)
-                _set_rows(holder, key, [row.to(reward.device) for row in places], responses.width)
+            places.write(batch, SAMPLER_LOG_PROB, recorded)
+            following.set("sampler_kl", _sums(recorded - scored.log_prob, reward))
+        if (kept := steps.get(KEPT, None)) is not None:
+            places.write(batch, KEPT, kept)
         if moves and fed is not None:
             # A KL from which a coefficient is planned says nothing about that coefficient.
             self.penalty.feed.pool(self.controller, fed[: 0 if planned else None])
         return batch.set("next", following)
 
-    def _score(self, steps: TensorDict) -> tuple[Scored, Measured]:
-        """The log-probs (N, T) and the KL (N, T, 1) of the steps, a few responses at a time.
+    def _score(self, steps: TensorDict) -> Scored:
+        """The log-probs (N, T) of the steps, a few responses at a time; 0 where none counts.
 
         Writes the kept ids into the steps.
         """
         parts = steps.split(self.chunk_size or len(steps)) if len(steps) else [steps]
         self.n_rescued = 0
-        found = []
-        for rows in parts:
-            found.append(self._score_rows(rows))
-            self.n_rescued += int(self._policy.held.n_rescued)
+        found = [self._score_rows(rows) for rows in parts]
         if KEPT in parts[0].keys(True):
             steps.set(KEPT, torch.cat([rows.get(KEPT) for rows in parts]))
-        log_prob, ref_log_prob, *estimates = map(torch.cat, zip(*found, strict=True))
-        scored = Scored(log_prob, ref_log_prob, estimates)
-        return scored, measure(scored, steps.get(MASK_KEY), self._step_keys)
+        log_prob, ref_log_prob, *estimates = (
+            torch.where(steps.get(MASK_KEY), torch.cat(each), 0.0)
+            for each in zip(*found, strict=True)
+        )
+        return Scored(log_prob, ref_log_prob, estimates)
 
     @torch.no_grad()
     def _score_rows(self, rows: TensorDictBase) -> list[Tensor]:
@@ -284,6 +255,7 @@ class ResponseKLTransform(Penalizing, Transform):
         inputs = scored_inputs(actor, rows)
         with evaluating(actor), set_recurrent_mode(True):
             dist = actor.get_dist(inputs)
+        self.n_rescued += int(actor.n_rescued)
         if actor.truncation is not None:
             rows.set(KEPT, inputs.get(KEPT))
         if self._estimator == "exact":  # in tiles of both
@@ -297,88 +269,51 @@ class ResponseKLTransform(Penalizing, Transform):
         log_prob, ref_log_prob, estimates = self.scorer.batch(rows, rows.get(MASK_KEY))
         return [log_prob, ref_log_prob, *estimates]
 
-    def _add_up(self, scored: Scored, tokenwise: Measured, reward: Tensor) -> Measured:
-        """The KL of each response, in the reward's shape; log-probs are 0 where no token counts."""
-        mask = cast(Tensor, tokenwise.mask)
-        kl, fed = (
-            each.sum((1, 2)).to(reward.device).reshape(reward.shape)
-            for each in (tokenwise.kl, tokenwise.fed)
-        )
-        names = (LOG_PROB, self.keys.ref_log_prob)
-        log_probs = {
-            name: torch.where(mask, each, 0.0) for name, each in zip(names, scored[:2], strict=True)
-        }
-        return Measured(kl, fed, None, log_probs)
-
-    def _plan_from(self, responses: Responses, rewards: Tensor, tokenwise: Measured) -> None:
-        """Gives rewards (N,) to a controller that plans; responses to one prompt are a group."""
-        lengths = cast(Tensor, tokenwise.mask).sum(1)
+    def _plan_from(self, steps: TensorDict, measured: Measured) -> None:
+        """Gives rewards to a controller that plans; responses to one prompt are a group."""
+        done, lengths = steps["next", "done"], steps.get(MASK_KEY).sum(1)
+        tokens, start = steps["tokens"][:, 0], steps["position"][:, :1]
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        prompts = torch.where(places < start, tokens, -1)
         some = lengths > 0
-        # The tokens before the first one that counts.
-        starts = responses.counted.int().argmax(1)
-        prompts = [
-            tuple(text[:n])
-            for text, n in zip(responses.tokens.tolist(), starts.tolist(), strict=True)
-        ]
-        numbers = {prompt: float(number) for number, prompt in enumerate(dict.fromkeys(prompts))}
-        groups = torch.tensor([numbers[prompt] for prompt in prompts], device=rewards.device)
         self.penalty.feed.plan_from(
             self.controller,
-            rewards[some],
-            groups=groups[some],
-            log_ratios=tokenwise.kl.sum((1, 2))[some],
+            steps["next", "reward"][done],
+            groups=prompts[some].unique(dim=0, return_inverse=True)[1].double(),
+            log_ratios=measured.kl.sum((1, 2))[some],
             lengths=lengths[some],
         )
 
     def _fed(
-        self, scored: Scored, tokenwise: Measured, sampler: Tensor | None, ends: Tensor
+        self, steps: TensorDict, scored: Scored, measured: Measured, sampler: Tensor | None
     ) -> Tensor | None:
         """What the controller is fed, of tokens or responses, (M,); None: a sampler too far off."""
-        mask, fed = cast(Tensor, tokenwise.mask), tokenwise.fed.squeeze(-1)
+        mask, fed = steps.get(MASK_KEY), measured.fed.squeeze(-1)
         by_step = self.controller.per == "step"
         if self.sampler_weights is not None:
             if sampler is None:
                 raise MissingKeyError(_NO_SAMPLER)
             check_finite(type(self).__name__, {SAMPLER_LOG_PROB: sampler}, mask)
-            log_ratio = torch.where(mask, scored.log_prob - sampler, 0.0)
-            weights, share = sampler_weights(log_ratio, self.cap, None if by_step else ends, mask)
+            ends = None if by_step else steps["next", "done"].squeeze(-1)
+            weights, share = sampler_weights(scored.log_prob - sampler, self.cap, ends, mask)
             if share < FEWEST:
                 return None
             fed = fed * weights
         return fed[mask] if by_step else fed.sum(1)[mask.any(1)]
 
 
-def _places(responses: Responses, steps: TensorDict, values: Tensor) -> list[Tensor]:
-    """Values of steps (N, T, ...) at their tokens in ("tokens", "full"); else NaN, or of ids 0."""
-    rows, missing = [], torch.nan if values.is_floating_point() else 0
-    mask = steps.get(MASK_KEY)
-    position = steps.get("position")
-    for i, width in enumerate(responses.widths):
-        row = values.new_full((width, *values.shape[2:]), missing)
-        row[position[i][mask[i]] + responses.shift[i]] = values[i][mask[i]]
-        rows.append(row)
-    return rows
+def _sums(values: Tensor, reward: Tensor) -> Tensor:
+    """The sums of values of steps, (N, T) or (N, T, 1), in the shape of the reward."""
+    return values.flatten(1).sum(1).to(reward.device).reshape(reward.shape)
 
 
-def _set_rows(batch: TensorDictBase, key: NestedKey, values: list[Tensor], width: int) -> None:
-    """Sets an entry of a batch (*B), one row per element, of the common `width` or ragged."""
-    name, leaf = cast(tuple[str, str], key)
-    held = batch.get(name, None)
-    holder = held if is_tensor_collection(held) else None  # not that of TorchRL's KLRewardTransform
-    widths = {len(row) for row in values}
-    if not values or (len(widths) == 1 and not isinstance(batch, LazyStackedTensorDict)):
-        holder = TensorDict(batch_size=batch.batch_size) if holder is None else holder.copy()
-        stacked = torch.stack(values) if values else torch.zeros(0, width)
-        holder.set(leaf, stacked.reshape(*batch.batch_size, *stacked.shape[1:]))
-    else:
-        old = [TensorDict()] * len(values) if holder is None else holder.reshape(-1).unbind(0)
-        parts = [part.copy() for part in old]
-        for part, value in zip(parts, values, strict=True):
-            part.set(leaf, value)
-        for size in reversed(batch.batch_size[1:]):
-            parts = [lazy_stack(parts[i : i + size]) for i in range(0, len(parts), size)]
-        holder = lazy_stack(parts)
-    batch.set(name, holder)
+def _find_recorded(steps: TensorDict, following: TensorDictBase) -> Tensor | None:
+    """The log-probs (N, T) of the sampler, if they are there."""
+    # Of a batch that another of these has scored, log-probs are not those of a sampler.
+    names = {as_tuple(key)[-1] for key in following.keys(True)}
+    scored = any(name.removesuffix("kl_coeff") + "ref_log_probs" in names for name in names)
+    own = None if scored else steps.get("action_log_prob", None)
+    return steps.get("sampler_log_prob", own)
 
 
 _NO_SAMPLER = (
