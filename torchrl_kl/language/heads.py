@@ -21,7 +21,7 @@ from torchrl_kl.actors.protocol import KLActor
 from torchrl_kl.batches import MASK_KEY, expand_right
 from torchrl_kl.functional.numbers import check_count, check_number
 from torchrl_kl.functional.tiles import TiledCategorical
-from torchrl_kl.keys import as_tuple, sibling
+from torchrl_kl.keys import as_tuple, get_required, sibling
 from torchrl_kl.language.causal_lm import CausalLM, SplitLM, can_split
 from torchrl_kl.language.distribution import NextToken
 from torchrl_kl.language.gpt import values_hidden
@@ -31,6 +31,7 @@ from torchrl_kl.language.truncation import Truncation, restrict
 Keys = Sequence[NestedKey]
 HeadChunk = int | Literal["auto"] | None
 _TILE = 2**26  # logits: 256 MB in float32
+_NO_TEXT = "it is a part of the text that is scored; see the `in_keys` of CausalLMActor."
 
 
 class LogitsReader(StateReader):
@@ -199,10 +200,7 @@ class CausalLMActor(KLActor, ProbabilisticActor):
             )
         if tensordict_out is not None:
             return tensordict_out.update(self(tensordict.copy()).select(*self.out_keys))
-        general = self.truncation is None and kwargs
-        dist = None if general else self._dist(tensordict, drawn=False)
-        if dist is None:
-            return super().forward(tensordict, **kwargs)
+        dist = self._dist(tensordict, drawn=False)
         token = dist.sample() if kind == ExplorationType.RANDOM else dist.deterministic_sample
         for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
             tensordict.set(key, value)
@@ -213,15 +211,11 @@ class CausalLMActor(KLActor, ProbabilisticActor):
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         """The distribution of the next token; writes the logits into the states (*B), if whole."""
         # What the superclass does, without its general machinery, which takes longer than a token.
-        general = self.truncation is None and (args or kwargs)
-        dist = None if general else self._dist(tensordict, drawn=True)
-        return super().get_dist(tensordict, *args, **kwargs) if dist is None else dist
+        return self._dist(tensordict, drawn=True)
 
     def _dist(self, tensordict: TensorDictBase, *, drawn: bool) -> Any:
-        """That of a batch with states, else None; `drawn`: whether it may have the next token."""
-        state: Any = [tensordict.get(key, None) for key in self.in_keys]
-        if any(part is None for part in state):
-            return None
+        """That of states (*B); `drawn`: whether they may have the next token."""
+        state: Any = [get_required(tensordict, key, _NO_TEXT) for key in self.in_keys]
         tiled = self.reader.dist(*state)
         made: Any = self.reader(*state) if tiled is None else tiled
         if self.truncation is not None:
