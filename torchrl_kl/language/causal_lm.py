@@ -48,10 +48,9 @@ class CausalLM(nn.Module):
                 "use a Hugging Face `...ForCausalLM`, and adapters of the weights, such as LoRA."
             )
         # Whether its keys and values may be cached: no longer once its outputs differed.
-        held = [name for name in CACHE_KEYWORDS if name in self._keywords]
-        self._cache_keyword = held[0] if held else ""
-        others = self._keywords >= {"position_ids", "attention_mask"}
-        self.caches = bool(held) and others and _attends_to_all(config)
+        self._cache_keyword = next(filter(self._keywords.__contains__, CACHE_KEYWORDS), "")
+        needed = {self._cache_keyword, "position_ids", "attention_mask"}
+        self.caches = self._keywords >= needed and _attends_to_all(config)
         self.compared: set[bool] = set()  # for texts of equal lengths, and of different ones
         self.causal = False  # not known yet
         self.splits: bool | None = None  # whether its head works apart; see `SplitLM`

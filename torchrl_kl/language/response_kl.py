@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from tensordict import (
-    TensorDict,
-    TensorDictBase,
-    unravel_key,
-)
+from tensordict import TensorDict, TensorDictBase, unravel_key
 from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
@@ -138,19 +135,18 @@ class ResponseKLTransform(Penalizing, Transform):
             ref_log_prob=(f"{named.prefix}ref_log_probs", "full"),
             kl=named.kl or f"{named.prefix}kl",
         ).resolve()
-        measured = [resolved.kl, *([] if estimator == "k1" else [resolved.kl_estimate])]
-        scores = [LOG_PROB, unravel_key(("next", resolved.ref_log_prob))]
-        written = [resolved.penalized, resolved.kl_coeff, resolved.task_reward]
-        super().__init__(in_keys=[("tokens", "full")], out_keys=[*written, *measured, *scores])
+        written = [resolved.penalized, resolved.kl_coeff, resolved.task_reward, resolved.kl]
+        written += [] if estimator == "k1" else [resolved.kl_estimate]
+        written += [LOG_PROB, unravel_key(("next", resolved.ref_log_prob))]
+        super().__init__(in_keys=[("tokens", "full")], out_keys=written)
         check_sampler_weights(sampler_weights, cap)
         self.keys, self.sampler_weights, self.cap = resolved, sampler_weights, cap
-        self.temperature = temperature
         self.n_rescued = 0
         self.chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size)
-        self.head_chunk: HeadChunk = head_chunk
-        actor = self._actor_over(model, top_k=top_k, top_p=top_p, min_p=min_p)
+        self._over = partial(CausalLMActor, temperature=temperature, head_chunk=head_chunk)
+        actor = self._over(model, top_k=top_k, top_p=top_p, min_p=min_p)
         if isinstance(reference, nn.Module) and not hasattr(reference, "get_dist"):
-            reference = self._actor_over(reference)
+            reference = self._over(reference)
         self._policy = Borrowed(actor, refusal=_NOT_PICKLED)
         frozen = as_reference(actor, reference)
         self._step_keys = KLKeys().resolve(frozen.log_prob_key)
@@ -165,13 +161,9 @@ class ResponseKLTransform(Penalizing, Transform):
         """The frozen reference, an actor."""
         return self.scorer.reference
 
-    def _actor_over(self, model: nn.Module, **kept: Any) -> CausalLMActor:
-        options = {"temperature": self.temperature, "head_chunk": self.head_chunk, **kept}
-        return CausalLMActor(model, **options)
-
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the reference towards the model `source`; see `FrozenActor.update_reference`."""
-        self.reference.update_reference(self._actor_over(source), tau)
+        self.reference.update_reference(self._over(source), tau)
 
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses envs."""

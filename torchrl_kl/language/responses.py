@@ -76,9 +76,10 @@ def as_steps(
         >>> steps["action"], steps["position"]
         (tensor([[7, 8]]), tensor([[2, 3]]))
     """
-    rows = flat(batch)
-    reward = batch.get(("next", "reward"), None)
+    check_batch(batch)
+    reward = batch.get(("next", "reward"), torch.zeros(batch.batch_size))
     steps, _ = read_responses(batch, reward, pad_token=pad_token, eos_token=eos_token)
+    rows = batch.reshape(len(steps))
     names = rows.get("next", TensorDict()).keys()
     kls = [("next", name) for name in names if name.endswith(("kl", "kl_estimate"))]
     # The coefficient is the sign of a penalized reward.
@@ -93,22 +94,15 @@ def as_steps(
     return steps
 
 
-def flat(batch: TensorDictBase) -> TensorDictBase:
-    """A batch (*B) as one of N elements, also of none, which TensorDict's `reshape(-1)` refuses."""
-    check_batch(batch)
-    return batch.reshape(batch.batch_size.numel())
-
-
 def choose_tokens(
     model: nn.Module, pad_token: int | None, eos_token: EndTokens
 ) -> tuple[int | None, EndTokens]:
     """The pad token and the end tokens: those given, or else those of a model's configuration."""
     configs = stated("generation_config", model), stated("config", model)
     if pad_token is None:
-        pad_token = next(iter(several(stated("pad_token_id", *configs))), None)
+        pad_token = stated("pad_token_id", *configs)
     if eos_token is None:
-        ends = several(stated("eos_token_id", *configs))
-        eos_token = ends[0] if len(ends) == 1 else ends or None
+        eos_token = several(stated("eos_token_id", *configs)) or None
     return pad_token, eos_token
 
 
@@ -116,9 +110,10 @@ def several(eos_token: EndTokens) -> tuple[int, ...]:
     """The ids that end a response; TypeError for anything else, such as the text of a token."""
     if eos_token is None:
         return ()
-    one = isinstance(eos_token, str) or not isinstance(eos_token, Sequence)
     try:
-        return tuple(map(operator.index, (eos_token,) if one else eos_token))  # type: ignore[arg-type]
+        return tuple(
+            map(operator.index, eos_token if isinstance(eos_token, Sequence) else [eos_token])
+        )
     except TypeError:
         raise TypeError(
             f"`eos_token` must be the id of a token, several ids or None, got {eos_token!r}: pass "
@@ -163,25 +158,21 @@ class Places(NamedTuple):
 
 def read_responses(
     batch: TensorDictBase,
-    reward: Tensor | None,
+    reward: Tensor,
     *,
     pad_token: int | None,
     eos_token: EndTokens,
     device: torch.device | None = None,
 ) -> tuple[TensorDict, Places]:
-    """The responses of a batch (*B) as steps (N, T), with what is known of their tokens.
-
-    `reward`: one per response, or else 0; `device`: of the steps, or else that of the batch.
-    """
+    """The responses of a batch (*B) as steps (N, T), with what is known of their tokens."""
     size = batch.batch_size
-    reward = torch.zeros(size) if reward is None else reward
     if reward.is_nested or reward.numel() != size.numel():
         shape = "nested" if reward.is_nested else tuple(reward.shape)
         raise ValueError(
             "('next', 'reward') must be one number per response, of shape "
             f"{(*size, 1)} or {(*size, 1, 1)}, got {shape}: sum a reward of each token."
         )
-    rows = flat(batch)
+    rows = batch.reshape(size.numel())  # not of -1, which TensorDict refuses where N is 0
     found = [*_read_texts(rows, pad_token, several(eos_token))]
     # With one more text, which is dropped, there is one, and a width of at least 1.
     one = torch.zeros(1, dtype=torch.long, device=found[0][0].device if found else None)
@@ -289,15 +280,13 @@ def _find_response(
     return full[real[0] : begin], begin, end
 
 
-def _make_steps(
-    texts: Tensor, counted: Tensor, rewards: Tensor, eos_token: EndTokens
-) -> TensorDict:
+def _make_steps(texts: Tensor, counts: Tensor, rewards: Tensor, eos_token: EndTokens) -> TensorDict:
     """The steps (N, T) of texts (N, L), of their tokens that count, and of rewards (N,)."""
-    lengths = counted.sum(1, keepdim=True)  # (N, 1)
+    lengths = counts.sum(1, keepdim=True)  # (N, 1)
     n_steps = max(lengths.flatten().tolist(), default=1) or 1
     step = torch.arange(n_steps, device=texts.device)
     # The places of the tokens that count, then those of the others.
-    places = counted.long().argsort(dim=1, descending=True, stable=True)[:, :n_steps]
+    places = counts.long().argsort(dim=1, descending=True, stable=True)[:, :n_steps]
     mask, last = step < lengths, step == lengths - 1
     position = torch.where(mask, places, texts.shape[1] - 1)
     # A state after the user's next message follows on the last token of a turn.
@@ -307,7 +296,7 @@ def _make_steps(
     ended = done if eos_token is None else torch.isin(action, action.new_tensor(several(eos_token)))
     ended = done & ended.view(done.shape)
     tokens = texts[:, None].expand(-1, n_steps, -1)
-    steps = TensorDict(
+    return TensorDict(
         tokens=tokens,
         position=position,
         action=action,
@@ -323,6 +312,5 @@ def _make_steps(
         ),
         batch_size=mask.shape,
         device=texts.device,
+        names=[None, "time"],
     )
-    steps.names = [None, "time"]
-    return steps
