@@ -47,7 +47,7 @@ class CausalLM(nn.Module):
                 f"{type(inner).__name__} has an encoder, or an adapter that adds virtual tokens: "
                 "use a Hugging Face `...ForCausalLM`, and adapters of the weights, such as LoRA."
             )
-        # Whether its keys and values may be cached: no longer once its outputs differed.
+        # Its keys and values may be cached until its outputs have differed.
         self._cache_keyword = next(filter(self._keywords.__contains__, CACHE_KEYWORDS), "")
         needed = {self._cache_keyword, "position_ids", "attention_mask"}
         self.caches = self._keywords >= needed and _attends_to_all(config)
@@ -127,7 +127,7 @@ def differ_by_rounding(output: Tensor, expected: Tensor, model: nn.Module) -> bo
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     # Models of Hugging Face compute some parts in float32 where their weights are float64.
     eps = max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes[:1]))
-    # How far a token is below that is never drawn, such as a banned one, does not matter.
+    # A token that is never drawn, such as a banned one, may be any distance below the others.
     drawn = [logits > logits.amax(-1, keepdim=True) - 60 for logits in (output, expected)]
     output, expected = (logits[drawn[0] | drawn[1]] for logits in (output, expected))
     sizes = expected[expected.isfinite()].abs()
@@ -138,9 +138,9 @@ def differ_by_rounding(output: Tensor, expected: Tensor, model: nn.Module) -> bo
 class SplitLM:
     """The decoder of a model, and the model with a decoder that answers from memory.
 
-    So the model's own `forward` makes the logits of any hidden states, with all that belongs to its
-    head: adapters, scales, caps, hooks. Weights and modes outside the decoder are those of now.
-    The model has a `get_decoder`, as those of Hugging Face and GPT do.
+    The model's own `forward` thus makes the logits of any hidden states, with all that belongs to
+    its head: adapters, scales, caps, hooks. Outside the decoder, weights and modes are those of now.
+    The model needs `get_decoder`, which GPT and those of Hugging Face have.
     """
 
     def __init__(self, lm: CausalLM):

@@ -41,6 +41,10 @@ class NextToken(Categorical):
         """The most likely tokens, (*B)."""
         return self.logits.argmax(-1)
 
+    def expand(self, batch_shape, _instance=None) -> NextToken:
+        """The same rows in a larger batch."""
+        return NextToken(self.logits.expand(*batch_shape, self._num_events))
+
 
 def draw(log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One token per row of log-probs (N, V): (N, 1), by inverting the cumulative distribution.

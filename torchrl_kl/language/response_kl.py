@@ -29,14 +29,15 @@ from torchrl_kl.functional.sampler import (
 )
 from torchrl_kl.functional.tiles import figures
 from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, as_tuple
+from torchrl_kl.language.causal_lm import stated
 from torchrl_kl.language.heads import CausalLMActor, HeadChunk
 from torchrl_kl.language.responses import (
     KEPT,
     LOG_PROB,
     SAMPLER_LOG_PROB,
     EndTokens,
-    choose_tokens,
     read_responses,
+    several,
 )
 from torchrl_kl.transforms.base import env_of, open_batch
 from torchrl_kl.transforms.estimates import Estimator, make_estimate
@@ -79,23 +80,23 @@ class ResponseKLTransform(Penalizing, Transform):
             None: `model` as it is now; or a callable that returns a context manager in which
             `model` is the reference, such as PEFT's `model.disable_adapter`.
         estimator: what is measured, as for KLConstrainedTransform; "top_k" is exact on 64 tokens.
-        temperature: that of the sampler, by which logits of policy and reference are divided.
+        temperature: that of the sampler; the logits of policy and reference are divided by it.
         top_k, top_p, min_p: those of the sampler; see CausalLMActor.
         sampler_weights, cap: None, or "truncated": weights what the controller is fed, as for
             KLPenaltyLoss, by the ratios up to each token, or with `per="step"` its own.
         update_every: how many responses (tokens) an update of the controller waits for. None: each
             batch updates once.
         chunk_size: how many responses are scored at a time. None: all.
-        head_chunk: of how many tokens there are logits at a time; see CausalLMActor.
+        head_chunk: how many tokens have logits at a time; see CausalLMActor.
         pad_token, eos_token: as for `as_steps`; by default those of the model's configuration.
         keys: names of entries; `KLKeys.named("second")` for a second reference. `log_prob` and
             `ref_log_prob` of others than `named` are not read.
 
     Raises:
         TypeError: `model` is not a module, or is a wrapper of TorchRL.
-        KeyError, ValueError: as `as_steps` does, if there is no reward, a number is not finite,
-            or `model` is not causal.
-        RuntimeError: if it is put into an env, or the rewards were penalized before.
+        KeyError, ValueError: as `as_steps` does; and there is no reward, a number is not finite, or
+            `model` is not causal.
+        RuntimeError: it is put into an env, or the rewards were penalized before.
 
     Example:
         >>> import torch
@@ -154,7 +155,10 @@ class ResponseKLTransform(Penalizing, Transform):
         estimate = make_estimate(estimator, actor, self._step_keys)
         self.scorer = Scorer(frozen, Acting.of(actor, frozen.recorded), estimate)
         self.penalty = Penalty(controller, resolved, update_every=update_every)
-        self.pad_token, self.eos_token = choose_tokens(model, pad_token, eos_token)
+        configs = stated("generation_config", model), stated("config", model)
+        self.pad_token = stated("pad_token_id", *configs) if pad_token is None else pad_token
+        ends = stated("eos_token_id", *configs) if eos_token is None else eos_token
+        self.eos_token = several(ends) or None
 
     @property
     def reference(self) -> FrozenActor:
@@ -279,7 +283,7 @@ class ResponseKLTransform(Penalizing, Transform):
     def _fed(
         self, steps: TensorDict, scored: Scored, measured: Measured, sampler: Tensor | None
     ) -> Tensor | None:
-        """What the controller is fed, of tokens or responses, (M,); None: a sampler too far off."""
+        """The KL of tokens or responses, (M,), for the controller; None: the sampler is too far."""
         mask, fed = steps.get(MASK_KEY), measured.fed.squeeze(-1)
         by_step = self.controller.per == "step"
         if self.sampler_weights is not None:
@@ -301,7 +305,7 @@ def _sums(values: Tensor, reward: Tensor) -> Tensor:
 
 def _find_recorded(steps: TensorDict, following: TensorDictBase) -> Tensor | None:
     """The log-probs (N, T) of the sampler, if they are there."""
-    # Of a batch that another of these has scored, log-probs are not those of a sampler.
+    # In a batch that another ResponseKLTransform has scored, they are those of the policy.
     names = {as_tuple(key)[-1] for key in following.keys(True)}
     scored = any(name.removesuffix("kl_coeff") + "ref_log_probs" in names for name in names)
     own = None if scored else steps.get("action_log_prob", None)

@@ -11,13 +11,12 @@ from typing import NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.functional.numbers import check_integers
 from torchrl_kl.keys import MissingKeyError, as_tuple, existing_keys, get_stored
-from torchrl_kl.language.causal_lm import stated
 from torchrl_kl.transforms.base import check_batch
 
 EndTokens = int | Sequence[int] | None  # ids, each of which ends a response
@@ -94,26 +93,13 @@ def as_steps(
     return steps
 
 
-def choose_tokens(
-    model: nn.Module, pad_token: int | None, eos_token: EndTokens
-) -> tuple[int | None, EndTokens]:
-    """The pad token and the end tokens: those given, or else those of a model's configuration."""
-    configs = stated("generation_config", model), stated("config", model)
-    if pad_token is None:
-        pad_token = stated("pad_token_id", *configs)
-    if eos_token is None:
-        eos_token = several(stated("eos_token_id", *configs)) or None
-    return pad_token, eos_token
-
-
 def several(eos_token: EndTokens) -> tuple[int, ...]:
     """The ids that end a response; TypeError for anything else, such as the text of a token."""
     if eos_token is None:
         return ()
+    ids = eos_token if isinstance(eos_token, Sequence) else [eos_token]
     try:
-        return tuple(
-            map(operator.index, eos_token if isinstance(eos_token, Sequence) else [eos_token])
-        )
+        return tuple(map(operator.index, ids))
     except TypeError:
         raise TypeError(
             f"`eos_token` must be the id of a token, several ids or None, got {eos_token!r}: pass "
@@ -175,7 +161,7 @@ def read_responses(
     rows = batch.reshape(size.numel())  # not of -1, which TensorDict refuses where N is 0
     found = [*_read_texts(rows, pad_token, several(eos_token))]
     # With one more text, which is dropped, there is one, and a width of at least 1.
-    one = torch.zeros(1, dtype=torch.long, device=found[0][0].device if found else None)
+    one = torch.zeros(1, dtype=torch.long, device=found[0][0].device if found else batch.device)
     texts, counted, marks = zip(*found, (one, one.bool(), one[:0].bool()), strict=True)
     tokens = pad_sequence([*texts], batch_first=True, padding_value=pad_token or 0)[:-1]
     counts = pad_sequence([*counted], batch_first=True)[:-1]
@@ -183,8 +169,9 @@ def read_responses(
     stored, full = get_stored(rows, FULL), [*marks[:-1]]
     shape = (*size, stored.shape[-1]) if isinstance(stored, Tensor) else None
     places = Places(steps.get(MASK_KEY), torch.cat(marks), [*map(len, full)], shape)
+    fix = "leave it out of the batch, and let ResponseKLTransform score the sampled tokens"
     for key, name in _SCORES.items():
-        if values := _of_tokens(rows, key, full, "leave it out: ResponseKLTransform writes it"):
+        if values := _of_tokens(rows, key, full, fix):
             steps.set(name, places.to_steps(values))
     return steps, places
 
@@ -295,7 +282,7 @@ def _make_steps(texts: Tensor, counts: Tensor, rewards: Tensor, eos_token: EndTo
     done = last.unsqueeze(-1)
     ended = done if eos_token is None else torch.isin(action, action.new_tensor(several(eos_token)))
     ended = done & ended.view(done.shape)
-    tokens = texts[:, None].expand(-1, n_steps, -1)
+    tokens, names = texts[:, None].expand(-1, n_steps, -1), [None, "time"]
     return TensorDict(
         tokens=tokens,
         position=position,
@@ -312,5 +299,5 @@ def _make_steps(texts: Tensor, counts: Tensor, rewards: Tensor, eos_token: EndTo
         ),
         batch_size=mask.shape,
         device=texts.device,
-        names=[None, "time"],
+        names=names,
     )
