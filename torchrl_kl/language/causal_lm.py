@@ -139,7 +139,7 @@ class SplitLM:
     """The decoder of a model, and the model with a decoder that answers from memory.
 
     The model's own `forward` thus makes the logits of any hidden states, with all that belongs to
-    its head: adapters, scales, caps, hooks. Outside the decoder, weights and modes are those of now.
+    its head: adapters, scales, caps, hooks. Weights and modes outside the decoder are those of now.
     The model needs `get_decoder`, which GPT and those of Hugging Face have.
     """
 
