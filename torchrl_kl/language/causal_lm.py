@@ -144,7 +144,7 @@ class SplitLM:
     """
 
     def __init__(self, lm: CausalLM):
-        self._decoder: Any = innermost(lm.model).get_decoder()  # type: ignore[operator]
+        self._decoder = innermost(lm.model).get_decoder()
         self._lm = _without_decoder(lm, self._decoder, self._answer)
         self._hidden: Tensor | None = None  # what the decoder answers; None: it is asked
         self._output: Any = None  # that of the decoder, in whatever form
@@ -219,7 +219,7 @@ def _with_hidden(output: Any, hidden: Tensor) -> Any:
     return hidden if isinstance(output, Tensor) else replace(output, last_hidden_state=hidden)
 
 
-def innermost(model: nn.Module) -> nn.Module:
+def innermost(model: nn.Module) -> Any:
     """The module whose `forward` names its arguments, inside PEFT and torch.compile."""
     model = _not_compiled(model)
     base = stated("get_base_model", model)

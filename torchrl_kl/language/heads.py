@@ -59,7 +59,7 @@ class LogitsReader(StateReader):
         tile = lambda rows: NextToken(self.scale(split.logits(rows)))  # noqa: E731
         return TiledCategorical(states, tile, position.shape, size)
 
-    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         """The logits for each state, (*B, V)."""
         return self.scale(super().forward(tokens, position))
 
