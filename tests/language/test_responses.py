@@ -210,6 +210,9 @@ class TestReward:
         assert result["next", "kl"].equal(torch.zeros(*shape, 1))
         assert result["log_probs", "full"].shape == texts.shape
         assert controller.coeff == 0.1
+        kept = ResponseKLTransform(model, 0.1, top_k=2, **options)(batch)["kept", "ids"]
+        assert kept.dtype == torch.int32
+        assert kept.shape == (*texts.shape, 2)
         steps = as_steps(result, pad_token=0)
         assert steps.shape == (batch.batch_size.numel(), 1)
         assert not steps["collector", "mask"].any()
@@ -322,6 +325,14 @@ class TestErrors:
                 self.make_transform()(batch)
             with pytest.raises(ValueError, match="sum a reward of each token"):
                 as_steps(batch, pad_token=0)
+
+    def test_log_probs_of_another_length_are_refused(self):
+        batch = self.make_batch()
+        batch["log_probs", "full"] = torch.zeros(1, 3)
+        text = r"'log_probs', 'full'\) must have .* got 3 for the 4 tokens of element 0: lea"
+        for read in (self.make_transform(), partial(as_steps, pad_token=0)):
+            with pytest.raises(ValueError, match=text):
+                read(batch)
 
     def test_missing_entries(self):
         batch = self.make_batch()

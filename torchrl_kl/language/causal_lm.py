@@ -47,11 +47,10 @@ class CausalLM(nn.Module):
                 f"{type(inner).__name__} has an encoder, or an adapter that adds virtual tokens: "
                 "use a Hugging Face `...ForCausalLM`, and adapters of the weights, such as LoRA."
             )
-        # Whether its keys and values may be cached: no longer once its outputs differed.
-        held = [name for name in CACHE_KEYWORDS if name in self._keywords]
-        self._cache_keyword = held[0] if held else ""
-        others = self._keywords >= {"position_ids", "attention_mask"}
-        self.caches = bool(held) and others and _attends_to_all(config)
+        # Its keys and values may be cached until its outputs have differed.
+        self._cache_keyword = next(filter(self._keywords.__contains__, CACHE_KEYWORDS), "")
+        needed = {self._cache_keyword, "position_ids", "attention_mask"}
+        self.caches = self._keywords >= needed and _attends_to_all(config)
         self.compared: set[bool] = set()  # for texts of equal lengths, and of different ones
         self.causal = False  # not known yet
         self.splits: bool | None = None  # whether its head works apart; see `SplitLM`
@@ -128,7 +127,7 @@ def differ_by_rounding(output: Tensor, expected: Tensor, model: nn.Module) -> bo
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     # Models of Hugging Face compute some parts in float32 where their weights are float64.
     eps = max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes[:1]))
-    # How far a token is below that is never drawn, such as a banned one, does not matter.
+    # A token that is never drawn, such as a banned one, may be any distance below the others.
     drawn = [logits > logits.amax(-1, keepdim=True) - 60 for logits in (output, expected)]
     output, expected = (logits[drawn[0] | drawn[1]] for logits in (output, expected))
     sizes = expected[expected.isfinite()].abs()
@@ -139,13 +138,13 @@ def differ_by_rounding(output: Tensor, expected: Tensor, model: nn.Module) -> bo
 class SplitLM:
     """The decoder of a model, and the model with a decoder that answers from memory.
 
-    So the model's own `forward` makes the logits of any hidden states, with all that belongs to its
-    head: adapters, scales, caps, hooks. Weights and modes outside the decoder are those of now.
-    The model has a `get_decoder`, as those of Hugging Face and GPT do.
+    The model's own `forward` thus makes the logits of any hidden states, with all that belongs to
+    its head: adapters, scales, caps, hooks. Weights and modes outside the decoder are those of now.
+    The model needs `get_decoder`, which GPT and those of Hugging Face have.
     """
 
     def __init__(self, lm: CausalLM):
-        self._decoder: Any = innermost(lm.model).get_decoder()  # type: ignore[operator]
+        self._decoder = innermost(lm.model).get_decoder()
         self._lm = _without_decoder(lm, self._decoder, self._answer)
         self._hidden: Tensor | None = None  # what the decoder answers; None: it is asked
         self._output: Any = None  # that of the decoder, in whatever form
@@ -220,7 +219,7 @@ def _with_hidden(output: Any, hidden: Tensor) -> Any:
     return hidden if isinstance(output, Tensor) else replace(output, last_hidden_state=hidden)
 
 
-def innermost(model: nn.Module) -> nn.Module:
+def innermost(model: nn.Module) -> Any:
     """The module whose `forward` names its arguments, inside PEFT and torch.compile."""
     model = _not_compiled(model)
     base = stated("get_base_model", model)

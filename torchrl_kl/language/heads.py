@@ -21,7 +21,7 @@ from torchrl_kl.actors.protocol import KLActor
 from torchrl_kl.batches import MASK_KEY, expand_right
 from torchrl_kl.functional.numbers import check_count, check_number
 from torchrl_kl.functional.tiles import TiledCategorical
-from torchrl_kl.keys import as_tuple, sibling
+from torchrl_kl.keys import as_tuple, get_required, sibling
 from torchrl_kl.language.causal_lm import CausalLM, SplitLM, can_split
 from torchrl_kl.language.distribution import NextToken
 from torchrl_kl.language.gpt import values_hidden
@@ -31,6 +31,7 @@ from torchrl_kl.language.truncation import Truncation, restrict
 Keys = Sequence[NestedKey]
 HeadChunk = int | Literal["auto"] | None
 _TILE = 2**26  # logits: 256 MB in float32
+_NO_TEXT = "it is a part of the text that is scored; see the `in_keys` of CausalLMActor."
 
 
 class LogitsReader(StateReader):
@@ -46,7 +47,7 @@ class LogitsReader(StateReader):
         self.head_chunk = None if head_chunk is None else check_count("head_chunk", head_chunk)
 
     def dist(self, tokens: Tensor, position: Tensor) -> TiledCategorical | None:
-        """The distribution of the next token of each state, in tiles; None where one is enough."""
+        """The distributions of the next tokens, in tiles; None if one tile is enough."""
         size, cached = self.head_chunk, not (torch.is_grad_enabled() or recurrent_mode())
         if size is None or position.numel() <= size or cached:
             return None
@@ -58,7 +59,7 @@ class LogitsReader(StateReader):
         tile = lambda rows: NextToken(self.scale(split.logits(rows)))  # noqa: E731
         return TiledCategorical(states, tile, position.shape, size)
 
-    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         """The logits for each state, (*B, V)."""
         return self.scale(super().forward(tokens, position))
 
@@ -80,10 +81,6 @@ class LogitsReader(StateReader):
 class _Value(StateReader):
     """The single output for each state, (*B, 1)."""
 
-    def __init__(self, model: nn.Module):
-        super().__init__(model, clamp_full=False)
-        _check_one_output(self.lm.n_out)
-
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         value = super().forward(tokens, position)
         _check_one_output(value.shape[-1])
@@ -93,24 +90,25 @@ class _Value(StateReader):
 class CausalLMActor(KLActor, ProbabilisticActor):
     """A causal language model as a policy whose action is the next token.
 
-    - In TorchRL's recurrent mode (losses set it) a trajectory is scored in one pass, with the same
-      log-probs as step by step; states may be shuffled.
-    - In a rollout without gradients (as collectors make it) keys and values are cached, in
-      N * L * 2 * layers * heads * (width of a head) numbers for N texts: a step computes one new
-      position of each. Texts that do not go on from the last step are read anew, and all of them
-      after weights, adapters or modes of the model have changed; after an edit of single rows or
-      elements through `.data`, or of a layer's attributes, call `clear_cache`.
-    - A model whose first cached step differs from an uncached pass by more than rounding is warned
-      of, and reads whole texts in each step.
-    - With `top_k`, `top_p` or `min_p` the policy is the truncated one: its distribution is that of
-      the kept tokens, renormalized ("logits": -inf for others). What was kept when a token was
-      drawn is recorded under ("kept", "ids") next to the action, and read wherever it is scored:
-      int32 (*B, `top_k`), most likely first, filled up with the first one. Without a record, as in
-      A2CLoss, which passes `in_keys` alone, it is computed, with the drawn token in it if that is
-      there; `n_rescued` counts tokens of the last batch that needed this. A reference is whole.
+    - In TorchRL's recurrent mode, which losses set, a trajectory is scored in one pass. The
+      log-probs are the same as step by step, and states may be shuffled.
+    - In rollouts without gradients, as of collectors, keys and values are cached: of N texts,
+      N * L * 2 * layers * heads * (width of a head) numbers. A step computes one new position of
+      each text. Texts that do not continue those of the last step are read anew, and so are all
+      texts after weights, adapters or modes of the model have changed. After an edit of single rows
+      or elements through `.data`, or of a layer's attributes, call `clear_cache`. If the first
+      cached step differs from an uncached pass by more than rounding, a warning is issued and the
+      cache is disabled.
+    - With `top_k`, `top_p` or `min_p` the policy is truncated: its distribution is that of the kept
+      tokens, renormalized, and "logits" are -inf for others. The ids of the kept tokens are
+      recorded under ("kept", "ids") next to the action (int32, (*B, `top_k`), most likely first,
+      padded with the first id), and reused when the token is scored. Without a record, as in
+      A2CLoss, which passes `in_keys` alone, they are computed, and the drawn token is added to
+      them; `n_rescued` counts the tokens of the last batch that were added. The reference is never
+      truncated.
 
-    Call `eval()` on a model with dropout, or the recorded log-probs are those of a policy with
-    noise. Actions are sampled only where the exploration type is RANDOM, which collectors set.
+    Call `eval()` on a model with dropout: otherwise the recorded log-probs contain its noise.
+    Actions are sampled only if the exploration type is RANDOM, which collectors set.
 
     Args:
         model: a GPT or a Hugging Face causal language model, also with PEFT's adapters, or any
@@ -125,9 +123,9 @@ class CausalLMActor(KLActor, ProbabilisticActor):
         return_log_prob: whether to write the log-prob.
         return_logits: whether to write the logits (*B, V) under "logits". For a large vocabulary
             they fill the memory of a batch; the exact estimator needs them, the others do not.
-        head_chunk: where a whole batch is scored, as in losses, of how many positions there are
-            logits at a time; they are computed again in the backward pass. "auto": as fill 256 MB.
-            None: of all. It needs a model with `get_decoder`, as those of Hugging Face have.
+        head_chunk: how many positions have logits at a time where a whole batch is scored, as in
+            losses; the backward pass computes them again. "auto": as many as fill 256 MB. None:
+            all. The model needs `get_decoder`, which those of Hugging Face have.
 
     Raises:
         TypeError: `model` is not a module, or tokens or position are not int64 or int32.
@@ -199,10 +197,7 @@ class CausalLMActor(KLActor, ProbabilisticActor):
             )
         if tensordict_out is not None:
             return tensordict_out.update(self(tensordict.copy()).select(*self.out_keys))
-        general = self.truncation is None and kwargs
-        dist = None if general else self._dist(tensordict, drawn=False)
-        if dist is None:
-            return super().forward(tensordict, **kwargs)
+        dist = self._dist(tensordict, drawn=False)
         token = dist.sample() if kind == ExplorationType.RANDOM else dist.deterministic_sample
         for key, value in zip(self._drawn_keys, (token, dist.log_prob(token)), strict=False):
             tensordict.set(key, value)
@@ -213,15 +208,11 @@ class CausalLMActor(KLActor, ProbabilisticActor):
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         """The distribution of the next token; writes the logits into the states (*B), if whole."""
         # What the superclass does, without its general machinery, which takes longer than a token.
-        general = self.truncation is None and (args or kwargs)
-        dist = None if general else self._dist(tensordict, drawn=True)
-        return super().get_dist(tensordict, *args, **kwargs) if dist is None else dist
+        return self._dist(tensordict, drawn=True)
 
     def _dist(self, tensordict: TensorDictBase, *, drawn: bool) -> Any:
-        """That of a batch with states, else None; `drawn`: whether it may have the next token."""
-        state: Any = [tensordict.get(key, None) for key in self.in_keys]
-        if any(part is None for part in state):
-            return None
+        """That of states (*B); `drawn`: whether they may have the next token."""
+        state: Any = [get_required(tensordict, key, _NO_TEXT) for key in self.in_keys]
         tiled = self.reader.dist(*state)
         made: Any = self.reader(*state) if tiled is None else tiled
         if self.truncation is not None:
@@ -291,7 +282,8 @@ class CausalLMCritic(ValueOperator):
         in_keys: Keys = ("tokens", "position"),
         out_keys: Keys = ("state_value",),
     ):
-        reader = _Value(model)
+        reader = _Value(model, clamp_full=False)
+        _check_one_output(reader.lm.n_out)
         super().__init__(reader, in_keys=list(in_keys), out_keys=list(out_keys))
 
 

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NestedKey,
-    TensorDict,
-    TensorDictBase,
-    is_tensor_collection,
-    lazy_stack,
-    unravel_key,
-)
+from tensordict import TensorDict, TensorDictBase, unravel_key
 from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
@@ -27,7 +20,7 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.controllers import KLController
-from torchrl_kl.functional.numbers import check_finite
+from torchrl_kl.functional.numbers import check_count, check_finite
 from torchrl_kl.functional.sampler import (
     FEWEST,
     SamplerWeights,
@@ -36,19 +29,15 @@ from torchrl_kl.functional.sampler import (
 )
 from torchrl_kl.functional.tiles import figures
 from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, as_tuple
+from torchrl_kl.language.causal_lm import stated
 from torchrl_kl.language.heads import CausalLMActor, HeadChunk
 from torchrl_kl.language.responses import (
     KEPT,
     LOG_PROB,
     SAMPLER_LOG_PROB,
     EndTokens,
-    Responses,
-    aligned,
-    check_rewards,
-    choose_tokens,
-    flat,
-    make_steps,
     read_responses,
+    several,
 )
 from torchrl_kl.transforms.base import env_of, open_batch
 from torchrl_kl.transforms.estimates import Estimator, make_estimate
@@ -91,23 +80,23 @@ class ResponseKLTransform(Penalizing, Transform):
             None: `model` as it is now; or a callable that returns a context manager in which
             `model` is the reference, such as PEFT's `model.disable_adapter`.
         estimator: what is measured, as for KLConstrainedTransform; "top_k" is exact on 64 tokens.
-        temperature: that of the sampler, by which logits of policy and reference are divided.
+        temperature: that of the sampler; the logits of policy and reference are divided by it.
         top_k, top_p, min_p: those of the sampler; see CausalLMActor.
         sampler_weights, cap: None, or "truncated": weights what the controller is fed, as for
             KLPenaltyLoss, by the ratios up to each token, or with `per="step"` its own.
         update_every: how many responses (tokens) an update of the controller waits for. None: each
             batch updates once.
         chunk_size: how many responses are scored at a time. None: all.
-        head_chunk: of how many tokens there are logits at a time; see CausalLMActor.
+        head_chunk: how many tokens have logits at a time; see CausalLMActor.
         pad_token, eos_token: as for `as_steps`; by default those of the model's configuration.
         keys: names of entries; `KLKeys.named("second")` for a second reference. `log_prob` and
             `ref_log_prob` of others than `named` are not read.
 
     Raises:
         TypeError: `model` is not a module, or is a wrapper of TorchRL.
-        KeyError, ValueError: as `as_steps` does, if there is no reward, a number is not finite,
-            or `model` is not causal.
-        RuntimeError: if it is put into an env, or the rewards were penalized before.
+        KeyError, ValueError: as `as_steps` does; and there is no reward, a number is not finite, or
+            `model` is not causal.
+        RuntimeError: it is put into an env, or the rewards were penalized before.
 
     Example:
         >>> import torch
@@ -140,8 +129,6 @@ class ResponseKLTransform(Penalizing, Transform):
         eos_token: EndTokens = None,
         keys: KLKeys | None = None,
     ):
-        if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
-            raise ValueError(f"`chunk_size` must be an int of at least 1, got {chunk_size!r}.")
         named = as_keys(keys)
         resolved = replace(
             named,
@@ -149,19 +136,18 @@ class ResponseKLTransform(Penalizing, Transform):
             ref_log_prob=(f"{named.prefix}ref_log_probs", "full"),
             kl=named.kl or f"{named.prefix}kl",
         ).resolve()
-        measured = [resolved.kl, *([] if estimator == "k1" else [resolved.kl_estimate])]
-        scores = [LOG_PROB, unravel_key(("next", resolved.ref_log_prob))]
-        written = [resolved.penalized, resolved.kl_coeff, resolved.task_reward]
-        super().__init__(in_keys=[("tokens", "full")], out_keys=[*written, *measured, *scores])
+        written = [resolved.penalized, resolved.kl_coeff, resolved.task_reward, resolved.kl]
+        written += [] if estimator == "k1" else [resolved.kl_estimate]
+        written += [LOG_PROB, unravel_key(("next", resolved.ref_log_prob))]
+        super().__init__(in_keys=[("tokens", "full")], out_keys=written)
         check_sampler_weights(sampler_weights, cap)
         self.keys, self.sampler_weights, self.cap = resolved, sampler_weights, cap
-        self.temperature = temperature
         self.n_rescued = 0
-        self.chunk_size = chunk_size
-        self.head_chunk: HeadChunk = head_chunk
-        actor = self._actor_over(model, top_k=top_k, top_p=top_p, min_p=min_p)
+        self.chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size)
+        self._over = partial(CausalLMActor, temperature=temperature, head_chunk=head_chunk)
+        actor = self._over(model, top_k=top_k, top_p=top_p, min_p=min_p)
         if isinstance(reference, nn.Module) and not hasattr(reference, "get_dist"):
-            reference = self._actor_over(reference)
+            reference = self._over(reference)
         self._policy = Borrowed(actor, refusal=_NOT_PICKLED)
         frozen = as_reference(actor, reference)
         self._step_keys = KLKeys().resolve(frozen.log_prob_key)
@@ -169,26 +155,19 @@ class ResponseKLTransform(Penalizing, Transform):
         estimate = make_estimate(estimator, actor, self._step_keys)
         self.scorer = Scorer(frozen, Acting.of(actor, frozen.recorded), estimate)
         self.penalty = Penalty(controller, resolved, update_every=update_every)
-        self.pad_token, self.eos_token = choose_tokens(model, pad_token, eos_token)
+        configs = stated("generation_config", model), stated("config", model)
+        self.pad_token = stated("pad_token_id", *configs) if pad_token is None else pad_token
+        ends = stated("eos_token_id", *configs) if eos_token is None else eos_token
+        self.eos_token = several(ends) or None
 
     @property
     def reference(self) -> FrozenActor:
         """The frozen reference, an actor."""
         return self.scorer.reference
 
-    def _actor_over(self, model: nn.Module, **kept: Any) -> CausalLMActor:
-        options = {"temperature": self.temperature, "head_chunk": self.head_chunk, **kept}
-        return CausalLMActor(model, **options)
-
-    @property
-    def _device(self) -> torch.device | None:
-        """Where the policy is; a collector may store its batches elsewhere."""
-        weight = next(self._policy.held.parameters(), None)
-        return None if weight is None else weight.device
-
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the reference towards the model `source`; see `FrozenActor.update_reference`."""
-        self.reference.update_reference(self._actor_over(source), tau)
+        self.reference.update_reference(self._over(source), tau)
 
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses envs."""
@@ -210,70 +189,58 @@ class ResponseKLTransform(Penalizing, Transform):
     def _process(self, tensordict: TensorDictBase, *, moves: bool) -> TensorDictBase:
         """Scores, measures and penalizes a batch (*B); `moves`: whether the controller is fed."""
         batch, _ = open_batch(tensordict)
-        following = cast(TensorDictBase, batch.get("next"))
+        following: Any = batch.get("next")
         self.penalty.refuse_penalized(following, "the batch")
         reward = self.penalty.open(
             batch,
             "a response has one; set it before this transform, to zeros for a measurement only.",
         )
-        check_rewards(reward, batch.batch_size)
-        responses = read_responses(batch, pad_token=self.pad_token, eos_token=self.eos_token)
-        tokens = responses.tokens.to(self._device)
-        responses = responses._replace(tokens=tokens, counted=responses.counted.to(self._device))
-        rewards = reward.reshape(-1).to(tokens.device)
-        steps = make_steps(responses, rewards, self.eos_token)
-        # Of a batch that another of these has scored, log-probs are not those of a sampler.
-        names = {as_tuple(key)[-1] for key in following.keys(True)}
-        scored = any(name.removesuffix("kl_coeff") + "ref_log_probs" in names for name in names)
-        for key in (KEPT, SAMPLER_LOG_PROB, *([] if scored else [LOG_PROB])):
-            if (values := aligned(flat(batch), key, responses, steps)) is not None:
-                steps.set(key, values)
-        scored, tokenwise = self._score(steps)
-        totals = self._add_up(scored, tokenwise, reward)
+        steps, places = read_responses(
+            batch,
+            reward,
+            pad_token=self.pad_token,
+            eos_token=self.eos_token,
+            device=next(self._policy.held.parameters(), batch).device,
+        )
+        recorded, scored = _find_recorded(steps, following), self._score(steps)
+        measured = measure(scored, None, self.keys)
+        totals = measured._replace(kl=_sums(measured.kl, reward), fed=_sums(measured.fed, reward))
         self.penalty.check(totals, reward)
         moves, planned = moves and not self.frozen, self.controller.planning
-        recorded = steps.get(SAMPLER_LOG_PROB, steps.get(LOG_PROB, None))
-        fed = self._fed(scored, tokenwise, recorded, steps["next", "done"].squeeze(-1))
-        if moves and self.controller.reads_rewards and fed is not None:
-            self._plan_from(responses, rewards, tokenwise)
+        fed = self._fed(steps, scored, measured, recorded)
+        if moves and fed is not None:
+            self._plan_from(steps, measured)
         self.penalty.apply(following, totals.kl, reward)
         following.set(self.keys.kl, totals.kl)
         if self.scorer.estimate is not None:
             following.set(self.keys.kl_estimate, totals.fed)
+        places.write(batch, LOG_PROB, scored.log_prob)
+        places.write(following, self.keys.ref_log_prob, scored.ref_log_prob)
         if recorded is not None:
-            gap = (recorded - totals.log_probs[LOG_PROB]).sum(1)
-            following.set("sampler_kl", gap.to(reward.device).reshape(reward.shape))
-        scores = {
-            LOG_PROB: (batch, scored.log_prob),
-            self.keys.ref_log_prob: (following, scored.ref_log_prob),
-            SAMPLER_LOG_PROB: (batch, recorded),
-            KEPT: (batch, steps.get(KEPT, None)),
-        }
-        for key, (holder, values) in scores.items():
-            if values is not None:
-                places = _places(responses, steps, values)
-                _set_rows(holder, key, [row.to(reward.device) for row in places], responses.width)
+            places.write(batch, SAMPLER_LOG_PROB, recorded)
+            following.set("sampler_kl", _sums(recorded - scored.log_prob, reward))
+        if (kept := steps.get(KEPT, None)) is not None:
+            places.write(batch, KEPT, kept)
         if moves and fed is not None:
             # A KL from which a coefficient is planned says nothing about that coefficient.
             self.penalty.feed.pool(self.controller, fed[: 0 if planned else None])
         return batch.set("next", following)
 
-    def _score(self, steps: TensorDict) -> tuple[Scored, Measured]:
-        """The log-probs (N, T) and the KL (N, T, 1) of the steps, a few responses at a time.
+    def _score(self, steps: TensorDict) -> Scored:
+        """The log-probs (N, T) of the steps, a few responses at a time; 0 where none counts.
 
         Writes the kept ids into the steps.
         """
         parts = steps.split(self.chunk_size or len(steps)) if len(steps) else [steps]
         self.n_rescued = 0
-        found = []
-        for rows in parts:
-            found.append(self._score_rows(rows))
-            self.n_rescued += int(self._policy.held.n_rescued)
+        found = [self._score_rows(rows) for rows in parts]
         if KEPT in parts[0].keys(True):
             steps.set(KEPT, torch.cat([rows.get(KEPT) for rows in parts]))
-        log_prob, ref_log_prob, *estimates = map(torch.cat, zip(*found, strict=True))
-        scored = Scored(log_prob, ref_log_prob, estimates)
-        return scored, measure(scored, steps.get(MASK_KEY), self._step_keys)
+        log_prob, ref_log_prob, *estimates = (
+            torch.where(steps.get(MASK_KEY), torch.cat(each), 0.0)
+            for each in zip(*found, strict=True)
+        )
+        return Scored(log_prob, ref_log_prob, estimates)
 
     @torch.no_grad()
     def _score_rows(self, rows: TensorDictBase) -> list[Tensor]:
@@ -284,6 +251,7 @@ class ResponseKLTransform(Penalizing, Transform):
         inputs = scored_inputs(actor, rows)
         with evaluating(actor), set_recurrent_mode(True):
             dist = actor.get_dist(inputs)
+        self.n_rescued += int(actor.n_rescued)
         if actor.truncation is not None:
             rows.set(KEPT, inputs.get(KEPT))
         if self._estimator == "exact":  # in tiles of both
@@ -297,88 +265,51 @@ class ResponseKLTransform(Penalizing, Transform):
         scored = self.scorer.batch(rows, rows.get(MASK_KEY))
         return [scored.log_prob, scored.ref_log_prob, *scored.estimates]
 
-    def _add_up(self, scored: Scored, tokenwise: Measured, reward: Tensor) -> Measured:
-        """The KL of each response, in the reward's shape; log-probs are 0 where no token counts."""
-        mask = cast(Tensor, tokenwise.mask)
-        kl, fed = (
-            each.sum((1, 2)).to(reward.device).reshape(reward.shape)
-            for each in (tokenwise.kl, tokenwise.fed)
-        )
-        names = (LOG_PROB, self.keys.ref_log_prob)
-        log_probs = {
-            name: torch.where(mask, each, 0.0) for name, each in zip(names, scored[:2], strict=True)
-        }
-        return Measured(kl, fed, None, log_probs)
-
-    def _plan_from(self, responses: Responses, rewards: Tensor, tokenwise: Measured) -> None:
-        """Gives rewards (N,) to a controller that plans; responses to one prompt are a group."""
-        lengths = cast(Tensor, tokenwise.mask).sum(1)
+    def _plan_from(self, steps: TensorDict, measured: Measured) -> None:
+        """Gives rewards to a controller that plans; responses to one prompt are a group."""
+        done, lengths = steps["next", "done"], steps.get(MASK_KEY).sum(1)
+        tokens, start = steps["tokens"][:, 0], steps["position"][:, :1]
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        prompts = torch.where(places < start, tokens, -1)
         some = lengths > 0
-        # The tokens before the first one that counts.
-        starts = responses.counted.int().argmax(1)
-        prompts = [
-            tuple(text[:n])
-            for text, n in zip(responses.tokens.tolist(), starts.tolist(), strict=True)
-        ]
-        numbers = {prompt: float(number) for number, prompt in enumerate(dict.fromkeys(prompts))}
-        groups = torch.tensor([numbers[prompt] for prompt in prompts], device=rewards.device)
         self.penalty.feed.plan_from(
             self.controller,
-            rewards[some],
-            groups=groups[some],
-            log_ratios=tokenwise.kl.sum((1, 2))[some],
+            steps["next", "reward"][done],
+            groups=prompts[some].unique(dim=0, return_inverse=True)[1].double(),
+            log_ratios=measured.kl.sum((1, 2))[some],
             lengths=lengths[some],
         )
 
     def _fed(
-        self, scored: Scored, tokenwise: Measured, sampler: Tensor | None, ends: Tensor
+        self, steps: TensorDict, scored: Scored, measured: Measured, sampler: Tensor | None
     ) -> Tensor | None:
-        """What the controller is fed, of tokens or responses, (M,); None: a sampler too far off."""
-        mask, fed = cast(Tensor, tokenwise.mask), tokenwise.fed.squeeze(-1)
+        """The KL of tokens or responses, (M,), for the controller; None: the sampler is too far."""
+        mask, fed = steps.get(MASK_KEY), measured.fed.squeeze(-1)
         by_step = self.controller.per == "step"
         if self.sampler_weights is not None:
             if sampler is None:
                 raise MissingKeyError(_NO_SAMPLER)
             check_finite(type(self).__name__, {SAMPLER_LOG_PROB: sampler}, mask)
-            log_ratio = torch.where(mask, scored.log_prob - sampler, 0.0)
-            weights, share = sampler_weights(log_ratio, self.cap, None if by_step else ends, mask)
+            ends = None if by_step else steps["next", "done"].squeeze(-1)
+            weights, share = sampler_weights(scored.log_prob - sampler, self.cap, ends, mask)
             if share < FEWEST:
                 return None
             fed = fed * weights
         return fed[mask] if by_step else fed.sum(1)[mask.any(1)]
 
 
-def _places(responses: Responses, steps: TensorDict, values: Tensor) -> list[Tensor]:
-    """Values of steps (N, T, ...) at their tokens in ("tokens", "full"); else NaN, or of ids 0."""
-    rows, missing = [], torch.nan if values.is_floating_point() else 0
-    mask = steps.get(MASK_KEY)
-    position = steps.get("position")
-    for i, width in enumerate(responses.widths):
-        row = values.new_full((width, *values.shape[2:]), missing)
-        row[position[i][mask[i]] + responses.shift[i]] = values[i][mask[i]]
-        rows.append(row)
-    return rows
+def _sums(values: Tensor, reward: Tensor) -> Tensor:
+    """The sums of values of steps, (N, T) or (N, T, 1), in the shape of the reward."""
+    return values.flatten(1).sum(1).to(reward.device).reshape(reward.shape)
 
 
-def _set_rows(batch: TensorDictBase, key: NestedKey, values: list[Tensor], width: int) -> None:
-    """Sets an entry of a batch (*B), one row per element, of the common `width` or ragged."""
-    name, leaf = cast(tuple[str, str], key)
-    held = batch.get(name, None)
-    holder = held if is_tensor_collection(held) else None  # not that of TorchRL's KLRewardTransform
-    widths = {len(row) for row in values}
-    if not values or (len(widths) == 1 and not isinstance(batch, LazyStackedTensorDict)):
-        holder = TensorDict(batch_size=batch.batch_size) if holder is None else holder.copy()
-        stacked = torch.stack(values) if values else torch.zeros(0, width)
-        holder.set(leaf, stacked.reshape(*batch.batch_size, *stacked.shape[1:]))
-    else:
-        old = [TensorDict()] * len(values) if holder is None else holder.reshape(-1).unbind(0)
-        parts = [part.copy() for part in old]
-        for part, value in zip(parts, values, strict=True):
-            part.set(leaf, value)
-        for size in reversed(batch.batch_size[1:]):
-            parts = [lazy_stack(parts[i : i + size]) for i in range(0, len(parts), size)]
-        holder = lazy_stack(parts)
-    batch.set(name, holder)
+def _find_recorded(steps: TensorDict, following: TensorDictBase) -> Tensor | None:
+    """The log-probs (N, T) of the sampler, if they are there."""
+    # In a batch that another ResponseKLTransform has scored, they are those of the policy.
+    names = {as_tuple(key)[-1] for key in following.keys(True)}
+    scored = any(name.removesuffix("kl_coeff") + "ref_log_probs" in names for name in names)
+    own = None if scored else steps.get("action_log_prob", None)
+    return steps.get("sampler_log_prob", own)
 
 
 _NO_SAMPLER = (

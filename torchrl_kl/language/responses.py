@@ -6,18 +6,17 @@ Axes: N responses, T tokens of a response at most, L tokens of a whole text at m
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.functional.numbers import check_integers
 from torchrl_kl.keys import MissingKeyError, as_tuple, existing_keys, get_stored
-from torchrl_kl.language.causal_lm import stated
 from torchrl_kl.transforms.base import check_batch
 
 EndTokens = int | Sequence[int] | None  # ids, each of which ends a response
@@ -76,17 +75,12 @@ def as_steps(
         >>> steps["action"], steps["position"]
         (tensor([[7, 8]]), tensor([[2, 3]]))
     """
-    responses = read_responses(batch, pad_token=pad_token, eos_token=eos_token)
-    rewards = torch.zeros(len(responses.tokens), device=responses.tokens.device)
-    if (reward := batch.get(("next", "reward"), None)) is not None:
-        check_rewards(reward, batch.batch_size)
-        rewards = reward.reshape(-1).to(rewards.device)
-    steps, rows = make_steps(responses, rewards, eos_token), flat(batch)
-    for key, name in _SCORES.items():
-        if (values := aligned(rows, key, responses, steps)) is not None:
-            steps.set(name, values)
-    following = [] if (found := rows.get("next", None)) is None else found.keys()
-    kls = [("next", name) for name in following if name.endswith(("kl", "kl_estimate"))]
+    check_batch(batch)
+    reward = batch.get(("next", "reward"), torch.zeros(batch.batch_size))
+    steps, _ = read_responses(batch, reward, pad_token=pad_token, eos_token=eos_token)
+    rows = batch.reshape(len(steps))
+    names = rows.get("next", TensorDict()).keys()
+    kls = [("next", name) for name in names if name.endswith(("kl", "kl_estimate"))]
     # The coefficient is the sign of a penalized reward.
     for key in ("advantage", ("next", "kl_coeff"), *kls):
         values = _rows(rows, key)
@@ -99,32 +93,13 @@ def as_steps(
     return steps
 
 
-def flat(batch: TensorDictBase) -> TensorDictBase:
-    """A batch (*B) as one of N elements, also of none, which TensorDict's `reshape(-1)` refuses."""
-    check_batch(batch)
-    return batch.reshape(batch.batch_size.numel())
-
-
-def choose_tokens(
-    model: nn.Module, pad_token: int | None, eos_token: EndTokens
-) -> tuple[int | None, EndTokens]:
-    """The pad token and the end tokens: those given, or else those of a model's configuration."""
-    configs = stated("generation_config", model), stated("config", model)
-    if pad_token is None:
-        pad_token = next(iter(several(stated("pad_token_id", *configs))), None)
-    if eos_token is None:
-        ends = several(stated("eos_token_id", *configs))
-        eos_token = ends[0] if len(ends) == 1 else ends or None
-    return pad_token, eos_token
-
-
 def several(eos_token: EndTokens) -> tuple[int, ...]:
     """The ids that end a response; TypeError for anything else, such as the text of a token."""
     if eos_token is None:
         return ()
-    one = isinstance(eos_token, str) or not isinstance(eos_token, Sequence)
+    ids = eos_token if isinstance(eos_token, Sequence) else [eos_token]
     try:
-        return tuple(map(operator.index, (eos_token,) if one else eos_token))  # type: ignore[arg-type]
+        return tuple(map(operator.index, ids))
     except TypeError:
         raise TypeError(
             f"`eos_token` must be the id of a token, several ids or None, got {eos_token!r}: pass "
@@ -132,63 +107,73 @@ def several(eos_token: EndTokens) -> tuple[int, ...]:
         ) from None
 
 
-class Responses(NamedTuple):
-    """Texts and their tokens that count."""
+class Places(NamedTuple):
+    """Which tokens of the texts of a batch, ("tokens", "full"), are those of steps."""
 
-    tokens: Tensor  # (N, L), padded on the right
-    counted: Tensor  # (N, L), True for the tokens of the response
-    shift: list[int]  # token j of a text is token j + shift of its ("tokens", "full")
-    widths: list[int]  # of ("tokens", "full"), N
-    width: int  # the largest of them; without any, that of the empty entry
+    mask: Tensor  # (N, T), True where the token of a step counts
+    counted: Tensor  # True for the same tokens in all texts one after another, in the same order
+    widths: list[int]  # of the texts, N
+    shape: Sequence[int] | None  # of the entry, (*B, width); None: each text is a tensor of its own
+
+    def to_steps(self, values: list[Tensor]) -> Tensor:
+        """Values of the tokens of each text at steps, (N, T, ...); 0 outside the mask."""
+        found = torch.cat(values)[self.counted].to(self.mask.device)
+        steps = found.new_zeros((*self.mask.shape, *found.shape[1:]))
+        steps[self.mask] = found
+        return steps
+
+    def write(self, batch: TensorDictBase, key: NestedKey, values: Tensor) -> None:
+        """Writes values of steps (N, T, ...) into a batch (*B); other tokens get NaN, or the id 0.
+
+        A tensor under the first name, as TorchRL's KLRewardTransform writes one, is replaced.
+        """
+        shape, missing = values.shape[2:], torch.nan if values.is_floating_point() else 0
+        written = values.new_full((len(self.counted), *shape), missing, device=self.counted.device)
+        written[self.counted] = values[self.mask].to(written.device)
+        name, leaf = as_tuple(key)
+        held = batch.get(name, None)
+        holder = held if is_tensor_collection(held) else batch.empty()
+        if self.shape is not None:
+            holder.set(leaf, written.reshape(*self.shape, *shape))
+        else:
+            rows = holder.reshape(len(self.widths)).to_lazystack()
+            rows.set(leaf, [*written.split(self.widths)])
+            holder = rows.reshape(batch.batch_size)
+        batch.set(name, holder)
 
 
 def read_responses(
-    batch: TensorDictBase, *, pad_token: int | None, eos_token: EndTokens
-) -> Responses:
-    """The texts of a batch (*B), in the order of its elements; N is their number."""
-    rows = flat(batch)
-    full, prompts, assistants = (_rows(rows, key) for key in (FULL, PROMPT, ASSISTANT))
-    if full is None or (prompts is None and assistants is None):
-        raise MissingKeyError(
-            f"the batch must have {FULL} and {PROMPT}, or else {ASSISTANT}: collect it with a "
-            "wrapper of TorchRL's LLM API, which writes them, in a mode that returns tokens. It "
-            f"has {existing_keys(batch)}."
+    batch: TensorDictBase,
+    reward: Tensor,
+    *,
+    pad_token: int | None,
+    eos_token: EndTokens,
+    device: torch.device | None = None,
+) -> tuple[TensorDict, Places]:
+    """The responses of a batch (*B) as steps (N, T), with what is known of their tokens."""
+    size = batch.batch_size
+    if reward.is_nested or reward.numel() != size.numel():
+        shape = "nested" if reward.is_nested else tuple(reward.shape)
+        raise ValueError(
+            "('next', 'reward') must be one number per response, of shape "
+            f"{(*size, 1)} or {(*size, 1, 1)}, got {shape}: sum a reward of each token."
         )
-    said, masks = _rows(rows, RESPONSE), _rows(rows, ATTENDED)
-    ends = several(eos_token)
-    dense = isinstance(get_stored(rows, FULL), Tensor)
-    texts = []
-    counted = []
-    shifts = []
-    for i, row in enumerate(full):
-        check_integers(str(FULL), row)
-        for key, mask in ((ATTENDED, masks), (ASSISTANT, assistants)):
-            if mask is not None and len(mask[i]) != len(row):
-                raise ValueError(
-                    f"{key} must have one entry per token of {FULL}, got {len(mask[i])} for the "
-                    f"{len(row)} tokens of element {i}: pad both alike, or neither."
-                )
-        prompt = row[:0] if prompts is None else prompts[i]
-        attended = torch.ones_like(row, dtype=torch.bool) if masks is None else masks[i].bool()
-        if masks is None and dense and pad_token is not None:
-            attended = row != pad_token
-            if not attended[: len(prompt)].any():  # a prompt of the end token alone
-                attended[len(prompt) - 1 : len(prompt)] = True
-        response = None if said is None else said[i]
-        text, start, shift = _read_text(i, row, prompt, response, attended, ends)
-        places = torch.arange(len(text), device=text.device)
-        counts = places >= max(start, 1)
-        if assistants is not None:
-            counts &= assistants[i].bool()[(places + shift).clamp(min=0)] & (places + shift >= 0)
-        texts.append(text)
-        counted.append(counts)
-        shifts.append(shift)
+    rows = batch.reshape(size.numel())  # not of -1, which TensorDict refuses where N is 0
+    found = [*_read_texts(rows, pad_token, several(eos_token))]
     # With one more text, which is dropped, there is one, and a width of at least 1.
-    one = torch.zeros(1, dtype=torch.long, device=batch.device)
-    tokens = pad_sequence([*texts, one], batch_first=True, padding_value=pad_token or 0)[:-1]
-    counts = pad_sequence([*counted, one.bool()], batch_first=True)[:-1]
-    width = max(map(len, full)) if full else rows.get(FULL).shape[-1]
-    return Responses(tokens, counts, shifts, [*map(len, full)], width)
+    one = torch.zeros(1, dtype=torch.long, device=found[0][0].device if found else batch.device)
+    texts, counted, marks = zip(*found, (one, one.bool(), one[:0].bool()), strict=True)
+    tokens = pad_sequence([*texts], batch_first=True, padding_value=pad_token or 0)[:-1]
+    counts = pad_sequence([*counted], batch_first=True)[:-1]
+    steps = _make_steps(tokens.to(device), counts.to(device), reward.reshape(-1), eos_token)
+    stored, full = get_stored(rows, FULL), [*marks[:-1]]
+    shape = (*size, stored.shape[-1]) if isinstance(stored, Tensor) else None
+    places = Places(steps.get(MASK_KEY), torch.cat(marks), [*map(len, full)], shape)
+    fix = "leave it out of the batch, and let ResponseKLTransform score the sampled tokens"
+    for key, name in _SCORES.items():
+        if values := _of_tokens(rows, key, full, fix):
+            steps.set(name, places.to_steps(values))
+    return steps, places
 
 
 def _rows(batch: TensorDictBase, key: NestedKey) -> list[Tensor] | None:
@@ -199,17 +184,64 @@ def _rows(batch: TensorDictBase, key: NestedKey) -> list[Tensor] | None:
     return None if value is None else list(value)
 
 
-def _read_text(
+def _of_tokens(
+    batch: TensorDictBase, key: NestedKey, full: list[Tensor], fix: str
+) -> list[Tensor] | None:
+    """The same of an entry that has to be as long as the texts."""
+    values = _rows(batch, key)
+    for i, (row, text) in enumerate(zip(values or [], full, strict=False)):
+        if len(row) != len(text):
+            raise ValueError(
+                f"{key} must have one entry per token of {FULL}, got {len(row)} for the "
+                f"{len(text)} tokens of element {i}: {fix}."
+            )
+    return values
+
+
+def _read_texts(
+    rows: TensorDictBase, pad_token: int | None, ends: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Each text without padding, and which tokens count in it and in ("tokens", "full")."""
+    full, prompts, said = (_rows(rows, key) for key in (FULL, PROMPT, RESPONSE))
+    if full is None or (prompts is None and _rows(rows, ASSISTANT) is None):
+        raise MissingKeyError(
+            f"the batch must have {FULL} and {PROMPT}, or else {ASSISTANT}: collect it with a "
+            "wrapper of TorchRL's LLM API, which writes them, in a mode that returns tokens. It "
+            f"has {existing_keys(rows)}."
+        )
+    masks, assistants = (
+        _of_tokens(rows, key, full, "pad both alike, or neither") for key in (ATTENDED, ASSISTANT)
+    )
+    padded = isinstance(get_stored(rows, FULL), Tensor) and masks is None and pad_token is not None
+    all_of = [torch.ones_like(row, dtype=torch.bool) for row in full]
+    prompts, said = prompts or [row[:0] for row in full], said or [None] * len(full)
+    columns = (full, prompts, said, masks or all_of, assistants or all_of)
+    for i, (row, prompt, response, attended, assistant) in enumerate(zip(*columns, strict=True)):
+        check_integers(str(FULL), row)
+        if padded:
+            attended = row != pad_token
+            if not attended[: len(prompt)].any():  # a prompt of the end token alone
+                attended[len(prompt) - 1 : len(prompt)] = True
+        before, begin, end = _find_response(i, row, prompt, response, attended.bool(), ends)
+        counts = torch.zeros_like(row, dtype=torch.bool)
+        counts[begin:end] = assistant[begin:end]
+        if not len(before):  # the first token has no state
+            counts[begin : begin + 1] = False
+        counted = torch.cat([torch.zeros_like(before, dtype=torch.bool), counts[begin:end]])
+        yield torch.cat([before, row[begin:end]]), counted, counts
+
+
+def _find_response(
     i: int,
     full: Tensor,
     prompt: Tensor,
     response: Tensor | None,
     attended: Tensor,
-    ends: tuple[int, ...],
+    ends: Sequence[int],
 ) -> tuple[Tensor, int, int]:
-    """The text without padding, where in it the response begins, and the shift to `full`.
+    """The tokens before a response, without padding, and where it begins and ends in `full`.
 
-    `full` (W,), `attended` (W,): False for padding, and for pad tokens that the model has sampled.
+    `attended`: False for padding, and for pad tokens that the model has sampled.
     """
     start = len(prompt)
     if not full[:start].equal(prompt):
@@ -219,9 +251,7 @@ def _read_text(
                 f"{FULL} must begin with {PROMPT}, but that of element {i} (of {len(full)} and "
                 f"{start} tokens) does not: pad prompts on the left, or leave them unpadded."
             )
-        return torch.cat([prompt, response]), start, len(full) - start - len(response)
-    if attended.all():
-        return full, start, 0
+        return prompt, len(full) - len(response), len(full)
     seen = attended[:start]
     if seen.any() and not seen[-2:].any():  # one pad token may be the end token of a turn
         raise ValueError(
@@ -229,33 +259,31 @@ def _read_text(
             "after which the response begins: pad it there, or leave it unpadded."
         )
     real = attended.nonzero()[:, 0].tolist() or [0, start - 1]
-    first, end = min(real[0], start) if start else real[0], max(real[-1] + 1, start)
+    begin = start or real[0]
+    end = max(real[-1] + 1, begin)
     # Padding may begin with the end token: there is nothing else after what a model has said.
     if end < len(full) and full[end] in ends and (end == start or full[end - 1] not in ends):
         end += 1
-    return full[first:end], start - first, first
+    return full[real[0] : begin], begin, end
 
 
-def make_steps(responses: Responses, rewards: Tensor, eos_token: EndTokens) -> TensorDict:
-    """The layout (N, T) of responses and their rewards (N,)."""
-    texts, counted = responses.tokens, responses.counted
-    lengths = counted.sum(1, keepdim=True)  # (N, 1)
+def _make_steps(texts: Tensor, counts: Tensor, rewards: Tensor, eos_token: EndTokens) -> TensorDict:
+    """The steps (N, T) of texts (N, L), of their tokens that count, and of rewards (N,)."""
+    lengths = counts.sum(1, keepdim=True)  # (N, 1)
     n_steps = max(lengths.flatten().tolist(), default=1) or 1
     step = torch.arange(n_steps, device=texts.device)
     # The places of the tokens that count, then those of the others.
-    places = counted.long().argsort(dim=1, descending=True, stable=True)[:, :n_steps]
-    mask = step < lengths
-    position = torch.where(mask, places, places.new_full((), texts.shape[1] - 1)).clamp(min=0)
+    places = counts.long().argsort(dim=1, descending=True, stable=True)[:, :n_steps]
+    mask, last = step < lengths, step == lengths - 1
+    position = torch.where(mask, places, texts.shape[1] - 1)
     # A state after the user's next message follows on the last token of a turn.
-    following = torch.cat([position[:, 1:], position[:, -1:] + 1], 1)
-    last = step == lengths - 1
-    following = torch.where(last, position + 1, following)
+    following = torch.where(last, position + 1, position.roll(-1, 1))
     action = texts.gather(1, position)
     done = last.unsqueeze(-1)
     ended = done if eos_token is None else torch.isin(action, action.new_tensor(several(eos_token)))
-    cut = done & ~ended.view(done.shape)
-    tokens = texts[:, None].expand(-1, n_steps, -1)
-    steps = TensorDict(
+    ended = done & ended.view(done.shape)
+    tokens, names = texts[:, None].expand(-1, n_steps, -1), [None, "time"]
+    return TensorDict(
         tokens=tokens,
         position=position,
         action=action,
@@ -263,47 +291,13 @@ def make_steps(responses: Responses, rewards: Tensor, eos_token: EndTokens) -> T
         next=TensorDict(
             tokens=tokens,
             position=following,
-            reward=torch.where(done, rewards[:, None, None], 0.0),
+            reward=torch.where(done, rewards.to(done.device)[:, None, None], 0.0),
             done=done,
-            terminated=done & ~cut,
-            truncated=cut,
+            terminated=ended,
+            truncated=done & ~ended,
             batch_size=mask.shape,
         ),
         batch_size=mask.shape,
         device=texts.device,
+        names=names,
     )
-    steps.names = [None, "time"]
-    return steps
-
-
-def aligned(
-    rows: TensorDictBase, key: NestedKey, responses: Responses, steps: TensorDictBase
-) -> Tensor | None:
-    """An entry of the tokens of whole texts, (N,), at steps (N, T, ...); 0 where none counts.
-
-    None if there is no such entry.
-    """
-    values = _rows(rows, key)
-    if not values:
-        return None
-    mask, position = steps.get(MASK_KEY), steps.get("position")
-    at_steps = values[0].new_zeros((*mask.shape, *values[0].shape[1:]), device=mask.device)
-    for i, row in enumerate(values):
-        if len(row) != responses.widths[i]:
-            raise ValueError(
-                f"{key} must have one number per token of {FULL}, got {len(row)} for the "
-                f"{responses.widths[i]} tokens of element {i}: leave it out of the batch, and let "
-                "ResponseKLTransform score the tokens that were sampled."
-            )
-        at_steps[i, mask[i]] = row.to(mask.device)[position[i, mask[i]] + responses.shift[i]]
-    return at_steps
-
-
-def check_rewards(reward: Tensor, batch_size: torch.Size) -> None:
-    """ValueError unless there is one reward for each element of a batch."""
-    if reward.is_nested or reward.numel() != batch_size.numel():
-        shape = "nested" if reward.is_nested else tuple(reward.shape)
-        raise ValueError(
-            "('next', 'reward') must be one number per response, of shape "
-            f"{(*batch_size, 1)} or {(*batch_size, 1, 1)}, got {shape}: sum a reward of each token."
-        )
