@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection, unravel_key
+from tensordict import TensorDictBase, is_tensor_collection
 from torch import Tensor, nn
 
 from torchrl_kl import batches
@@ -22,20 +22,53 @@ from torchrl_kl.functional.sampler import FEWEST, effective_share
 from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, get_required
 from torchrl_kl.trajectories import Trajectories
 
-CONDITIONS = (
-    "kl_above",
-    "kl_below",
-    "coeff_at_max",
-    "coeff_at_min",
-    "kl_not_finite",
-    "negative_noise",
-    "sampler_disagrees",
-    "sampler_far",
-)
 _ERRORS = 4  # standard errors that a mean KL must be from the target
 _ROUNDING = 1e-6  # nats per step: the KL of a policy that is still its reference
 
-Finding = tuple[str, dict[str, float]]  # what is wrong and what to do; the numbers in it, by name
+_OFF_TARGET = (
+    "KL is {kl:.3g}{error} nats per {per} over the last {window} batches ({count} {values}), "
+    "{ratio:.2g} times the target of {target:g}; the coefficient was {coeff:.3g}. {advice}"
+)
+_MESSAGES = {
+    "kl_above": _OFF_TARGET,
+    "kl_below": _OFF_TARGET,
+    "coeff_at_max": "The coefficient is at its upper bound, max_coeff = {coeff:g}: it cannot rise "
+    "further. Raise `max_coeff`, or reduce the scale of the reward: the coefficient is in reward "
+    "per nat.",
+    "coeff_at_min": "The coefficient is at its lower bound, min_coeff = {coeff:g}: it cannot fall "
+    "further. Lower the target, or `min_coeff` if the scale of the reward is small.",
+    "kl_not_finite": "The KL of {steps} of {count} steps is infinite or NaN. Look for actions to "
+    "which the reference gives probability 0 (a mask that only one of the two has) and for NaN in "
+    "the logits.",
+    "negative_noise": "The mean k1 of this batch is {kl:.3g}{error} nats per step over {count} "
+    "steps. This is sampling noise and not a bug: k1 takes either sign and only its mean is the "
+    'KL. Do not clamp it: pool more steps, or use estimator="k3" or "exact", which are never '
+    "negative.",
+    "sampler_disagrees": "The recorded log-probs differ from those that the actor gives the same "
+    "actions by up to {largest_difference:.3g} nats, on {share:.1%} of {count} steps: the KL is "
+    "that of another policy than the one that is trained. Give the sampler and the actor the same "
+    "temperature, top-k, masks and weights; call the monitor before the update.",
+    "sampler_far": "The sampler is {kl:.3g} +- {error:.2g} nats per {per} from the policy that is "
+    "trained, and {count} samples are worth {share:.1%} of as many of its own: the measured KL is "
+    "that of the sampler. Give both the same weights, temperature, top-k, top-p and min-p.",
+}
+CONDITIONS = tuple(_MESSAGES)
+_ABOVE = (
+    "The controller raises the coefficient until the KL comes down. If it does not, make the "
+    "controller faster (a larger `gain` or `ki`, a smaller `horizon`) or policy updates smaller "
+    "(learning rate, epochs)."
+)
+_BELOW = (
+    "The controller lowers the coefficient until the KL comes up; in the first batches, this is "
+    "normal. If the KL stays low, make the controller faster, or lower the target."
+)
+_NOT_UPDATED = (
+    "The controller has not moved the coefficient in these batches. Lower `update_every`; check "
+    "that trajectories reach `done` and that the stack is not frozen. Workers and a "
+    "MultiAsyncCollector use a copy of the stack, which has another controller: use `kl_collector`."
+)
+
+Finding = tuple[dict[str, float], dict[str, Any]]  # numbers in a text, and what else it needs
 
 
 class KLMessage(str):
@@ -199,8 +232,9 @@ class KLMonitor:
                 continue
             # The first time, or after a window in which it was looked for and not found.
             if episodes == 0 or absent >= self.window:
-                begun.append(KLMessage(finding[0]))
-                begun[-1].condition, begun[-1].figures = name, finding[1]
+                figures, others = finding
+                begun.append(KLMessage(_MESSAGES[name].format(**figures, **others)))
+                begun[-1].condition, begun[-1].figures = name, figures
                 episodes += 1
             self._state.conditions[name] = [batches + 1, episodes, 0]
         return begun
@@ -231,17 +265,16 @@ class KLMonitor:
 
     def _look_at_numbers(self, k1: Tensor) -> dict[str, Finding | None]:
         """The KL of the steps that count, (N,), may not be finite; the coefficient at a bound."""
-        controller, coeff = self.controller, self.controller.coeff.item()
-        low, high = controller.min_coeff, controller.max_coeff  # 0 and inf where there are none
+        controller, figures = self.controller, {"coeff": self.controller.coeff.item()}
         n_bad, count = int((~k1.isfinite()).sum()), k1.numel()
-        found: dict[str, Finding | None] = {"kl_not_finite": None}
-        if n_bad:
-            text = _NOT_FINITE.format(n=n_bad, count=count)
-            found["kl_not_finite"] = text, {"steps": n_bad, "count": count}
+        bad: Finding = {"steps": n_bad, "count": count}, {}
+        found: dict[str, Finding | None] = {"kl_not_finite": bad if n_bad else None}
         if not controller.planning:  # the bounds are those of a planned coefficient
-            figures, is_low = {"coeff": coeff}, low > 0 and coeff <= low
-            found["coeff_at_max"] = (_AT_MAX.format(high), figures) if coeff >= high else None
-            found["coeff_at_min"] = (_AT_MIN.format(low), figures) if is_low else None
+            # Without bounds they are 0 and inf.
+            at_max = figures["coeff"] >= controller.max_coeff
+            at_min = 0 < figures["coeff"] <= controller.min_coeff
+            found["coeff_at_max"] = (figures, {}) if at_max else None
+            found["coeff_at_min"] = (figures, {}) if at_min else None
         return found
 
     def _look_at_target(
@@ -255,28 +288,25 @@ class KLMonitor:
         if len(pools) < self.window or pool.count == 0:
             return {}
         target, coeff = controller.target, controller.coeff.item()
-        mean, count = pool.mean, int(pool.count)
-        error = pool.standard_error  # NaN of one value
-        known = f" +- {error:.2g}" if count > 1 else ""
-        of = {"trajectory": "trajectories", "step": "steps"}[controller.per]
-        text = (
-            f"KL is {mean:.3g}{known} nats per {controller.per} over the last {self.window} "
-            f"batches ({count} {of}), {mean / target:.2g} times the target of {target:g}; the "
-            f"coefficient was {applied:.3g}. "
-        )
+        mean, error, count = pool.mean, pool.standard_error, int(pool.count)
         figures = {"kl": mean, "standard_error": error, "count": count, "target": target}
-        # The standard errors keep out windows that pass the factor of 2 by chance.
+        # The standard errors, NaN of one value, keep out windows that are off by chance.
         above = mean > 2 * target and not mean - _ERRORS * error <= target
         below = mean < 0.5 * target and not mean + _ERRORS * error >= target
         # A coefficient at a bound may have been updated and not have moved.
         at_bound = not controller.min_coeff < coeff < controller.max_coeff
         updated = not controller.planning and (len(set(coeffs)) > 1 or at_bound)
-        faster = next((text for name, text in _FASTER.items() if hasattr(controller, name)), "")
-        text += (_ABOVE if above else _BELOW).format(faster) if updated else _NOT_UPDATED
-        return {
-            "kl_above": (text, figures) if above else None,
-            "kl_below": (text, figures) if below else None,
+        others = {
+            "error": f" +- {error:.2g}" if count > 1 else "",
+            "per": controller.per,
+            "window": self.window,
+            "values": {"trajectory": "trajectories", "step": "steps"}[controller.per],
+            "ratio": mean / target,
+            "coeff": applied,
+            "advice": (_ABOVE if above else _BELOW) if updated else _NOT_UPDATED,
         }
+        found = {"kl_above": above, "kl_below": below}
+        return {name: (figures, others) if holds else None for name, holds in found.items()}
 
     def _look_at_samples(self, batch: TensorDictBase, k1: Tensor) -> dict[str, Finding | None]:
         """Whether the samples can be the policy's; k1: of the steps that count, (N,)."""
@@ -286,32 +316,27 @@ class KLMonitor:
         found: dict[str, Finding | None] = {"negative_noise": None}
         if due and self.actor is not None:
             found["sampler_disagrees"] = self._unlike_actor(batch)
-        if not negative or found.get("sampler_disagrees") is not None:
-            return found
-        mean, count = k1.mean().item(), k1.numel()
-        error = f" +- {k1.std().item() / math.sqrt(count):.2g}" if count > 1 else ""
-        text = f"The mean k1 of this batch is {mean:.3g}{error} nats per step over {count} steps."
-        measured = batch.get(unravel_key(("next", self.keys.kl_estimate)), None) is not None
-        advice = _NOISE.format("" if measured else _ESTIMATE)
-        found["negative_noise"] = f"{text} {advice}", {"kl": mean, "count": count}
+        if negative and found.get("sampler_disagrees") is None:
+            count = k1.numel()
+            error = f" +- {k1.std().item() / math.sqrt(count):.2g}" if count > 1 else ""
+            found["negative_noise"] = {"kl": k1.mean().item(), "count": count}, {"error": error}
         return found
 
     def _look_at_sampler(self, batch: TensorDictBase) -> dict[str, Finding | None]:
         """Whether a sampler that is not the policy is too far from it."""
-        recorded = self.keys.recorded
+        recorded, per = self.keys.recorded, self.controller.per
         sampler = batch.get(recorded.sibling("sampler_log_prob"), None)
         if sampler is None:
             return {}
-        log_ratio = (recorded.require(batch) - sampler).double()
+        ratios = (recorded.require(batch) - sampler).double()
         mask = counted_values(batch, self.keys, sampler)
-        if self.controller.per == "step":
-            ratios = log_ratio[mask]
-        else:
-            ratios = torch.where(mask, log_ratio, 0.0).sum(-1)[mask.any(-1)]
+        if per == "trajectory":
+            ratios, mask = torch.where(mask, ratios, 0.0).sum(-1), mask.any(-1)
+        ratios = ratios[mask]
         share, pool = effective_share(ratios), KLStatistics().add(-ratios[ratios.isfinite()])
         figures = {"kl": pool.mean, "error": pool.standard_error, "share": share}
-        text = _FAR.format(per=self.controller.per, count=ratios.numel(), **figures)
-        return {"sampler_far": (text, figures) if not share >= FEWEST else None}
+        others = {"per": per, "count": ratios.numel()}
+        return {"sampler_far": (figures, others) if not share >= FEWEST else None}
 
     @torch.no_grad()
     def _unlike_actor(self, batch: TensorDictBase) -> Finding | None:
@@ -324,55 +349,11 @@ class KLMonitor:
         differs = ~(gap <= self._tolerance)  # NaN differs
         if not bool(differs.any()):
             return None
-        share = differs.double().mean().item()
-        largest = gap.nan_to_num(math.inf, math.inf).max().item()
-        text = _OTHER_POLICY.format(largest=largest, share=share, count=gap.numel())
-        return text, {"share": share, "largest_difference": largest}
+        share, largest = differs.double().mean().item(), gap.nan_to_num(math.inf).max().item()
+        return {"share": share, "largest_difference": largest}, {"count": gap.numel()}
 
 
 _WHOLE = (
     "the monitor reads steps, got a batch of shape {} of whole responses, as TorchRL's LLM API has "
     "them: pass `as_steps(batch, pad_token=...)`, which takes their KL along."
-)
-_FASTER = {"gain": "raise `gain`, or ", "ki": "raise `ki`, or ", "horizon": "lower `horizon`, or "}
-_ABOVE = (
-    "The controller raises the coefficient until the KL comes down. If it does not, {}make policy "
-    "updates smaller (learning rate, epochs)."
-)
-_BELOW = (
-    "The controller lowers the coefficient until the KL comes up; in the first batches, this is "
-    "normal. If the KL stays low, {}lower the target."
-)
-_NOT_UPDATED = (
-    "The controller has not moved the coefficient in these batches. Lower `update_every`; check "
-    "that trajectories reach `done` and that the stack is not frozen. Workers and a "
-    "MultiAsyncCollector use a copy of the stack, which has another controller: use `kl_collector`."
-)
-_AT_MAX = (
-    "The coefficient is at its upper bound, max_coeff = {:g}: it cannot rise further. Raise "
-    "`max_coeff`, or reduce the scale of the reward: the coefficient is in reward per nat."
-)
-_AT_MIN = (
-    "The coefficient is at its lower bound, min_coeff = {:g}: it cannot fall further. Lower the "
-    "target, or `min_coeff` if the scale of the reward is small."
-)
-_NOT_FINITE = (
-    "The KL of {n} of {count} steps is infinite or NaN. Look for actions to which the reference "
-    "gives probability 0 (a mask that only one of the two has) and for NaN in the logits."
-)
-_NOISE = (
-    "This is sampling noise and not a bug: k1 takes either sign and only its mean is the KL. Do "
-    "not clamp it{}."
-)
-_ESTIMATE = ': use estimator="k3" or "exact", which are never negative, or pool more steps'
-_FAR = (
-    "The sampler is {kl:.3g} +- {error:.2g} nats per {per} from the policy that is trained, and "
-    "{count} samples are worth {share:.1%} of as many of its own: the measured KL is that of the "
-    "sampler. Give both the same weights, temperature, top-k, top-p and min-p."
-)
-_OTHER_POLICY = (
-    "The recorded log-probs differ from those that the actor gives the same actions by up to "
-    "{largest:.3g} nats, on {share:.1%} of {count} steps: the KL is that of another policy than "
-    "the one that is trained. Give the sampler and the actor the same temperature, top-k, masks "
-    "and weights; call the monitor before the update."
 )
