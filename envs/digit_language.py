@@ -136,10 +136,6 @@ class DigitLanguage:
         ]
         return torch.cat(probs, -1).log()
 
-    def entropy(self, tokens: Tensor) -> Tensor:
-        """Entropy, -sum_a P(a) log P(a), of the token after a context: (*B, T) -> (*B,), nats."""
-        return torch.special.entr(self.next_token_probs(tokens)).sum(-1)
-
     def preferred_token(self, prompts: Tensor) -> Tensor:
         """Preferred first response digit, the last prompt digit plus one: (*B, P) -> (*B,)."""
         check_ids("prompts", prompts, self.vocab_size, self.prompt_length)

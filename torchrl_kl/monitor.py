@@ -12,15 +12,14 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from torch import Tensor, nn
 
-from torchrl_kl import batches
 from torchrl_kl.actors import reading
 from torchrl_kl.actors.log_probs import policy_log_prob
 from torchrl_kl.batches import counted_values, find_time_dim
 from torchrl_kl.controllers import KLController, KLStatistics
+from torchrl_kl.feeding import ControllerFeed
 from torchrl_kl.functional.numbers import check_count
 from torchrl_kl.functional.sampler import FEWEST, effective_share
 from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, get_required
-from torchrl_kl.trajectories import Trajectories
 
 _ERRORS = 4  # standard errors that a mean KL must be from the target
 _ROUNDING = 1e-6  # nats per step: the KL of a policy that is still its reference
@@ -101,7 +100,8 @@ class KLMonitor:
 
     - "kl_above", "kl_below": the mean KL of the last `window` batches, pooled over trajectories
       (over steps with `per="step"`), is above 2 times or below 0.5 times the controller's target,
-      and 4 standard errors away from the target if more than one value was pooled.
+      and 4 standard errors away from the target if more than one value was pooled. Batches from
+      which a controller plans its first coefficient are left out.
     - "coeff_at_max", "coeff_at_min": the coefficient is at a bound of the controller.
     - "kl_not_finite": some steps have an infinite or NaN KL. They are left out of all means.
     - "negative_noise": the mean k1 is negative, as a sample mean near the reference can be.
@@ -171,7 +171,7 @@ class KLMonitor:
             self._tolerance = 0.05 if half else 1e-3  # nats
         coeffs = [] if controller.planning else [controller.coeff.item()]
         self._state = _State(coeffs, {name: [0, 0, 0] for name in CONDITIONS})
-        self._trajectories = Trajectories()
+        self._feed = ControllerFeed()  # which only sums up, and updates nothing
 
     def __call__(self, batch: TensorDictBase) -> list[KLMessage]:
         """Looks at a batch (*B) with "next"; returns the conditions that began, often none.
@@ -192,8 +192,16 @@ class KLMonitor:
             coeffs = [*coeffs, self.controller.coeff.item()][-self.window - 1 :]
         pools, opened = self._state.pools, None
         if not math.isnan(self.controller.target):
-            values, opened = self._in_unit(batch, counted)
-            pool = KLStatistics().add(values[values.isfinite()])
+            # A stack with the estimator k1 writes no estimate; one that is named must be there.
+            key = self.keys.kl_estimate
+            key = key if self._needs_estimate or step.get(key, None) is not None else self.keys.kl
+            measured = get_required(step, key, "name it with `KLKeys(kl_estimate=...)`.").detach()
+            options: Any = {"time_dim": self.time_dim, "observed": self._observed}
+            reading: Any = self._feed.read(
+                self.controller, batch, measured, counted, keys=self.keys, **options
+            )
+            opened = reading.opened
+            pool = KLStatistics().add(reading.values[reading.values.isfinite()])
             pools = [*pools, [buffer.item() for buffer in pool.buffers()]][-self.window :]
         applied = step.get(self.keys.kl_coeff, None)  # an update may have followed
         coeff = self.controller.coeff if applied is None else applied.flatten()[-1]
@@ -202,7 +210,7 @@ class KLMonitor:
         n_batches = self._state.n_batches + 1  # from here on the state changes
         self._state = _State(coeffs, self._state.conditions, n_batches, pools)
         if opened is not None:
-            self._trajectories.keep(opened)
+            self._feed.trajectories.keep(opened)
         return self._count(found)
 
     @property
@@ -212,14 +220,14 @@ class KLMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """The window, the episodes and counts, and the sums of open trajectories."""
-        return asdict(self._state) | {"trajectories": self._trajectories.state_dict()}
+        return asdict(self._state) | {"trajectories": self._feed.trajectories.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where another monitor was; KeyError if the state is not that of a KLMonitor."""
         if missing := sorted(set(self.state_dict()) - set(state_dict)):
             raise MissingKeyError(f"`state_dict` lacks {missing}, got {sorted(state_dict)}.")
         state = copy.deepcopy(dict(state_dict))
-        self._trajectories.load_state_dict(state.pop("trajectories"))
+        self._feed.trajectories.load_state_dict(state.pop("trajectories"))
         self._state = _State(**state)
 
     def _count(self, found: Mapping[str, Finding | None]) -> list[KLMessage]:
@@ -238,30 +246,6 @@ class KLMonitor:
                 episodes += 1
             self._state.conditions[name] = [batches + 1, episodes, 0]
         return begun
-
-    def _in_unit(
-        self, batch: TensorDictBase, counted: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor] | None]:
-        """The KL in the controller's unit, (N,), and the trajectories that stay open."""
-        step: Any = batch.get("next")
-        key = self.keys.kl_estimate
-        # A stack with the estimator k1 writes no estimate; one that the user names must be there.
-        if not self._needs_estimate and step.get(key, None) is None:
-            key = self.keys.kl
-        measured = get_required(step, key, "name it with `KLKeys(kl_estimate=...)`.").detach()
-        if self.controller.per == "step":
-            return measured[counted], None
-        if find_time_dim(batch, self.time_dim) is None:
-            raise RuntimeError(
-                f"the target is per trajectory, got a batch of shape {tuple(batch.batch_size)} "
-                "without a dimension named 'time': name the last one so, pass `time_dim`, do not "
-                "flatten it, or use per='step'."
-            )
-        flags = batches.flags(batch, self.keys, measured.shape, counted)
-        states = batches.read_states(batch, self._observed)
-        batches.require_order(states, flags.may_differ)
-        sums = self._trajectories.add(flags, states.values(), measured)
-        return sums.finished[:, 0], sums.opened
 
     def _look_at_numbers(self, k1: Tensor) -> dict[str, Finding | None]:
         """The KL of the steps that count, (N,), may not be finite; the coefficient at a bound."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrl_kl.controllers.plan import RewardPlan
-from torchrl_kl.functional.numbers import Float64State, check_number, uncompiled
+from torchrl_kl.functional.numbers import Float64State, check_count, check_number, uncompiled
 
 Per = Literal["trajectory", "step"]
 InitCoeff = float | Literal["plan"]
@@ -89,8 +89,9 @@ class KLController(Float64State, ABC):
             The new coefficient, reward per nat.
 
         Raises:
-            ValueError: if a number is out of its range; also if `next_coeff` returns such a number.
-            TypeError: if `n_steps` is not an integer, or `kl` not a number.
+            ValueError: if a number is out of its range or `n_steps` is not an integer; also if
+                `next_coeff` returns such a number.
+            TypeError: if `kl` is not a number.
             RuntimeError: if the controller still waits for rewards to plan from.
         """
         if self.planning:
@@ -111,11 +112,7 @@ class KLController(Float64State, ABC):
                 f"`kl` must be finite, got {kl}: look for -inf log-probabilities (masked actions, "
                 f"a reference without the action). The coefficient stays {self.coeff.item():.6g}."
             )
-        if type(n_steps) is not int:
-            raise TypeError(f"`n_steps` must be an int, got {type(n_steps).__name__}.")
-        if n_steps < 1:
-            raise ValueError(f"`n_steps` must be at least 1, got {n_steps}.")
-        value = float(self.next_coeff(float(kl), n_steps))
+        value = float(self.next_coeff(float(kl), check_count("n_steps", n_steps)))
         check_number(f"{type(self).__name__}.next_coeff", value, at_least=0.0)
         self.coeff.fill_(value)
         return value

@@ -56,12 +56,16 @@ class Steps(NamedTuple):
     reference: Distribution
     data: TensorDictBase  # (*B)
     action: NestedKey  # in the data; a composite one has keys of its parts
-    acts: Tensor | None  # (*B, *A), of agents: True where one acts in a step that counts; see mask
+    acts: Tensor | None  # (*B, *A), of agents: True where one acts in a step that counts
+
+    def mask_for(self, shape: torch.Size) -> Tensor | None:
+        """True where values of a `shape` (*B, ...) count, of that shape; None where all do."""
+        return mask_of(self.acts, self.data.batch_size, shape)
 
     @property
     def mask(self) -> Tensor | None:
         """(*B), True where a step counts; None where all do."""
-        return mask_of(self.acts, self.data.batch_size, self.data.batch_size)
+        return self.mask_for(self.data.batch_size)
 
     @property
     def count(self) -> Any:
@@ -75,7 +79,7 @@ class Steps(NamedTuple):
         """Values (*B, ...) of the parts of an action, summed to (*B); 0 where the mask is False."""
         found = []
         for part in map(widened, parts):  # in half precision the sum could overflow
-            mask = mask_of(self.acts, self.data.batch_size, part.shape)
+            mask = self.mask_for(part.shape)
             part = part if mask is None else torch.where(mask, part, 0.0)
             found.append(sum_action_dims(part, self.data.batch_size))
         return reduce(torch.add, found)
@@ -86,14 +90,13 @@ class Steps(NamedTuple):
 
     def exact_kl(self) -> Tensor:
         """The KL of the distributions, (*B)."""
-        mask = mask_of(self.acts, self.data.batch_size, self.policy.batch_shape)
+        mask = self.mask_for(self.policy.batch_shape)
         return self.summed(kl_exact(self.policy, self.reference, mask=mask))
 
     def log_prob_and_kl(self) -> tuple[Tensor, Tensor]:
         """The log-prob of the actions under the policy, and the exact KL, (*B), in one pass."""
-        mask = mask_of(self.acts, self.data.batch_size, self.policy.batch_shape)
-        pair = (self.policy, self.reference)
-        parts, kl = log_prob_and_kl(*pair, self.data, self.action, mask)
+        mask = self.mask_for(self.policy.batch_shape)
+        parts, kl = log_prob_and_kl(self.policy, self.reference, self.data, self.action, mask)
         return self.summed(*parts), self.summed(kl)
 
 
@@ -190,6 +193,7 @@ class KLPenaltyLoss(LossModule):
     actor_network: ProbabilisticTensorDictSequential
     actor_network_params: TensorDictParams
     target_actor_network_params: TensorDictParams
+    loss: Any  # a LossModule, or None
 
     def __init__(
         self,
@@ -265,7 +269,7 @@ class KLPenaltyLoss(LossModule):
     @property
     def critic_network(self) -> nn.Module:
         """That of `loss`, from which TorchRL's trainers make their GAE."""
-        return cast(Any, self.loss).critic_network
+        return self.loss.critic_network
 
     def named_parameters(self, prefix: str = "", recurse: bool = True):
         """The policy's parameters (and those of `loss`), never the reference's."""
@@ -445,11 +449,8 @@ class KLPenaltyLoss(LossModule):
 
     def _steps(self, tensordict: TensorDictBase) -> Steps:
         acts = read_mask(tensordict, self._named_keys, self.loss_mask_key)
-        network, keys = self.actor_network, self.tensor_keys
         if acts is not None:
-            read = [*network.in_keys, *self.reference.own_state_keys, keys.sampler_log_prob]
-            for names in (keys.action, keys.sample_log_prob):
-                read += LogProbKeys(names).keys
+            read = [*self.in_keys, *self.reference.own_state_keys]
             tensordict = finite_padding(tensordict, acts, read)
         timed = find_time_dim(tensordict, self.time_dim) is not None
         if self._reads_trajectories and not timed:
@@ -457,6 +458,7 @@ class KLPenaltyLoss(LossModule):
                 f"trajectories need time, but a batch of shape {tuple(tensordict.batch_size)} has "
                 'no time dimension: name the last one "time", or pass `time_dim`.'
             )
+        network = self.actor_network
         inputs = scored_inputs(network, tensordict)
         weights = self.actor_network_params.to_module(network, preserve_module_state=False)
         # TorchRL runs losses in recurrent mode, which takes shuffled steps for one trajectory.
@@ -465,7 +467,7 @@ class KLPenaltyLoss(LossModule):
         # A shared reference may receive gradients elsewhere.
         with torch.no_grad():
             reference = self.reference.get_dist(tensordict, timed=timed)
-        return Steps(policy, reference, tensordict, keys.action, acts)
+        return Steps(policy, reference, tensordict, self.tensor_keys.action, acts)
 
 
 _NO_LOG_PROB = RECORD_LOG_PROB.replace("KLKeys(log_prob=", "set_keys(sample_log_prob=")
