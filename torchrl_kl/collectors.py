@@ -134,7 +134,7 @@ def _check_arguments(
     # Only a controller that moves is misled by actions that are not drawn from the policy.
     moves = stack.controller.moves and not stack.frozen
     drawn = given.get("exploration_type", ExplorationType.RANDOM) == ExplorationType.RANDOM
-    random = (given.get("init_random_frames") or 0) > 0
+    random = bool(given.get("init_random_frames"))
     untracked = given.get("track_traj_ids") is False
     buffered = given.get("replay_buffer") is not None
     number = f"the number of envs, at least 1 and for a Collector 1, got {count} for {n_envs}"

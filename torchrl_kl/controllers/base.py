@@ -212,15 +212,15 @@ class TargetKLController(KLController):
                 "`lengths` must be None for a target per trajectory, got a tensor: it would "
                 'multiply the target. Leave it out, or use `per="step"`.'
             )
-        samples = plan.with_samples(rewards, groups, log_ratios if planning else None, lengths)
-        plan.samples = samples
+        plan.add(rewards, groups, log_ratios if planning else None, lengths)
+        samples = plan.samples
         # Consecutive steps are correlated, so that more of them are needed.
         fewest = _STEPS if self.per == "step" and lengths is None else _TRAJECTORIES
         if not planning:
             if len(samples) >= fewest:
-                plan.close(plan.solve(samples, self.target, fewest) or 0.0)  # 0 if they are equal
+                plan.close(plan.solve(self.target, fewest) or 0.0)  # 0 if they are equal
             return self.coeff.item()
-        planned = plan.solve(samples, self.target, fewest)
+        planned = plan.solve(self.target, fewest)
         if planned is not None:
             plan.close(planned)
             planned *= self._margin

@@ -82,14 +82,14 @@ class RewardPlan(Float64State):
         self.reason = "no reward has come yet"  # why there is no plan
         self.register_buffer("made", torch.zeros((), dtype=torch.float64))
 
-    def with_samples(
+    def add(
         self,
         rewards: Tensor,
         groups: Tensor | None = None,
         log_ratios: Tensor | None = None,
         lengths: Tensor | None = None,
-    ) -> Tensor:
-        """The samples so far and new ones, (N, 4); see `TargetKLController.observe_rewards`."""
+    ) -> None:
+        """Pools samples, unless one is refused; see `TargetKLController.observe_rewards`."""
         given = {"groups": groups, "log_ratios": log_ratios, "lengths": lengths}
         for name, values in {"rewards": rewards, **given}.items():
             if values is None:
@@ -120,15 +120,14 @@ class RewardPlan(Float64State):
         # Samples of different calls are in different groups; without groups each has its own.
         number = torch.arange(len(new)) if groups is None else groups.unique(return_inverse=True)[1]
         new[:, 3] = number + (before[:, 3].max().item() + 1 if len(before) else 0)
-        return torch.cat([before, new])[-_MOST:]
+        self.samples = torch.cat([before, new])[-_MOST:]
 
-    def solve(self, samples: Tensor, target: float, fewest: int = _FEWEST) -> float | None:
-        """The coefficient, or None where more samples are needed; `reason` then says why.
+    def solve(self, target: float, fewest: int = _FEWEST) -> float | None:
+        """The coefficient for a target, nats per step of a sample, above 0.
 
-        `samples`: of `with_samples`, (N, 4); `target`: nats per step of a sample, above 0;
-        `fewest`: how many samples it takes.
+        None where there are not `fewest` effective samples, or all are equal; `reason` says it.
         """
-        lengths = samples[:, 2]
+        samples, lengths = self.samples, self.samples[:, 2]
         weights = (-samples[:, 1]).softmax(0)
         effective = 1 / weights.square().sum().item() if len(weights) else 0.0
         if effective < fewest:

@@ -110,8 +110,8 @@ class KLPenaltyLoss(LossModule):
     `gradient` names what is minimised, with `KL_t` the exact KL of the distributions at step t
     and `w_t = pi(a_t|s_t) / pi_old(a_t|s_t)` from the recorded log-prob, 1 on-policy:
 
-    - "step": `KL_t`, states taken as given: not that an action leads to states where the policy is
-      far from the reference. Needs no action, and takes shuffled steps.
+    - "step": `KL_t`, with the states taken as given: it ignores that an action may lead to states
+      where the policy is far from the reference. It needs no actions, and takes shuffled steps.
     - "sequence": `sum_t W_t KL_t` with `W_t = prod_{u<t} w_u`, differentiated through the weights:
       in expectation the KL between whole trajectories, as for k1 subtracted from the reward.
     - "k2": `w_t (log pi(a_t|s_t) - log pi_ref(a_t|s_t))^2 / 2`, weight detached: the
@@ -124,17 +124,17 @@ class KLPenaltyLoss(LossModule):
       and the gradient of `KL_t + w_t sum_{s>t} KL_s` (sum detached), approximate off-policy.
 
     `sampler_weights="truncated"`, for actions that another engine has drawn, weights the loss and
-    `kl` by min(pi_old / pi_sampler, `cap`), detached: with weights="trajectory" that of all actions
-    up to a step, else its own. A batch whose effective sample size (of weights without a cap) is
-    under a tenth does not move the controller. See `rescore`.
+    `kl` by min(pi_old / pi_sampler, `cap`), detached: the ratio is that of all actions up to a step
+    with weights="trajectory", else that of the step. A batch whose effective sample size (of
+    weights without a cap) is under a tenth does not move the controller. See `rescore`.
 
     You may rely on: the reference gets no gradient, is not among `parameters()`, and is in
     `state_dict`; `forward` never moves the controller; padding, NaN too, changes neither value nor
     gradient; a coefficient of 0 adds nothing, not even an infinite KL. You may not rely on
-    `loss_kl` being the KL for "k2": `kl` is. With agents, `a_t` is the action of all who act, and
-    all is divided by their number. Rows that begin or end inside a trajectory count as whole ones.
-    Leave frames of a random policy out where log-probs are read. `loss` keeps its target networks
-    and its `loss_mask_key`; do not deep-copy the two losses, build others.
+    `loss_kl` being the KL for "k2": `kl` is. With agents, `a_t` is their joint action, and every
+    number is divided by their number. Rows that begin or end inside a trajectory count as whole
+    ones. Leave out frames of a random policy where log-probs are read. `loss` keeps its target
+    networks and its `loss_mask_key`. Do not deep-copy the two losses; build new ones.
 
     Keys:
         reads the actor's in_keys; "action" and "action_log_prob" unless `gradient` and `weights`
@@ -421,8 +421,8 @@ class KLPenaltyLoss(LossModule):
             # The gradient of the probability of getting to a step makes "sequence" exact.
             value = (weight if self.gradient == "sequence" else weight.detach()) * value
             kl = weight * kl
-        numbers = {LogProbKeys(self.tensor_keys.sample_log_prob).name: recorded}
-        numbers["log_prob"] = log_prob
+        name = LogProbKeys(self.tensor_keys.sample_log_prob).name
+        numbers: dict[Any, Tensor] = {name: recorded, "log_prob": log_prob}
         if self.sampler_weights is not None:
             key = self.tensor_keys.sampler_log_prob
             numbers[key] = steps.summed(get_required(steps.data, key, _NO_SAMPLER).detach())
@@ -448,7 +448,8 @@ class KLPenaltyLoss(LossModule):
         return flags.last
 
     def _steps(self, tensordict: TensorDictBase) -> Steps:
-        acts = read_mask(tensordict, self._named_keys, self.loss_mask_key)
+        key = batches.MASK_KEY if self.loss_mask_key == "auto" else self.loss_mask_key
+        acts = batches.counted(tensordict, self._named_keys, mask_key=key)
         if acts is not None:
             read = [*self.in_keys, *self.reference.own_state_keys]
             tensordict = finite_padding(tensordict, acts, read)
@@ -485,17 +486,6 @@ def check_options(gradient: str, weights: str, reduction: str) -> None:
     for (name, value), choices in zip(options.items(), (Gradient, Weights, Reduction), strict=True):
         if value not in get_args(choices):
             raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {value!r}.")
-
-
-def read_mask(
-    tensordict: TensorDictBase, keys: ResolvedKeys, key: NestedKey | None
-) -> Tensor | None:
-    """`batches.counted`, (*B, *A). `key`: a LossModule's `loss_mask_key`."""
-    key = batches.MASK_KEY if key == "auto" else key
-    mask = None if key is None else tensordict.get(key, None)
-    if mask is not None and mask.dtype != torch.bool:
-        raise TypeError(f"the mask {key!r} must be boolean, got {mask.dtype}: use `.bool()`.")
-    return batches.counted(tensordict, keys, mask_key=key)
 
 
 def mask_of(acts: Tensor | None, batch_size: torch.Size, shape: torch.Size) -> Tensor | None:
