@@ -45,7 +45,7 @@ class DigitLanguageGymEnv(gymnasium.Env[dict[str, Any], np.int64]):
         >>> observation, _ = env.reset(options={"prompt": [0, 2, 8, 6]})
         >>> observation, reward, terminated, truncated, _ = env.step(7)
         >>> print(env.render())
-        0286:7
+        0 2 8 6 | 7
     """
 
     metadata = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012
@@ -86,15 +86,11 @@ class DigitLanguageGymEnv(gymnasium.Env[dict[str, Any], np.int64]):
         return self._observation(), float(reward), bool(terminated), False, {}
 
     def render(self) -> str | None:  # type: ignore[override]
-        """The prompt, a colon, and the response so far; None without a render mode."""
+        """The text so far, with "|" for separators; None without a render mode."""
         if self.render_mode is None:
             return None
-        language, tokens = self.language, self._state["tokens"].tolist()
-        shown = ["|" if token == language.separator else str(token) for token in tokens]
-        # Digits may have more than one character where the vocabulary is larger than ten.
-        space = "" if language.vocab_size <= 10 else " "
-        response = shown[language.context_length : int(self._state["position"])]
-        return space.join(shown[: language.prompt_length]) + ":" + space.join(response)
+        tokens = self._state["tokens"][: int(self._state["position"])].tolist()
+        return " ".join("|" if one == self.language.separator else str(one) for one in tokens)
 
     def _observation(self) -> dict[str, Any]:
         tokens, position = self._state["tokens"], self._state["position"]

@@ -212,7 +212,8 @@ class TargetKLController(KLController):
                 "`lengths` must be None for a target per trajectory, got a tensor: it would "
                 'multiply the target. Leave it out, or use `per="step"`.'
             )
-        plan.add(rewards, groups, log_ratios if planning else None, lengths)
+        log_ratios = log_ratios if planning else None
+        plan.add(rewards, groups=groups, log_ratios=log_ratios, lengths=lengths)
         samples = plan.samples
         # Consecutive steps are correlated, so that more of them are needed.
         fewest = _STEPS if self.per == "step" and lengths is None else _TRAJECTORIES

@@ -82,18 +82,10 @@ class RewardPlan(Float64State):
         self.reason = "no reward has come yet"  # why there is no plan
         self.register_buffer("made", torch.zeros((), dtype=torch.float64))
 
-    def add(
-        self,
-        rewards: Tensor,
-        groups: Tensor | None = None,
-        log_ratios: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> None:
+    def add(self, rewards: Tensor, **others: Tensor | None) -> None:
         """Pools samples, unless one is refused; see `TargetKLController.observe_rewards`."""
-        given = {"groups": groups, "log_ratios": log_ratios, "lengths": lengths}
+        given = {name: values for name, values in others.items() if values is not None}
         for name, values in {"rewards": rewards, **given}.items():
-            if values is None:
-                continue
             if not isinstance(values, Tensor) or values.is_complex():
                 got = values.dtype if isinstance(values, Tensor) else type(values).__name__
                 raise TypeError(f"`{name}` must be a tensor of real numbers, got {got}.")
@@ -108,17 +100,18 @@ class RewardPlan(Float64State):
                     f"`{name}` must be finite, got {bad} NaN or infinite numbers of {len(values)}: "
                     "leave out padding, and find out where the others come from."
                 )
-        if lengths is not None and len(lengths) and (shortest := lengths.min().item()) < 1:
-            raise ValueError(
-                f"`lengths` must be at least 1, got {shortest:g}: leave out samples without a step."
-            )
+            if name == "lengths" and (values < 1).any():
+                raise ValueError(
+                    f"`lengths` must be at least 1, got {values.min().item():g}: leave out samples "
+                    "without a step."
+                )
         new = torch.zeros(len(rewards), 4, dtype=torch.float64, device=rewards.device)
         before = self.samples.to(new)
         new[:, 0] = rewards.detach()
-        new[:, 1] = 0.0 if log_ratios is None else log_ratios.detach()
-        new[:, 2] = 1.0 if lengths is None else lengths
+        new[:, 1] = given.get("log_ratios", new[:, 1]).detach()
+        new[:, 2] = given.get("lengths", torch.ones_like(new[:, 2]))
         # Samples of different calls are in different groups; without groups each has its own.
-        number = torch.arange(len(new)) if groups is None else groups.unique(return_inverse=True)[1]
+        number = given.get("groups", torch.arange(len(new))).unique(return_inverse=True)[1]
         new[:, 3] = number + (before[:, 3].max().item() + 1 if len(before) else 0)
         self.samples = torch.cat([before, new])[-_MOST:]
 
@@ -131,13 +124,15 @@ class RewardPlan(Float64State):
         weights = (-samples[:, 1]).softmax(0)
         effective = 1 / weights.square().sum().item() if len(weights) else 0.0
         if effective < fewest:
-            self.reason = _TOO_FEW.format(effective, len(weights), fewest)
+            found = f"{effective:.1f} of {len(weights)} samples are effective"
+            self.reason = f"{found} (those of a moved policy less so); it needs {fewest}"
             return None
         budget = target * (weights * lengths).sum().item()
         rewards, log_weights = _compared(samples)
         rows = Reweighted(rewards[None], log_weights[None])
         if rows.spread == 0:
-            self.reason = _EQUAL.format(len(samples))
+            found = f"the rewards of all {len(samples)} samples are equal within their groups"
+            self.reason = f"{found}: they prefer nothing"
             return None
         per_group = effective / len(samples[:, 3].unique())
         if per_group >= 2 * _FEWEST and budget <= math.log(2 * per_group / _FEWEST):
@@ -259,7 +254,3 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
             f"{budget:g}: draw more samples, or lower the budget."
         )
     return rows.spread * rows.solve(budget)
-
-
-_TOO_FEW = "{:.1f} of {} samples are effective (those of a moved policy less so); it needs {}"
-_EQUAL = "the rewards of all {} samples are equal within their groups: they prefer nothing"

@@ -226,7 +226,6 @@ class PIDKLController(_LogKLController):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
 
     def _log_change(self, error: float) -> float:
-        # All in Python floats, which are float64 as the buffers are.
         before, change_before = self.filtered_error.item(), self.filtered_change.item()
         filtered = self.smoothing * before + (1 - self.smoothing) * error
         change = filtered - before

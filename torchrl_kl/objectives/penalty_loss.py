@@ -219,8 +219,7 @@ class KLPenaltyLoss(LossModule):
         if self.reference is not reference:  # no stack has recorded its states
             self.reference.name_states("loss_ref_log_prob")
         actions = self.reference.action_keys
-        if len(actions) > 1:  # drawn in turn, the parts have no joint distribution
-            dist_module_of(actor)
+        dist_module_of(actor)  # parts that are drawn in turn have no joint distribution
         self.convert_to_functional(cast(ProbabilisticTensorDictSequential, actor), "actor_network")
         self.controller, self.feed = as_controller(controller), ControllerFeed()
         self.loss = loss
