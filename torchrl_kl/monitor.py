@@ -181,7 +181,11 @@ class KLMonitor:
         then.
         """
         if is_tensor_collection(batch.get("tokens", None)):
-            raise ValueError(_WHOLE.format(tuple(batch.batch_size)))
+            raise ValueError(
+                f"the monitor reads steps, got a batch of shape {tuple(batch.batch_size)} of whole "
+                "responses, as TorchRL's LLM API has them: pass `as_steps(batch, pad_token=...)`, "
+                "which takes their KL along."
+            )
         fix = "run the stack before the monitor, or name the entry with `KLKeys(kl=...)`."
         step: Any = get_required(batch, "next", fix)
         k1 = get_required(step, self.keys.kl, fix).detach()  # (*B, *A, 1)
@@ -335,9 +339,3 @@ class KLMonitor:
             return None
         share, largest = differs.double().mean().item(), gap.nan_to_num(math.inf).max().item()
         return {"share": share, "largest_difference": largest}, {"count": gap.numel()}
-
-
-_WHOLE = (
-    "the monitor reads steps, got a batch of shape {} of whole responses, as TorchRL's LLM API has "
-    "them: pass `as_steps(batch, pad_token=...)`, which takes their KL along."
-)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrl_kl.functional.numbers import Float64State, check_number, solve_decreasing
+from torchrl_kl.functional.numbers import Float64State, check_number, check_tensor, solve_decreasing
 
 _FEWEST = 16  # samples that must carry the weight, before and after the rewards reweight them
 _MOST = 65_536  # samples that a plan stores; it drops older ones
@@ -40,7 +40,7 @@ class Reweighted:
     def limit(self) -> float:
         """The KL at a coefficient of 0, where only each row's best samples are left, nats."""
         best = self.log_weights.masked_fill(self.gaps < 0, -math.inf)
-        return -best.logsumexp(1).mean().item()
+        return 0.0 - best.logsumexp(1).mean().item()
 
     def solve(self, budget: float) -> float:
         """The coefficient whose KL is `budget`, which must be below the limit."""
@@ -225,17 +225,14 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
         >>> round(coeff_for_budget(torch.tensor([0.0, 1.0]), 0.1), 4)  # a fair coin
         1.0599
     """
-    if not isinstance(rewards, Tensor):
-        got = type(rewards).__name__
-        raise TypeError(f"`rewards` must be a tensor, got {got}: pass `torch.tensor(rewards)`.")
-    shape = tuple(rewards.shape)
+    check_tensor("rewards", rewards)
     if rewards.ndim not in (1, 2) or rewards.numel() == 0:
         raise ValueError(
             "`rewards` must be the rewards (N,) of samples, or (P, S) of S samples of each of P "
-            f"groups, not empty, got shape {shape}."
+            f"groups, not empty, got shape {tuple(rewards.shape)}."
         )
     budget = check_number("budget", budget, above=0.0)
-    values = rewards.detach().double().reshape(-1, shape[-1])  # (P, S)
+    values = rewards.detach().double().reshape(-1, rewards.shape[-1])  # (P, S)
     rows = Reweighted(values, torch.zeros_like(values))
     if not math.isfinite(rows.spread):
         bad = int((~values.isfinite()).sum())
@@ -243,14 +240,10 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
             "`rewards` and their differences must be finite, got "
             f"{bad} NaN or infinite ones of {values.numel()}."
         )
-    if rows.spread == 0:
+    if rows.spread == 0 or budget >= rows.limit:
         raise ValueError(
-            "`rewards` must differ between the samples of a group, which are one row, got shape "
-            f"{shape} with equal rewards in each row: squeeze a trailing dimension of 1."
-        )
-    if budget >= rows.limit:
-        raise ValueError(
-            f"`budget` must be below {rows.limit:.6g} nats, all that these samples can show, got "
-            f"{budget:g}: draw more samples, or lower the budget."
+            f"`budget` must be below {rows.limit:.6g} nats, all that these samples can show (0 if "
+            f"the rewards of each row are equal), got {budget:g}: draw more samples, lower the "
+            "budget, or squeeze a trailing dimension of 1."
         )
     return rows.spread * rows.solve(budget)

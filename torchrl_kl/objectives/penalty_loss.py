@@ -219,7 +219,8 @@ class KLPenaltyLoss(LossModule):
         if self.reference is not reference:  # no stack has recorded its states
             self.reference.name_states("loss_ref_log_prob")
         actions = self.reference.action_keys
-        dist_module_of(actor)  # parts that are drawn in turn have no joint distribution
+        if len(actions) > 1:  # drawn in turn, the parts have no joint distribution
+            dist_module_of(actor)
         self.convert_to_functional(cast(ProbabilisticTensorDictSequential, actor), "actor_network")
         self.controller, self.feed = as_controller(controller), ControllerFeed()
         self.loss = loss
@@ -341,9 +342,7 @@ class KLPenaltyLoss(LossModule):
         key, planning = unravel_key(("next", self.tensor_keys.reward)), self.controller.planning
         fix = "the coefficient is planned from it; name it with `set_keys(reward=...)`."
         reward, shape = self._outcomes(steps), (*steps.data.batch_size, 1)
-        if reward is None:
-            reward = steps.data.get(key, None)
-        if reward is None and planning:
+        if reward is None and (planning or steps.data.get(key, None) is not None):
             reward = get_required(steps.data, key, fix)
         if reward is not None and reward.shape != shape:
             got = f"got {tuple(reward.shape)}: use a controller that does not plan"
@@ -400,7 +399,8 @@ class KLPenaltyLoss(LossModule):
 
     def _weighted(self, steps: Steps) -> tuple[Tensor, Tensor, dict[Any, Tensor], float]:
         """`_terms` that read actions, with the log-probs that must be finite, by name."""
-        recorded, ends, share = self._recorded(steps), self._ends(steps), 1.0
+        recorded, share = self._recorded(steps), 1.0
+        ends = self._ends(steps) if self._reads_trajectories else None
         if self.gradient == "k2":
             log_prob, ref_log_prob = map(steps.log_prob_of, (steps.policy, steps.reference))
             ratio = (log_prob - recorded).exp()
@@ -437,10 +437,8 @@ class KLPenaltyLoss(LossModule):
         keys = LogProbKeys(self.tensor_keys.sample_log_prob).keys
         return steps.summed(*(get_required(steps.data, k, _NO_LOG_PROB).detach() for k in keys))
 
-    def _ends(self, steps: Steps) -> Tensor | None:
-        """True at the last steps of trajectories, (*B); None where nothing is added up."""
-        if not self._reads_trajectories:
-            return None
+    def _ends(self, steps: Steps) -> Tensor:
+        """True at the last steps of trajectories, (*B)."""
         flags = self._flags(steps)
         states = batches.read_states(steps.data, self.actor_network.in_keys)
         batches.require_order(states, flags.may_differ)
