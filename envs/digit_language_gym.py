@@ -22,17 +22,11 @@ class DigitLanguageGymEnv(gymnasium.Env[dict[str, Any], np.int64]):
     It is a DigitLanguageEnv with one text at a time. `import torchrl_kl.envs` registers the name;
     TorchRL's `GymEnv(name, categorical_action_encoding=True)` has the keys of CausalLMActor.
 
-    Observations:
-        "tokens": (L,), the prompt, the separator, the response so far, then separators.
-        "position": the number of tokens before the next one.
-
-    Actions are token ids. The reward is that of the finished text, 0 before it. A text terminates
-    when it is full. `reset(options={"prompt": digits})` begins with a given prompt.
+    Observations ("tokens" and "position"), actions, rewards and ends are those of that env.
+    `reset(options={"prompt": digits})` begins with a given prompt.
 
     Args:
-        language: by default that of DigitLanguage().
-        reward_fn: maps whole texts (N, L), int64, to rewards (N,). Default: 1 if the first token
-            of the response is the preferred one, else 0.
+        language, reward_fn: as for DigitLanguageEnv.
         render_mode: "ansi", or None. `render()` returns the text.
 
     Raises:

@@ -88,17 +88,6 @@ class Steps(NamedTuple):
         """The log-prob of the actions, (*B)."""
         return self.summed(*log_probs_by_part(dist, self.data, self.action))
 
-    def exact_kl(self) -> Tensor:
-        """The KL of the distributions, (*B)."""
-        mask = self.mask_for(self.policy.batch_shape)
-        return self.summed(kl_exact(self.policy, self.reference, mask=mask))
-
-    def log_prob_and_kl(self) -> tuple[Tensor, Tensor]:
-        """The log-prob of the actions under the policy, and the exact KL, (*B), in one pass."""
-        mask = self.mask_for(self.policy.batch_shape)
-        parts, kl = log_prob_and_kl(self.policy, self.reference, self.data, self.action, mask)
-        return self.summed(*parts), self.summed(kl)
-
 
 class KLPenaltyLoss(LossModule):
     """Minimises KL(policy || reference): next to an actor loss, around one (`loss=`), or alone.
@@ -149,8 +138,8 @@ class KLPenaltyLoss(LossModule):
     Args:
         actor: the policy, a probabilistic actor; it records its log-prob if that is read.
         controller: a KLController, or a float for a constant coefficient; reward per nat.
-        gradient: "step", "sequence" or "k2".
-        weights: "trajectory" or "step"; by default "trajectory" for "sequence" and else "step".
+        gradient, weights: see above; by default `weights` is "trajectory" for "sequence", else
+            "step".
         reference: as for KLConstrainedTransform, or its FrozenActor; by default a copy of `actor`.
         loss: an actor loss to add to; its outputs are returned too.
         sampler_weights, cap: None or "truncated", and the largest weight, at least 1; see above.
@@ -386,7 +375,8 @@ class KLPenaltyLoss(LossModule):
         if self._reads_actions:
             value, kl, numbers, share = self._weighted(steps)
         else:
-            value = kl = steps.exact_kl()
+            mask = steps.mask_for(steps.policy.batch_shape)
+            value = kl = steps.summed(kl_exact(steps.policy, steps.reference, mask=mask))
         numbers |= {"kl": kl, "loss_kl": value}
         if self.controller.coeff.item() == 0:  # only measures, also where the KL is infinite
             value = torch.zeros_like(kl).requires_grad_()
@@ -407,8 +397,10 @@ class KLPenaltyLoss(LossModule):
             value = ratio.detach() * kl_k2(log_prob, ref_log_prob)
             kl = ratio * kl_k1(log_prob, ref_log_prob)
         else:
-            log_prob, value = steps.log_prob_and_kl()
-            kl = value
+            pair, mask = (steps.policy, steps.reference), steps.mask_for(steps.policy.batch_shape)
+            parts, kl = log_prob_and_kl(*pair, steps.data, steps.action, mask)
+            log_prob, kl = steps.summed(*parts), steps.summed(kl)
+            value = kl
         log_ratio = log_prob - recorded
         if ends is not None and self.weights == "step":
             # The second term is 0 in value and has the gradient of the ratio.
