@@ -129,7 +129,6 @@ class DigitLanguage:
         It is -inf for an impossible token; later tokens are still scored given their own context.
         """
         self._check_texts(tokens)
-        # R entries of shape (*B, 1).
         probs = [
             self.next_token_probs(tokens[..., :end]).gather(-1, tokens[..., end, None])
             for end in range(self.context_length, self.text_length)

@@ -153,7 +153,7 @@ def _check_arguments(
 
 
 def _number(postproc: Any, worker: int, n_workers: int, batch: TensorDictBase) -> TensorDictBase:
-    """A `postproc` of workers, which count from 0: writes trajectory ids that no other one uses."""
+    """The `postproc` of a worker, from 0 on: it writes trajectory ids that no other one uses."""
     batch = batch if postproc is None else postproc(batch)
     # To another key, because a DistributedCollector renumbers the ids under TorchRL's key.
     return batch.copy().set(_UNIQUE_KEY, batch.get(TRAJECTORY_KEY) * n_workers + worker)
@@ -161,7 +161,7 @@ def _number(postproc: Any, worker: int, n_workers: int, batch: TensorDictBase) -
 
 @dataclass
 class _Receiver:
-    """The collector's `postproc`. It has no method `to`, with which TorchRL would copy it."""
+    """The collector's `postproc`. It has no method `to`: TorchRL would then copy it."""
 
     stack: KLConstrainedTransform
     postproc: Any  # the user's

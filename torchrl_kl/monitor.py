@@ -297,8 +297,8 @@ class KLMonitor:
         return {name: (figures, others) if holds else None for name, holds in found.items()}
 
     def _look_at_samples(self, batch: TensorDictBase, k1: Tensor) -> dict[str, Finding | None]:
-        """Whether the samples can be the policy's; k1: of the steps that count, (N,)."""
-        # The actor is evaluated in its turn, and where the samples look wrong.
+        """Whether the policy can have drawn the samples; k1: of the steps that count, (N,)."""
+        # The actor is evaluated once per window, and whenever the samples look wrong.
         negative = k1.nan_to_num(math.inf, math.inf).sum().item() < -_ROUNDING * k1.numel()
         due = negative or self._state.n_batches % self.window == 0
         found: dict[str, Finding | None] = {"negative_noise": None}
@@ -328,7 +328,7 @@ class KLMonitor:
 
     @torch.no_grad()
     def _unlike_actor(self, batch: TensorDictBase) -> Finding | None:
-        """What is wrong if recorded log-probs are not those that the actor gives the actions."""
+        """A finding if the recorded log-probs are not those that the actor gives the actions."""
         recorded = self.keys.recorded.require(batch).double()  # (*B, *A)
         timed = find_time_dim(batch, self.time_dim) is not None
         scored = policy_log_prob(self.actor, batch, timed)[0].double()

@@ -184,9 +184,9 @@ class TargetKLController(KLController):
         At first the policy is the reference, whose rewards show the coefficient for the target:
         see `RewardPlan`. Until they do, the coefficient is range / sqrt(2 * target) of the rewards
         so far, whose optimum spends at most a quarter of the target (Hoeffding: KL <= range^2 / (8
-        beta^2)). After the plan, or with a number as `init_coeff`, this call changes nothing. Only
-        a controller that plans again makes a plan from each 16 trajectories or 256 steps, with
-        their policy as the reference.
+        beta^2)). After the plan, or with a number as `init_coeff`, this call changes nothing,
+        unless the controller plans again: it then makes a plan from each 16 trajectories or 256
+        steps, with the policy that acted as the reference.
 
         Args:
             rewards: one number per trajectory, its task reward summed up; with `per="step"` one

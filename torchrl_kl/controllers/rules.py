@@ -172,7 +172,7 @@ class PIDKLController(_LogKLController):
         move     = ki * error + kp * change + kd * (change - change_before)
         coeff   <- clamp(coeff * exp(move), min_coeff, max_coeff)
 
-    Nothing winds up at a bound. The default gains suit a policy that takes 5 to 20 updates to
+    The sum does not grow at a bound. The default gains suit a policy that takes 5 to 20 updates to
     respond.
 
     You may rely on: from the same state a higher KL never gives a lower coefficient; log(coeff)

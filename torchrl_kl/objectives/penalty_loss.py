@@ -251,13 +251,13 @@ class KLPenaltyLoss(LossModule):
 
     @property
     def _named_keys(self) -> ResolvedKeys:
-        """Of what says which steps count."""
+        """The keys of what says which steps count."""
         keys = self.tensor_keys
         return KLKeys(log_prob=keys.sample_log_prob, done=keys.done).resolve()
 
     @property
     def critic_network(self) -> nn.Module:
-        """That of `loss`, from which TorchRL's trainers make their GAE."""
+        """The critic of `loss`, from which TorchRL's trainers make their GAE."""
         return self.loss.critic_network
 
     def named_parameters(self, prefix: str = "", recurse: bool = True):
@@ -277,7 +277,7 @@ class KLPenaltyLoss(LossModule):
         if coeff > 0:
             refuse_penalized(tensordict, self.tensor_keys.kl_coeff)
         steps, value, kl, _ = self._terms(tensordict)
-        coeff = coeff.to(value, copy=True)  # of now: autograd keeps it until `backward`
+        coeff = coeff.to(value, copy=True)  # a copy, which autograd keeps until `backward`
         loss_kl, kl = coeff * value, kl.sum() / steps.count
         if self.reduction != "none":
             loss_kl = loss_kl.sum() / (steps.count if self.reduction == "mean" else 1)
@@ -327,7 +327,7 @@ class KLPenaltyLoss(LossModule):
         return self.controller.coeff.item()
 
     def _rewards(self, steps: Steps) -> tuple[Tensor | None, Tensor | None]:
-        """What is planned from, and log-ratios of the actions to the reference, (*B, 1) each."""
+        """Rewards to plan from, and log-ratios of actions to the reference, (*B, 1) each."""
         key, planning = unravel_key(("next", self.tensor_keys.reward)), self.controller.planning
         fix = "the coefficient is planned from it; name it with `set_keys(reward=...)`."
         reward, shape = self._outcomes(steps), (*steps.data.batch_size, 1)
@@ -342,7 +342,7 @@ class KLPenaltyLoss(LossModule):
         return reward, log_ratio.unsqueeze(-1)
 
     def _outcomes(self, steps: Steps) -> Tensor | None:
-        """The advantage of each trajectory where it last counts, (*B, 1), if it has only one."""
+        """The advantage of each trajectory at its last counted step, (*B, 1), if it has only one."""
         data, shape = steps.data, (*steps.data.batch_size, 1)
         advantage = data.get(self.tensor_keys.advantage, None)
         in_time = find_time_dim(data, self.time_dim) is not None
@@ -361,7 +361,7 @@ class KLPenaltyLoss(LossModule):
         return torch.where(ended, outcomes, 0.0).unsqueeze(-1)
 
     def _flags(self, steps: Steps) -> batches.Flags:
-        """Those of all agents together."""
+        """The flags of all agents together."""
         shape = (*steps.data.batch_size, 1)
         return batches.flags(steps.data, self._named_keys, shape, steps.mask)
 
@@ -382,13 +382,13 @@ class KLPenaltyLoss(LossModule):
             value = torch.zeros_like(kl).requires_grad_()
             numbers |= {"kl": kl.masked_fill(kl == torch.inf, 0.0), "loss_kl": value}
         check_finite(type(self).__name__, numbers, steps.mask)
-        # With agents they are sums over them.
+        # Both are sums over the agents.
         agents = LogProbKeys(self.tensor_keys.action).batch_size(tensordict)
         n_agents = agents[tensordict.batch_dims :].numel()
         return steps, value / n_agents, kl.detach() / n_agents, share
 
     def _weighted(self, steps: Steps) -> tuple[Tensor, Tensor, dict[Any, Tensor], float]:
-        """`_terms` that read actions, with the log-probs that must be finite, by name."""
+        """`_terms` where actions are read; log-probs that must be finite, by name; the share."""
         recorded, share = self._recorded(steps), 1.0
         ends = self._ends(steps) if self._reads_trajectories else None
         if self.gradient == "k2":
