@@ -38,7 +38,7 @@ class DigitLanguageEnv(EnvBase):
 
     Args:
         language: the language of the prompts. Default: `DigitLanguage()`.
-        prompts: (N, P) int64 digits, drawn with equal probability. Default: all prompts.
+        prompts: (*N, P) int64 digits, drawn with equal probability. Default: all prompts.
         reward_fn: maps finished texts (N, L) int64 to rewards (N,), without gradients. The env does
             not move a model or set it to eval mode. Default: `language.preference`.
         batch_size: shape `*B` of the texts.
@@ -74,14 +74,10 @@ class DigitLanguageEnv(EnvBase):
         language = DigitLanguage() if language is None else language
         if prompts is not None:
             check_ids("prompts", prompts, language.vocab_size, language.prompt_length)
-            if prompts.ndim != 2 or len(prompts) == 0:
-                raise ValueError(
-                    f"`prompts` must have shape (N, {language.prompt_length}) with N >= 1, got "
-                    f"{tuple(prompts.shape)}: stack the prompts along dimension 0."
-                )
+            prompts = prompts.reshape(-1, language.prompt_length).clone()
         super().__init__(device=device, batch_size=torch.Size(batch_size))
         self.language = language
-        self.prompts = None if prompts is None else prompts.clone()
+        self.prompts = prompts
         # Not a submodule, so the env's train(), to() and state_dict() do not affect a user's model.
         object.__setattr__(self, "reward_fn", reward_fn or language.preference)
         self._generator = torch.Generator(device="cpu")  # whatever the device of the env

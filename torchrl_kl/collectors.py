@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import cloudpickle
 import torch
@@ -113,7 +113,8 @@ def kl_collector(
     else:
         kwargs = defaults | kwargs
     env: Any = envs[0] if issubclass(collector_class, Collector) else envs
-    collector = cast(Any, collector_class)(env, policy, postproc=receive, **kwargs)
+    make: Any = collector_class
+    collector = make(env, policy, postproc=receive, **kwargs)
     if over_ray:
         collector.update_policy_weights_()  # TorchRL warns if the first batch comes before this
     return collector

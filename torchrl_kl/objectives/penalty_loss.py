@@ -342,7 +342,7 @@ class KLPenaltyLoss(LossModule):
         return reward, log_ratio.unsqueeze(-1)
 
     def _outcomes(self, steps: Steps) -> Tensor | None:
-        """The advantage of each trajectory at its last counted step, (*B, 1), if it has only one."""
+        """The advantage of each trajectory at the last step that counts, if it has only one."""
         data, shape = steps.data, (*steps.data.batch_size, 1)
         advantage = data.get(self.tensor_keys.advantage, None)
         in_time = find_time_dim(data, self.time_dim) is not None
