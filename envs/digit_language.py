@@ -129,16 +129,11 @@ class DigitLanguage:
         It is -inf for an impossible token; later tokens are still scored given their own context.
         """
         self._check_texts(tokens)
-        # R entries of shape (*B, 1).
         probs = [
             self.next_token_probs(tokens[..., :end]).gather(-1, tokens[..., end, None])
             for end in range(self.context_length, self.text_length)
         ]
         return torch.cat(probs, -1).log()
-
-    def entropy(self, tokens: Tensor) -> Tensor:
-        """Entropy, -sum_a P(a) log P(a), of the token after a context: (*B, T) -> (*B,), nats."""
-        return torch.special.entr(self.next_token_probs(tokens)).sum(-1)
 
     def preferred_token(self, prompts: Tensor) -> Tensor:
         """Preferred first response digit, the last prompt digit plus one: (*B, P) -> (*B,)."""
@@ -169,15 +164,9 @@ def check_ids(name: str, ids: Tensor, n_ids: int, length: int | None = None) -> 
     if ids.ndim == 0 or length not in (None, ids.shape[-1]):
         wanted = f"(*B, {'T' if length is None else length})"
         raise ValueError(f"`{name}` must have shape {wanted}, got {tuple(ids.shape)}.")
-    fix = "check the `vocab_size` of the language, and that prompts contain digits only"
-    check_range(name, ids, 0, n_ids - 1, fix)
-
-
-def check_range(name: str, values: Tensor, least: int, most: int, fix: str) -> None:
-    """ValueError unless all values are in [least, most]."""
-    low, high = (int(value) for value in values.aminmax()) if values.numel() else (least, most)
-    if low < least or high > most:
+    low, high = (int(one) for one in ids.aminmax()) if ids.numel() else (0, 0)
+    if low < 0 or high >= n_ids:
         raise ValueError(
-            f"`{name}` must be between {least} and {most}, got values between {low} and {high}: "
-            f"{fix}."
+            f"`{name}` must be between 0 and {n_ids - 1}, got values between {low} and {high}: "
+            "check the `vocab_size` of the language. Only its digits may be in a prompt."
         )

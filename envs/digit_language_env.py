@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
-from torchrl_kl.envs.digit_language import DigitLanguage, check_ids, check_range
+from torchrl_kl.envs.digit_language import DigitLanguage, check_ids
 
 
 class DigitLanguageEnv(EnvBase):
@@ -38,7 +38,7 @@ class DigitLanguageEnv(EnvBase):
 
     Args:
         language: the language of the prompts. Default: `DigitLanguage()`.
-        prompts: (N, P) int64 digits, drawn with equal probability. Default: all prompts.
+        prompts: (*N, P) int64 digits, drawn with equal probability. Default: all prompts.
         reward_fn: maps finished texts (N, L) int64 to rewards (N,), without gradients. The env does
             not move a model or set it to eval mode. Default: `language.preference`.
         batch_size: shape `*B` of the texts.
@@ -74,30 +74,26 @@ class DigitLanguageEnv(EnvBase):
         language = DigitLanguage() if language is None else language
         if prompts is not None:
             check_ids("prompts", prompts, language.vocab_size, language.prompt_length)
-            if prompts.ndim != 2 or len(prompts) == 0:
-                raise ValueError(
-                    f"`prompts` must have shape (N, {language.prompt_length}) with N >= 1, got "
-                    f"{tuple(prompts.shape)}: stack the prompts along dimension 0."
-                )
+            prompts = prompts.reshape(-1, language.prompt_length).clone()
         super().__init__(device=device, batch_size=torch.Size(batch_size))
         self.language = language
-        self.prompts = None if prompts is None else prompts.clone()
+        self.prompts = prompts
         # Not a submodule, so the env's train(), to() and state_dict() do not affect a user's model.
         object.__setattr__(self, "reward_fn", reward_fn or language.preference)
         self._generator = torch.Generator(device="cpu")  # whatever the device of the env
         self._set_seed(seed)
         first, last = language.context_length, language.text_length
         batch_size, device = self.batch_size, self.device
+        texts, rewards = (torch.Size((*batch_size, size)) for size in (last, 1))
         self.observation_spec = Composite(
-            tokens=Categorical(language.n_tokens, shape=(*batch_size, last), device=device),
+            tokens=Categorical(language.n_tokens, shape=texts, device=device),
             position=Bounded(first, last, shape=batch_size, dtype=torch.int64, device=device),
             shape=batch_size,
             device=device,
         )
         self.state_spec = self.observation_spec.clone()
         self.action_spec = Categorical(language.n_tokens, shape=batch_size, device=device)
-        shape = torch.Size((*batch_size, 1))
-        self.reward_spec = Unbounded(shape, dtype=torch.float32, device=device)
+        self.reward_spec = Unbounded(rewards, dtype=torch.float32, device=device)
 
     def _set_seed(self, seed: int | None) -> None:
         self._generator.manual_seed(torch.Generator().seed() if seed is None else seed)
@@ -185,8 +181,7 @@ class DigitLanguageEnv(EnvBase):
                 f"`action` must have shape {tuple(self.batch_size)} and dtype torch.int64, got "
                 f"{tuple(action.shape)} and {action.dtype}: use `argmax(-1)` of one-hot actions."
             )
-        fix = f"the tokens are {language.vocab_size} digits and the separator"
-        check_range("action", action[stepped], 0, language.n_tokens - 1, fix)
+        check_ids("action", action[stepped], language.n_tokens)
         if n_finished := int((position[stepped] >= language.text_length).sum()):
             raise RuntimeError(
                 f"cannot step a finished text, got {n_finished} with `position` "

@@ -22,17 +22,11 @@ class DigitLanguageGymEnv(gymnasium.Env[dict[str, Any], np.int64]):
     It is a DigitLanguageEnv with one text at a time. `import torchrl_kl.envs` registers the name;
     TorchRL's `GymEnv(name, categorical_action_encoding=True)` has the keys of CausalLMActor.
 
-    Observations:
-        "tokens": (L,), the prompt, the separator, the response so far, then separators.
-        "position": the number of tokens before the next one.
-
-    Actions are token ids. The reward is that of the finished text, 0 before it. A text terminates
-    when it is full. `reset(options={"prompt": digits})` begins with a given prompt.
+    Observations ("tokens" and "position"), actions, rewards and ends are those of that env.
+    `reset(options={"prompt": digits})` begins with a given prompt.
 
     Args:
-        language: by default that of DigitLanguage().
-        reward_fn: maps whole texts (N, L), int64, to rewards (N,). Default: 1 if the first token
-            of the response is the preferred one, else 0.
+        language, reward_fn: as for DigitLanguageEnv.
         render_mode: "ansi", or None. `render()` returns the text.
 
     Raises:
@@ -45,7 +39,7 @@ class DigitLanguageGymEnv(gymnasium.Env[dict[str, Any], np.int64]):
         >>> observation, _ = env.reset(options={"prompt": [0, 2, 8, 6]})
         >>> observation, reward, terminated, truncated, _ = env.step(7)
         >>> print(env.render())
-        0286:7
+        0 2 8 6 | 7
     """
 
     metadata = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012
@@ -86,15 +80,11 @@ class DigitLanguageGymEnv(gymnasium.Env[dict[str, Any], np.int64]):
         return self._observation(), float(reward), bool(terminated), False, {}
 
     def render(self) -> str | None:  # type: ignore[override]
-        """The prompt, a colon, and the response so far; None without a render mode."""
+        """The text so far, with "|" for separators; None without a render mode."""
         if self.render_mode is None:
             return None
-        language, tokens = self.language, self._state["tokens"].tolist()
-        shown = ["|" if token == language.separator else str(token) for token in tokens]
-        # Digits may have more than one character where the vocabulary is larger than ten.
-        space = "" if language.vocab_size <= 10 else " "
-        response = shown[language.context_length : int(self._state["position"])]
-        return space.join(shown[: language.prompt_length]) + ":" + space.join(response)
+        tokens = self._state["tokens"][: int(self._state["position"])].tolist()
+        return " ".join("|" if one == self.language.separator else str(one) for one in tokens)
 
     def _observation(self) -> dict[str, Any]:
         tokens, position = self._state["tokens"], self._state["position"]

@@ -80,7 +80,7 @@ ARROWS: dict[str, set[str]] = {
     "transforms": {*_DATA, "_torchrl", "actors", "controllers", "feeding", "functional"},
     "language": {*_DATA, "actors", "controllers", "functional", "transforms"},
     "objectives": {*_DATA, "actors", "controllers", "feeding", "functional"},
-    "monitor": {*_DATA, "actors", "controllers", "functional", "trajectories"},
+    "monitor": {*_DATA, "actors", "controllers", "feeding", "functional"},
     "collectors": {"batches", "controllers", "transforms"},
     "trainers": {*_DATA, "transforms"},
 }

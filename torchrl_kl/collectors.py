@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import cloudpickle
 import torch
@@ -113,7 +113,8 @@ def kl_collector(
     else:
         kwargs = defaults | kwargs
     env: Any = envs[0] if issubclass(collector_class, Collector) else envs
-    collector = cast(Any, collector_class)(env, policy, postproc=receive, **kwargs)
+    make: Any = collector_class
+    collector = make(env, policy, postproc=receive, **kwargs)
     if over_ray:
         collector.update_policy_weights_()  # TorchRL warns if the first batch comes before this
     return collector
@@ -134,7 +135,7 @@ def _check_arguments(
     # Only a controller that moves is misled by actions that are not drawn from the policy.
     moves = stack.controller.moves and not stack.frozen
     drawn = given.get("exploration_type", ExplorationType.RANDOM) == ExplorationType.RANDOM
-    random = (given.get("init_random_frames") or 0) > 0
+    random = bool(given.get("init_random_frames"))
     untracked = given.get("track_traj_ids") is False
     buffered = given.get("replay_buffer") is not None
     number = f"the number of envs, at least 1 and for a Collector 1, got {count} for {n_envs}"
@@ -153,7 +154,7 @@ def _check_arguments(
 
 
 def _number(postproc: Any, worker: int, n_workers: int, batch: TensorDictBase) -> TensorDictBase:
-    """A `postproc` of workers, which count from 0: writes trajectory ids that no other one uses."""
+    """The `postproc` of a worker, from 0 on: it writes trajectory ids that no other one uses."""
     batch = batch if postproc is None else postproc(batch)
     # To another key, because a DistributedCollector renumbers the ids under TorchRL's key.
     return batch.copy().set(_UNIQUE_KEY, batch.get(TRAJECTORY_KEY) * n_workers + worker)
@@ -161,7 +162,7 @@ def _number(postproc: Any, worker: int, n_workers: int, batch: TensorDictBase) -
 
 @dataclass
 class _Receiver:
-    """The collector's `postproc`. It has no method `to`, with which TorchRL would copy it."""
+    """The collector's `postproc`. It has no method `to`: TorchRL would then copy it."""
 
     stack: KLConstrainedTransform
     postproc: Any  # the user's

@@ -9,33 +9,65 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection, unravel_key
+from tensordict import TensorDictBase, is_tensor_collection
 from torch import Tensor, nn
 
-from torchrl_kl import batches
 from torchrl_kl.actors import reading
 from torchrl_kl.actors.log_probs import policy_log_prob
 from torchrl_kl.batches import counted_values, find_time_dim
 from torchrl_kl.controllers import KLController, KLStatistics
+from torchrl_kl.feeding import ControllerFeed
 from torchrl_kl.functional.numbers import check_count
 from torchrl_kl.functional.sampler import FEWEST, effective_share
 from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, get_required
-from torchrl_kl.trajectories import Trajectories
 
-CONDITIONS = (
-    "kl_above",
-    "kl_below",
-    "coeff_at_max",
-    "coeff_at_min",
-    "kl_not_finite",
-    "negative_noise",
-    "sampler_disagrees",
-    "sampler_far",
-)
 _ERRORS = 4  # standard errors that a mean KL must be from the target
 _ROUNDING = 1e-6  # nats per step: the KL of a policy that is still its reference
 
-Finding = tuple[str, dict[str, float]]  # what is wrong and what to do; the numbers in it, by name
+_OFF_TARGET = (
+    "KL is {kl:.3g}{error} nats per {per} over the last {window} batches ({count} {values}), "
+    "{ratio:.2g} times the target of {target:g}; the coefficient was {coeff:.3g}. {advice}"
+)
+_MESSAGES = {
+    "kl_above": _OFF_TARGET,
+    "kl_below": _OFF_TARGET,
+    "coeff_at_max": "The coefficient is at its upper bound, max_coeff = {coeff:g}: it cannot rise "
+    "further. Raise `max_coeff`, or reduce the scale of the reward: the coefficient is in reward "
+    "per nat.",
+    "coeff_at_min": "The coefficient is at its lower bound, min_coeff = {coeff:g}: it cannot fall "
+    "further. Lower the target, or `min_coeff` if the scale of the reward is small.",
+    "kl_not_finite": "The KL of {steps} of {count} steps is infinite or NaN. Look for actions to "
+    "which the reference gives probability 0 (a mask that only one of the two has) and for NaN in "
+    "the logits.",
+    "negative_noise": "The mean k1 of this batch is {kl:.3g}{error} nats per step over {count} "
+    "steps. This is sampling noise and not a bug: k1 takes either sign and only its mean is the "
+    'KL. Do not clamp it: pool more steps, or use estimator="k3" or "exact", which are never '
+    "negative.",
+    "sampler_disagrees": "The recorded log-probs differ from those that the actor gives the same "
+    "actions by up to {largest_difference:.3g} nats, on {share:.1%} of {count} steps: the KL is "
+    "that of another policy than the one that is trained. Give the sampler and the actor the same "
+    "temperature, top-k, masks and weights; call the monitor before the update.",
+    "sampler_far": "The sampler is {kl:.3g} +- {error:.2g} nats per {per} from the policy that is "
+    "trained, and {count} samples are worth {share:.1%} of as many of its own: the measured KL is "
+    "that of the sampler. Give both the same weights, temperature, top-k, top-p and min-p.",
+}
+CONDITIONS = tuple(_MESSAGES)
+_ABOVE = (
+    "The controller raises the coefficient until the KL comes down. If it does not, make the "
+    "controller faster (a larger `gain` or `ki`, a smaller `horizon`) or policy updates smaller "
+    "(learning rate, epochs)."
+)
+_BELOW = (
+    "The controller lowers the coefficient until the KL comes up; in the first batches, this is "
+    "normal. If the KL stays low, make the controller faster, or lower the target."
+)
+_NOT_UPDATED = (
+    "The controller has not moved the coefficient in these batches. Lower `update_every`; check "
+    "that trajectories reach `done` and that the stack is not frozen. Workers and a "
+    "MultiAsyncCollector use a copy of the stack, which has another controller: use `kl_collector`."
+)
+
+Finding = tuple[dict[str, float], dict[str, Any]]  # numbers in a text, and what else it needs
 
 
 class KLMessage(str):
@@ -68,7 +100,8 @@ class KLMonitor:
 
     - "kl_above", "kl_below": the mean KL of the last `window` batches, pooled over trajectories
       (over steps with `per="step"`), is above 2 times or below 0.5 times the controller's target,
-      and 4 standard errors away from the target if more than one value was pooled.
+      and 4 standard errors away from the target if more than one value was pooled. Batches from
+      which a controller plans its first coefficient are left out.
     - "coeff_at_max", "coeff_at_min": the coefficient is at a bound of the controller.
     - "kl_not_finite": some steps have an infinite or NaN KL. They are left out of all means.
     - "negative_noise": the mean k1 is negative, as a sample mean near the reference can be.
@@ -138,7 +171,7 @@ class KLMonitor:
             self._tolerance = 0.05 if half else 1e-3  # nats
         coeffs = [] if controller.planning else [controller.coeff.item()]
         self._state = _State(coeffs, {name: [0, 0, 0] for name in CONDITIONS})
-        self._trajectories = Trajectories()
+        self._feed = ControllerFeed()  # which only sums up, and updates nothing
 
     def __call__(self, batch: TensorDictBase) -> list[KLMessage]:
         """Looks at a batch (*B) with "next"; returns the conditions that began, often none.
@@ -148,7 +181,11 @@ class KLMonitor:
         then.
         """
         if is_tensor_collection(batch.get("tokens", None)):
-            raise ValueError(_WHOLE.format(tuple(batch.batch_size)))
+            raise ValueError(
+                f"the monitor reads steps, got a batch of shape {tuple(batch.batch_size)} of whole "
+                "responses, as TorchRL's LLM API has them: pass `as_steps(batch, pad_token=...)`, "
+                "which takes their KL along."
+            )
         fix = "run the stack before the monitor, or name the entry with `KLKeys(kl=...)`."
         step: Any = get_required(batch, "next", fix)
         k1 = get_required(step, self.keys.kl, fix).detach()  # (*B, *A, 1)
@@ -159,8 +196,16 @@ class KLMonitor:
             coeffs = [*coeffs, self.controller.coeff.item()][-self.window - 1 :]
         pools, opened = self._state.pools, None
         if not math.isnan(self.controller.target):
-            values, opened = self._in_unit(batch, counted)
-            pool = KLStatistics().add(values[values.isfinite()])
+            # A stack with the estimator k1 writes no estimate; one that is named must be there.
+            key = self.keys.kl_estimate
+            key = key if self._needs_estimate or step.get(key, None) is not None else self.keys.kl
+            measured = get_required(step, key, "name it with `KLKeys(kl_estimate=...)`.").detach()
+            options: Any = {"time_dim": self.time_dim, "observed": self._observed}
+            reading: Any = self._feed.read(
+                self.controller, batch, measured, counted, keys=self.keys, **options
+            )
+            opened = reading.opened
+            pool = KLStatistics().add(reading.values[reading.values.isfinite()])
             pools = [*pools, [buffer.item() for buffer in pool.buffers()]][-self.window :]
         applied = step.get(self.keys.kl_coeff, None)  # an update may have followed
         coeff = self.controller.coeff if applied is None else applied.flatten()[-1]
@@ -169,7 +214,7 @@ class KLMonitor:
         n_batches = self._state.n_batches + 1  # from here on the state changes
         self._state = _State(coeffs, self._state.conditions, n_batches, pools)
         if opened is not None:
-            self._trajectories.keep(opened)
+            self._feed.trajectories.keep(opened)
         return self._count(found)
 
     @property
@@ -179,14 +224,14 @@ class KLMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """The window, the episodes and counts, and the sums of open trajectories."""
-        return asdict(self._state) | {"trajectories": self._trajectories.state_dict()}
+        return asdict(self._state) | {"trajectories": self._feed.trajectories.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where another monitor was; KeyError if the state is not that of a KLMonitor."""
         if missing := sorted(set(self.state_dict()) - set(state_dict)):
             raise MissingKeyError(f"`state_dict` lacks {missing}, got {sorted(state_dict)}.")
         state = copy.deepcopy(dict(state_dict))
-        self._trajectories.load_state_dict(state.pop("trajectories"))
+        self._feed.trajectories.load_state_dict(state.pop("trajectories"))
         self._state = _State(**state)
 
     def _count(self, found: Mapping[str, Finding | None]) -> list[KLMessage]:
@@ -199,49 +244,25 @@ class KLMonitor:
                 continue
             # The first time, or after a window in which it was looked for and not found.
             if episodes == 0 or absent >= self.window:
-                begun.append(KLMessage(finding[0]))
-                begun[-1].condition, begun[-1].figures = name, finding[1]
+                figures, others = finding
+                begun.append(KLMessage(_MESSAGES[name].format(**figures, **others)))
+                begun[-1].condition, begun[-1].figures = name, figures
                 episodes += 1
             self._state.conditions[name] = [batches + 1, episodes, 0]
         return begun
 
-    def _in_unit(
-        self, batch: TensorDictBase, counted: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor] | None]:
-        """The KL in the controller's unit, (N,), and the trajectories that stay open."""
-        step: Any = batch.get("next")
-        key = self.keys.kl_estimate
-        # A stack with the estimator k1 writes no estimate; one that the user names must be there.
-        if not self._needs_estimate and step.get(key, None) is None:
-            key = self.keys.kl
-        measured = get_required(step, key, "name it with `KLKeys(kl_estimate=...)`.").detach()
-        if self.controller.per == "step":
-            return measured[counted], None
-        if find_time_dim(batch, self.time_dim) is None:
-            raise RuntimeError(
-                f"the target is per trajectory, got a batch of shape {tuple(batch.batch_size)} "
-                "without a dimension named 'time': name the last one so, pass `time_dim`, do not "
-                "flatten it, or use per='step'."
-            )
-        flags = batches.flags(batch, self.keys, measured.shape, counted)
-        states = batches.read_states(batch, self._observed)
-        batches.require_order(states, flags.may_differ)
-        sums = self._trajectories.add(flags, states.values(), measured)
-        return sums.finished[:, 0], sums.opened
-
     def _look_at_numbers(self, k1: Tensor) -> dict[str, Finding | None]:
         """The KL of the steps that count, (N,), may not be finite; the coefficient at a bound."""
-        controller, coeff = self.controller, self.controller.coeff.item()
-        low, high = controller.min_coeff, controller.max_coeff  # 0 and inf where there are none
+        controller, figures = self.controller, {"coeff": self.controller.coeff.item()}
         n_bad, count = int((~k1.isfinite()).sum()), k1.numel()
-        found: dict[str, Finding | None] = {"kl_not_finite": None}
-        if n_bad:
-            text = _NOT_FINITE.format(n=n_bad, count=count)
-            found["kl_not_finite"] = text, {"steps": n_bad, "count": count}
+        bad: Finding = {"steps": n_bad, "count": count}, {}
+        found: dict[str, Finding | None] = {"kl_not_finite": bad if n_bad else None}
         if not controller.planning:  # the bounds are those of a planned coefficient
-            figures, is_low = {"coeff": coeff}, low > 0 and coeff <= low
-            found["coeff_at_max"] = (_AT_MAX.format(high), figures) if coeff >= high else None
-            found["coeff_at_min"] = (_AT_MIN.format(low), figures) if is_low else None
+            # Without bounds they are 0 and inf.
+            at_max = figures["coeff"] >= controller.max_coeff
+            at_min = 0 < figures["coeff"] <= controller.min_coeff
+            found["coeff_at_max"] = (figures, {}) if at_max else None
+            found["coeff_at_min"] = (figures, {}) if at_min else None
         return found
 
     def _look_at_target(
@@ -255,67 +276,59 @@ class KLMonitor:
         if len(pools) < self.window or pool.count == 0:
             return {}
         target, coeff = controller.target, controller.coeff.item()
-        mean, count = pool.mean, int(pool.count)
-        error = pool.standard_error  # NaN of one value
-        known = f" +- {error:.2g}" if count > 1 else ""
-        of = {"trajectory": "trajectories", "step": "steps"}[controller.per]
-        text = (
-            f"KL is {mean:.3g}{known} nats per {controller.per} over the last {self.window} "
-            f"batches ({count} {of}), {mean / target:.2g} times the target of {target:g}; the "
-            f"coefficient was {applied:.3g}. "
-        )
+        mean, error, count = pool.mean, pool.standard_error, int(pool.count)
         figures = {"kl": mean, "standard_error": error, "count": count, "target": target}
-        # The standard errors keep out windows that pass the factor of 2 by chance.
+        # The standard errors, NaN of one value, keep out windows that are off by chance.
         above = mean > 2 * target and not mean - _ERRORS * error <= target
         below = mean < 0.5 * target and not mean + _ERRORS * error >= target
         # A coefficient at a bound may have been updated and not have moved.
         at_bound = not controller.min_coeff < coeff < controller.max_coeff
         updated = not controller.planning and (len(set(coeffs)) > 1 or at_bound)
-        faster = next((text for name, text in _FASTER.items() if hasattr(controller, name)), "")
-        text += (_ABOVE if above else _BELOW).format(faster) if updated else _NOT_UPDATED
-        return {
-            "kl_above": (text, figures) if above else None,
-            "kl_below": (text, figures) if below else None,
+        others = {
+            "error": f" +- {error:.2g}" if count > 1 else "",
+            "per": controller.per,
+            "window": self.window,
+            "values": {"trajectory": "trajectories", "step": "steps"}[controller.per],
+            "ratio": mean / target,
+            "coeff": applied,
+            "advice": (_ABOVE if above else _BELOW) if updated else _NOT_UPDATED,
         }
+        found = {"kl_above": above, "kl_below": below}
+        return {name: (figures, others) if holds else None for name, holds in found.items()}
 
     def _look_at_samples(self, batch: TensorDictBase, k1: Tensor) -> dict[str, Finding | None]:
-        """Whether the samples can be the policy's; k1: of the steps that count, (N,)."""
-        # The actor is evaluated in its turn, and where the samples look wrong.
+        """Whether the policy can have drawn the samples; k1: of the steps that count, (N,)."""
+        # The actor is evaluated once per window, and whenever the samples look wrong.
         negative = k1.nan_to_num(math.inf, math.inf).sum().item() < -_ROUNDING * k1.numel()
         due = negative or self._state.n_batches % self.window == 0
         found: dict[str, Finding | None] = {"negative_noise": None}
         if due and self.actor is not None:
             found["sampler_disagrees"] = self._unlike_actor(batch)
-        if not negative or found.get("sampler_disagrees") is not None:
-            return found
-        mean, count = k1.mean().item(), k1.numel()
-        error = f" +- {k1.std().item() / math.sqrt(count):.2g}" if count > 1 else ""
-        text = f"The mean k1 of this batch is {mean:.3g}{error} nats per step over {count} steps."
-        measured = batch.get(unravel_key(("next", self.keys.kl_estimate)), None) is not None
-        advice = _NOISE.format("" if measured else _ESTIMATE)
-        found["negative_noise"] = f"{text} {advice}", {"kl": mean, "count": count}
+        if negative and found.get("sampler_disagrees") is None:
+            count = k1.numel()
+            error = f" +- {k1.std().item() / math.sqrt(count):.2g}" if count > 1 else ""
+            found["negative_noise"] = {"kl": k1.mean().item(), "count": count}, {"error": error}
         return found
 
     def _look_at_sampler(self, batch: TensorDictBase) -> dict[str, Finding | None]:
         """Whether a sampler that is not the policy is too far from it."""
-        recorded = self.keys.recorded
+        recorded, per = self.keys.recorded, self.controller.per
         sampler = batch.get(recorded.sibling("sampler_log_prob"), None)
         if sampler is None:
             return {}
-        log_ratio = (recorded.require(batch) - sampler).double()
+        ratios = (recorded.require(batch) - sampler).double()
         mask = counted_values(batch, self.keys, sampler)
-        if self.controller.per == "step":
-            ratios = log_ratio[mask]
-        else:
-            ratios = torch.where(mask, log_ratio, 0.0).sum(-1)[mask.any(-1)]
+        if per == "trajectory":
+            ratios, mask = torch.where(mask, ratios, 0.0).sum(-1), mask.any(-1)
+        ratios = ratios[mask]
         share, pool = effective_share(ratios), KLStatistics().add(-ratios[ratios.isfinite()])
         figures = {"kl": pool.mean, "error": pool.standard_error, "share": share}
-        text = _FAR.format(per=self.controller.per, count=ratios.numel(), **figures)
-        return {"sampler_far": (text, figures) if not share >= FEWEST else None}
+        others = {"per": per, "count": ratios.numel()}
+        return {"sampler_far": (figures, others) if not share >= FEWEST else None}
 
     @torch.no_grad()
     def _unlike_actor(self, batch: TensorDictBase) -> Finding | None:
-        """What is wrong if recorded log-probs are not those that the actor gives the actions."""
+        """A finding if the recorded log-probs are not those that the actor gives the actions."""
         recorded = self.keys.recorded.require(batch).double()  # (*B, *A)
         timed = find_time_dim(batch, self.time_dim) is not None
         scored = policy_log_prob(self.actor, batch, timed)[0].double()
@@ -324,55 +337,5 @@ class KLMonitor:
         differs = ~(gap <= self._tolerance)  # NaN differs
         if not bool(differs.any()):
             return None
-        share = differs.double().mean().item()
-        largest = gap.nan_to_num(math.inf, math.inf).max().item()
-        text = _OTHER_POLICY.format(largest=largest, share=share, count=gap.numel())
-        return text, {"share": share, "largest_difference": largest}
-
-
-_WHOLE = (
-    "the monitor reads steps, got a batch of shape {} of whole responses, as TorchRL's LLM API has "
-    "them: pass `as_steps(batch, pad_token=...)`, which takes their KL along."
-)
-_FASTER = {"gain": "raise `gain`, or ", "ki": "raise `ki`, or ", "horizon": "lower `horizon`, or "}
-_ABOVE = (
-    "The controller raises the coefficient until the KL comes down. If it does not, {}make policy "
-    "updates smaller (learning rate, epochs)."
-)
-_BELOW = (
-    "The controller lowers the coefficient until the KL comes up; in the first batches, this is "
-    "normal. If the KL stays low, {}lower the target."
-)
-_NOT_UPDATED = (
-    "The controller has not moved the coefficient in these batches. Lower `update_every`; check "
-    "that trajectories reach `done` and that the stack is not frozen. Workers and a "
-    "MultiAsyncCollector use a copy of the stack, which has another controller: use `kl_collector`."
-)
-_AT_MAX = (
-    "The coefficient is at its upper bound, max_coeff = {:g}: it cannot rise further. Raise "
-    "`max_coeff`, or reduce the scale of the reward: the coefficient is in reward per nat."
-)
-_AT_MIN = (
-    "The coefficient is at its lower bound, min_coeff = {:g}: it cannot fall further. Lower the "
-    "target, or `min_coeff` if the scale of the reward is small."
-)
-_NOT_FINITE = (
-    "The KL of {n} of {count} steps is infinite or NaN. Look for actions to which the reference "
-    "gives probability 0 (a mask that only one of the two has) and for NaN in the logits."
-)
-_NOISE = (
-    "This is sampling noise and not a bug: k1 takes either sign and only its mean is the KL. Do "
-    "not clamp it{}."
-)
-_ESTIMATE = ': use estimator="k3" or "exact", which are never negative, or pool more steps'
-_FAR = (
-    "The sampler is {kl:.3g} +- {error:.2g} nats per {per} from the policy that is trained, and "
-    "{count} samples are worth {share:.1%} of as many of its own: the measured KL is that of the "
-    "sampler. Give both the same weights, temperature, top-k, top-p and min-p."
-)
-_OTHER_POLICY = (
-    "The recorded log-probs differ from those that the actor gives the same actions by up to "
-    "{largest:.3g} nats, on {share:.1%} of {count} steps: the KL is that of another policy than "
-    "the one that is trained. Give the sampler and the actor the same temperature, top-k, masks "
-    "and weights; call the monitor before the update."
-)
+        share, largest = differs.double().mean().item(), gap.nan_to_num(math.inf).max().item()
+        return {"share": share, "largest_difference": largest}, {"count": gap.numel()}

@@ -76,7 +76,7 @@ class KLControlHook(TrainerHookBase):
         return self.stack(batch)
 
     def log_batch(self, batch: TensorDictBase | None) -> dict[str, Any]:
-        """What is known of a penalized batch before it is learned from."""
+        """The figures of a penalized batch, before the updates on it."""
         if batch is None:
             fix = "put the stack into the env if the collector writes into a replay buffer"
             raise RuntimeError(f"the trainer has no batch to penalize: {fix}.")
@@ -94,7 +94,7 @@ class KLControlHook(TrainerHookBase):
         return found
 
     def log_update(self, optim_steps: int, losses: TensorDictBase | None) -> dict[str, Any] | None:
-        """What is known after the updates on a batch; nothing if the loss has no `kl_approx`."""
+        """The figures of the updates on a batch; None if the loss has no `kl_approx`."""
         # The trainer gives the mean over the last epoch, and None where there were no updates.
         kl = None if losses is None else losses.get("kl_approx", None)
         return None if kl is None else {"kl_to_old_policy": kl.mean().item(), "log_pbar": True}

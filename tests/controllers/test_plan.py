@@ -40,7 +40,8 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def planned(rewards: torch.Tensor, target: float, **about: torch.Tensor) -> Any:
     plan = RewardPlan()
-    return plan.solve(plan.with_samples(rewards, **about), target)
+    plan.add(rewards, **about)
+    return plan.solve(target)
 
 
 def problem(n_prompts: int, spread: float = 0.0, *, uniform: bool = False):
@@ -114,8 +115,9 @@ class TestCoeffForBudget:
         rewards, limit = torch.tensor([0.0, 1.0, 1.0, 0.25]), math.log(2)
         assert 0.02 < coeff_for_budget(rewards, limit * (1 - 1e-12)) < 0.04
         message = (
-            "`budget` must be below 0.693147 nats, all that these samples can show, got 0.693147: "
-            "draw more samples, or lower the budget."
+            "`budget` must be below 0.693147 nats, all that these samples can show (0 if the "
+            "rewards of each row are equal), got 0.693147: draw more samples, lower the budget, or "
+            "squeeze a trailing dimension of 1."
         )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             coeff_for_budget(rewards, limit)
@@ -128,13 +130,17 @@ class TestCoeffForBudget:
         [
             (torch.arange(2.0), 0.0, "`budget` must be finite and above 0, got 0"),
             (torch.arange(2.0), "1", "`budget` must be a number, got str"),
-            ([0.0, 1.0], 0.1, r"`rewards` must be a tensor, got list: pass `torch\.tensor"),
+            ([0.0, 1.0], 0.1, "`rewards` must be a tensor, got list"),
             (torch.zeros(0, 2), 0.1, r"groups, not empty, got shape \(0, 2\)"),
             (torch.zeros(2, 2, 1), 0.1, r"`rewards` must be the rewards \(N,\) of samples, or"),
             (torch.tensor([1.0, math.nan]), 0.1, "must be finite, got 1 NaN or infinite .* of 2"),
             (torch.tensor([1.0, math.inf]), 0.1, "must be finite, got 1 NaN or infinite .* of 2"),
             (torch.tensor([1e308, -1e308]).double() * 1e300, 0.1, "must be finite, got 2 NaN"),
-            (torch.tensor([[0.0], [1.0]]), 0.1, r"must differ .* shape \(2, 1\) with equal"),
+            (
+                torch.tensor([[0.0], [1.0]]),
+                1e-300,
+                "must be below 0 nats, .* or squeeze a trailing",
+            ),
         ],
     )
     def test_refusals(self, rewards, budget, message):
@@ -187,9 +193,9 @@ class TestPlan:
     def test_groups_are_those_of_one_call(self):
         rewards, plan = torch.tensor([0.0, 1.0] * 20), RewardPlan()
         for shift in (0.0, 100.0):  # of which two groups of 20 have the number 7
-            plan.samples = plan.with_samples(rewards[:20] + shift, groups=torch.full((20,), 7))
+            plan.add(rewards[:20] + shift, groups=torch.full((20,), 7))
         expected = planned(rewards, 0.1) * math.sqrt(20 / 19)
-        assert plan.solve(plan.samples, 0.1) == pytest.approx(expected)
+        assert plan.solve(0.1) == pytest.approx(expected)
         alone = planned(rewards, 0.1, groups=torch.arange(40))  # most samples are alone
         assert alone == planned(rewards, 0.1)
         half = planned(rewards, 0.1, groups=torch.arange(40).clamp(max=20))  # 20 are alone
@@ -245,7 +251,8 @@ class TestPlan:
     )
     def test_more_samples_are_waited_for(self, rewards, about, reason):
         plan = RewardPlan()
-        assert plan.solve(plan.with_samples(rewards, **about), 0.1) is None
+        plan.add(rewards, **about)
+        assert plan.solve(0.1) is None
         assert re.match(reason, plan.reason)
         assert planned(torch.tensor([0.0, 1.0] * 8), 0.1) is not None
 
@@ -271,10 +278,10 @@ class TestPlan:
 
     def test_the_last_samples_are_held_without_a_graph(self):
         plan = RewardPlan()
-        plan.samples = plan.with_samples(torch.ones(9), log_ratios=torch.ones(9).requires_grad_())
-        samples = plan.with_samples(torch.zeros(65_535))
-        assert not samples.requires_grad
-        assert samples[:, 0].sum() == 1
+        plan.add(torch.ones(9), log_ratios=torch.ones(9).requires_grad_())
+        plan.add(torch.zeros(65_535))
+        assert not plan.samples.requires_grad
+        assert plan.samples[:, 0].sum() == 1
 
 
 class TestControllers:

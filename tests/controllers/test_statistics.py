@@ -58,7 +58,7 @@ class TestKLStatistics:
     @pytest.mark.parametrize(
         ("call", "message"),
         [
-            (lambda pool: pool.add([1.0]), r"`values` must be a tensor, got list: pass `torch\."),
+            (lambda pool: pool.add([1.0]), "`values` must be a tensor, got list"),
             (lambda pool: pool.add(torch.ones(1) + 1j), "`values` must be real numbers, got torch"),
             (
                 lambda pool: pool.add(torch.zeros(3), mask=torch.ones(3, 1).bool()),

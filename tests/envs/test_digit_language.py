@@ -1,7 +1,6 @@
 """The digit language against enumeration and a slow, direct implementation of its rule."""
 
 import itertools
-import math
 from collections import Counter
 
 import pytest
@@ -60,29 +59,6 @@ class TestNextTokenProbs:
     def test_wrong_tokens_are_refused(self, tokens, error, match):
         with pytest.raises(error, match=match):
             DigitLanguage().next_token_probs(torch.tensor(tokens))
-
-
-class TestEntropy:
-    def test_hand_values(self):
-        contexts = torch.tensor([[1, 1, 1, 1], [1, 2, 3, 4], [1, 1, 2, 2], [5, 5, 5, 6]])
-        expected = [0.0, math.log(4), math.log(2), math.log(4) - 0.75 * math.log(3)]
-        entropy = DigitLanguage().entropy(contexts)
-        torch.testing.assert_close(entropy, torch.tensor(expected, dtype=torch.float64))
-
-    def test_mean_at_each_position_over_all_texts(self):
-        # A text is a prompt and, per response token, which of the last four digits it came from:
-        # all of these choices have the same probability, so a plain mean is exact. A constant that
-        # is added to all digits changes no entropy: the first digit may be 0.
-        language = DigitLanguage()
-        contexts = all_ids(10, 4)[:1000]
-        means = []
-        for _ in range(4):
-            means.append(language.entropy(contexts).mean())
-            successors = (contexts[:, -4:] + 1) % 10
-            contexts = torch.cat([contexts.repeat(4, 1), successors.T.reshape(-1, 1)], -1)
-            assert len(contexts) == 10**3 * 4 ** len(means)
-        expected = torch.tensor([1.18681, 1.20969, 1.17576, 1.10696], dtype=torch.float64)
-        torch.testing.assert_close(torch.stack(means), expected, rtol=0, atol=5e-6)
 
 
 class TestLogProb:

@@ -48,11 +48,11 @@ class TestGymnasium:
         assert [terminated for _, _, terminated in steps[1:]] == [False, False, False, True]
         assert [int(observation["position"]) for observation, _, _ in steps] == [5, 6, 7, 8, 9]
         assert steps[2][0]["tokens"].tolist() == [0, 2, 8, 6, 10, 7, 3, 10, 10]
-        assert env.render() == "0286:73|4"
+        assert env.render() == "0 2 8 6 | 7 3 | 4"
         assert DigitLanguageGymEnv().render() is None
         wide = DigitLanguageGymEnv(DigitLanguage(vocab_size=12), render_mode="ansi")
         play(wide, [0, 11, 8, 6], [10, 12])
-        assert wide.render() == "0 11 8 6:10 |"
+        assert wide.render() == "0 11 8 6 | 10 |"
 
     def test_an_action_is_an_integer_and_a_finished_text_is_not_stepped(self):
         env = DigitLanguageGymEnv()

@@ -72,9 +72,9 @@ class ControllerLaws:
         [
             (math.nan, 3, r"`kl` must be finite, got nan: look .* The coefficient stays \d"),
             (torch.tensor(-math.inf), 3, "`kl` must be finite, got -inf: look for -inf log-"),
-            (5.0, 0, "`n_steps` must be at least 1, got 0"),
-            (5.0, True, "`n_steps` must be an int, got bool"),
-            (5.0, 1.0, "`n_steps` must be an int, got float"),
+            (5.0, 0, "`n_steps` must be an int of at least 1, got 0"),
+            (5.0, True, "`n_steps` must be an int of at least 1, got True"),
+            (5.0, 1.0, "`n_steps` must be an int of at least 1, got 1.0"),
             (True, 1, "`kl` must be a number, got bool"),
             ("5", 1, "`kl` must be a number, got str"),
             (torch.ones(2), 1, r"`kl` must be one number, got shape \(2,\): pass the mean"),

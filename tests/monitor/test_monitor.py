@@ -125,7 +125,7 @@ class TestAdvice:
     def test_a_plan_is_no_update_and_reaches_no_bound(self):
         controller = ExponentialKLController("plan", 0.5, per="step")
         monitor = KLMonitor(controller, window=1)
-        assert monitor(steps(0.5)) == []
+        assert monitor(steps(5.0)) == []
         controller.observe_rewards(torch.randn(300, generator=torch.Generator().manual_seed(0)))
         assert not controller.planning
         (message,) = monitor(steps(0.1))
@@ -315,7 +315,7 @@ class TestErrors:
                 "'kl' is not in the data: .*KLKeys.*have reward",
             ),
             (per_step(), {"kl_estimate": "x"}, ["kl"], KeyError, "'x' is not in the data.*KLKeys"),
-            (per_trajectory(), {}, ["kl"], RuntimeError, "batch of shape \\(2,\\) without a dim"),
+            (per_trajectory(), {}, ["kl"], RuntimeError, "batch of shape \\(2,\\) without a time"),
         ],
     )
     def test_batches(self, controller, keys, next_keys, error, message):

@@ -135,7 +135,7 @@ class TestRecorded:
             assert disagreements(monitor, stack(data)) == []
         pools = [monitor.state_dict()["pools"] for monitor in monitors]
         assert pools[0] == pools[1] != [[0, 0, 0]]
-        with pytest.raises(RuntimeError, match=r"without a dimension named.*pass `time_dim`"):
+        with pytest.raises(RuntimeError, match=r"without a time dimension.*pass `time_dim`"):
             KLMonitor(stack.controller)(stack(batch))
 
 

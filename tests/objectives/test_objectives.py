@@ -133,9 +133,9 @@ class TestMask:
         assert_close(loss(batch)["loss_kl"] > 0, batch["valid"].squeeze(-1))
         loss.loss_mask_key = None
         assert (loss(batch)["loss_kl"] > 0).all()
-        loss.loss_mask_key = "left"
-        with pytest.raises(TypeError, match=r"'left' must be boolean, got torch.int64"):
-            loss(batch)
+        loss.loss_mask_key = "numbers"  # 0 where a step does not count
+        batch["numbers"] = batch["valid"].long()
+        assert_close(loss(batch)["loss_kl"] > 0, batch["valid"].squeeze(-1))
 
 
 class TestRefusals:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrl_kl.controllers.plan import RewardPlan
-from torchrl_kl.functional.numbers import Float64State, check_number, uncompiled
+from torchrl_kl.functional.numbers import Float64State, check_count, check_number, uncompiled
 
 Per = Literal["trajectory", "step"]
 InitCoeff = float | Literal["plan"]
@@ -89,8 +89,9 @@ class KLController(Float64State, ABC):
             The new coefficient, reward per nat.
 
         Raises:
-            ValueError: if a number is out of its range; also if `next_coeff` returns such a number.
-            TypeError: if `n_steps` is not an integer, or `kl` not a number.
+            ValueError: if a number is out of its range or `n_steps` is not an integer; also if
+                `next_coeff` returns such a number.
+            TypeError: if `kl` is not a number.
             RuntimeError: if the controller still waits for rewards to plan from.
         """
         if self.planning:
@@ -111,11 +112,7 @@ class KLController(Float64State, ABC):
                 f"`kl` must be finite, got {kl}: look for -inf log-probabilities (masked actions, "
                 f"a reference without the action). The coefficient stays {self.coeff.item():.6g}."
             )
-        if type(n_steps) is not int:
-            raise TypeError(f"`n_steps` must be an int, got {type(n_steps).__name__}.")
-        if n_steps < 1:
-            raise ValueError(f"`n_steps` must be at least 1, got {n_steps}.")
-        value = float(self.next_coeff(float(kl), n_steps))
+        value = float(self.next_coeff(float(kl), check_count("n_steps", n_steps)))
         check_number(f"{type(self).__name__}.next_coeff", value, at_least=0.0)
         self.coeff.fill_(value)
         return value
@@ -187,9 +184,9 @@ class TargetKLController(KLController):
         At first the policy is the reference, whose rewards show the coefficient for the target:
         see `RewardPlan`. Until they do, the coefficient is range / sqrt(2 * target) of the rewards
         so far, whose optimum spends at most a quarter of the target (Hoeffding: KL <= range^2 / (8
-        beta^2)). After the plan, or with a number as `init_coeff`, this call changes nothing. Only
-        a controller that plans again makes a plan from each 16 trajectories or 256 steps, with
-        their policy as the reference.
+        beta^2)). After the plan, or with a number as `init_coeff`, this call changes nothing,
+        unless the controller plans again: it then makes a plan from each 16 trajectories or 256
+        steps, with the policy that acted as the reference.
 
         Args:
             rewards: one number per trajectory, its task reward summed up; with `per="step"` one
@@ -215,15 +212,16 @@ class TargetKLController(KLController):
                 "`lengths` must be None for a target per trajectory, got a tensor: it would "
                 'multiply the target. Leave it out, or use `per="step"`.'
             )
-        samples = plan.with_samples(rewards, groups, log_ratios if planning else None, lengths)
-        plan.samples = samples
+        log_ratios = log_ratios if planning else None
+        plan.add(rewards, groups=groups, log_ratios=log_ratios, lengths=lengths)
+        samples = plan.samples
         # Consecutive steps are correlated, so that more of them are needed.
         fewest = _STEPS if self.per == "step" and lengths is None else _TRAJECTORIES
         if not planning:
             if len(samples) >= fewest:
-                plan.close(plan.solve(samples, self.target, fewest) or 0.0)  # 0 if they are equal
+                plan.close(plan.solve(self.target, fewest) or 0.0)  # 0 if they are equal
             return self.coeff.item()
-        planned = plan.solve(samples, self.target, fewest)
+        planned = plan.solve(self.target, fewest)
         if planned is not None:
             plan.close(planned)
             planned *= self._margin

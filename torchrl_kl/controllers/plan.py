@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrl_kl.functional.numbers import Float64State, check_number, solve_decreasing
+from torchrl_kl.functional.numbers import Float64State, check_number, check_tensor, solve_decreasing
 
 _FEWEST = 16  # samples that must carry the weight, before and after the rewards reweight them
 _MOST = 65_536  # samples that a plan stores; it drops older ones
@@ -40,7 +40,7 @@ class Reweighted:
     def limit(self) -> float:
         """The KL at a coefficient of 0, where only each row's best samples are left, nats."""
         best = self.log_weights.masked_fill(self.gaps < 0, -math.inf)
-        return -best.logsumexp(1).mean().item()
+        return 0.0 - best.logsumexp(1).mean().item()
 
     def solve(self, budget: float) -> float:
         """The coefficient whose KL is `budget`, which must be below the limit."""
@@ -82,18 +82,10 @@ class RewardPlan(Float64State):
         self.reason = "no reward has come yet"  # why there is no plan
         self.register_buffer("made", torch.zeros((), dtype=torch.float64))
 
-    def with_samples(
-        self,
-        rewards: Tensor,
-        groups: Tensor | None = None,
-        log_ratios: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> Tensor:
-        """The samples so far and new ones, (N, 4); see `TargetKLController.observe_rewards`."""
-        given = {"groups": groups, "log_ratios": log_ratios, "lengths": lengths}
+    def add(self, rewards: Tensor, **others: Tensor | None) -> None:
+        """Pools samples, unless one is refused; see `TargetKLController.observe_rewards`."""
+        given = {name: values for name, values in others.items() if values is not None}
         for name, values in {"rewards": rewards, **given}.items():
-            if values is None:
-                continue
             if not isinstance(values, Tensor) or values.is_complex():
                 got = values.dtype if isinstance(values, Tensor) else type(values).__name__
                 raise TypeError(f"`{name}` must be a tensor of real numbers, got {got}.")
@@ -108,37 +100,39 @@ class RewardPlan(Float64State):
                     f"`{name}` must be finite, got {bad} NaN or infinite numbers of {len(values)}: "
                     "leave out padding, and find out where the others come from."
                 )
-        if lengths is not None and len(lengths) and (shortest := lengths.min().item()) < 1:
-            raise ValueError(
-                f"`lengths` must be at least 1, got {shortest:g}: leave out samples without a step."
-            )
+            if name == "lengths" and (values < 1).any():
+                raise ValueError(
+                    f"`lengths` must be at least 1, got {values.min().item():g}: leave out samples "
+                    "without a step."
+                )
         new = torch.zeros(len(rewards), 4, dtype=torch.float64, device=rewards.device)
         before = self.samples.to(new)
         new[:, 0] = rewards.detach()
-        new[:, 1] = 0.0 if log_ratios is None else log_ratios.detach()
-        new[:, 2] = 1.0 if lengths is None else lengths
+        new[:, 1] = given.get("log_ratios", new[:, 1]).detach()
+        new[:, 2] = given.get("lengths", torch.ones_like(new[:, 2]))
         # Samples of different calls are in different groups; without groups each has its own.
-        number = torch.arange(len(new)) if groups is None else groups.unique(return_inverse=True)[1]
+        number = given.get("groups", torch.arange(len(new))).unique(return_inverse=True)[1]
         new[:, 3] = number + (before[:, 3].max().item() + 1 if len(before) else 0)
-        return torch.cat([before, new])[-_MOST:]
+        self.samples = torch.cat([before, new])[-_MOST:]
 
-    def solve(self, samples: Tensor, target: float, fewest: int = _FEWEST) -> float | None:
-        """The coefficient, or None where more samples are needed; `reason` then says why.
+    def solve(self, target: float, fewest: int = _FEWEST) -> float | None:
+        """The coefficient for a target, nats per step of a sample, above 0.
 
-        `samples`: of `with_samples`, (N, 4); `target`: nats per step of a sample, above 0;
-        `fewest`: how many samples it takes.
+        None where there are not `fewest` effective samples, or all are equal; `reason` says it.
         """
-        lengths = samples[:, 2]
+        samples, lengths = self.samples, self.samples[:, 2]
         weights = (-samples[:, 1]).softmax(0)
         effective = 1 / weights.square().sum().item() if len(weights) else 0.0
         if effective < fewest:
-            self.reason = _TOO_FEW.format(effective, len(weights), fewest)
+            found = f"{effective:.1f} of {len(weights)} samples are effective"
+            self.reason = f"{found} (those of a moved policy less so); it needs {fewest}"
             return None
         budget = target * (weights * lengths).sum().item()
         rewards, log_weights = _compared(samples)
         rows = Reweighted(rewards[None], log_weights[None])
         if rows.spread == 0:
-            self.reason = _EQUAL.format(len(samples))
+            found = f"the rewards of all {len(samples)} samples are equal within their groups"
+            self.reason = f"{found}: they prefer nothing"
             return None
         per_group = effective / len(samples[:, 3].unique())
         if per_group >= 2 * _FEWEST and budget <= math.log(2 * per_group / _FEWEST):
@@ -231,17 +225,14 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
         >>> round(coeff_for_budget(torch.tensor([0.0, 1.0]), 0.1), 4)  # a fair coin
         1.0599
     """
-    if not isinstance(rewards, Tensor):
-        got = type(rewards).__name__
-        raise TypeError(f"`rewards` must be a tensor, got {got}: pass `torch.tensor(rewards)`.")
-    shape = tuple(rewards.shape)
+    check_tensor("rewards", rewards)
     if rewards.ndim not in (1, 2) or rewards.numel() == 0:
         raise ValueError(
             "`rewards` must be the rewards (N,) of samples, or (P, S) of S samples of each of P "
-            f"groups, not empty, got shape {shape}."
+            f"groups, not empty, got shape {tuple(rewards.shape)}."
         )
     budget = check_number("budget", budget, above=0.0)
-    values = rewards.detach().double().reshape(-1, shape[-1])  # (P, S)
+    values = rewards.detach().double().reshape(-1, rewards.shape[-1])  # (P, S)
     rows = Reweighted(values, torch.zeros_like(values))
     if not math.isfinite(rows.spread):
         bad = int((~values.isfinite()).sum())
@@ -249,18 +240,10 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
             "`rewards` and their differences must be finite, got "
             f"{bad} NaN or infinite ones of {values.numel()}."
         )
-    if rows.spread == 0:
+    if rows.spread == 0 or budget >= rows.limit:
         raise ValueError(
-            "`rewards` must differ between the samples of a group, which are one row, got shape "
-            f"{shape} with equal rewards in each row: squeeze a trailing dimension of 1."
-        )
-    if budget >= rows.limit:
-        raise ValueError(
-            f"`budget` must be below {rows.limit:.6g} nats, all that these samples can show, got "
-            f"{budget:g}: draw more samples, or lower the budget."
+            f"`budget` must be below {rows.limit:.6g} nats, all that these samples can show (0 if "
+            f"the rewards of each row are equal), got {budget:g}: draw more samples, lower the "
+            "budget, or squeeze a trailing dimension of 1."
         )
     return rows.spread * rows.solve(budget)
-
-
-_TOO_FEW = "{:.1f} of {} samples are effective (those of a moved policy less so); it needs {}"
-_EQUAL = "the rewards of all {} samples are equal within their groups: they prefer nothing"

@@ -172,7 +172,7 @@ class PIDKLController(_LogKLController):
         move     = ki * error + kp * change + kd * (change - change_before)
         coeff   <- clamp(coeff * exp(move), min_coeff, max_coeff)
 
-    Nothing winds up at a bound. The default gains suit a policy that takes 5 to 20 updates to
+    The sum does not grow at a bound. The default gains suit a policy that takes 5 to 20 updates to
     respond.
 
     You may rely on: from the same state a higher KL never gives a lower coefficient; log(coeff)
@@ -226,7 +226,6 @@ class PIDKLController(_LogKLController):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
 
     def _log_change(self, error: float) -> float:
-        # All in Python floats, which are float64 as the buffers are.
         before, change_before = self.filtered_error.item(), self.filtered_change.item()
         filtered = self.smoothing * before + (1 - self.smoothing) * error
         change = filtered - before

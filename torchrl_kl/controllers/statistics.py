@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrl_kl.functional.numbers import Float64State, check_mask, uncompiled
+from torchrl_kl.functional.numbers import Float64State, check_mask, check_tensor, uncompiled
 
 
 class KLStatistics(Float64State):
@@ -52,9 +52,7 @@ class KLStatistics(Float64State):
             TypeError: if `values` is not a tensor of real numbers.
             ValueError: if the mask does not fit, or a value is not finite. Nothing is then added.
         """
-        if not isinstance(values, Tensor):
-            got = type(values).__name__
-            raise TypeError(f"`values` must be a tensor, got {got}: pass `torch.tensor(values)`.")
+        check_tensor("values", values)
         if values.is_complex():
             raise TypeError(f"`values` must be real numbers, got {values.dtype}.")
         check_mask(mask, values.shape, "`values`", means="the values that count")

@@ -18,11 +18,7 @@ from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import LossModule
 
 from torchrl_kl import batches
-from torchrl_kl.actors.log_probs import (
-    log_prob_and_kl,
-    log_probs_by_part,
-    refuse_own_log_prob,
-)
+from torchrl_kl.actors.log_probs import log_prob_and_kl, log_probs_by_part, refuse_own_log_prob
 from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.actors.protocol import as_kl_actor
 from torchrl_kl.actors.reading import dist_module_of, scored_inputs
@@ -31,7 +27,7 @@ from torchrl_kl.batches import expand_right, find_time_dim
 from torchrl_kl.controllers import KLController, as_controller
 from torchrl_kl.feeding import ControllerFeed
 from torchrl_kl.functional.estimators import kl_exact, kl_k1, kl_k2
-from torchrl_kl.functional.numbers import check_finite, is_floating, working_dtype
+from torchrl_kl.functional.numbers import check_finite, is_floating, widened
 from torchrl_kl.functional.sampler import (
     FEWEST,
     SamplerWeights,
@@ -53,15 +49,6 @@ Weights = Literal["step", "trajectory"]
 Reduction = Literal["mean", "sum", "none"]
 
 
-class Drawn(NamedTuple):
-    """The actions that were taken, and where their trajectories end."""
-
-    log_prob: Tensor  # under the policy, nats, (*B)
-    recorded: Tensor  # under the policy that took them, when it did, (*B)
-    ends: Tensor | None  # (*B), True at last steps; None where nothing is added up
-    kl: Tensor | None  # of the distributions, (*B); None where it is not minimised
-
-
 class Steps(NamedTuple):
     """The steps of a batch, with their distributions over actions."""
 
@@ -69,66 +56,37 @@ class Steps(NamedTuple):
     reference: Distribution
     data: TensorDictBase  # (*B)
     action: NestedKey  # in the data; a composite one has keys of its parts
-    mask: Tensor | None  # (*B), True where a step counts; None where all do
     acts: Tensor | None  # (*B, *A), of agents: True where one acts in a step that counts
-    drawn: Drawn | None = None  # None where no action is read
-    share: float = 1.0  # effective sample size, where another sampler drew the actions
 
-    def terms(self, gradient: str, weights: str) -> tuple[Tensor, Tensor]:
-        """What is minimised, and the measured KL; nats, (*B) each, 0 where the mask is False."""
-        if self.drawn is None:
-            kl = self.summed(kl_exact(self.policy, self.reference, mask=self.mask_of_dist))
-            return kl, kl
-        drawn = self.drawn
-        log_ratio = self.masked(drawn.log_prob - drawn.recorded)
-        ratio = log_ratio.exp()
-        if gradient == "k2":
-            ref_log_prob = self.log_prob_of(self.reference)
-            value = ratio.detach() * kl_k2(drawn.log_prob, ref_log_prob, mask=self.mask)
-            kl = ratio * kl_k1(drawn.log_prob, ref_log_prob, mask=self.mask)
-        else:
-            value = kl = cast(Tensor, drawn.kl)
-        if drawn.ends is None:
-            return value, kl
-        if weights == "step":
-            # The second term is 0 in value and has the gradient of the ratio.
-            return value + (ratio - ratio.detach()) * sum_after(kl.detach(), drawn.ends), kl
-        # W_t, the product of the ratios before. On padding it could overflow, and inf * 0 is NaN.
-        weight = self.masked(sum_before(log_ratio, drawn.ends)).exp()
-        # The gradient of the probability of getting to a step is what makes "sequence" exact.
-        return (weight if gradient == "sequence" else weight.detach()) * value, weight * kl
+    def mask_for(self, shape: torch.Size) -> Tensor | None:
+        """True where values of a `shape` (*B, ...) count, of that shape; None where all do."""
+        return mask_of(self.acts, self.data.batch_size, shape)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """(*B), True where a step counts; None where all do."""
+        return self.mask_for(self.data.batch_size)
+
+    @property
+    def count(self) -> Any:
+        """How many steps count; where half of the agents act, half a step."""
+        n_steps = max(self.data.batch_size.numel(), 1)
+        if self.acts is None:
+            return n_steps
+        return self.acts.sum().clamp_min(1) * (n_steps / max(self.acts.numel(), 1))
 
     def summed(self, *parts: Tensor) -> Tensor:
-        """Log-probs or KL, (*B, ...), summed over parts, agents and action dimensions: (*B)."""
+        """Values (*B, ...) of the parts of an action, summed to (*B); 0 where the mask is False."""
         found = []
-        for part in parts:
-            part = part.to(working_dtype(part.dtype))  # in half precision they could overflow
-            if self.acts is not None and part.shape[: self.acts.ndim] == self.acts.shape:
-                part = torch.where(expand_right(self.acts, part.shape), part, 0.0)
+        for part in map(widened, parts):  # in half precision the sum could overflow
+            mask = self.mask_for(part.shape)
+            part = part if mask is None else torch.where(mask, part, 0.0)
             found.append(sum_action_dims(part, self.data.batch_size))
         return reduce(torch.add, found)
 
     def log_prob_of(self, dist: Distribution) -> Tensor:
         """The log-prob of the actions, (*B)."""
         return self.summed(*log_probs_by_part(dist, self.data, self.action))
-
-    @property
-    def mask_of_dist(self) -> Tensor | None:
-        """True where the distributions count, of their batch shape."""
-        shape, mask = self.policy.batch_shape, self.mask
-        if self.acts is not None and shape[: self.acts.ndim] == self.acts.shape:
-            mask = self.acts
-        return None if mask is None else expand_right(mask, shape)
-
-    def log_prob_and_kl(self) -> tuple[Tensor, Tensor]:
-        """The log-prob of the actions under the policy, and the KL, (*B) each."""
-        pair = (self.policy, self.reference)
-        parts, kl = log_prob_and_kl(*pair, self.data, self.action, self.mask_of_dist)
-        return self.summed(*parts), self.summed(kl)
-
-    def masked(self, values: Tensor) -> Tensor:
-        """Values (*B), 0 where the mask is False."""
-        return values if self.mask is None else torch.where(self.mask, values, 0.0)
 
 
 class KLPenaltyLoss(LossModule):
@@ -141,8 +99,8 @@ class KLPenaltyLoss(LossModule):
     `gradient` names what is minimised, with `KL_t` the exact KL of the distributions at step t
     and `w_t = pi(a_t|s_t) / pi_old(a_t|s_t)` from the recorded log-prob, 1 on-policy:
 
-    - "step": `KL_t`, states taken as given: not that an action leads to states where the policy is
-      far from the reference. Needs no action, and takes shuffled steps.
+    - "step": `KL_t`, with the states taken as given: it ignores that an action may lead to states
+      where the policy is far from the reference. It needs no actions, and takes shuffled steps.
     - "sequence": `sum_t W_t KL_t` with `W_t = prod_{u<t} w_u`, differentiated through the weights:
       in expectation the KL between whole trajectories, as for k1 subtracted from the reward.
     - "k2": `w_t (log pi(a_t|s_t) - log pi_ref(a_t|s_t))^2 / 2`, weight detached: the
@@ -155,17 +113,17 @@ class KLPenaltyLoss(LossModule):
       and the gradient of `KL_t + w_t sum_{s>t} KL_s` (sum detached), approximate off-policy.
 
     `sampler_weights="truncated"`, for actions that another engine has drawn, weights the loss and
-    `kl` by min(pi_old / pi_sampler, `cap`), detached: with weights="trajectory" that of all actions
-    up to a step, else its own. A batch whose effective sample size (of weights without a cap) is
-    under a tenth does not move the controller. See `rescore`.
+    `kl` by min(pi_old / pi_sampler, `cap`), detached: the ratio is that of all actions up to a step
+    with weights="trajectory", else that of the step. A batch whose effective sample size (of
+    weights without a cap) is under a tenth does not move the controller. See `rescore`.
 
     You may rely on: the reference gets no gradient, is not among `parameters()`, and is in
     `state_dict`; `forward` never moves the controller; padding, NaN too, changes neither value nor
     gradient; a coefficient of 0 adds nothing, not even an infinite KL. You may not rely on
-    `loss_kl` being the KL for "k2": `kl` is. With agents, `a_t` is the action of all who act, and
-    all is divided by their number. Rows that begin or end inside a trajectory count as whole ones.
-    Leave frames of a random policy out where log-probs are read. `loss` keeps its target networks
-    and its `loss_mask_key`; do not deep-copy the two losses, build others.
+    `loss_kl` being the KL for "k2": `kl` is. With agents, `a_t` is their joint action, and every
+    number is divided by their number. Rows that begin or end inside a trajectory count as whole
+    ones. Leave out frames of a random policy where log-probs are read. `loss` keeps its target
+    networks and its `loss_mask_key`. Do not deep-copy the two losses; build new ones.
 
     Keys:
         reads the actor's in_keys; "action" and "action_log_prob" unless `gradient` and `weights`
@@ -180,8 +138,8 @@ class KLPenaltyLoss(LossModule):
     Args:
         actor: the policy, a probabilistic actor; it records its log-prob if that is read.
         controller: a KLController, or a float for a constant coefficient; reward per nat.
-        gradient: "step", "sequence" or "k2".
-        weights: "trajectory" or "step"; by default "trajectory" for "sequence" and else "step".
+        gradient, weights: see above; by default `weights` is "trajectory" for "sequence", else
+            "step".
         reference: as for KLConstrainedTransform, or its FrozenActor; by default a copy of `actor`.
         loss: an actor loss to add to; its outputs are returned too.
         sampler_weights, cap: None or "truncated", and the largest weight, at least 1; see above.
@@ -224,6 +182,7 @@ class KLPenaltyLoss(LossModule):
     actor_network: ProbabilisticTensorDictSequential
     actor_network_params: TensorDictParams
     target_actor_network_params: TensorDictParams
+    loss: Any  # a LossModule, or None
 
     def __init__(
         self,
@@ -292,14 +251,14 @@ class KLPenaltyLoss(LossModule):
 
     @property
     def _named_keys(self) -> ResolvedKeys:
-        """Of what says which steps count."""
+        """The keys of what says which steps count."""
         keys = self.tensor_keys
         return KLKeys(log_prob=keys.sample_log_prob, done=keys.done).resolve()
 
     @property
     def critic_network(self) -> nn.Module:
-        """That of `loss`, from which TorchRL's trainers make their GAE."""
-        return cast(Any, self.loss).critic_network
+        """The critic of `loss`, from which TorchRL's trainers make their GAE."""
+        return self.loss.critic_network
 
     def named_parameters(self, prefix: str = "", recurse: bool = True):
         """The policy's parameters (and those of `loss`), never the reference's."""
@@ -317,10 +276,11 @@ class KLPenaltyLoss(LossModule):
         coeff = self.controller.coeff
         if coeff > 0:
             refuse_penalized(tensordict, self.tensor_keys.kl_coeff)
-        steps, value, kl = self._terms(tensordict)
-        coeff = coeff.to(value, copy=True)  # of now: autograd keeps it until `backward`
-        loss_kl = reduce_steps(coeff * value, steps.acts, self.reduction)
-        kl = reduce_steps(kl, steps.acts, "mean")
+        steps, value, kl, _ = self._terms(tensordict)
+        coeff = coeff.to(value, copy=True)  # a copy, which autograd keeps until `backward`
+        loss_kl, kl = coeff * value, kl.sum() / steps.count
+        if self.reduction != "none":
+            loss_kl = loss_kl.sum() / (steps.count if self.reduction == "mean" else 1)
         out = TensorDict(loss_kl=loss_kl, kl=kl, kl_coeff=coeff.detach().clone())
         if self.loss is None:
             return out
@@ -343,13 +303,11 @@ class KLPenaltyLoss(LossModule):
         shuffled. A controller plans from ("next", "reward"), the task reward; or, in its unit, from
         an "advantage" that is the same at all steps of a trajectory, as GRPO's.
         """
-        planning = self.controller.planning
         reward = log_ratio = None
         with evaluating(self.actor_network):
-            steps, _, kl = self._terms(tensordict)
-            usable = steps.share >= FEWEST
-            if self.controller.reads_rewards and not self.feed.frozen and usable:
-                reward, log_ratio = self._rewards(tensordict, steps)
+            steps, _, kl, share = self._terms(tensordict)
+            if self.controller.reads_rewards and not self.feed.frozen and share >= FEWEST:
+                reward, log_ratio = self._rewards(steps)
         reading = self.feed.read(
             self.controller,
             tensordict,
@@ -362,122 +320,128 @@ class KLPenaltyLoss(LossModule):
             reward=reward,
             log_ratio=log_ratio,
         )
-        if not usable:
-            reading = reading._replace(values=None)
-        elif self.controller.per == "step" and not planning and steps.acts is not None:
-            # The mean over those who act, of whom a step may have any number.
-            acting = steps.acts.unsqueeze(-1).flatten(tensordict.batch_dims)  # (*B, agents)
-            n_acting = acting.sum(-1)
-            means = kl * acting.shape[-1] / n_acting.clamp_min(1)
-            values = means.flatten().repeat_interleave(n_acting.flatten())
-            reading = reading._replace(values=None if reading.values is None else values)
-        self.feed.learn(self.controller, reading)
+        values = reading.values if share >= FEWEST else None
+        if values is not None and self.controller.per == "step":  # the mean over those who act
+            values = values * (len(values) / steps.count)
+        self.feed.learn(self.controller, reading._replace(values=values))
         return self.controller.coeff.item()
 
-    def _rewards(
-        self, tensordict: TensorDictBase, steps: Steps
-    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """What is planned from, and log-ratios of the actions to the reference, (*B, 1) each.
-
-        None where there is no such reward, and the coefficient does not wait for one.
-        """
-        key = unravel_key(("next", self.tensor_keys.reward))
+    def _rewards(self, steps: Steps) -> tuple[Tensor | None, Tensor | None]:
+        """Rewards to plan from, and log-ratios of actions to the reference, (*B, 1) each."""
+        key, planning = unravel_key(("next", self.tensor_keys.reward)), self.controller.planning
         fix = "the coefficient is planned from it; name it with `set_keys(reward=...)`."
-        reward, shape = self._outcomes(tensordict, steps.mask), (*tensordict.batch_size, 1)
-        if reward is None and self.controller.planning:
-            reward = get_required(tensordict, key, fix)
-        reward = tensordict.get(key, None) if reward is None else reward
-        if not self.controller.planning and (reward is None or reward.shape != shape):
-            return None, None
-        if reward.shape != shape:
+        reward, shape = self._outcomes(steps), (*steps.data.batch_size, 1)
+        if reward is None and (planning or steps.data.get(key, None) is not None):
+            reward = get_required(steps.data, key, fix)
+        if reward is not None and reward.shape != shape:
             got = f"got {tuple(reward.shape)}: use a controller that does not plan"
             raise ValueError(f"a reward that is planned from must have shape {shape}, {got}.")
-        if not self.controller.planning:  # it then needs no log-ratios
-            return reward, torch.zeros_like(reward)
-        log_ratio = self._recorded(tensordict, steps) - steps.log_prob_of(steps.reference)
+        if not planning:  # it then needs no log-ratios
+            return reward, None
+        log_ratio = self._recorded(steps) - steps.log_prob_of(steps.reference)
         return reward, log_ratio.unsqueeze(-1)
 
-    def _outcomes(self, tensordict: TensorDictBase, mask: Tensor | None) -> Tensor | None:
-        """The advantage of each trajectory where it last counts, (*B, 1), if it has only one."""
-        advantage, shape = tensordict.get(self.tensor_keys.advantage, None), tensordict.batch_size
-        in_time = find_time_dim(tensordict, self.time_dim) is not None
-        if advantage is None or not in_time or advantage.shape != (*shape, 1):
+    def _outcomes(self, steps: Steps) -> Tensor | None:
+        """The advantage of each trajectory at the last step that counts, if it has only one."""
+        data, shape = steps.data, (*steps.data.batch_size, 1)
+        advantage = data.get(self.tensor_keys.advantage, None)
+        in_time = find_time_dim(data, self.time_dim) is not None
+        if advantage is None or not in_time or advantage.shape != shape:
             return None
-        flags = self._flags(tensordict, mask)
-        last, counts = flags.last.long(), flags.counts.flatten()
-        last[..., -1:] = 1
-        number = last.flatten().cumsum(0) - last.flatten()  # of its trajectory
-        values, numbers = advantage.flatten()[counts], number[counts]
-        goes_on = numbers.diff() == 0
-        if (values.diff()[goes_on] != 0).any():
+        flags, values = self._flags(steps), widened(advantage.squeeze(-1))
+
+        def from_here(flag: Tensor) -> Tensor:  # the sum over a step and those after it
+            return flag.to(values) + sum_after(flag.to(values), flags.last)
+
+        is_last = flags.counts & (from_here(flags.counts) == 1)
+        outcomes = torch.where(is_last, values, 0.0)
+        if (from_here(outcomes) != values)[flags.counts].any():
             return None
-        ended = torch.isin(numbers, number[flags.ends.flatten()])  # the end itself need not count
-        ended[:-1] &= ~goes_on
-        outcomes = torch.zeros_like(advantage)
-        outcomes[flags.counts] = torch.where(ended, values, 0.0).unsqueeze(-1)
-        return outcomes
+        ended = from_here(flags.ends) > 0  # the end itself need not count
+        return torch.where(ended, outcomes, 0.0).unsqueeze(-1)
 
-    def _flags(self, tensordict: TensorDictBase, mask: Tensor | None) -> batches.Flags:
-        """Those of all agents together."""
-        shape = (*tensordict.batch_size, 1)
-        return batches.flags(tensordict, self._named_keys, shape, mask)
+    def _flags(self, steps: Steps) -> batches.Flags:
+        """The flags of all agents together."""
+        shape = (*steps.data.batch_size, 1)
+        return batches.flags(steps.data, self._named_keys, shape, steps.mask)
 
-    def _terms(self, tensordict: TensorDictBase) -> tuple[Steps, Tensor, Tensor]:
-        """The steps; what is minimised, before the coefficient, and the measured KL, (*B) each."""
-        acts = read_mask(tensordict, self._named_keys, self.loss_mask_key)
-        mask = batches.of_values(acts, (*tensordict.batch_size, 1))
-        actions = LogProbKeys(self.tensor_keys.action)
-        log_probs = LogProbKeys(self.tensor_keys.sample_log_prob)
-        if acts is not None:
-            read = [*self.actor_network.in_keys, *self.reference.own_state_keys]
-            read += [*actions.keys, *log_probs.keys, self.tensor_keys.sampler_log_prob]
-            tensordict = finite_padding(tensordict, acts, read)
-        dists, action = self._distributions(tensordict), self.tensor_keys.action
-        steps = Steps(*dists, tensordict, action, mask, acts)
+    def _terms(self, tensordict: TensorDictBase) -> tuple[Steps, Tensor, Tensor, float]:
+        """The steps; what is minimised, before the coefficient, and the measured KL, (*B) each.
+
+        The last number is the effective share of the actions of a sampler, 1 without one.
+        """
+        steps, share = self._steps(tensordict), 1.0
+        numbers: dict[Any, Tensor] = {}
         if self._reads_actions:
-            steps = steps._replace(drawn=self._drawn(tensordict, steps))
-        value, kl = steps.terms(self.gradient, self.weights)
-        recorded: dict[Any, Tensor] = {}
-        if self.sampler_weights is not None:
-            drawn, own = cast(Drawn, steps.drawn), self.tensor_keys.sampler_log_prob
-            sampler = steps.summed(get_required(tensordict, own, _NO_SAMPLER).detach())
-            log_ratio = steps.masked(drawn.recorded - sampler)
-            ends = drawn.ends if self.weights == "trajectory" else None
-            weight, share = sampler_weights(log_ratio, self.cap, ends, mask)
-            value, kl = weight * value, weight * kl
-            steps, recorded = steps._replace(share=share), {own: sampler}
-        numbers = {"kl": kl, "loss_kl": value}
+            value, kl, numbers, share = self._weighted(steps)
+        else:
+            mask = steps.mask_for(steps.policy.batch_shape)
+            value = kl = steps.summed(kl_exact(steps.policy, steps.reference, mask=mask))
+        numbers |= {"kl": kl, "loss_kl": value}
         if self.controller.coeff.item() == 0:  # only measures, also where the KL is infinite
             value = torch.zeros_like(kl).requires_grad_()
-            numbers = {"kl": kl.masked_fill(kl == torch.inf, 0.0)}
-        if steps.drawn is not None:
-            recorded |= {log_probs.name: steps.drawn.recorded, "log_prob": steps.drawn.log_prob}
-        check_finite(type(self).__name__, recorded | numbers, mask)
-        # With agents they are sums over them.
-        agents = actions.batch_size(tensordict)[tensordict.batch_dims :]
-        return steps, value / agents.numel(), kl.detach() / agents.numel()
+            numbers |= {"kl": kl.masked_fill(kl == torch.inf, 0.0), "loss_kl": value}
+        check_finite(type(self).__name__, numbers, steps.mask)
+        # Both are sums over the agents.
+        agents = LogProbKeys(self.tensor_keys.action).batch_size(tensordict)
+        n_agents = agents[tensordict.batch_dims :].numel()
+        return steps, value / n_agents, kl.detach() / n_agents, share
 
-    def _recorded(self, tensordict: TensorDictBase, steps: Steps) -> Tensor:
+    def _weighted(self, steps: Steps) -> tuple[Tensor, Tensor, dict[Any, Tensor], float]:
+        """`_terms` where actions are read; log-probs that must be finite, by name; the share."""
+        recorded, share = self._recorded(steps), 1.0
+        ends = self._ends(steps) if self._reads_trajectories else None
+        if self.gradient == "k2":
+            log_prob, ref_log_prob = map(steps.log_prob_of, (steps.policy, steps.reference))
+            ratio = (log_prob - recorded).exp()
+            value = ratio.detach() * kl_k2(log_prob, ref_log_prob)
+            kl = ratio * kl_k1(log_prob, ref_log_prob)
+        else:
+            pair, mask = (steps.policy, steps.reference), steps.mask_for(steps.policy.batch_shape)
+            parts, kl = log_prob_and_kl(*pair, steps.data, steps.action, mask)
+            log_prob, kl = steps.summed(*parts), steps.summed(kl)
+            value = kl
+        log_ratio = log_prob - recorded
+        if ends is not None and self.weights == "step":
+            # The second term is 0 in value and has the gradient of the ratio.
+            ratio = log_ratio.exp()
+            value = value + (ratio - ratio.detach()) * sum_after(kl.detach(), ends)
+        elif ends is not None:
+            # W_t, the product of the ratios before. On padding it could overflow: inf * 0 is NaN.
+            weight = steps.summed(sum_before(log_ratio, ends)).exp()
+            # The gradient of the probability of getting to a step makes "sequence" exact.
+            value = (weight if self.gradient == "sequence" else weight.detach()) * value
+            kl = weight * kl
+        name = LogProbKeys(self.tensor_keys.sample_log_prob).name
+        numbers: dict[Any, Tensor] = {name: recorded, "log_prob": log_prob}
+        if self.sampler_weights is not None:
+            key = self.tensor_keys.sampler_log_prob
+            numbers[key] = steps.summed(get_required(steps.data, key, _NO_SAMPLER).detach())
+            ends = ends if self.weights == "trajectory" else None
+            log_ratio = recorded - numbers[key]
+            weight, share = sampler_weights(log_ratio, self.cap, ends, steps.mask)
+            value, kl = weight * value, weight * kl
+        return value, kl, numbers, share
+
+    def _recorded(self, steps: Steps) -> Tensor:
+        """The recorded log-prob of the actions, (*B)."""
         refuse_own_log_prob(self.actor_network)
         keys = LogProbKeys(self.tensor_keys.sample_log_prob).keys
-        parts = [get_required(tensordict, key, _NO_LOG_PROB).detach() for key in keys]
-        return steps.summed(*parts)
+        return steps.summed(*(get_required(steps.data, k, _NO_LOG_PROB).detach() for k in keys))
 
-    def _drawn(self, tensordict: TensorDictBase, steps: Steps) -> Drawn:
-        recorded = self._recorded(tensordict, steps)
-        if self.gradient == "k2":
-            log_prob, kl = steps.log_prob_of(steps.policy), None
-        else:
-            log_prob, kl = steps.log_prob_and_kl()
-        ends = None
-        if self._reads_trajectories:
-            flags = self._flags(tensordict, steps.mask)
-            states = batches.read_states(tensordict, self.actor_network.in_keys)
-            batches.require_order(states, flags.may_differ)
-            ends = flags.last
-        return Drawn(log_prob, recorded, ends, kl)
+    def _ends(self, steps: Steps) -> Tensor:
+        """True at the last steps of trajectories, (*B)."""
+        flags = self._flags(steps)
+        states = batches.read_states(steps.data, self.actor_network.in_keys)
+        batches.require_order(states, flags.may_differ)
+        return flags.last
 
-    def _distributions(self, tensordict: TensorDictBase) -> tuple[Distribution, Distribution]:
+    def _steps(self, tensordict: TensorDictBase) -> Steps:
+        key = batches.MASK_KEY if self.loss_mask_key == "auto" else self.loss_mask_key
+        acts = batches.counted(tensordict, self._named_keys, mask_key=key)
+        if acts is not None:
+            read = [*self.in_keys, *self.reference.own_state_keys]
+            tensordict = finite_padding(tensordict, acts, read)
         timed = find_time_dim(tensordict, self.time_dim) is not None
         if self._reads_trajectories and not timed:
             raise ValueError(
@@ -493,7 +457,7 @@ class KLPenaltyLoss(LossModule):
         # A shared reference may receive gradients elsewhere.
         with torch.no_grad():
             reference = self.reference.get_dist(tensordict, timed=timed)
-        return policy, reference
+        return Steps(policy, reference, tensordict, self.tensor_keys.action, acts)
 
 
 _NO_LOG_PROB = RECORD_LOG_PROB.replace("KLKeys(log_prob=", "set_keys(sample_log_prob=")
@@ -513,36 +477,20 @@ def check_options(gradient: str, weights: str, reduction: str) -> None:
             raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {value!r}.")
 
 
-def reduce_steps(values: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
-    """Over the steps (*B) that count; `values` are 0 elsewhere. `mask`: (*B), or (*B, *A)."""
-    if reduction == "none":
-        return values
-    count: Any = max(values.numel(), 1)
-    if mask is not None:  # where half of the agents act, half a step
-        count = mask.sum().clamp_min(1) * (count / max(mask.numel(), 1))
-    return values.sum() if reduction == "sum" else values.sum() / count
+def mask_of(acts: Tensor | None, batch_size: torch.Size, shape: torch.Size) -> Tensor | None:
+    """True where values of a `shape` (*B, ...) count, of that shape; `acts`: (*B, *A)."""
+    if acts is not None and shape[: acts.ndim] != acts.shape:  # they are of all agents together
+        acts = batches.of_values(acts, (*batch_size, 1))
+    return None if acts is None else expand_right(acts, shape)
 
 
-def read_mask(
-    tensordict: TensorDictBase, keys: ResolvedKeys, key: NestedKey | None
-) -> Tensor | None:
-    """`batches.counted`, (*B, *A). `key`: a LossModule's `loss_mask_key`."""
-    key = batches.MASK_KEY if key == "auto" else key
-    mask = None if key is None else tensordict.get(key, None)
-    if mask is not None and mask.dtype != torch.bool:
-        raise TypeError(f"the mask {key!r} must be boolean, got {mask.dtype}: use `.bool()`.")
-    return batches.counted(tensordict, keys, mask_key=key)
-
-
-def finite_padding(data: TensorDictBase, mask: Tensor, keys: list[NestedKey]) -> TensorDictBase:
-    """A shallow copy with 0 for NaN and inf on padding; `mask`: (*B, *A)."""
-    rows = cast(Tensor, batches.of_values(mask, (*data.batch_size, 1)))
+def finite_padding(data: TensorDictBase, acts: Tensor, keys: list[NestedKey]) -> TensorDictBase:
+    """A shallow copy with 0 for NaN and inf on padding; `acts`: (*B, *A)."""
     data = data.copy()  # there, NaN times a gradient of 0 would be NaN
     for key in batches.leaf_keys(data, keys):
         value = data.get(key, None)
         if is_floating(value):
-            counts = mask if value.shape[: mask.ndim] == mask.shape else rows
-            valid = expand_right(counts, value.shape) | value.isfinite()
+            valid = mask_of(acts, data.batch_size, value.shape) | value.isfinite()
             data.set(key, torch.where(valid, value, 0.0))
     return data
 
