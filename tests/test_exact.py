@@ -293,7 +293,7 @@ def test_too_many_texts_are_refused_after_one_call():
 @pytest.mark.parametrize(
     ("prompts", "length", "error", "match"),
     [
-        (PROMPTS.tolist(), R, TypeError, "`prompts` must be a tensor of token ids, got list"),
+        (PROMPTS.tolist(), R, TypeError, "`prompts` must be a tensor, got list"),
         (PROMPTS[0], R, ValueError, r"`prompts` must be token ids .* got \(2,\) of torch.int64"),
         (PROMPTS.int(), R, ValueError, r"must be token ids .* got \(2, 2\) of torch.int32"),
         (PROMPTS[:0], R, ValueError, r"must be token ids .* got \(0, 2\) of torch.int64"),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_kl.functional.numbers import check_number, solve_decreasing
+from torchrl_kl.functional.numbers import check_count, check_number, check_tensor, solve_decreasing
 
 __all__ = ["Enumeration", "ExactValues", "PolicyValues", "enumerate_kl"]
 
@@ -358,13 +358,11 @@ def _check_tensor(name: str, output: Any) -> None:
 
 
 def _check_sizes(prompts: Tensor, response_length: int, chunk_size: int) -> None:
-    if not isinstance(prompts, Tensor):
-        raise TypeError(f"`prompts` must be a tensor of token ids, got {type(prompts).__name__}.")
+    check_tensor("prompts", prompts)
     if prompts.ndim != 2 or prompts.dtype != torch.int64 or len(prompts) == 0:
         raise ValueError(
             "`prompts` must be token ids of shape (P, T0) and dtype torch.int64 with P >= 1, got "
             f"{tuple(prompts.shape)} of {prompts.dtype}: one prompt needs a leading dimension of 1."
         )
-    for name, size in {"response_length": response_length, "chunk_size": chunk_size}.items():
-        if type(size) is not int or size < 1:
-            raise ValueError(f"`{name}` must be an int of at least 1, got {size!r}.")
+    check_count("response_length", response_length)
+    check_count("chunk_size", chunk_size)

@@ -42,9 +42,8 @@ class FrozenActor(nn.Module):
     You may rely on: only `update_reference` and `load_state_dict` change its weights, and raise
     `version`; no gradient reaches it. The reference of a policy in float32 may be in bfloat16. A
     recurrent reference has its own state, `ref_<name>` next to `<name>`, or `second_ref_<name>` for
-    a stack that writes `second_ref_log_prob`; the first stack that uses it decides. You may not
-    rely on a copy of weights to which a function refers, nor on a statistic that a module changes
-    in eval mode, too.
+    a stack that writes `second_ref_log_prob`; the first stack that uses it decides. Not frozen:
+    weights captured by a plain function, and statistics that a module updates even in eval mode.
 
     State: the weights, under `actor`; the fp32 averages behind half-precision ones, under `master`.
 
@@ -87,7 +86,6 @@ class FrozenActor(nn.Module):
         self.version = 0  # raised whenever the weights change
         self.action_keys = [unravel_key(key) for key in self.actor.dist_sample_keys]
         self._policy_dtypes = {reading.weight_dtype(actor)}
-        self._find_cast()
         self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(actor))
         self.log_prob_key = self.recorded.key
         self._known: set[str] = set()  # names of distributions, and faults warned of
@@ -104,7 +102,6 @@ class FrozenActor(nn.Module):
         """Takes a copy of the actor."""
         with torch.no_grad():  # or TorchScript's weights would be a part of a graph
             copied = copy.deepcopy(as_kl_actor(actor).whole())
-        copied.zero_grad()
         self.actor: ProbabilisticTensorDictSequential = copied
         self.actor.requires_grad_(False).eval()
 
@@ -127,7 +124,6 @@ class FrozenActor(nn.Module):
                 stacklevel=4,
             )
         self._policy_dtypes.add(reading.weight_dtype(policy))
-        self._find_cast()
 
     def name_states(self, ref_log_prob_key: NestedKey) -> None:
         """Names its states after what it writes, so that no two of them on a batch are shared."""
@@ -138,22 +134,15 @@ class FrozenActor(nn.Module):
     def _find_keys(self, prefix: str) -> None:
         # A state is what the actor reads, and writes into "next" for its next step. On the policy's
         # state the reference would score with the memory of another network.
-        written = self.actor.out_keys
-        self.state_keys = [
-            key for key in self.actor.in_keys if unravel_key(("next", key)) in written
-        ]
-        self.own_state_keys = [
-            sibling(key, f"{prefix}_{as_tuple(key)[-1]}") for key in self.state_keys
-        ]
+        read, written = self.actor.in_keys, self.actor.out_keys
+        self.state_keys = [key for key in read if unravel_key(("next", key)) in written]
+        names = {key: f"{prefix}_{as_tuple(key)[-1]}" for key in self.state_keys}
+        self.own_state_keys = [sibling(key, name) for key, name in names.items()]
         others = (*self.state_keys, *self.action_keys)
         self.in_keys = [key for key in reading.read_keys(self.actor) if key not in others]
-        self._init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
+        marks = (key for key in self.in_keys if as_tuple(key)[-1] == "is_init")
+        self._init_key = next(marks, "is_init")
         self._input_keys = [*self.in_keys, *self.action_keys, *self.own_state_keys]
-
-    def _find_cast(self) -> None:
-        # For weights of the policy's dtype, a cast of what both read would only round.
-        own = reading.weight_dtype(self.actor)
-        self._cast_to = None if self._policy_dtypes == {own} else own
 
     @property
     def dtype(self) -> torch.dtype:
@@ -181,11 +170,6 @@ class FrozenActor(nn.Module):
     def _load_from_state_dict(self, *args):
         self.version += 1
         super()._load_from_state_dict(*args)
-
-    def _apply(self, fn, recurse: bool = True):
-        super()._apply(fn, recurse)
-        self._find_cast()
-        return self
 
     def train(self, mode: bool = True) -> FrozenActor:
         """Stays in eval mode: dropout noise in a reference would be measured as divergence."""
@@ -222,8 +206,6 @@ class FrozenActor(nn.Module):
 
     def state_specs(self) -> dict[NestedKey, TensorSpec]:
         """The specs of its own state by key, from the actor's `make_tensordict_primer`."""
-        if not self.state_keys:
-            return {}
         primer = get_primers_from_module(self.actor, warn=False)
         primers = [] if primer is None else getattr(primer, "transforms", [primer])
         entries = (entry for one in primers for entry in one.primers.items(True, True))
@@ -247,10 +229,12 @@ class FrozenActor(nn.Module):
             timed = self._add_states(inputs, tensordict, timed=timed, fake=fake)
             for own, key in zip(self.own_state_keys, self.state_keys, strict=True):
                 inputs.rename_key_(own, key)
-        for key in () if self._cast_to is None else (*self.in_keys, *self.state_keys):
-            value = inputs.get(key, None)
-            if is_floating(value):
-                inputs.set(key, value.to(self._cast_to))
+        own_dtype = reading.weight_dtype(self.actor)
+        # For weights of the policy's dtype, a cast of what both read would only round.
+        if self._policy_dtypes != {own_dtype}:
+            for key in (*self.in_keys, *self.state_keys):
+                if is_floating(value := inputs.get(key, None)):
+                    inputs.set(key, value.to(own_dtype))
         return inputs, timed
 
     def _add_states(
@@ -300,14 +284,13 @@ class FrozenActor(nn.Module):
     def _mark(self, inputs: TensorDictBase, states: TensorDictBase) -> Tensor:
         """Where trajectories begin, (*B): at `is_init`, which is set to it, if `states` are 0."""
         # A SliceSampler sets `is_init` where a slice begins, too, whose state must not be replaced.
-        key = self._init_key
-        begins = None if key is None else inputs.get(key, None)
-        if key is None or begins is None:
+        begins = inputs.get(self._init_key, None)
+        if begins is None:
             return torch.zeros(inputs.batch_size, dtype=torch.bool, device=inputs.device)
         for state in states.values(True, True):
             inside = state.bool().unsqueeze(-1).flatten(inputs.batch_dims).any(-1)
             begins = begins & ~expand_right(inside, begins.shape)
-        inputs.set(key, begins)
+        inputs.set(self._init_key, begins)
         return begins.reshape(inputs.batch_size)
 
     def scoring(self, timed: bool) -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce, singledispatch
+from functools import reduce
 from typing import Any
 
 import torch
@@ -94,33 +94,26 @@ def log_prob_of_actions(
 ) -> tuple[Tensor, Distribution | None]:
     """The log-prob of the actions in `inputs`, (*B, *A), nats, and the dist; writes its outputs."""
     shape, in_turn = recorded.batch_size(inputs), getattr(actor, "return_composite", False)
-    if not in_turn and has_own(actor, "log_prob"):
-        found = actor.log_prob(inputs)
-        parts = [found] if isinstance(found, Tensor) else found.values(True, True)
-        return reduce(torch.add, [sum_action_dims(part, shape) for part in parts]), None
     # Before the pass, in which a part may write an action of its own, as gSDEModule does.
     actions = {key: get_required(inputs, key, _NO_ACTION) for key in action_keys}
+    dist, parts = None, []
     if in_turn:
-        return _log_prob_in_turn(actor, inputs, actions, recorded), None
-    dist = actor.get_dist(inputs)
-    parts = log_probs_by_part(dist, actions, action_keys[0])
+        # Parts that are drawn one after another, given those before. The actor's `log_prob` would
+        # draw the earlier ones anew and score the later ones after those.
+        for module in actor.module.children():  # of a ModuleList or a ModuleDict
+            if isinstance(module, PROBABILISTIC):
+                keys = [key for key in module.dist_sample_keys if key in actions]
+                inputs.update({key: actions[key] for key in keys})
+                parts.append(log_prob_of_actions(module, inputs, keys, recorded)[0])
+            else:
+                module(inputs)
+    elif has_own(actor, "log_prob"):
+        found = actor.log_prob(inputs)
+        parts = [found] if isinstance(found, Tensor) else found.values(True, True)
+    else:
+        dist = actor.get_dist(inputs)
+        parts = log_probs_by_part(dist, actions, action_keys[0])
     return reduce(torch.add, [sum_action_dims(part, shape) for part in parts]), dist
-
-
-def _log_prob_in_turn(
-    actor: Any, inputs: TensorDictBase, actions: dict[NestedKey, Tensor], recorded: LogProbKeys
-) -> Tensor:
-    """The log-prob of an action whose parts are drawn one after another, given those before."""
-    # The actor's `log_prob` would draw the earlier parts anew and score the later ones after those.
-    found = []
-    for module in actor.module.children():  # of a ModuleList or a ModuleDict
-        if not isinstance(module, PROBABILISTIC):
-            module(inputs)
-            continue
-        keys = [key for key in module.dist_sample_keys if key in actions]
-        inputs.update({key: actions[key] for key in keys})
-        found.append(log_prob_of_actions(module, inputs, keys, recorded)[0])
-    return reduce(torch.add, found)
 
 
 def log_probs_by_part(dist: Any, data: Any, key: NestedKey) -> list[Tensor]:
@@ -133,18 +126,12 @@ def log_probs_by_part(dist: Any, data: Any, key: NestedKey) -> list[Tensor]:
     return found
 
 
-@singledispatch
 def log_prob_and_kl(
     policy: Any, reference: Any, data: Any, key: NestedKey, mask: Tensor | None
 ) -> tuple[list[Tensor], Tensor]:
     """The log-prob of the action `key` by parts, and KL(policy || reference), in one pass."""
-    return log_probs_by_part(policy, data, key), kl_exact(policy, reference, mask=mask)
-
-
-@log_prob_and_kl.register
-def _(
-    policy: TiledCategorical, reference: Any, data: Any, key: NestedKey, mask: Tensor | None
-) -> tuple[list[Tensor], Tensor]:
+    if not isinstance(policy, TiledCategorical):
+        return log_probs_by_part(policy, data, key), kl_exact(policy, reference, mask=mask)
     log_prob, kl, _ = figures(policy, get_required(data, key, _NO_ACTION), reference)
     return [log_prob], kl if mask is None else torch.where(mask, kl, 0.0)
 

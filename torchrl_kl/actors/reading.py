@@ -47,9 +47,9 @@ def has_own(actor: Any, name: str) -> bool:
 
 
 def weight_dtype(actor: nn.Module) -> torch.dtype:
-    """Dtype of the first weights of an actor, of those of several bytes if any, or the default."""
-    floating = [p.dtype for p in actor.parameters() if p.is_floating_point()]  # one byte: stored
-    return min(floating, key=lambda one: one.itemsize == 1, default=torch.get_default_dtype())
+    """Dtype of the first weights of an actor that have several bytes, or the default."""
+    floating = (p.dtype for p in actor.parameters() if p.is_floating_point())
+    return next((one for one in floating if one.itemsize > 1), torch.get_default_dtype())
 
 
 def check_left_inputs(policy: Any, reader: Any) -> None:

@@ -117,18 +117,17 @@ def _kl(policy: Distribution, reference: Distribution) -> Tensor:
     ):
         if isinstance(policy, kinds) and isinstance(reference, kinds):
             return kl(policy, reference)
-    return _registered_kl(policy, reference)
+    # A CompositeDistribution, paired here with another kind, has no event shape.
+    check_equal("event_shape", policy, reference, lambda d: tuple(getattr(d, "_event_shape", ())))
+    return kl_divergence(policy, reference)
 
 
 def _kl_of_categoricals(policy: Distribution, reference: Distribution) -> Tensor:
     # The gradient of the registered KL is NaN where the policy has a logit of -inf, as masked
     # actions have, and its value is inf where the reference's probability underflows.
     columns, ref_columns = columns_of(policy), columns_of(reference)
-    if columns is None or ref_columns is None:
-        alike = columns is ref_columns
-    else:
-        alike = torch.equal(columns, ref_columns)
-    if not alike:
+    both = columns is not None and ref_columns is not None
+    if not (torch.equal(columns, ref_columns) if both else columns is ref_columns):
         raise ValueError(
             f"`policy` and `reference` must be over the same actions, got {_name(policy)} and "
             f"{_name(reference)} with different `indices`: give both the same `indices`, or a mask."
@@ -208,12 +207,6 @@ def _kl_of_transformed(policy: Any, reference: Any) -> Tensor:
             "several points to one: the KL of the bases is then only an upper bound."
         )
     return _kl(policy.base_dist, reference.base_dist)
-
-
-def _registered_kl(policy: Distribution, reference: Distribution) -> Tensor:
-    # A CompositeDistribution, paired here with another kind, has no event shape.
-    check_equal("event_shape", policy, reference, lambda d: tuple(getattr(d, "_event_shape", ())))
-    return kl_divergence(policy, reference)
 
 
 def check_equal(what: str, policy: Any, reference: Any, read: Callable[[Any], object]) -> None:
