@@ -104,7 +104,7 @@ class Enumeration:
         pi*(y) proportional to pi_ref(y) exp(r(y) / beta)
         J* = beta log E_ref exp(r / beta)
 
-    The regret of a policy is `beta * KL(pi || pi*)`, which is at least 0. Prompts weigh 1/P each.
+    Prompts weigh 1/P each.
 
     Args:
         reference: the model in the second argument of the KL.

@@ -26,7 +26,7 @@ _PROBS = (
     "built with `probs` is at least -15.9 in float32, also that of an impossible action, so that "
     "the KL is too small: pass `logits`, such as the logarithm of the probabilities."
 )
-# Of a class, and of those that inherit its `log_prob`.
+# What is wrong with a class, and with those that inherit its `log_prob`.
 _FAULTS: dict[Any, str] = {
     **dict.fromkeys((modules.Delta, modules.TanhDelta, distributions.Delta), _POINT),
     **dict.fromkeys((modules.TruncatedNormal, distributions.TruncatedNormal), _MASS),
@@ -36,10 +36,9 @@ _FAULTS: dict[Any, str] = {
 
 
 def check_density(found: Any, known: set[str]) -> None:
-    """ValueError for a distribution without a density, or its class; warns once of other faults.
+    """ValueError for a distribution, or a class, without a density; warns of faults not in `known`.
 
-    Looks into all that it is built with, such as the parts of a CompositeDistribution. `known`: the
-    faults that were warned of.
+    Looks into all that it is built with, such as the parts of a CompositeDistribution.
     """
     given = found if isinstance(found, Mapping) else {}
     if isinstance(found, partial):
@@ -53,14 +52,13 @@ def check_density(found: Any, known: set[str]) -> None:
             raise ValueError(
                 f"policy and reference must have densities, got {found.__name__}, which {fault}"
             )
-        probs = given.get("probs", None)  # also held where they were computed from logits
+        probs = given.get("probs", None)  # those computed from logits are there, too
         by_probs = probs is not None and given.get("_param", probs) is probs
         if fault is not None and fault not in known and (fault != _PROBS or by_probs):
             known.add(fault)
             warnings.warn(f"the log-prob of a {found.__name__} {fault}", stacklevel=4)
     for part in given.values():
-        if isinstance(part, Distribution | Mapping | partial | type):
-            check_density(part, known)
+        check_density(part, known)
 
 
 def log_prob_inside(dist: Distribution, action: Tensor) -> Tensor:

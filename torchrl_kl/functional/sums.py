@@ -91,7 +91,7 @@ def sum_before(values: Tensor, ends: Tensor) -> Tensor:
 def sum_after(values: Tensor, ends: Tensor) -> Tensor:
     """At each step, the sum over the later steps of its trajectory; else as `running_sum`."""
     _check_rows(values, ends)
-    # Backwards in time a trajectory ends where it began.
+    # Backwards in time, a trajectory ends at its first step.
     return sum_before(values.flip(-1), _begins(ends).flip(-1)).flip(-1)
 
 
