@@ -327,10 +327,18 @@ def broken(value):
 @pytest.mark.parametrize(
     ("model", "error", "match"),
     [
-        (lambda contexts: contexts.tolist(), TypeError, "must return a tensor, got list: of a Hug"),
-        (uniform(V + 1), ValueError, r"must map contexts \(2, 2\) to logits \(2, 3\) of the next"),
-        (broken(math.nan), ValueError, "must return logits below inf"),
-        (broken(math.inf), ValueError, "must return logits below inf"),
+        (
+            lambda contexts: contexts.tolist(),
+            TypeError,
+            r"\(contexts\)` must be a tensor, got list",
+        ),
+        (
+            uniform(V + 1),
+            ValueError,
+            r"` must map contexts \(2, 2\) to logits \(2, 3\) of the next",
+        ),
+        (broken(math.nan), ValueError, "` must return logits below inf"),
+        (broken(math.inf), ValueError, "` must return logits below inf"),
     ],
 )
 def test_wrong_logits(model, error, match):
@@ -354,7 +362,7 @@ def test_a_dead_end_that_can_be_reached():
 @pytest.mark.parametrize(
     ("rewards", "error", "match"),
     [
-        (lambda texts: [1.0] * len(texts), TypeError, "`reward_fn` must return a tensor, got list"),
+        (lambda texts: [1.0] * len(texts), TypeError, r"`reward_fn\(texts\)` must be a tensor"),
         (lambda texts: texts[:, :1], ValueError, r"shape \(54,\), got \(54, 1\)"),
         (lambda texts: 1 / (texts[:, 2] != 1), ValueError, "18 infinite or NaN ones on 54"),
     ],

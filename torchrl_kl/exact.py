@@ -3,8 +3,9 @@
 Axes: P prompts, T0 tokens in a prompt, R tokens in a response, V tokens in the vocabulary, N texts.
 
 A *model* (the policy, the reference) is any callable that maps contexts (N, T) of token ids to the
-logits or log-probs (N, V) of the next token, -inf for an impossible one; they are normalized in
-float64. Call `eval()` on a network with dropout first.
+logits or log-probs (N, V) of the next token, -inf for an impossible one, such as the last position
+of a Hugging Face model's `.logits`. They are normalized in float64. Call `eval()` on a network with
+dropout first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -319,7 +319,7 @@ def _extend(probs: Tensor, own: Tensor, other: Tensor, name: str) -> tuple[Tenso
 def _score(reward_fn: RewardFn, texts: Tensor) -> Tensor:
     # (N, T0 + R) -> (N,) in float64.
     rewards = reward_fn(texts)
-    _check_tensor("reward_fn", rewards)
+    check_tensor("reward_fn(texts)", rewards)
     if rewards.shape != texts.shape[:1]:
         raise ValueError(
             f"`reward_fn` must return one reward per text, shape {(len(texts),)}, got "
@@ -331,7 +331,7 @@ def _score(reward_fn: RewardFn, texts: Tensor) -> Tensor:
 def _next_log_probs(model: Model, name: str, contexts: Tensor, size: int | None = None) -> Tensor:
     """The model's checked log-probs of the next token, (N, V) in float64."""
     logits = model(contexts)
-    _check_tensor(name, logits)
+    check_tensor(f"{name}(contexts)", logits)
     expected = (len(contexts), size or logits.shape[-1])
     if logits.shape != expected:
         raise ValueError(
@@ -347,14 +347,6 @@ def _next_log_probs(model: Model, name: str, contexts: Tensor, size: int | None 
     log_probs = logits.double().log_softmax(-1)
     # A row of -inf (a context that the model never reaches) normalizes to NaN.
     return log_probs.masked_fill(log_probs.isnan(), -math.inf)
-
-
-def _check_tensor(name: str, output: Any) -> None:
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"`{name}` must return a tensor, got {type(output).__name__}: of a Hugging Face model, "
-            "return the last position of `.logits`."
-        )
 
 
 def _check_sizes(prompts: Tensor, response_length: int, chunk_size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torchrl.data import TensorSpec
-from torchrl.modules import recurrent_mode, set_recurrent_mode
+from torchrl.modules import set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_kl.actors import reading
@@ -79,7 +79,7 @@ class FrozenActor(nn.Module):
     ):
         super().__init__()
         reading.check_actor(actor)
-        self.requires_grad = False  # KLRewardTransform may change it
+        self.requires_grad = False  # KLRewardTransform may set it
         self.chunk_size = chunk_size
         self._hold(actor)
         self.master = MasterWeights()
@@ -99,14 +99,13 @@ class FrozenActor(nn.Module):
             )
 
     def _hold(self, actor: nn.Module) -> None:
-        """Takes a copy of the actor."""
         with torch.no_grad():  # or TorchScript's weights would be a part of a graph
             copied = copy.deepcopy(as_kl_actor(actor).whole())
         self.actor: ProbabilisticTensorDictSequential = copied
         self.actor.requires_grad_(False).eval()
 
     def read_for(self, policy: Any) -> None:
-        """Will score the actions of a policy; ValueError if it has others, or overwrites inputs."""
+        """Prepares for the actions of a policy; ValueError if it cannot be the reference of it."""
         actions = [unravel_key(key) for key in policy.dist_sample_keys]
         if actions != self.action_keys:
             raise ValueError(
@@ -126,14 +125,14 @@ class FrozenActor(nn.Module):
         self._policy_dtypes.add(reading.weight_dtype(policy))
 
     def name_states(self, ref_log_prob_key: NestedKey) -> None:
-        """Names its states after what it writes, so that no two of them on a batch are shared."""
+        """Names its states after the entry that the first stack writes: two stacks share none."""
         if not self._named:
             self._find_keys(as_tuple(ref_log_prob_key)[-1].removesuffix("_log_prob"))
             self._named = True
 
     def _find_keys(self, prefix: str) -> None:
-        # A state is what the actor reads, and writes into "next" for its next step. On the policy's
-        # state the reference would score with the memory of another network.
+        # A state is what the actor reads, and writes into "next" for its next step. The policy's
+        # state is the memory of another network.
         read, written = self.actor.in_keys, self.actor.out_keys
         self.state_keys = [key for key in read if unravel_key(("next", key)) in written]
         names = {key: f"{prefix}_{as_tuple(key)[-1]}" for key in self.state_keys}
@@ -152,8 +151,8 @@ class FrozenActor(nn.Module):
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the weights in place, to (1 - tau) * reference + tau * source.
 
-        The average of half-precision weights is in fp32. Buffers are copied; what is neither, such
-        as a temperature in `distribution_kwargs`, stays as it was.
+        The average of half-precision weights is in fp32. Buffers are copied. What is neither does
+        not change, such as a temperature in `distribution_kwargs`.
 
         Args:
             source: an actor of the same structure, such as the policy; any dtype and device.
@@ -172,24 +171,21 @@ class FrozenActor(nn.Module):
         super()._load_from_state_dict(*args)
 
     def train(self, mode: bool = True) -> FrozenActor:
-        """Stays in eval mode: dropout noise in a reference would be measured as divergence."""
+        """Keeps eval mode: dropout noise in a reference would be measured as divergence."""
         return super().train(False)
 
     def score(self, tensordict: TensorDictBase, *, timed: bool, fake: bool = False) -> Score:
         """Scores the actions of a batch (*B), in one pass along its last dimension if `timed`.
 
-        RuntimeError if the state of a recurrent actor is not known: each row must begin with a
-        trajectory whose steps follow one another, or have recorded states, unless data are `fake`.
+        RuntimeError if the state of a recurrent actor is not known. A row must have recorded
+        states, or begin with a trajectory, in order; `fake` data need neither.
         """
         inputs, timed = self._inputs(tensordict, timed=timed, fake=fake)
         with self.scoring(timed):
-            log_prob, dist = log_prob_of_actions(
-                self.actor, inputs, self.action_keys, self.recorded
-            )
-        # The difference of two log-probs would be mostly rounding in half precision.
-        log_prob = widened(log_prob)
+            found = log_prob_of_actions(self.actor, inputs, self.action_keys, self.recorded)
         states = [inputs.get(("next", *as_tuple(key))) for key in self.state_keys]
-        return Score(log_prob, states, inputs, self._scored(dist, timed))
+        # The difference of two log-probs would be mostly rounding in half precision.
+        return Score(widened(found[0]), states, inputs, self._scored(found[1], timed))
 
     def get_dist(self, tensordict: TensorDictBase, *, timed: bool) -> Distribution:
         """The distribution over the actions of a batch (*B), in one pass along time if `timed`."""
@@ -198,7 +194,7 @@ class FrozenActor(nn.Module):
             return self._scored(self.actor.get_dist(inputs), timed)
 
     def _scored(self, dist: Any, timed: bool) -> Any:
-        """A distribution that has a density; ValueError for others."""
+        """The distribution, which is checked when its class is new."""
         if (name := type(dist).__name__) not in self._known and not torch.compiler.is_compiling():
             self._known.add(name)
             check_density(dist, self._known)
@@ -240,7 +236,7 @@ class FrozenActor(nn.Module):
     def _add_states(
         self, inputs: TensorDictBase, tensordict: TensorDictBase, *, timed: bool, fake: bool
     ) -> bool:
-        """Sets a state in each step, or refuses the batch; whether one pass runs along time."""
+        """Sets the states that a pass needs; whether one pass runs along time."""
         for key in self.state_keys:
             written = tensordict.get(unravel_key(("next", key)), None)
             if written is not None and tensordict.get(key, None) is None:
@@ -268,7 +264,7 @@ class FrozenActor(nn.Module):
         return True
 
     def _require_rows(self, inputs: TensorDictBase, tensordict: TensorDictBase) -> None:
-        """Marks where trajectories of a batch (*R, T) begin; refuses one that begins inside."""
+        """Marks where trajectories begin in a batch (*R, T), which each row must begin with."""
         begins = self._mark(inputs, tensordict.select(*self.state_keys, strict=False))
         mask = tensordict.get(MASK_KEY, torch.ones_like(begins))
         if bool((mask & (begins.cumsum(-1) == 0)).any()):
@@ -283,7 +279,7 @@ class FrozenActor(nn.Module):
 
     def _mark(self, inputs: TensorDictBase, states: TensorDictBase) -> Tensor:
         """Where trajectories begin, (*B): at `is_init`, which is set to it, if `states` are 0."""
-        # A SliceSampler sets `is_init` where a slice begins, too, whose state must not be replaced.
+        # A SliceSampler also sets `is_init` where a slice begins inside a trajectory.
         begins = inputs.get(self._init_key, None)
         if begins is None:
             return torch.zeros(inputs.batch_size, dtype=torch.bool, device=inputs.device)
@@ -293,18 +289,12 @@ class FrozenActor(nn.Module):
         inputs.set(self._init_key, begins)
         return begins.reshape(inputs.batch_size)
 
-    def scoring(self, timed: bool) -> AbstractContextManager[None]:
-        """The context of every pass of `actor`; `timed`: whether the last dimension is time."""
-        grad, mode = self.requires_grad and torch.is_grad_enabled(), recurrent_mode() or False
-        # Entering contexts would take as long as a layer of a small network.
-        entered = grad == torch.is_grad_enabled() and mode == timed and not self.state_keys
-        return nullcontext() if entered else _scoring(grad, timed)
-
-
-@contextmanager
-def _scoring(grad: bool, timed: bool) -> Iterator[None]:
-    with torch.set_grad_enabled(grad), set_recurrent_mode(timed):
-        yield
+    @contextmanager
+    def scoring(self, timed: bool) -> Iterator[None]:
+        """The context of each pass of `actor`; `timed`: whether the last dimension is time."""
+        grad = self.requires_grad and torch.is_grad_enabled()
+        with torch.set_grad_enabled(grad), set_recurrent_mode(timed):
+            yield
 
 
 _FIX = (

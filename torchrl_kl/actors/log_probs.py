@@ -45,15 +45,14 @@ def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -
     """A shallow copy of a batch (*B) with the log-probs that `actor` gives its actions in one pass.
 
     For a sampler that computes other numbers than the loss, or records none: another engine, or a
-    cache. The first ratios of an update are then exactly 1, and how far the sampler is becomes a
-    number.
+    cache. The first ratios of an update are then exactly 1, and the sampler's KL is measured.
 
     Keys:
         reads what the actor reads, its action, and the sampler's log-prob if it is there.
-        writes the log-prob, in eval mode, nats, (*B); the sampler's, if any, as "sampler_log_prob"
-        next to it, unless it is there, and with it ("next", "sampler_kl"), log pi_sampler - log pi,
-        nats, (*B, 1), 0 on padding, whose mean over trajectories estimates KL(sampler || policy);
-        what the policy records for scoring, as one that truncates does.
+        writes the log-prob, in eval mode, nats, (*B), and what the policy records for scoring, as
+        one that truncates does. If the sampler recorded its own, it becomes "sampler_log_prob" next
+        to it, unless that is there, and ("next", "sampler_kl") is log pi_sampler - log pi, nats,
+        (*B, 1), 0 on padding. Its mean over trajectories estimates KL(sampler || policy).
 
     Args:
         actor: the policy that is trained, of one action.
@@ -92,9 +91,9 @@ def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -
 def log_prob_of_actions(
     actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey], recorded: LogProbKeys
 ) -> tuple[Tensor, Distribution | None]:
-    """The log-prob of the actions in `inputs`, (*B, *A), nats, and the dist; writes its outputs."""
+    """The log-prob of the actions in `inputs`, which gets the outputs, (*B, *A), and the dist."""
     shape, in_turn = recorded.batch_size(inputs), getattr(actor, "return_composite", False)
-    # Before the pass, in which a part may write an action of its own, as gSDEModule does.
+    # They are read before the pass, in which a part may overwrite them, as gSDEModule does.
     actions = {key: get_required(inputs, key, _NO_ACTION) for key in action_keys}
     dist, parts = None, []
     if in_turn:

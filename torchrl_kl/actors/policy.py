@@ -1,4 +1,4 @@
-"""The policy in training: shared, never owned; and how its steps differ from random ones."""
+"""The policy in training, which is shared and never owned, and how it acts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Held = TypeVar("Held")
 class Borrowed(Generic[Held]):
     """Holds a module that somebody else owns: it is not a submodule, and deep copies share it."""
 
-    # A submodule would be moved and put into eval mode with the env, and a deep copy would not see
-    # it learn. `refusal`: why it must not be pickled, if so.
+    # A submodule would be moved and put into eval mode with the env, and a deep copy of it would
+    # not learn. `refusal`: why it must not be pickled, if it must not.
     def __init__(self, held: Held, *, refusal: str | None = None):
         self.held, self.refusal = held, refusal
 
@@ -36,7 +36,7 @@ class Borrowed(Generic[Held]):
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Eval mode for the time of a pass; afterwards each part of the module has its former mode."""
+    """Eval mode during a pass; afterwards each part of the module has its former mode."""
     training = [part for part in module.modules() if part.training]
     for part in training:
         # Not by `eval()`, at which some modules merge their adapters.
@@ -49,15 +49,15 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 class Acting(NamedTuple):
-    """What separates the steps of a policy from those of a random one, and draws from an argmax."""
+    """The signs that a policy acted, and how it chooses its actions."""
 
     trace_keys: Sequence[NestedKey]  # entries that only a forward pass of the policy writes
     interaction_type: Any  # how it chooses by default
 
     @classmethod
     def of(cls, policy: Any, recorded: LogProbKeys) -> Acting:
-        """That of a policy, whose log-probs are `recorded`."""
-        drawn = (*policy.dist_sample_keys, *as_kl_actor(policy).replayed_keys)  # may be all zeros
+        """Those of a policy, whose log-probs are `recorded`."""
+        drawn = (*policy.dist_sample_keys, *as_kl_actor(policy).replayed_keys)
         known = {*map(unravel_key, (*policy.in_keys, *drawn)), *recorded.keys}
         written = [key for key in map(unravel_key, policy.out_keys) if as_tuple(key)[0] != "next"]
         traces = [key for key in written if key not in known]

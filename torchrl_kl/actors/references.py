@@ -32,7 +32,7 @@ class SwitchedActor(FrozenActor):
         super().__init__(actor, **options)
 
     def _hold(self, actor: nn.Module) -> None:
-        """Takes no copy."""
+        """Takes no copy: the policy is borrowed."""
 
     @property
     def actor(self) -> ProbabilisticTensorDictSequential:  # type: ignore[override]
@@ -42,13 +42,13 @@ class SwitchedActor(FrozenActor):
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """RuntimeError: the reference has no weights that could be moved."""
         raise RuntimeError(
-            "`update_reference` needs a reference that is a copy, and this one is the policy "
-            "itself within a context: leave `reference` out, or merge the adapters into the base."
+            "`update_reference` needs a copy, and this reference is the policy itself within a "
+            "context: leave `reference` out, or merge the adapters into the base."
         )
 
     @contextmanager
     def scoring(self, timed: bool) -> Iterator[None]:
-        """The context of every pass, within that of the switch."""
+        """The context of each pass, within that of the switch."""
         context = self._borrowed.held[1]()
         if not isinstance(context, AbstractContextManager):
             raise TypeError(
@@ -71,10 +71,10 @@ def as_reference(
 ) -> FrozenActor:
     """The reference that scores the actions of `actor`; the options are those of FrozenActor."""
     check_actor(actor)
-    # Of another actor the weights; the actions and log-probs are those of `actor`.
+    # Another actor gives the weights; the log-probs are those that `actor` records.
     options: Any = {"log_prob_key": log_prob_key or find_log_prob_keys(actor)}
     options["chunk_size"] = chunk_size
-    if isinstance(reference, FrozenActor):  # it is used itself
+    if isinstance(reference, FrozenActor):
         if chunk_size is not None:
             raise ValueError(
                 "`chunk_size` needs a reference that is a copy made here, got a FrozenActor: give "

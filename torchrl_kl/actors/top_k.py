@@ -80,7 +80,7 @@ class TopKActor(KLActor, ProbabilisticTensorDictSequential):
         named = isinstance(modules, nn.ModuleDict)  # by names that are in `state_dict`
         parts: Any = [OrderedDict(modules.items())] if named else modules
         super().__init__(*parts, partial_tolerant=actor.partial_tolerant)
-        self.get_dist = actor.get_dist  # of one in tiles, its parts would make all logits
+        self.get_dist = actor.get_dist  # its parts would make all logits of one in tiles
         self.state_lengths, self.temperature = asked.state_lengths, asked.temperature
         self.k = check_count("k", k)
         self.top_k_key = unravel_key(top_k_key or sibling(log_prob_key, "top_k"))
@@ -94,7 +94,7 @@ class TopKActor(KLActor, ProbabilisticTensorDictSequential):
         self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None = None, **kwargs
     ) -> TensorDictBase:
         """Draws an action; writes it, its log-prob and the top k."""
-        # On a copy: the logits must not reach the caller's tensordict, nor are they read from it.
+        # A copy: the logits must not reach the caller's tensordict, nor be read from it.
         played, dist_module = tensordict.exclude(*self._params), reading.dist_module_of(self)
         dist, action_key = self.get_dist(played, **kwargs), dist_module.dist_sample_keys[0]
         if any(played.get(key, None) is None for key in self._params):  # it makes them in tiles
@@ -114,7 +114,7 @@ class TopKActor(KLActor, ProbabilisticTensorDictSequential):
 
 
 def record_top_k(dist: Distribution, drawn: Tensor, k: int) -> Sequence[Tensor]:
-    """What is recorded, as `RECORDED` names it, of drawn actions (*B,); all if they are fewer."""
+    """The entries `RECORDED` of drawn actions (*B,); of all actions if these are fewer than k."""
 
     def record(log_probs: Tensor, drawn: Tensor) -> list[Tensor]:
         top = log_probs.topk(min(k, log_probs.shape[-1]), dim=-1)
