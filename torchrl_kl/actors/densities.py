@@ -14,6 +14,8 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 from torchrl import modules
 from torchrl.modules import TanhNormal
 
+from torchrl_kl.actors.reading import is_of_library
+
 _POINT = (
     "has all of its probability in one point, where its log-prob is inf: use a distribution that "
     "draws its actions, such as a Normal."
@@ -62,10 +64,28 @@ def check_density(found: Any, known: set[str]) -> None:
 
 
 def log_prob_inside(dist: Distribution, action: Tensor) -> Tensor:
-    """The log-prob of an action, -inf outside the bounds of a TanhNormal, where it is finite."""
-    log_prob, inner = dist.log_prob(action), dist
-    while isinstance(inner, Independent):
+    """The log-prob of an action, -inf outside the bounds of a TanhNormal, where it is finite.
+
+    ValueError for actions of another shape than those of a distribution of a library.
+    """
+    inner = dist
+    while isinstance(inner, Independent):  # which has the same actions
         inner = inner.base_dist
+    name, batch = type(inner).__name__, inner.batch_shape
+    if not is_of_library(type(inner)):
+        fits = True  # the user's own may not say its shape
+    elif "Categorical" in name:  # not all say by their `event_shape` what an action is
+        n_dims = len(batch) + ("OneHot" in name)
+        fits = action.shape[: len(batch)] == batch and action.ndim == n_dims
+    else:  # one without the dimensions of the batch is the same for all of it
+        shape = batch + inner.event_shape
+        fits = action.shape[action.ndim - len(shape) :] == shape
+    if not fits:
+        raise ValueError(
+            f"policy and reference must have the same actions, got {name} of shape {tuple(batch)} "
+            f"for actions of shape {tuple(action.shape)}: build both for one kind and number."
+        )
+    log_prob = dist.log_prob(action)
     if isinstance(inner, TanhNormal):
         # A hundredth of the range may be rounding, as of actions in bfloat16.
         gap = (action - (inner.low + inner.high) / 2).abs() - 0.51 * (inner.high - inner.low)

@@ -10,19 +10,13 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import CompositeDistribution
 from torch import Tensor
-from torch.distributions import Distribution, Independent
+from torch.distributions import Distribution
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_kl.actors.densities import log_prob_inside
 from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.actors.protocol import as_kl_actor
-from torchrl_kl.actors.reading import (
-    PROBABILISTIC,
-    find_log_prob_keys,
-    has_own,
-    is_of_library,
-    scored_inputs,
-)
+from torchrl_kl.actors.reading import PROBABILISTIC, find_log_prob_keys, has_own, scored_inputs
 from torchrl_kl.batches import MASK_KEY, expand_right, find_time_dim
 from torchrl_kl.functional.estimators import kl_exact
 from torchrl_kl.functional.tiles import TiledCategorical, figures
@@ -117,12 +111,8 @@ def log_prob_of_actions(
 
 def log_probs_by_part(dist: Any, data: Any, key: NestedKey) -> list[Tensor]:
     """The log-prob of the action `key`, (*B, ...), or of each part; ValueError for other shapes."""
-    found, composite = [], isinstance(dist, CompositeDistribution)
-    for name, part in (dist.dists if composite else {key: dist}).items():
-        action = get_required(data, name, _NO_ACTION)
-        _check_shape(part, action)
-        found.append(log_prob_inside(part, action))
-    return found
+    parts = (dist.dists if isinstance(dist, CompositeDistribution) else {key: dist}).items()
+    return [log_prob_inside(part, get_required(data, name, _NO_ACTION)) for name, part in parts]
 
 
 def log_prob_and_kl(
@@ -133,26 +123,6 @@ def log_prob_and_kl(
         return log_probs_by_part(policy, data, key), kl_exact(policy, reference, mask=mask)
     log_prob, kl, _ = figures(policy, get_required(data, key, _NO_ACTION), reference)
     return [log_prob], kl if mask is None else torch.where(mask, kl, 0.0)
-
-
-def _check_shape(dist: Distribution, action: Tensor) -> None:
-    """ValueError for actions of another shape than those of a distribution of a library."""
-    while isinstance(dist, Independent):  # which has the same actions
-        dist = dist.base_dist
-    if not is_of_library(type(dist)):
-        return  # the user's own may not say its shape
-    name, batch = type(dist).__name__, dist.batch_shape
-    if "Categorical" in name:  # not all say by their `event_shape` what an action is
-        n_dims = len(batch) + ("OneHot" in name)
-        fits = action.shape[: len(batch)] == batch and action.ndim == n_dims
-    else:  # one without the dimensions of the batch is the same for all of it
-        shape = batch + dist.event_shape
-        fits = action.shape[action.ndim - len(shape) :] == shape
-    if not fits:
-        raise ValueError(
-            f"policy and reference must have the same actions, got {name} of shape {tuple(batch)} "
-            f"for actions of shape {tuple(action.shape)}: build both for one kind and number."
-        )
 
 
 def refuse_own_log_prob(actor: Any) -> None:

@@ -61,7 +61,7 @@ class Acting(NamedTuple):
         known = {*map(unravel_key, (*policy.in_keys, *drawn)), *recorded.keys}
         written = [key for key in map(unravel_key, policy.out_keys) if as_tuple(key)[0] != "next"]
         traces = [key for key in written if key not in known]
-        return cls(traces, getattr(policy, "default_interaction_type", None))
+        return cls(traces, policy.default_interaction_type)
 
     def samples(self) -> bool:
         """Whether the policy draws its actions now: k1 of an argmax is biased."""

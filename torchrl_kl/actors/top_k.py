@@ -70,12 +70,7 @@ class TopKActor(KLActor, ProbabilisticTensorDictSequential):
             got = "got one that keeps only some of its actions in each step"
             raise ValueError(f'`actor` must not truncate, {got}: use `estimator="exact"`.')
         log_prob_key = reading.find_log_prob_keys(reading.dist_module_of(actor))[0]
-        out_keys: list[Any] = actor.out_keys
-        if log_prob_key not in out_keys:
-            raise ValueError(
-                f"`actor` must record its log-prob, got the out_keys {out_keys}: build it with "
-                "ProbabilisticActor(..., return_log_prob=True)."
-            )
+        reading.require_recording(actor)
         modules: Any = actor.module
         named = isinstance(modules, nn.ModuleDict)  # by names that are in `state_dict`
         parts: Any = [OrderedDict(modules.items())] if named else modules
@@ -87,7 +82,7 @@ class TopKActor(KLActor, ProbabilisticTensorDictSequential):
         self._record_keys = [(*as_tuple(self.top_k_key), name) for name in RECORDED]
         self._params = reading.written_params(actor)
         dropped = (*self._params, *self._record_keys)
-        self.out_keys = [*(key for key in out_keys if key not in dropped), *self._record_keys]
+        self.out_keys = [*(key for key in actor.out_keys if key not in dropped), *self._record_keys]
 
     @dispatch(auto_batch_size=False)
     def forward(  # type: ignore[override]

@@ -140,8 +140,7 @@ def _kl_of_categoricals(policy: Distribution, reference: Distribution) -> Tensor
 
 def columns_of(dist: Distribution) -> Tensor | None:
     """The action of each column of a categorical, (*B, V) or (V,); None: all actions, in order."""
-    found = (read(dist) for read in COLUMN_READERS)
-    return next((columns for columns in found if columns is not None), None)
+    return next((found for read in COLUMN_READERS if (found := read(dist)) is not None), None)
 
 
 def log_probs_of(dist: Any) -> Tensor:

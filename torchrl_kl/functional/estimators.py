@@ -53,8 +53,6 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
     if mask is not None:
         ignored = ignored | ~mask
     log_ratio = (log_prob - ref_log_prob).masked_fill(ignored, 0.0)
-    if not log_ratio.requires_grad:
-        return log_ratio
     # Filled once more, with a constant: infinity has no slope.
     return log_ratio.masked_fill(log_ratio == torch.inf, torch.inf)
 
