@@ -211,8 +211,8 @@ class FrozenActor(nn.Module):
                 f"`actor` has the recurrent state {self.state_keys} but no "
                 f"`make_tensordict_primer` of it, got one of {list(specs)}: give its module one."
             )
-        dtype = reading.weight_dtype(self.actor)
         own = zip(self.own_state_keys, [specs[key] for key in self.state_keys], strict=True)
+        dtype = reading.weight_dtype(self.actor)
         return {key: spec.to(dtype) if spec.dtype.is_floating_point else spec for key, spec in own}
 
     def _inputs(
