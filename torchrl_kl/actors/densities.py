@@ -71,20 +71,20 @@ def log_prob_inside(dist: Distribution, action: Tensor) -> Tensor:
     inner = dist
     while isinstance(inner, Independent):  # which has the same actions
         inner = inner.base_dist
-    name, batch = type(inner).__name__, inner.batch_shape
-    if not is_of_library(type(inner)):
-        fits = True  # the user's own may not say its shape
-    elif "Categorical" in name:  # not all say by their `event_shape` what an action is
-        n_dims = len(batch) + ("OneHot" in name)
-        fits = action.shape[: len(batch)] == batch and action.ndim == n_dims
-    else:  # one without the dimensions of the batch is the same for all of it
-        shape = batch + inner.event_shape
-        fits = action.shape[action.ndim - len(shape) :] == shape
-    if not fits:
-        raise ValueError(
-            f"policy and reference must have the same actions, got {name} of shape {tuple(batch)} "
-            f"for actions of shape {tuple(action.shape)}: build both for one kind and number."
-        )
+    if is_of_library(type(inner)):  # the user's own may not say its shape
+        name, batch = type(inner).__name__, inner.batch_shape
+        if "Categorical" in name:  # not all say by their `event_shape` what an action is
+            n_dims = len(batch) + ("OneHot" in name)
+            fits = action.shape[: len(batch)] == batch and action.ndim == n_dims
+        else:  # one without the dimensions of the batch is the same for all of it
+            shape = batch + inner.event_shape
+            fits = action.shape[action.ndim - len(shape) :] == shape
+        if not fits:
+            raise ValueError(
+                f"policy and reference must have the same actions, got {name} of shape "
+                f"{tuple(batch)} for actions of shape {tuple(action.shape)}: build both for one "
+                "kind and number."
+            )
     log_prob = dist.log_prob(action)
     if isinstance(inner, TanhNormal):
         # A hundredth of the range may be rounding, as of actions in bfloat16.
