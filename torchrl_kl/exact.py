@@ -3,8 +3,9 @@
 Axes: P prompts, T0 tokens in a prompt, R tokens in a response, V tokens in the vocabulary, N texts.
 
 A *model* (the policy, the reference) is any callable that maps contexts (N, T) of token ids to the
-logits or log-probs (N, V) of the next token, -inf for an impossible one; they are normalized in
-float64. Call `eval()` on a network with dropout first.
+logits or log-probs (N, V) of the next token, -inf for an impossible one, such as the last position
+of a Hugging Face model's `.logits`. They are normalized in float64. Call `eval()` on a network with
+dropout first.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrl_kl.functional.numbers import check_number, solve_decreasing
+from torchrl_kl.functional.numbers import check_count, check_number, check_tensor, solve_decreasing
 
 __all__ = ["Enumeration", "ExactValues", "PolicyValues", "enumerate_kl"]
 
@@ -104,7 +104,7 @@ class Enumeration:
         pi*(y) proportional to pi_ref(y) exp(r(y) / beta)
         J* = beta log E_ref exp(r / beta)
 
-    The regret of a policy is `beta * KL(pi || pi*)`, which is at least 0. Prompts weigh 1/P each.
+    Prompts weigh 1/P each.
 
     Args:
         reference: the model in the second argument of the KL.
@@ -319,7 +319,7 @@ def _extend(probs: Tensor, own: Tensor, other: Tensor, name: str) -> tuple[Tenso
 def _score(reward_fn: RewardFn, texts: Tensor) -> Tensor:
     # (N, T0 + R) -> (N,) in float64.
     rewards = reward_fn(texts)
-    _check_tensor("reward_fn", rewards)
+    check_tensor("reward_fn(texts)", rewards)
     if rewards.shape != texts.shape[:1]:
         raise ValueError(
             f"`reward_fn` must return one reward per text, shape {(len(texts),)}, got "
@@ -331,7 +331,7 @@ def _score(reward_fn: RewardFn, texts: Tensor) -> Tensor:
 def _next_log_probs(model: Model, name: str, contexts: Tensor, size: int | None = None) -> Tensor:
     """The model's checked log-probs of the next token, (N, V) in float64."""
     logits = model(contexts)
-    _check_tensor(name, logits)
+    check_tensor(f"{name}(contexts)", logits)
     expected = (len(contexts), size or logits.shape[-1])
     if logits.shape != expected:
         raise ValueError(
@@ -349,22 +349,12 @@ def _next_log_probs(model: Model, name: str, contexts: Tensor, size: int | None 
     return log_probs.masked_fill(log_probs.isnan(), -math.inf)
 
 
-def _check_tensor(name: str, output: Any) -> None:
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"`{name}` must return a tensor, got {type(output).__name__}: of a Hugging Face model, "
-            "return the last position of `.logits`."
-        )
-
-
 def _check_sizes(prompts: Tensor, response_length: int, chunk_size: int) -> None:
-    if not isinstance(prompts, Tensor):
-        raise TypeError(f"`prompts` must be a tensor of token ids, got {type(prompts).__name__}.")
+    check_tensor("prompts", prompts)
     if prompts.ndim != 2 or prompts.dtype != torch.int64 or len(prompts) == 0:
         raise ValueError(
             "`prompts` must be token ids of shape (P, T0) and dtype torch.int64 with P >= 1, got "
             f"{tuple(prompts.shape)} of {prompts.dtype}: one prompt needs a leading dimension of 1."
         )
-    for name, size in {"response_length": response_length, "chunk_size": chunk_size}.items():
-        if type(size) is not int or size < 1:
-            raise ValueError(f"`{name}` must be an int of at least 1, got {size!r}.")
+    check_count("response_length", response_length)
+    check_count("chunk_size", chunk_size)

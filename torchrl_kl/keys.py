@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -19,7 +19,7 @@ RECORD_LOG_PROB = (
 
 def as_tuple(key: NestedKey) -> tuple[str, ...]:
     """A key as a tuple of strings."""
-    return (key,) if isinstance(key, str) else cast(tuple[str, ...], key)
+    return (key,) if isinstance(key, str) else tuple(map(str, key))
 
 
 def sibling(key: NestedKey, name: str) -> NestedKey:

@@ -104,7 +104,7 @@ ERRORS: dict[str, tuple[Any, Any, str]] = {
     "not recorded": (
         lambda: TopKActor(make_actor(return_log_prob=False), 2),
         ValueError,
-        r"must record its log-prob, got the out_keys .*return_log_prob=True",
+        r"must record the log-prob of its actions.*return_log_prob=True",
     ),
     "too many": (lambda: act(TopKActor(choosing(), 5), data()), ValueError, "actions, 4, got 5"),
     "real": (lambda: act(TopKActor(gaussian(), 2), data()), TypeError, "a Categorical.*got Normal"),

@@ -286,7 +286,7 @@ flat, wide, inside = torch.zeros(4), torch.zeros(4, 3), torch.zeros(4, dtype=tor
         (kl_k1, (wide, wide[..., None]), ValueError, r"same shape, got \(4, 3\) and \(4, 3, 1\): "),
         (kl_k2, (wide, flat[:3]), ValueError, "`log_prob` and `ref_log_prob` must have the same"),
         (kl_k3, (flat, flat.long()), TypeError, "floating point, got torch.float32 and torch.int"),
-        (kl_k1, (0.5, flat), TypeError, "`log_prob` and `ref_log_prob` must be tensors, got float"),
+        (kl_k1, (0.5, flat), TypeError, "`log_prob` must be a tensor, got float"),
         (
             partial(kl_k1, mask=flat),
             (flat, flat),

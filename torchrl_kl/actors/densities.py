@@ -14,6 +14,8 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 from torchrl import modules
 from torchrl.modules import TanhNormal
 
+from torchrl_kl.actors.reading import is_of_library
+
 _POINT = (
     "has all of its probability in one point, where its log-prob is inf: use a distribution that "
     "draws its actions, such as a Normal."
@@ -26,7 +28,7 @@ _PROBS = (
     "built with `probs` is at least -15.9 in float32, also that of an impossible action, so that "
     "the KL is too small: pass `logits`, such as the logarithm of the probabilities."
 )
-# Of a class, and of those that inherit its `log_prob`.
+# What is wrong with a class, and with those that inherit its `log_prob`.
 _FAULTS: dict[Any, str] = {
     **dict.fromkeys((modules.Delta, modules.TanhDelta, distributions.Delta), _POINT),
     **dict.fromkeys((modules.TruncatedNormal, distributions.TruncatedNormal), _MASS),
@@ -36,10 +38,9 @@ _FAULTS: dict[Any, str] = {
 
 
 def check_density(found: Any, known: set[str]) -> None:
-    """ValueError for a distribution without a density, or its class; warns once of other faults.
+    """ValueError for a distribution, or a class, without a density; warns of faults not in `known`.
 
-    Looks into all that it is built with, such as the parts of a CompositeDistribution. `known`: the
-    faults that were warned of.
+    Looks into all that it is built with, such as the parts of a CompositeDistribution.
     """
     given = found if isinstance(found, Mapping) else {}
     if isinstance(found, partial):
@@ -53,21 +54,38 @@ def check_density(found: Any, known: set[str]) -> None:
             raise ValueError(
                 f"policy and reference must have densities, got {found.__name__}, which {fault}"
             )
-        probs = given.get("probs", None)  # also held where they were computed from logits
+        probs = given.get("probs", None)  # those computed from logits are there, too
         by_probs = probs is not None and given.get("_param", probs) is probs
         if fault is not None and fault not in known and (fault != _PROBS or by_probs):
             known.add(fault)
             warnings.warn(f"the log-prob of a {found.__name__} {fault}", stacklevel=4)
     for part in given.values():
-        if isinstance(part, Distribution | Mapping | partial | type):
-            check_density(part, known)
+        check_density(part, known)
 
 
 def log_prob_inside(dist: Distribution, action: Tensor) -> Tensor:
-    """The log-prob of an action, -inf outside the bounds of a TanhNormal, where it is finite."""
-    log_prob, inner = dist.log_prob(action), dist
-    while isinstance(inner, Independent):
+    """The log-prob of an action, -inf outside the bounds of a TanhNormal, where it is finite.
+
+    ValueError for actions of another shape than those of a distribution of a library.
+    """
+    inner = dist
+    while isinstance(inner, Independent):  # which has the same actions
         inner = inner.base_dist
+    if is_of_library(type(inner)):  # the user's own may not say its shape
+        name, batch = type(inner).__name__, inner.batch_shape
+        if "Categorical" in name:  # not all say by their `event_shape` what an action is
+            n_dims = len(batch) + ("OneHot" in name)
+            fits = action.shape[: len(batch)] == batch and action.ndim == n_dims
+        else:  # one without the dimensions of the batch is the same for all of it
+            shape = batch + inner.event_shape
+            fits = action.shape[action.ndim - len(shape) :] == shape
+        if not fits:
+            raise ValueError(
+                f"policy and reference must have the same actions, got {name} of shape "
+                f"{tuple(batch)} for actions of shape {tuple(action.shape)}: build both for one "
+                "kind and number."
+            )
+    log_prob = dist.log_prob(action)
     if isinstance(inner, TanhNormal):
         # A hundredth of the range may be rounding, as of actions in bfloat16.
         gap = (action - (inner.low + inner.high) / 2).abs() - 0.51 * (inner.high - inner.low)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torchrl.data import TensorSpec
-from torchrl.modules import recurrent_mode, set_recurrent_mode
+from torchrl.modules import set_recurrent_mode
 from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_kl.actors import reading
@@ -42,9 +42,8 @@ class FrozenActor(nn.Module):
     You may rely on: only `update_reference` and `load_state_dict` change its weights, and raise
     `version`; no gradient reaches it. The reference of a policy in float32 may be in bfloat16. A
     recurrent reference has its own state, `ref_<name>` next to `<name>`, or `second_ref_<name>` for
-    a stack that writes `second_ref_log_prob`; the first stack that uses it decides. You may not
-    rely on a copy of weights to which a function refers, nor on a statistic that a module changes
-    in eval mode, too.
+    a stack that writes `second_ref_log_prob`; the first stack that uses it decides. Not frozen:
+    weights captured by a plain function, and statistics that a module updates even in eval mode.
 
     State: the weights, under `actor`; the fp32 averages behind half-precision ones, under `master`.
 
@@ -80,14 +79,13 @@ class FrozenActor(nn.Module):
     ):
         super().__init__()
         reading.check_actor(actor)
-        self.requires_grad = False  # KLRewardTransform may change it
+        self.requires_grad = False  # KLRewardTransform may set it
         self.chunk_size = chunk_size
         self._hold(actor)
         self.master = MasterWeights()
         self.version = 0  # raised whenever the weights change
         self.action_keys = [unravel_key(key) for key in self.actor.dist_sample_keys]
         self._policy_dtypes = {reading.weight_dtype(actor)}
-        self._find_cast()
         self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(actor))
         self.log_prob_key = self.recorded.key
         self._known: set[str] = set()  # names of distributions, and faults warned of
@@ -101,15 +99,13 @@ class FrozenActor(nn.Module):
             )
 
     def _hold(self, actor: nn.Module) -> None:
-        """Takes a copy of the actor."""
         with torch.no_grad():  # or TorchScript's weights would be a part of a graph
             copied = copy.deepcopy(as_kl_actor(actor).whole())
-        copied.zero_grad()
         self.actor: ProbabilisticTensorDictSequential = copied
         self.actor.requires_grad_(False).eval()
 
     def read_for(self, policy: Any) -> None:
-        """Will score the actions of a policy; ValueError if it has others, or overwrites inputs."""
+        """Prepares for the actions of a policy; ValueError if it cannot be the reference of it."""
         actions = [unravel_key(key) for key in policy.dist_sample_keys]
         if actions != self.action_keys:
             raise ValueError(
@@ -127,33 +123,25 @@ class FrozenActor(nn.Module):
                 stacklevel=4,
             )
         self._policy_dtypes.add(reading.weight_dtype(policy))
-        self._find_cast()
 
     def name_states(self, ref_log_prob_key: NestedKey) -> None:
-        """Names its states after what it writes, so that no two of them on a batch are shared."""
+        """Names its states after the entry that the first stack writes: two stacks share none."""
         if not self._named:
             self._find_keys(as_tuple(ref_log_prob_key)[-1].removesuffix("_log_prob"))
             self._named = True
 
     def _find_keys(self, prefix: str) -> None:
-        # A state is what the actor reads, and writes into "next" for its next step. On the policy's
-        # state the reference would score with the memory of another network.
-        written = self.actor.out_keys
-        self.state_keys = [
-            key for key in self.actor.in_keys if unravel_key(("next", key)) in written
-        ]
-        self.own_state_keys = [
-            sibling(key, f"{prefix}_{as_tuple(key)[-1]}") for key in self.state_keys
-        ]
+        # A state is what the actor reads, and writes into "next" for its next step. The policy's
+        # state is the memory of another network.
+        read, written = self.actor.in_keys, self.actor.out_keys
+        self.state_keys = [key for key in read if unravel_key(("next", key)) in written]
+        names = {key: f"{prefix}_{as_tuple(key)[-1]}" for key in self.state_keys}
+        self.own_state_keys = [sibling(key, name) for key, name in names.items()]
         others = (*self.state_keys, *self.action_keys)
         self.in_keys = [key for key in reading.read_keys(self.actor) if key not in others]
-        self._init_key = next((key for key in self.in_keys if as_tuple(key)[-1] == "is_init"), None)
+        marks = (key for key in self.in_keys if as_tuple(key)[-1] == "is_init")
+        self._init_key = next(marks, "is_init")
         self._input_keys = [*self.in_keys, *self.action_keys, *self.own_state_keys]
-
-    def _find_cast(self) -> None:
-        # For weights of the policy's dtype, a cast of what both read would only round.
-        own = reading.weight_dtype(self.actor)
-        self._cast_to = None if self._policy_dtypes == {own} else own
 
     @property
     def dtype(self) -> torch.dtype:
@@ -163,8 +151,8 @@ class FrozenActor(nn.Module):
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the weights in place, to (1 - tau) * reference + tau * source.
 
-        The average of half-precision weights is in fp32. Buffers are copied; what is neither, such
-        as a temperature in `distribution_kwargs`, stays as it was.
+        The average of half-precision weights is in fp32. Buffers are copied. What is neither does
+        not change, such as a temperature in `distribution_kwargs`.
 
         Args:
             source: an actor of the same structure, such as the policy; any dtype and device.
@@ -182,30 +170,22 @@ class FrozenActor(nn.Module):
         self.version += 1
         super()._load_from_state_dict(*args)
 
-    def _apply(self, fn, recurse: bool = True):
-        super()._apply(fn, recurse)
-        self._find_cast()
-        return self
-
     def train(self, mode: bool = True) -> FrozenActor:
-        """Stays in eval mode: dropout noise in a reference would be measured as divergence."""
+        """Keeps eval mode: dropout noise in a reference would be measured as divergence."""
         return super().train(False)
 
     def score(self, tensordict: TensorDictBase, *, timed: bool, fake: bool = False) -> Score:
         """Scores the actions of a batch (*B), in one pass along its last dimension if `timed`.
 
-        RuntimeError if the state of a recurrent actor is not known: each row must begin with a
-        trajectory whose steps follow one another, or have recorded states, unless data are `fake`.
+        RuntimeError if the state of a recurrent actor is not known. A row must have recorded
+        states, or begin with a trajectory, in order; `fake` data need neither.
         """
         inputs, timed = self._inputs(tensordict, timed=timed, fake=fake)
         with self.scoring(timed):
-            log_prob, dist = log_prob_of_actions(
-                self.actor, inputs, self.action_keys, self.recorded
-            )
-        # The difference of two log-probs would be mostly rounding in half precision.
-        log_prob = widened(log_prob)
+            found = log_prob_of_actions(self.actor, inputs, self.action_keys, self.recorded)
         states = [inputs.get(("next", *as_tuple(key))) for key in self.state_keys]
-        return Score(log_prob, states, inputs, self._scored(dist, timed))
+        # The difference of two log-probs would be mostly rounding in half precision.
+        return Score(widened(found[0]), states, inputs, self._scored(found[1], timed))
 
     def get_dist(self, tensordict: TensorDictBase, *, timed: bool) -> Distribution:
         """The distribution over the actions of a batch (*B), in one pass along time if `timed`."""
@@ -214,7 +194,7 @@ class FrozenActor(nn.Module):
             return self._scored(self.actor.get_dist(inputs), timed)
 
     def _scored(self, dist: Any, timed: bool) -> Any:
-        """A distribution that has a density; ValueError for others."""
+        """The distribution, which is checked when its class is new."""
         if (name := type(dist).__name__) not in self._known and not torch.compiler.is_compiling():
             self._known.add(name)
             check_density(dist, self._known)
@@ -222,8 +202,6 @@ class FrozenActor(nn.Module):
 
     def state_specs(self) -> dict[NestedKey, TensorSpec]:
         """The specs of its own state by key, from the actor's `make_tensordict_primer`."""
-        if not self.state_keys:
-            return {}
         primer = get_primers_from_module(self.actor, warn=False)
         primers = [] if primer is None else getattr(primer, "transforms", [primer])
         entries = (entry for one in primers for entry in one.primers.items(True, True))
@@ -233,8 +211,8 @@ class FrozenActor(nn.Module):
                 f"`actor` has the recurrent state {self.state_keys} but no "
                 f"`make_tensordict_primer` of it, got one of {list(specs)}: give its module one."
             )
-        dtype = reading.weight_dtype(self.actor)
         own = zip(self.own_state_keys, [specs[key] for key in self.state_keys], strict=True)
+        dtype = reading.weight_dtype(self.actor)
         return {key: spec.to(dtype) if spec.dtype.is_floating_point else spec for key, spec in own}
 
     def _inputs(
@@ -247,16 +225,18 @@ class FrozenActor(nn.Module):
             timed = self._add_states(inputs, tensordict, timed=timed, fake=fake)
             for own, key in zip(self.own_state_keys, self.state_keys, strict=True):
                 inputs.rename_key_(own, key)
-        for key in () if self._cast_to is None else (*self.in_keys, *self.state_keys):
-            value = inputs.get(key, None)
-            if is_floating(value):
-                inputs.set(key, value.to(self._cast_to))
+        own_dtype = reading.weight_dtype(self.actor)
+        # For weights of the policy's dtype, a cast of what both read would only round.
+        if self._policy_dtypes != {own_dtype}:
+            for key in (*self.in_keys, *self.state_keys):
+                if is_floating(value := inputs.get(key, None)):
+                    inputs.set(key, value.to(own_dtype))
         return inputs, timed
 
     def _add_states(
         self, inputs: TensorDictBase, tensordict: TensorDictBase, *, timed: bool, fake: bool
     ) -> bool:
-        """Sets a state in each step, or refuses the batch; whether one pass runs along time."""
+        """Sets the states that a pass needs; whether one pass runs along time."""
         for key in self.state_keys:
             written = tensordict.get(unravel_key(("next", key)), None)
             if written is not None and tensordict.get(key, None) is None:
@@ -284,7 +264,7 @@ class FrozenActor(nn.Module):
         return True
 
     def _require_rows(self, inputs: TensorDictBase, tensordict: TensorDictBase) -> None:
-        """Marks where trajectories of a batch (*R, T) begin; refuses one that begins inside."""
+        """Marks where trajectories begin in a batch (*R, T), which each row must begin with."""
         begins = self._mark(inputs, tensordict.select(*self.state_keys, strict=False))
         mask = tensordict.get(MASK_KEY, torch.ones_like(begins))
         if bool((mask & (begins.cumsum(-1) == 0)).any()):
@@ -299,29 +279,22 @@ class FrozenActor(nn.Module):
 
     def _mark(self, inputs: TensorDictBase, states: TensorDictBase) -> Tensor:
         """Where trajectories begin, (*B): at `is_init`, which is set to it, if `states` are 0."""
-        # A SliceSampler sets `is_init` where a slice begins, too, whose state must not be replaced.
-        key = self._init_key
-        begins = None if key is None else inputs.get(key, None)
-        if key is None or begins is None:
+        # A SliceSampler also sets `is_init` where a slice begins inside a trajectory.
+        begins = inputs.get(self._init_key, None)
+        if begins is None:
             return torch.zeros(inputs.batch_size, dtype=torch.bool, device=inputs.device)
         for state in states.values(True, True):
             inside = state.bool().unsqueeze(-1).flatten(inputs.batch_dims).any(-1)
             begins = begins & ~expand_right(inside, begins.shape)
-        inputs.set(key, begins)
+        inputs.set(self._init_key, begins)
         return begins.reshape(inputs.batch_size)
 
-    def scoring(self, timed: bool) -> AbstractContextManager[None]:
-        """The context of every pass of `actor`; `timed`: whether the last dimension is time."""
-        grad, mode = self.requires_grad and torch.is_grad_enabled(), recurrent_mode() or False
-        # Entering contexts would take as long as a layer of a small network.
-        entered = grad == torch.is_grad_enabled() and mode == timed and not self.state_keys
-        return nullcontext() if entered else _scoring(grad, timed)
-
-
-@contextmanager
-def _scoring(grad: bool, timed: bool) -> Iterator[None]:
-    with torch.set_grad_enabled(grad), set_recurrent_mode(timed):
-        yield
+    @contextmanager
+    def scoring(self, timed: bool) -> Iterator[None]:
+        """The context of each pass of `actor`; `timed`: whether the last dimension is time."""
+        grad = self.requires_grad and torch.is_grad_enabled()
+        with torch.set_grad_enabled(grad), set_recurrent_mode(timed):
+            yield
 
 
 _FIX = (

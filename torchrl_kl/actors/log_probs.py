@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce, singledispatch
+from functools import reduce
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import CompositeDistribution
 from torch import Tensor
-from torch.distributions import Distribution, Independent
+from torch.distributions import Distribution
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_kl.actors.densities import log_prob_inside
 from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.actors.protocol import as_kl_actor
-from torchrl_kl.actors.reading import (
-    PROBABILISTIC,
-    find_log_prob_keys,
-    has_own,
-    is_of_library,
-    scored_inputs,
-)
+from torchrl_kl.actors.reading import PROBABILISTIC, find_log_prob_keys, has_own, scored_inputs
 from torchrl_kl.batches import MASK_KEY, expand_right, find_time_dim
 from torchrl_kl.functional.estimators import kl_exact
 from torchrl_kl.functional.tiles import TiledCategorical, figures
@@ -45,15 +39,14 @@ def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -
     """A shallow copy of a batch (*B) with the log-probs that `actor` gives its actions in one pass.
 
     For a sampler that computes other numbers than the loss, or records none: another engine, or a
-    cache. The first ratios of an update are then exactly 1, and how far the sampler is becomes a
-    number.
+    cache. The first ratios of an update are then exactly 1, and the sampler's KL is measured.
 
     Keys:
         reads what the actor reads, its action, and the sampler's log-prob if it is there.
-        writes the log-prob, in eval mode, nats, (*B); the sampler's, if any, as "sampler_log_prob"
-        next to it, unless it is there, and with it ("next", "sampler_kl"), log pi_sampler - log pi,
-        nats, (*B, 1), 0 on padding, whose mean over trajectories estimates KL(sampler || policy);
-        what the policy records for scoring, as one that truncates does.
+        writes the log-prob, in eval mode, nats, (*B), and what the policy records for scoring, as
+        one that truncates does. If the sampler recorded its own, it becomes "sampler_log_prob" next
+        to it, unless that is there, and ("next", "sampler_kl") is log pi_sampler - log pi, nats,
+        (*B, 1), 0 on padding. Its mean over trajectories estimates KL(sampler || policy).
 
     Args:
         actor: the policy that is trained, of one action.
@@ -92,81 +85,44 @@ def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -
 def log_prob_of_actions(
     actor: Any, inputs: TensorDictBase, action_keys: Sequence[NestedKey], recorded: LogProbKeys
 ) -> tuple[Tensor, Distribution | None]:
-    """The log-prob of the actions in `inputs`, (*B, *A), nats, and the dist; writes its outputs."""
+    """The log-prob of the actions in `inputs`, which gets the outputs, (*B, *A), and the dist."""
     shape, in_turn = recorded.batch_size(inputs), getattr(actor, "return_composite", False)
-    if not in_turn and has_own(actor, "log_prob"):
+    # They are read before the pass, in which a part may overwrite them, as gSDEModule does.
+    actions = {key: get_required(inputs, key, _NO_ACTION) for key in action_keys}
+    dist, parts = None, []
+    if in_turn:
+        # Parts that are drawn one after another, given those before. The actor's `log_prob` would
+        # draw the earlier ones anew and score the later ones after those.
+        for module in actor.module.children():  # of a ModuleList or a ModuleDict
+            if isinstance(module, PROBABILISTIC):
+                keys = [key for key in module.dist_sample_keys if key in actions]
+                inputs.update({key: actions[key] for key in keys})
+                parts.append(log_prob_of_actions(module, inputs, keys, recorded)[0])
+            else:
+                module(inputs)
+    elif has_own(actor, "log_prob"):
         found = actor.log_prob(inputs)
         parts = [found] if isinstance(found, Tensor) else found.values(True, True)
-        return reduce(torch.add, [sum_action_dims(part, shape) for part in parts]), None
-    # Before the pass, in which a part may write an action of its own, as gSDEModule does.
-    actions = {key: get_required(inputs, key, _NO_ACTION) for key in action_keys}
-    if in_turn:
-        return _log_prob_in_turn(actor, inputs, actions, recorded), None
-    dist = actor.get_dist(inputs)
-    parts = log_probs_by_part(dist, actions, action_keys[0])
+    else:
+        dist = actor.get_dist(inputs)
+        parts = log_probs_by_part(dist, actions, action_keys[0])
     return reduce(torch.add, [sum_action_dims(part, shape) for part in parts]), dist
-
-
-def _log_prob_in_turn(
-    actor: Any, inputs: TensorDictBase, actions: dict[NestedKey, Tensor], recorded: LogProbKeys
-) -> Tensor:
-    """The log-prob of an action whose parts are drawn one after another, given those before."""
-    # The actor's `log_prob` would draw the earlier parts anew and score the later ones after those.
-    found = []
-    for module in actor.module.children():  # of a ModuleList or a ModuleDict
-        if not isinstance(module, PROBABILISTIC):
-            module(inputs)
-            continue
-        keys = [key for key in module.dist_sample_keys if key in actions]
-        inputs.update({key: actions[key] for key in keys})
-        found.append(log_prob_of_actions(module, inputs, keys, recorded)[0])
-    return reduce(torch.add, found)
 
 
 def log_probs_by_part(dist: Any, data: Any, key: NestedKey) -> list[Tensor]:
     """The log-prob of the action `key`, (*B, ...), or of each part; ValueError for other shapes."""
-    found, composite = [], isinstance(dist, CompositeDistribution)
-    for name, part in (dist.dists if composite else {key: dist}).items():
-        action = get_required(data, name, _NO_ACTION)
-        _check_shape(part, action)
-        found.append(log_prob_inside(part, action))
-    return found
+    parts = (dist.dists if isinstance(dist, CompositeDistribution) else {key: dist}).items()
+    return [log_prob_inside(part, get_required(data, name, _NO_ACTION)) for name, part in parts]
 
 
-@singledispatch
 def log_prob_and_kl(
     policy: Any, reference: Any, data: Any, key: NestedKey, mask: Tensor | None
 ) -> tuple[list[Tensor], Tensor]:
     """The log-prob of the action `key` by parts, and KL(policy || reference), in one pass."""
-    return log_probs_by_part(policy, data, key), kl_exact(policy, reference, mask=mask)
-
-
-@log_prob_and_kl.register
-def _(
-    policy: TiledCategorical, reference: Any, data: Any, key: NestedKey, mask: Tensor | None
-) -> tuple[list[Tensor], Tensor]:
+    if not isinstance(policy, TiledCategorical):
+        return log_probs_by_part(policy, data, key), kl_exact(policy, reference, mask=mask)
     log_prob, kl, _ = figures(policy, get_required(data, key, _NO_ACTION), reference)
     return [log_prob], kl if mask is None else torch.where(mask, kl, 0.0)
-
-
-def _check_shape(dist: Distribution, action: Tensor) -> None:
-    """ValueError for actions of another shape than those of a distribution of a library."""
-    while isinstance(dist, Independent):  # which has the same actions
-        dist = dist.base_dist
-    if not is_of_library(type(dist)):
-        return  # the user's own may not say its shape
-    name, batch = type(dist).__name__, dist.batch_shape
-    if "Categorical" in name:  # not all say by their `event_shape` what an action is
-        n_dims = len(batch) + ("OneHot" in name)
-        fits = action.shape[: len(batch)] == batch and action.ndim == n_dims
-    else:  # one without the dimensions of the batch is the same for all of it
-        shape = batch + dist.event_shape
-        fits = action.shape[action.ndim - len(shape) :] == shape
-    if not fits:
-        raise ValueError(
-            f"policy and reference must have the same actions, got {name} of shape {tuple(batch)} "
-            f"for actions of shape {tuple(action.shape)}: build both for one kind and number."
-        )
 
 
 def refuse_own_log_prob(actor: Any) -> None:

@@ -29,19 +29,19 @@ class MasterWeights(Float64State):
                 value.copy_(new[name])
                 continue
             if torch.finfo(value.dtype).bits < 32:
-                # Begins anew after the weight was loaded or cast, which does not equal it any more.
+                # It begins anew where the weight was loaded or cast, and differs from it.
                 if before is None or not torch.equal(before.to(value), value):
                     before = value.detach().float()
                 master = before.to(value.device)
                 self.register_buffer(key, master)
             target = new[name].to(device=master.device, dtype=master.dtype)
-            # As a step: equal weights stay equal to the bit, equal infinities do not give NaN.
+            # A step keeps equal weights equal to the bit, and equal infinities do not give NaN.
             master.add_(torch.where(target == master, 0.0, target - master), alpha=tau)
             if master is not value:
                 value.copy_(master)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        # The buffers are those that the state has: `__init__` makes none, the first average does.
+        # The buffers are those of the state: `__init__` makes none, but the first average does.
         self._buffers.clear()
         for key, value in state_dict.items():
             if key.startswith(prefix):

@@ -36,20 +36,20 @@ def check_actor(actor: nn.Module) -> None:
 
 
 def is_of_library(thing: Any) -> bool:
-    """Whether a class or a method is one of TorchRL's, or of what TorchRL builds on."""
+    """Whether a class or a method is of TorchRL, or of what TorchRL builds on."""
     return thing.__module__.partition(".")[0] in _LIBRARIES
 
 
 def has_own(actor: Any, name: str) -> bool:
-    """Whether an actor has a method that is not that of TorchRL's probabilistic actors."""
+    """Whether an actor has another method than TorchRL's probabilistic actors."""
     library = [getattr(kind, name) for kind in PROBABILISTIC]
     return getattr(getattr(actor, name, None), "__func__", None) not in library
 
 
 def weight_dtype(actor: nn.Module) -> torch.dtype:
-    """Dtype of the first weights of an actor, of those of several bytes if any, or the default."""
-    floating = [p.dtype for p in actor.parameters() if p.is_floating_point()]  # one byte: stored
-    return min(floating, key=lambda one: one.itemsize == 1, default=torch.get_default_dtype())
+    """Dtype of the first weights of an actor that have several bytes, or the default."""
+    floating = (p.dtype for p in actor.parameters() if p.is_floating_point())
+    return next((one for one in floating if one.itemsize > 1), torch.get_default_dtype())
 
 
 def check_left_inputs(policy: Any, reader: Any) -> None:
@@ -67,8 +67,8 @@ def check_left_inputs(policy: Any, reader: Any) -> None:
 
 def read_keys(actor: Any) -> list[NestedKey]:
     """What an actor reads: its `in_keys` without parameters that its own modules write."""
-    # A module may write ("params", "loc") where the distribution reads "params", which TensorDict
-    # then lists among the `in_keys` of the whole.
+    # Where a module writes ("params", "loc") and the distribution reads "params", TensorDict lists
+    # "params" among the `in_keys` of the whole.
     written = [as_tuple(key) for part in actor.modules() for key in getattr(part, "out_keys", [])]
     params = [key for part in _probabilistic_modules(actor) for key in part.in_keys]
     paths = {path[:depth] for path in written for depth in range(1, len(path))}
@@ -76,8 +76,8 @@ def read_keys(actor: Any) -> list[NestedKey]:
 
 
 def scored_inputs(actor: Any, tensordict: TensorDictBase) -> TensorDictBase:
-    """What an actor reads to score the actions of a batch: also what it recorded for that."""
-    # Without its other outputs: parameters left in the batch would be taken for inputs.
+    """What an actor reads to score the actions of a batch, with what it recorded for that."""
+    # Its other outputs are left out: parameters in the batch would be taken for inputs.
     replayed = as_kl_actor(actor).replayed_keys
     return tensordict.select(*read_keys(actor), *replayed, strict=False)
 
@@ -107,7 +107,6 @@ def distributions_of(actor: Any) -> list[tuple[Any, dict[str, Any]]]:
     if any(has_own(actor, name) for name in ("get_dist", "build_dist_from_params", "log_prob")):
         return []
     parts = _probabilistic_modules(actor)
-    parts = parts if getattr(actor, "return_composite", False) else parts[-1:]
     return [(part.distribution_class, part.distribution_kwargs) for part in parts]
 
 

@@ -22,23 +22,17 @@ Switch = Callable[[], AbstractContextManager[Any]]
 class SwitchedActor(FrozenActor):
     """The policy itself as reference, within the context that `switch()` returns.
 
-    Nobody checks that the weights used within the context do not learn: with PEFT, `bias="none"`.
+    The weights that are active in the context must not be trained; this is not checked. With PEFT,
+    set `bias="none"`.
     """
 
-    def __init__(
-        self,
-        actor: nn.Module,
-        switch: Switch,
-        *,
-        log_prob_key: NestedKey | list[NestedKey] | None = None,
-        chunk_size: int | None = None,
-    ):
+    def __init__(self, actor: nn.Module, switch: Switch, **options: Any):
         # In another process it is a copy, which serves as well: the base model does not change.
         self._borrowed = Borrowed((as_kl_actor(actor).whole(), switch))
-        super().__init__(actor, log_prob_key=log_prob_key, chunk_size=chunk_size)
+        super().__init__(actor, **options)
 
     def _hold(self, actor: nn.Module) -> None:
-        """Takes no copy."""
+        """Takes no copy: the policy is borrowed."""
 
     @property
     def actor(self) -> ProbabilisticTensorDictSequential:  # type: ignore[override]
@@ -48,13 +42,13 @@ class SwitchedActor(FrozenActor):
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """RuntimeError: the reference has no weights that could be moved."""
         raise RuntimeError(
-            "`update_reference` needs a reference that is a copy, and this one is the policy "
-            "itself within a context: leave `reference` out, or merge the adapters into the base."
+            "`update_reference` needs a copy, and this reference is the policy itself within a "
+            "context: leave `reference` out, or merge the adapters into the base."
         )
 
     @contextmanager
     def scoring(self, timed: bool) -> Iterator[None]:
-        """The context of every pass, within that of the switch."""
+        """The context of each pass, within that of the switch."""
         context = self._borrowed.held[1]()
         if not isinstance(context, AbstractContextManager):
             raise TypeError(
@@ -77,7 +71,10 @@ def as_reference(
 ) -> FrozenActor:
     """The reference that scores the actions of `actor`; the options are those of FrozenActor."""
     check_actor(actor)
-    if isinstance(reference, FrozenActor):  # it is used itself
+    # Another actor gives the weights; the log-probs are those that `actor` records.
+    options: Any = {"log_prob_key": log_prob_key or find_log_prob_keys(actor)}
+    options["chunk_size"] = chunk_size
+    if isinstance(reference, FrozenActor):
         if chunk_size is not None:
             raise ValueError(
                 "`chunk_size` needs a reference that is a copy made here, got a FrozenActor: give "
@@ -89,11 +86,7 @@ def as_reference(
                 f"{reference.log_prob_key!r}, got {log_prob_key!r}."
             )
     elif reference is None or isinstance(reference, nn.Module):
-        reference = FrozenActor(
-            actor if reference is None else reference,
-            log_prob_key=log_prob_key or find_log_prob_keys(actor),
-            chunk_size=chunk_size,
-        )
+        reference = FrozenActor(actor if reference is None else reference, **options)
     elif isinstance(reference, AbstractContextManager) or not callable(reference):
         raise TypeError(
             "`reference` must be an actor or a callable that returns a context manager, got "
@@ -101,8 +94,6 @@ def as_reference(
             "`model.disable_adapter()`, which could be entered only once."
         )
     else:
-        options = {"log_prob_key": log_prob_key, "chunk_size": chunk_size}
         reference = SwitchedActor(actor, reference, **options)
-    # Of another actor the weights; the actions and log-probs are those of `actor`.
     reference.read_for(actor)
     return reference

@@ -70,31 +70,26 @@ class TopKActor(KLActor, ProbabilisticTensorDictSequential):
             got = "got one that keeps only some of its actions in each step"
             raise ValueError(f'`actor` must not truncate, {got}: use `estimator="exact"`.')
         log_prob_key = reading.find_log_prob_keys(reading.dist_module_of(actor))[0]
-        out_keys: list[Any] = actor.out_keys
-        if log_prob_key not in out_keys:
-            raise ValueError(
-                f"`actor` must record its log-prob, got the out_keys {out_keys}: build it with "
-                "ProbabilisticActor(..., return_log_prob=True)."
-            )
+        reading.require_recording(actor)
         modules: Any = actor.module
         named = isinstance(modules, nn.ModuleDict)  # by names that are in `state_dict`
         parts: Any = [OrderedDict(modules.items())] if named else modules
         super().__init__(*parts, partial_tolerant=actor.partial_tolerant)
-        self.get_dist = actor.get_dist  # of one in tiles, its parts would make all logits
+        self.get_dist = actor.get_dist  # its parts would make all logits of one in tiles
         self.state_lengths, self.temperature = asked.state_lengths, asked.temperature
         self.k = check_count("k", k)
         self.top_k_key = unravel_key(top_k_key or sibling(log_prob_key, "top_k"))
         self._record_keys = [(*as_tuple(self.top_k_key), name) for name in RECORDED]
         self._params = reading.written_params(actor)
         dropped = (*self._params, *self._record_keys)
-        self.out_keys = [*(key for key in out_keys if key not in dropped), *self._record_keys]
+        self.out_keys = [*(key for key in actor.out_keys if key not in dropped), *self._record_keys]
 
     @dispatch(auto_batch_size=False)
     def forward(  # type: ignore[override]
         self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None = None, **kwargs
     ) -> TensorDictBase:
         """Draws an action; writes it, its log-prob and the top k."""
-        # On a copy: the logits must not reach the caller's tensordict, nor are they read from it.
+        # A copy: the logits must not reach the caller's tensordict, nor be read from it.
         played, dist_module = tensordict.exclude(*self._params), reading.dist_module_of(self)
         dist, action_key = self.get_dist(played, **kwargs), dist_module.dist_sample_keys[0]
         if any(played.get(key, None) is None for key in self._params):  # it makes them in tiles
@@ -114,7 +109,7 @@ class TopKActor(KLActor, ProbabilisticTensorDictSequential):
 
 
 def record_top_k(dist: Distribution, drawn: Tensor, k: int) -> Sequence[Tensor]:
-    """What is recorded, as `RECORDED` names it, of drawn actions (*B,); all if they are fewer."""
+    """The entries `RECORDED` of drawn actions (*B,); of all actions if these are fewer than k."""
 
     def record(log_probs: Tensor, drawn: Tensor) -> list[Tensor]:
         top = log_probs.topk(min(k, log_probs.shape[-1]), dim=-1)

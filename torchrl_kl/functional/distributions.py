@@ -93,7 +93,7 @@ def _with_params(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of a distribution, with all of its floating-point tensors, and its parts', changed."""
     if isinstance(value, Distribution):
         changed = copy.copy(value)
-        for name, part in tuple(vars(value).items()):  # reading some computes and keeps others
+        for name, part in tuple(vars(value).items()):  # reading an attribute may store others
             if name.startswith("_unbroadcasted_"):
                 # Without batch dimensions, a (3, 3) matrix would pass for three rows of 3 numbers.
                 part = getattr(value, name.removeprefix("_unbroadcasted_"))
@@ -117,16 +117,17 @@ def _kl(policy: Distribution, reference: Distribution) -> Tensor:
     ):
         if isinstance(policy, kinds) and isinstance(reference, kinds):
             return kl(policy, reference)
-    return _registered_kl(policy, reference)
+    # A CompositeDistribution, paired here with another kind, has no event shape.
+    check_equal("event_shape", policy, reference, lambda d: tuple(getattr(d, "_event_shape", ())))
+    return kl_divergence(policy, reference)
 
 
 def _kl_of_categoricals(policy: Distribution, reference: Distribution) -> Tensor:
     # The gradient of the registered KL is NaN where the policy has a logit of -inf, as masked
     # actions have, and its value is inf where the reference's probability underflows.
     columns, ref_columns = columns_of(policy), columns_of(reference)
-    if columns is None or ref_columns is None:
-        alike = columns is ref_columns
-    else:
+    alike = columns is ref_columns
+    if columns is not None and ref_columns is not None:
         alike = torch.equal(columns, ref_columns)
     if not alike:
         raise ValueError(
@@ -139,14 +140,13 @@ def _kl_of_categoricals(policy: Distribution, reference: Distribution) -> Tensor
 
 def columns_of(dist: Distribution) -> Tensor | None:
     """The action of each column of a categorical, (*B, V) or (V,); None: all actions, in order."""
-    found = (read(dist) for read in COLUMN_READERS)
-    return next((columns for columns in found if columns is not None), None)
+    return next((found for read in COLUMN_READERS if (found := read(dist)) is not None), None)
 
 
 def log_probs_of(dist: Any) -> Tensor:
     """Log-probs (*B, V) of a categorical distribution."""
-    # From what a categorical distribution was built with: `logits` of probabilities are
-    # clamped, so that 0 becomes 1e-7. Some probability is positive; log-probabilities never are.
+    # Its `logits` are clamped where it was built with probabilities: 0 becomes 1e-7. Some
+    # probability is positive; log-probabilities never are.
     return _logs(dist._param, (dist._param > 0).any(-1, keepdim=True))
 
 
@@ -163,7 +163,7 @@ def _kl_of_bernoullis(policy: Any, reference: Any) -> Tensor:
 
 
 def _log_odds(dist: Any) -> Tensor:
-    # (*B, 2), of 1 and 0, as in `_log_probs`. What it was not built with is held once it was read.
+    # (*B, 2), of 1 and 0. What it was not built with is held once it was read.
     held, param = vars(dist), dist._param
     are_probs = torch.tensor("probs" in held, device=param.device)
     if "probs" in held and "logits" in held:
@@ -181,7 +181,7 @@ def _kl_of_composites(policy: Any, reference: Any) -> Tensor:
 
 
 def joint(dist: Distribution, n_batch: int) -> Distribution:
-    """The same with `n_batch` batch dimensions: those behind them, as of a Normal, are events."""
+    """The distribution with `n_batch` batch dimensions; further ones become those of an event."""
     n_more = len(dist.batch_shape) - n_batch
     return Independent(dist, n_more) if n_more > 0 else dist
 
@@ -196,7 +196,7 @@ def _kl_of_independent(policy: Any, reference: Any) -> Tensor:
 
 
 def _kl_of_transformed(policy: Any, reference: Any) -> Tensor:
-    # That of the bases: a shared bijection with constant parameters changes no divergence.
+    # A shared bijection with constant parameters changes no divergence: it is that of the bases.
     if policy.transforms != reference.transforms:
         raise ValueError(
             f"`policy` and `reference` must share one bijection, got {_name(policy)} and "
@@ -208,12 +208,6 @@ def _kl_of_transformed(policy: Any, reference: Any) -> Tensor:
             "several points to one: the KL of the bases is then only an upper bound."
         )
     return _kl(policy.base_dist, reference.base_dist)
-
-
-def _registered_kl(policy: Distribution, reference: Distribution) -> Tensor:
-    # A CompositeDistribution, paired here with another kind, has no event shape.
-    check_equal("event_shape", policy, reference, lambda d: tuple(getattr(d, "_event_shape", ())))
-    return kl_divergence(policy, reference)
 
 
 def check_equal(what: str, policy: Any, reference: Any, read: Callable[[Any], object]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from torchrl_kl.functional.distributions import kl_of_distributions, kl_of_logits, split_log_ratio
-from torchrl_kl.functional.numbers import check_mask, widened
+from torchrl_kl.functional.numbers import check_mask, check_tensor, widened
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -53,8 +53,6 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
     if mask is not None:
         ignored = ignored | ~mask
     log_ratio = (log_prob - ref_log_prob).masked_fill(ignored, 0.0)
-    if not log_ratio.requires_grad:
-        return log_ratio
     # Filled once more, with a constant: infinity has no slope.
     return log_ratio.masked_fill(log_ratio == torch.inf, torch.inf)
 
@@ -223,9 +221,8 @@ def _check_pair(
     log_prob: Tensor, ref_log_prob: Tensor, name: str, ref_name: str
 ) -> tuple[Tensor, Tensor]:
     """Both, at least float32; raises unless they are floating point and of one shape."""
-    if not (isinstance(log_prob, Tensor) and isinstance(ref_log_prob, Tensor)):
-        got = f"{type(log_prob).__name__} and {type(ref_log_prob).__name__}"
-        raise TypeError(f"`{name}` and `{ref_name}` must be tensors, got {got}.")
+    check_tensor(name, log_prob)
+    check_tensor(ref_name, ref_log_prob)
     if log_prob.shape != ref_log_prob.shape:
         raise ValueError(
             f"`{name}` and `{ref_name}` must have the same shape, got {tuple(log_prob.shape)} and "

@@ -27,7 +27,7 @@ class Float64State(nn.Module):
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in before.items():
-            # Not what the cast left, but the former values: a cast there and back would round them.
+            # The former values, since a cast there and back would round them.
             after = self._buffers[name]
             if buffer is not None and after is not None and after.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(after.device)
@@ -46,7 +46,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(values: Tensor) -> Tensor:
-    """The values in that dtype."""
+    """The values in their `working_dtype`."""
     return values.to(working_dtype(values.dtype))
 
 
@@ -95,7 +95,7 @@ def check_finite(
     if torch.compiler.is_compiling():  # a compiled step cannot branch on numbers
         return
     for key, values in entries.items():
-        # Quick, and finite for all but wrong, or very large, numbers.
+        # A quick test: the sum is finite unless a number is wrong or very large.
         if values is None or math.isfinite(values.detach().sum(dtype=torch.float64).item()):
             continue
         wrong = ~values.detach().isfinite()

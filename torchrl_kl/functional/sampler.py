@@ -1,4 +1,4 @@
-"""Corrections for actions that a sampler drew which is not the policy in training.
+"""Corrections for actions that another sampler than the policy in training drew.
 
 `log_ratio` is log pi - log pi_sampler of the actions, nats, 0 on padding.
 """
@@ -30,8 +30,8 @@ def sampler_weights(
 ) -> tuple[Tensor, float]:
     """min(pi / pi_sampler, cap) of each step (*B), detached, and their effective share.
 
-    With `ends` (*B), True at last steps, that of all steps of the trajectory up to it: then a sum
-    of what happens along trajectories is that of the policy, but for the cap.
+    With `ends` (*B), True at last steps, the ratio is that of the trajectory up to the step. A sum
+    along trajectories is then that of the policy, but for the cap.
     """
     total = log_ratio.detach() if ends is None else running_sum(log_ratio.detach(), ends)
     counted = mask if ends is None else ends

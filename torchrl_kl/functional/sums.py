@@ -61,7 +61,7 @@ def masked_mean(
 
 def running_sum(values: Tensor, ends: Tensor) -> Tensor:
     """The sum over its trajectory up to each step, (*B, T); `ends` (*B, T): at its last steps."""
-    _check_rows(values, "ends", ends)
+    _check_rows(values, ends)
     values = widened(values)
     if not ends[..., :-1].any():  # one trajectory in each row, as in batches of responses
         return values.cumsum(-1)
@@ -90,8 +90,8 @@ def sum_before(values: Tensor, ends: Tensor) -> Tensor:
 
 def sum_after(values: Tensor, ends: Tensor) -> Tensor:
     """At each step, the sum over the later steps of its trajectory; else as `running_sum`."""
-    _check_rows(values, "ends", ends)
-    # Backwards in time a trajectory ends where it began.
+    _check_rows(values, ends)
+    # Backwards in time, a trajectory ends at its first step.
     return sum_before(values.flip(-1), _begins(ends).flip(-1)).flip(-1)
 
 
@@ -100,11 +100,11 @@ def _begins(ends: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(ends[..., :1]), ends[..., :-1]], -1)
 
 
-def _check_rows(values: Tensor, name: str, ends: Tensor) -> None:
+def _check_rows(values: Tensor, ends: Tensor) -> None:
     _check_values(values)
     if values.ndim == 0:
         raise ValueError("`values` must have time as its last dimension, got a 0-dim tensor.")
-    check_mask(ends, values.shape, "`values`", name=name, means="the last step of a trajectory")
+    check_mask(ends, values.shape, "`values`", name="ends", means="the last step of a trajectory")
 
 
 def _check_values(values: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torchrl_kl.functional.distributions import columns_of, kl_of_log_probs, log_probs_of
 from torchrl_kl.functional.numbers import widened
 
-# What returns the gaps between tensors, in which no tile fits, to the system; else nothing.
+# Returns the gaps between tensors, in which no tile fits, to the system; elsewhere does nothing.
 _TRIM = getattr(ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim", int)
 
 
@@ -35,8 +35,8 @@ class Tiles(NamedTuple):
 class TiledCategorical(Distribution):
     """A categorical distribution (*B) of which only hidden states are held, not the logits.
 
-    Log-probs, entropy and KL are computed in tiles of `size` rows, again in the backward pass.
-    `tile` makes of rows (K, H) of `hidden` (R, H) the distribution, with log-probs as `logits`.
+    Log-probs, entropy and KL are computed in tiles of `size` rows, again in the backward pass; see
+    `Tiles`, where `tile` is `make`.
     """
 
     arg_constraints = {}  # type: ignore[assignment]  # noqa: RUF012
@@ -84,7 +84,7 @@ class TiledCategorical(Distribution):
 
 
 def as_tiled(dist: Any) -> TiledCategorical:
-    """The same of a categorical distribution, or of logits (*B, V), that are there in whole."""
+    """A categorical distribution, or logits (*B, V), as one tile."""
     if isinstance(dist, TiledCategorical):
         return dist
     if not isinstance(dist, Categorical | OneHotCategorical | Tensor):
@@ -96,7 +96,7 @@ def as_tiled(dist: Any) -> TiledCategorical:
 
 
 def within(dist: Any, context: ContextDecorator) -> Any:
-    """The distribution; its tiles, if any, which are made later, are each made in the context."""
+    """The distribution, whose lazily computed tiles, if any, run in the context."""
     if isinstance(dist, TiledCategorical):
         dist.tiles = dist.tiles._replace(make=context(dist.tiles.make))
     return dist
@@ -154,7 +154,7 @@ def figures(
 ) -> list[Tensor]:
     """The log-prob of actions (*B), the entropy, KL(policy || reference): those asked for, (*B).
 
-    With both an action and a reference, its log-prob under the reference follows.
+    With an action and a reference, the log-prob under the reference follows.
     """
 
     def compute(policy: Any, action: Tensor | None = None, reference: Any = None) -> list[Tensor]:
@@ -168,9 +168,9 @@ def figures(
             found.append(entropies)
         if reference is not None:
             kl = (log_probs.exp() * (log_probs - reference.logits)).sum(-1)
-            found.append(
-                kl if kl.isfinite().all() else kl_of_log_probs(log_probs, reference.logits)
-            )
+            if not kl.isfinite().all():
+                kl = kl_of_log_probs(log_probs, reference.logits)
+            found.append(kl)
             if action is not None:
                 found.append(reference.log_prob(action))
         return found
