@@ -188,6 +188,22 @@ def test_whether_it_samples():
 @pytest.mark.parametrize(
     ("make", "traces"), [(choosing, ["logits"]), (chain, ["first_logits", "second_logits"])]
 )
-def test_what_only_a_pass_of_the_policy_writes(make, traces):
+def test_random_steps(make, traces):
+    """Collectors fill what the policy writes with zeros where a random one has acted."""
     policy = make()
-    assert Acting.of(policy, FrozenActor(policy).recorded).trace_keys == traces
+    acting = Acting.of(policy, FrozenActor(policy).recorded)
+    assert acting.trace_keys == traces
+    batch = act(policy, observed(2, 4).float())
+    log_prob = FrozenActor(policy).recorded.require(batch)
+    acting.refuse_random_steps(batch, log_prob, None)
+    log_prob[:, :3] = 0.0  # of a policy that is certain, and of a random one
+    for key in traces:
+        batch[key][:, 1:] = 0.0
+    with pytest.raises(RuntimeError, match="in 4 of 8 steps .*into the env"):
+        acting.refuse_random_steps(batch, log_prob, None)
+    mask = torch.tensor([[True, True, False, True], [True, False, False, True]])
+    with pytest.raises(RuntimeError, match="in 1 of 8 steps"):
+        acting.refuse_random_steps(batch, log_prob, mask)
+    acting.refuse_random_steps(batch, log_prob, torch.zeros_like(mask))
+    acting.refuse_random_steps(batch.exclude(*traces), log_prob, None)
+    acting.refuse_random_steps(batch[:0], log_prob[:0], None)

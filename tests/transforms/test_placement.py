@@ -265,6 +265,24 @@ def test_rewards_of_several_steps_are_refused(make):
 # Steps that no policy made, and weights that are loaded late.
 
 
+@pytest.mark.parametrize("make", [KLConstrainedTransform, ReferenceModelLogProbTransform])
+def test_frames_of_a_random_policy_are_refused_on_a_batch(make):
+    """As those of `init_random_frames`, for which a collector records zeros."""
+    batch, controller = play(WalkEnv((2,)), policy(), 6), SpyController(per="step")
+    for key in ("action_log_prob", "logits"):
+        batch[key][0, 2] = 0
+    arguments = (make_actor(), controller)[: 2 if make is KLConstrainedTransform else 1]
+    with pytest.raises(RuntimeError, match="in 1 of 12 steps.*init_random_frames.*into the env"):
+        make(*arguments)(batch)
+    assert not controller.calls
+    batch["collector", "mask"] = torch.ones(2, 6, dtype=torch.bool)
+    batch["collector", "mask"][0, 2] = False  # of padding nobody asks
+    make(*arguments)(batch)
+    batch["collector", "mask"][0, 2] = True
+    batch["logits"][0, 2, 0] = 1e-3  # a policy that is certain
+    make(*arguments)(batch)
+
+
 LOADED = r"the first \d+ steps have a KL of .* the policy's weights have changed"
 
 

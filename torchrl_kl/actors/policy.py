@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pickle import PicklingError
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from tensordict import NestedKey, unravel_key
-from torch import nn
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from torchrl_kl.actors.protocol import as_kl_actor
@@ -66,3 +66,27 @@ class Acting(NamedTuple):
     def samples(self) -> bool:
         """Whether the policy draws its actions now: k1 of an argmax is biased."""
         return (exploration_type() or self.interaction_type) == ExplorationType.RANDOM
+
+    def refuse_random_steps(
+        self, tensordict: TensorDictBase, log_prob: Tensor, mask: Tensor | None
+    ) -> None:
+        """RuntimeError if a random policy acted in a step of a batch that counts, as far as seen.
+
+        For random frames collectors fill what the policy writes with zeros: the log-prob and all
+        traces. A log-prob of 0 alone may be that of a policy that is certain.
+        """
+        n_batch = tensordict.batch_dims
+        traces = [tensordict.get(key, None) for key in self.trace_keys]
+        traces = [each for each in traces if isinstance(each, Tensor) and each.ndim > n_batch]
+        zero = (log_prob == 0).unsqueeze(-1).flatten(n_batch).all(-1)
+        if mask is not None:
+            zero = zero & mask.reshape(*zero.shape, -1).any(-1)
+        for each in traces if zero.any() else ():
+            zero = zero & ~each.detach().bool().flatten(n_batch).any(-1)
+        if traces and zero.any():
+            raise RuntimeError(
+                f"in {int(zero.sum())} of {zero.numel()} steps the log-prob and all that the "
+                "policy writes is 0, as in the frames of a random policy (`init_random_frames`), "
+                "of which the KL is not known: put the KL transforms into the env, which tells "
+                "them apart."
+            )

@@ -88,6 +88,8 @@ class Scorer(nn.Module):
         reference, empty = self.reference, mask is not None and not mask.any()
         timed = find_time_dim(tensordict, self.time_dim) is not None
         log_prob = reference.recorded.require(tensordict)
+        if not empty:
+            self.acting.refuse_random_steps(tensordict, log_prob, mask)
         # The outputs of a pass, such as logits (rows, T, V), are dropped before the next rows.
         # TensorDict does not split an empty batch.
         chunk = reference.chunk_size if tensordict.batch_size.numel() and tensordict.ndim else None
