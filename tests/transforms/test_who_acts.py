@@ -306,7 +306,7 @@ def check_ignored(env: Any, stack: Any, actor: Any, frames: int) -> None:
 
 @any_per
 def test_steps_that_only_reset_a_row_do_not_count(per, monkeypatch):
-    monkeypatch.setattr("torchrl_kl.transforms.scoring.ignores_after_end", lambda env: True)
+    monkeypatch.setattr("torchrl_kl.transforms.base.ignores_after_end", lambda env: True)
     actor = make_actor()
     stack = KLConstrainedTransform(actor, SpyController(per=per), update_every=1)
     env = with_transforms(WalkEnv((3,)), stack)

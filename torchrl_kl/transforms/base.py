@@ -11,7 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import Binary, Composite, TensorSpec, Unbounded
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import EnvBase, GymWrapper, TransformedEnv
 from torchrl.envs.transforms import Transform
 from typing_extensions import Self
 
@@ -42,6 +42,7 @@ class KLTransform(Transform, ABC):
     keys: ResolvedKeys
     recorded_keys: Sequence[NestedKey] = ()  # what its estimate reads that the policy recorded
     needs_ends = False  # whether it has to see where trajectories end
+    resets_late = False  # whether its env ignores the action of the step after an end
     _home: Any = None  # a weak reference to its env
     _was_reset = False  # and has not been stepped since
 
@@ -97,6 +98,7 @@ class KLTransform(Transform, ABC):
             )
         self._home = weakref.ref(env)
         self.training = True  # `append_transform` has called `eval()`; see `train`
+        self.resets_late = ignores_after_end(env)
         self.leaves(self.parent_env.full_observation_spec)
 
     def clone(self) -> Self:
@@ -242,6 +244,13 @@ def env_of(transform: Transform) -> EnvBase | None:
     while container is not None and not isinstance(container, EnvBase):
         container = container_of(cast(Transform, container))
     return container
+
+
+def ignores_after_end(env: EnvBase) -> bool:
+    """Whether it is a vectorized Gymnasium env that ignores the action of the step after an end."""
+    base = env.base_env if isinstance(env, TransformedEnv) else env
+    mode = getattr(base, "autoreset_mode", None) if isinstance(base, GymWrapper) else None
+    return getattr(mode, "name", None) == "NEXT_STEP"
 
 
 def add_spec(

@@ -8,7 +8,6 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
 from torchrl.data import Composite
-from torchrl.envs import EnvBase, GymWrapper, TransformedEnv
 
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
@@ -45,13 +44,13 @@ class ScoringTransform(KLTransform, ABC):
 
     def carried(self) -> list[NestedKey]:
         """The entries that go on from step to step."""
-        late = [AUTORESET_KEY] if ignores_after_end(self.env) else []
+        late = [AUTORESET_KEY] if self.resets_late else []
         return [*super().carried(), *self.reference.own_state_keys, *late]
 
     def _reset(self, tensordict, tensordict_reset):
         """Also marks the rows whose next step only resets them."""
         tensordict_reset = super()._reset(tensordict, tensordict_reset)
-        if ignores_after_end(self.env):  # but not if all rows are reset, which it does at once
+        if self.resets_late:  # but not if all rows are reset, which it does at once
             shape = (*tensordict_reset.batch_size, 1)
             mark = torch.full(shape, not self._was_reset, device=tensordict_reset.device)
             tensordict_reset.set(AUTORESET_KEY, mark)
@@ -89,7 +88,7 @@ class ScoringTransform(KLTransform, ABC):
             key: Leaf((*batch_size, *leaf.shape), leaf.dtype, batch_size)
             for key, leaf in self.reference.state_specs().items()
         }
-        if ignores_after_end(self.parent_env):
+        if self.resets_late:
             leaves[AUTORESET_KEY] = Leaf((*batch_size, 1), torch.bool, batch_size)
         if self.records:
             leaves[self.keys.not_drawn] = Leaf((*shape, 1), torch.bool, shape)
@@ -116,10 +115,3 @@ def make_scorer(
     if is_copy:
         scorer.watch_first_use(actor)
     return scorer, resolved
-
-
-def ignores_after_end(env: EnvBase | None) -> bool:
-    """Whether it is a vectorized Gymnasium env that ignores the action of the step after an end."""
-    base = env.base_env if isinstance(env, TransformedEnv) else env
-    mode = getattr(base, "autoreset_mode", None) if isinstance(base, GymWrapper) else None
-    return getattr(mode, "name", None) == "NEXT_STEP"
