@@ -337,5 +337,6 @@ class KLMonitor:
         differs = ~(gap <= self._tolerance)  # NaN differs
         if not bool(differs.any()):
             return None
-        share, largest = differs.double().mean().item(), gap.nan_to_num(math.inf).max().item()
+        share = differs.double().mean().item()
+        largest = gap.nan_to_num(math.inf, math.inf).max().item()
         return {"share": share, "largest_difference": largest}, {"count": gap.numel()}

@@ -195,15 +195,17 @@ def test_random_steps(make, traces):
     assert acting.trace_keys == traces
     batch = act(policy, observed(2, 4).float())
     log_prob = FrozenActor(policy).recorded.require(batch)
-    acting.refuse_random_steps(batch, log_prob, None)
+    other = torch.full_like(log_prob, -1.0)
+    acting.refuse_random_steps(batch, log_prob, other, None)
     log_prob[:, :3] = 0.0  # of a policy that is certain, and of a random one
     for key in traces:
         batch[key][:, 1:] = 0.0
     with pytest.raises(RuntimeError, match="in 4 of 8 steps .*into the env"):
-        acting.refuse_random_steps(batch, log_prob, None)
+        acting.refuse_random_steps(batch, log_prob, other, None)
     mask = torch.tensor([[True, True, False, True], [True, False, False, True]])
     with pytest.raises(RuntimeError, match="in 1 of 8 steps"):
-        acting.refuse_random_steps(batch, log_prob, mask)
-    acting.refuse_random_steps(batch, log_prob, torch.zeros_like(mask))
-    acting.refuse_random_steps(batch.exclude(*traces), log_prob, None)
-    acting.refuse_random_steps(batch[:0], log_prob[:0], None)
+        acting.refuse_random_steps(batch, log_prob, other, mask)
+    acting.refuse_random_steps(batch, log_prob, other, torch.zeros_like(mask))
+    acting.refuse_random_steps(batch.exclude(*traces), log_prob, other, None)
+    acting.refuse_random_steps(batch[:0], log_prob[:0], other[:0], None)
+    acting.refuse_random_steps(batch, log_prob, 0 * other, None)  # no choice there

@@ -423,8 +423,14 @@ def test_settings_that_are_changed_are_followed():
     controller.max_coeff, controller.target = 10, 9.0
     assert controller.update(13.5, 1) == 1.25 * math.exp(0.25)
     assert "target=9, min_coeff=0.0001, max_coeff=10, gain=0.5" in repr(controller)
-    with pytest.raises(TypeError, match="cannot assign 'float' as buffer 'coeff'"):
-        controller.coeff = 0.25  # type: ignore[assignment]
+    shared = controller.coeff
+    controller.coeff = torch.tensor(0.25)
+    assert controller.coeff is shared
+    assert (shared.item(), shared.dtype) == (0.25, torch.float64)
+    for wrong, error in ((-0.5, ValueError), (float("inf"), ValueError), ("much", TypeError)):
+        with pytest.raises(error, match="`coeff` must be"):
+            controller.coeff = wrong  # type: ignore[assignment]
+    assert shared.item() == 0.25
 
 
 class TestHelpers:

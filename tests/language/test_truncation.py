@@ -29,6 +29,7 @@ from torchrl_kl import (
     TopKActor,
     rescore,
 )
+from torchrl_kl.actors.protocol import as_kl_actor
 from torchrl_kl.envs import DigitLanguageEnv
 from torchrl_kl.exact import Enumeration, enumerate_kl
 from torchrl_kl.functional.sampler import effective_share
@@ -492,3 +493,11 @@ class TestSampler:
         assert effective_share(torch.zeros(0)) == 1
         ratios = torch.tensor([1.0, 2.0, 3.0])
         assert_close(effective_share(ratios.log()), 36 / (14 * 3))
+
+
+def test_a_compiled_actor_answers_as_the_one_within():
+    actor = CausalLMActor(GPT(vocab_size=11, block_size=8), top_p=0.5, temperature=0.7)
+    compiled = torch.compile(actor)  # which compiles nothing before a call
+    assert as_kl_actor(compiled) is actor
+    reference = KLConstrainedTransform(compiled, 0.1).reference.actor
+    assert (reference.truncation, reference.temperature) == (None, 0.7)

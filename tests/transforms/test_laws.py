@@ -36,7 +36,7 @@ class TestKLDivergenceTransform(TransformLaws):
 
 
 class TestExactParts(TransformLaws):
-    writes, drops = frozenset({"kl", "kl_estimate"}), frozenset({"_estimate"})
+    writes, drops = frozenset({"kl", "kl_estimate"}), frozenset({"_estimate_exact"})
 
     def before(self):
         return [ReferenceModelLogProbTransform(self.reference(), estimator="exact")]

@@ -68,17 +68,21 @@ class Acting(NamedTuple):
         return (exploration_type() or self.interaction_type) == ExplorationType.RANDOM
 
     def refuse_random_steps(
-        self, tensordict: TensorDictBase, log_prob: Tensor, mask: Tensor | None
+        self,
+        tensordict: TensorDictBase,
+        log_prob: Tensor,
+        ref_log_prob: Tensor,
+        mask: Tensor | None,
     ) -> None:
         """RuntimeError if a random policy acted in a step of a batch that counts, as far as seen.
 
         For random frames collectors fill what the policy writes with zeros: the log-prob and all
-        traces. A log-prob of 0 alone may be that of a policy that is certain.
+        traces. It may be right where the reference has no choice either.
         """
         n_batch = tensordict.batch_dims
         traces = [tensordict.get(key, None) for key in self.trace_keys]
         traces = [each for each in traces if isinstance(each, Tensor) and each.ndim > n_batch]
-        zero = (log_prob == 0).unsqueeze(-1).flatten(n_batch).all(-1)
+        zero = ((log_prob == 0) & (ref_log_prob != 0)).unsqueeze(-1).flatten(n_batch).all(-1)
         if mask is not None:
             zero = zero & mask.reshape(*zero.shape, -1).any(-1)
         for each in traces if zero.any() else ():

@@ -38,7 +38,8 @@ class _OtherActor(KLActor):
 
 
 def as_kl_actor(actor: nn.Module) -> KLActor:
-    """The actor, or what answers for an actor that is not a KLActor."""
+    """The actor, also of `torch.compile`, or what answers for one that is not a KLActor."""
+    actor = getattr(actor, "_orig_mod", actor)
     return actor if isinstance(actor, KLActor) else _OtherActor(actor)
 
 

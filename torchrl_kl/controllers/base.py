@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from numbers import Real
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -66,6 +66,13 @@ class KLController(Float64State, ABC):
         self.plan = None
         coeff = check_number("init_coeff", init_coeff, at_least=0.0)
         self.register_buffer("coeff", torch.tensor(coeff, dtype=torch.float64))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "coeff":  # as one number, in place: transforms, losses and workers have it
+            value = value.tolist() if type(value) is Tensor else value
+            self.coeff.fill_(check_number(name, value, at_least=0.0))
+        else:
+            super().__setattr__(name, value)
 
     @property
     def planning(self) -> bool:

@@ -39,7 +39,7 @@ from torchrl_kl.language.responses import (
     read_responses,
     several,
 )
-from torchrl_kl.transforms.base import env_of, open_batch
+from torchrl_kl.transforms.base import env_of, open_batch, refuse_replaced
 from torchrl_kl.transforms.estimates import Estimator, make_estimate
 from torchrl_kl.transforms.penalty import Penalizing, Penalty
 from torchrl_kl.transforms.scorer import Measured, Scored, Scorer, measure
@@ -178,6 +178,10 @@ class ResponseKLTransform(Penalizing, Transform):
                 "`LLMCollector(postproc=...)`, or append it to a replay buffer with `invert=True`."
             )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_replaced(self, name, value)
+        super().__setattr__(name, value)
+
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Penalizes a batch (*B), and feeds the controller unless in eval mode."""
         return self._process(tensordict, moves=self.training)
@@ -190,7 +194,7 @@ class ResponseKLTransform(Penalizing, Transform):
         """Scores, measures and penalizes a batch (*B); `moves`: whether the controller is fed."""
         batch, _ = open_batch(tensordict)
         following: Any = batch.get("next")
-        self.penalty.refuse_penalized(following, "the batch")
+        self.refuse_penalized(following, "the batch")
         reward = self.penalty.open(
             batch,
             "a response has one; set it before this transform, to zeros for a measurement only.",

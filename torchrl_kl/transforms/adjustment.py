@@ -91,12 +91,10 @@ class RewardAdjustmentTransform(Penalizing, KLTransform):
     def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
         """Penalizes a batch whose KL was measured."""
         following = batch.get("next")
-        self.penalty.refuse_penalized(following, "the batch")
         measured = self.penalty.read(following, without_random(following, self.keys, mask))
         self.penalty.batch(batch, measured, moves=moves)
 
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """The task reward, the coefficient and the running sum."""
-        self.penalty.refuse_penalized(spec, "the env")
         kl = require_spec(spec, self.keys.kl, NO_KL)
         return self.penalty.leaves(self.parent_env.full_reward_spec, kl.shape, kl.dtype)

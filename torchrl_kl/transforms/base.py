@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.data import Binary, Composite, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, GymWrapper, TransformedEnv
 from torchrl.envs.transforms import Transform
@@ -54,6 +54,9 @@ class KLTransform(Transform, ABC):
             )
         super().__init__(in_keys=[*in_keys], out_keys=[*out_keys])
 
+    def refuse_penalized(self, entries: Composite | TensorDictBase, where: str) -> None:
+        """Raises if it would penalize rewards twice; most transforms do not penalize any."""
+
     @abstractmethod
     def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
         """Processes a shallow copy of a batch (*B) in place; `mask`: where steps count, (*B, *A).
@@ -83,7 +86,7 @@ class KLTransform(Transform, ABC):
         return env_of(self)
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        """Refuses a second env, even inside a Compose, and an env in which it cannot work."""
+        """Refuses a second env, even inside a Compose, and an env with penalized rewards."""
         super().set_container(container)
         env, home = self.env, self._home and self._home()
         if env is None:
@@ -99,7 +102,11 @@ class KLTransform(Transform, ABC):
         self._home = weakref.ref(env)
         self.training = True  # `append_transform` has called `eval()`; see `train`
         self.resets_late = ignores_after_end(env)
-        self.leaves(self.parent_env.full_observation_spec)
+        self.refuse_penalized(self.parent_env.full_observation_spec, "the env")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_replaced(self, name, value)
+        super().__setattr__(name, value)
 
     def clone(self) -> Self:
         """A transform for another env."""
@@ -124,6 +131,7 @@ class KLTransform(Transform, ABC):
         """A processed shallow copy of a batch (*B), which `moves` the controller or not."""
         refuse_wrong_order(self, KLTransform)
         batch, fake = open_batch(tensordict)
+        self.refuse_penalized(batch.get("next"), "the batch")
         if fake:  # none of its steps counts
             mask = torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device)
         else:
@@ -188,6 +196,7 @@ class KLTransform(Transform, ABC):
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds all entries but the reward; RuntimeError if the env has one of them already."""
+        self.refuse_penalized(observation_spec, "the env")
         leaves = self.leaves(observation_spec)
         shared = (self.keys.not_drawn, AUTORESET_KEY)  # by all stacks
         there = observation_spec.keys(True, True)
@@ -235,6 +244,13 @@ class KLTransform(Transform, ABC):
         path, spec = self.keys.recorded.branch, self.parent_env.full_action_spec
         holder = spec[path] if path and path in spec.keys(True) else None  # or an action
         return holder.shape if isinstance(holder, Composite) else self.parent_env.batch_size
+
+
+def refuse_replaced(owner: nn.Module, name: str, value: Any) -> None:
+    """AttributeError for a part that is read from elsewhere: PyTorch would keep it, unused."""
+    if isinstance(value, nn.Module) and isinstance(getattr(type(owner), name, None), property):
+        kind = type(owner).__name__
+        raise AttributeError(f"`{name}` of {kind} is given when it is built: build another one.")
 
 
 def env_of(transform: Transform) -> EnvBase | None:

@@ -76,12 +76,13 @@ class ExactEstimate(Estimate):
             get_required(tensordict, key, _RECORD_PARAMS)
         of_policy, of_reference = self._of_policy.held, dist_module_of(reference)
         key = of_reference.in_keys[0]
-        if score.outputs.get(key, None) is None and self.policy_keys == [key]:
+        tiled = score.dist is not None and score.outputs.get(key, None) is None
+        if tiled and self.policy_keys == [key]:
             # Of the reference, logits are never all there: they are made in tiles.
             return figures(tensordict.get(key), reference=score.dist)[0]
         # The parameters, such as logits (*B, V).
         params = tensordict.select(*of_policy.in_keys).detach()
-        ref_params = score.outputs.select(*of_reference.in_keys).detach()
+        ref_params = score.outputs.select(*of_reference.in_keys, strict=False).detach()
         _check_shapes(params, ref_params)
         if mask is not None:
             # Padding has no valid parameters (a scale of 0, say): take the reference's there.

@@ -10,7 +10,7 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import counted
 from torchrl_kl.functional.estimators import ESTIMATORS
 from torchrl_kl.functional.numbers import working_dtype
-from torchrl_kl.keys import KLKeys, as_keys, get_required
+from torchrl_kl.keys import KLKeys, ResolvedKeys, as_keys, as_tuple, get_required, sibling
 from torchrl_kl.transforms.base import KLTransform, Leaf, require_spec
 from torchrl_kl.transforms.estimates import Estimator, check_estimator
 from torchrl_kl.transforms.scorer import Scored, measure
@@ -23,7 +23,9 @@ class ReferenceModelLogProbTransform(ScoringTransform):
     The action is scored as the policy wrote it, before action transforms turn it into the env's.
 
     Keys:
-        reads the actor's in_keys, its action, and its log-prob, to know whether the policy ran.
+        reads the actor's in_keys, its action, and its log-prob, to know whether the policy ran; for
+        "exact" the recorded parameters of the policy's distribution, for "top_k" what TopKActor
+        records: these are dropped from a batch.
         writes ("next", "ref_log_prob"): nats per step, batch shape of the tensordict that holds the
         action, 0 where a random policy acted. A recurrent reference adds ("next", "ref_<state>").
         In an env, ("next", "not_drawn"): whether an action of the trajectory so far was not drawn
@@ -64,7 +66,11 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         keys = as_keys(keys)
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob)
         own = reference is None
-        scorer, self.keys = make_scorer(actor, frozen, keys, estimator, own, time_dim=time_dim)
+        # From the two log-probs alone, KLDivergenceTransform computes its estimate itself.
+        passed: Estimator = estimator if estimator in PASSED else "k1"
+        check_estimator(estimator)
+        scorer, self.keys = make_scorer(actor, frozen, keys, passed, own, time_dim=time_dim)
+        self._passed_key = passed_key(self.keys, passed)
         # TorchRL wants each of the out_keys in the env's specs.
         super().__init__(
             [*frozen.in_keys, *frozen.action_keys],
@@ -85,7 +91,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         # Both (*B, *A); KLDivergenceTransform takes the estimate out.
         next_tensordict.set(self.keys.ref_log_prob, scored.ref_log_prob)
         for estimate in scored.estimates:
-            next_tensordict.set(self.keys.estimate, estimate)
+            next_tensordict.set(self._passed_key, estimate)
 
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """The log-prob under the reference and its recurrent state."""
@@ -166,11 +172,14 @@ class KLDivergenceTransform(KLTransform):
         mask: Tensor | None,
     ) -> None:
         ref_log_prob = get_required(next_tensordict, self.keys.ref_log_prob, _NO_REFERENCE)
-        log_prob = ref_log_prob if log_prob is None else log_prob
+        if log_prob is None and ref_log_prob.any():  # not of a random policy
+            log_prob = self.keys.recorded.require(tensordict)
+        log_prob = ref_log_prob if log_prob is None else log_prob.detach()
         estimates = []
-        if self.estimator in ("exact", "top_k"):
-            get_required(next_tensordict, self.keys.estimate, _NO_ESTIMATE)
-            estimates = [next_tensordict.pop(self.keys.estimate)]
+        if self.estimator in PASSED:
+            key = passed_key(self.keys, self.estimator)
+            get_required(next_tensordict, key, _NO_ESTIMATE)
+            estimates = [next_tensordict.pop(key)]
         elif self.estimator != "k1":
             estimates = [ESTIMATORS[self.estimator](log_prob, ref_log_prob)]
         n_dims = tensordict.batch_dims if self.sum_agents else None
@@ -185,6 +194,14 @@ class KLDivergenceTransform(KLTransform):
         shape = self.parent_env.batch_size if self.sum_agents else ref.shape
         leaf = Leaf((*shape, 1), working_dtype(ref.dtype), shape)
         return dict.fromkeys(self.out_keys, leaf)
+
+
+PASSED = ("exact", "top_k")  # estimates that one part makes, in its pass, and the other takes
+
+
+def passed_key(keys: ResolvedKeys, estimator: str) -> NestedKey:
+    """The hidden entry in which the estimate is passed on."""
+    return sibling(keys.estimate, f"{as_tuple(keys.estimate)[-1]}_{estimator}")
 
 
 _NO_REFERENCE = (

@@ -238,6 +238,10 @@ class Penalizing:
         """Whether its controller is fed finished trajectories."""
         return self.controller.per == "trajectory" and self.controller.moves
 
+    def refuse_penalized(self, entries: Composite | TensorDictBase, where: str) -> None:
+        """RuntimeError if the rewards were penalized before; see `Penalty`."""
+        self.penalty.refuse_penalized(entries, where)
+
     @property
     def statistics(self) -> KLStatistics:
         """The KL values pooled since the controller's last update."""

@@ -88,8 +88,6 @@ class Scorer(nn.Module):
         reference, empty = self.reference, mask is not None and not mask.any()
         timed = find_time_dim(tensordict, self.time_dim) is not None
         log_prob = reference.recorded.require(tensordict)
-        if not empty:
-            self.acting.refuse_random_steps(tensordict, log_prob, mask)
         # The outputs of a pass, such as logits (rows, T, V), are dropped before the next rows.
         # TensorDict does not split an empty batch.
         chunk = reference.chunk_size if tensordict.batch_size.numel() and tensordict.ndim else None
@@ -107,7 +105,9 @@ class Scorer(nn.Module):
         ref_log_prob, *estimates = (
             each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True)
         )
-        if empty:
+        if not empty:
+            self.acting.refuse_random_steps(tensordict, log_prob, ref_log_prob, mask)
+        else:
             # A collector may make zeros to learn the keys; the log-prob of an action 0 can be -inf.
             ref_log_prob = torch.zeros_like(ref_log_prob)
         scored = Scored(log_prob, ref_log_prob, estimates)

@@ -126,7 +126,6 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
 
     def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
         """Scores, measures and penalizes a batch."""
-        self.penalty.refuse_penalized(batch.get("next"), "the batch")
         scored = self.scorer.batch(batch, mask)
         measured = self._measure(batch, scored, mask)
         self.penalty.batch(batch, measured, moves=moves)
@@ -148,7 +147,6 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
 
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """All entries but the reward."""
-        self.penalty.refuse_penalized(spec, "the env")
         # The log-prob is (*B, *A); those of the KL are (*shape, 1).
         acting, dtype = self.log_prob_shape(), self.reference.dtype
         shape = self.parent_env.batch_size if self.sum_agents else acting
