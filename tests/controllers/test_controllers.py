@@ -285,14 +285,22 @@ class TestPlanned(ClosedLoopLaws):
                 values.append(controller.update(kl, 20) / factor)
             assert values[1] == pytest.approx(values[0], rel=1e-9)
 
-    def test_its_bound_is_twice_the_largest_plan(self):
+    @pytest.mark.parametrize(("kl", "times"), [(0.75, 2 / 1.5**0.5), (2.0, 1.0), (9.0, 1.0)])
+    def test_its_bound_is_twice_the_largest_plan_and_falls_as_the_kl_rises(self, kl, times):
+        """As 2 / sqrt(kl / target), until the KL is four times the target."""
         controller, plans = PlannedKLController(0.5), []
         for size in (1.0, 5.0, 0.2):  # rewards grow, and shrink
             rewards = size * torch.tensor([0.0, 1.0] * 50)
             controller.observe_rewards(rewards)
             plans.append(PlannedKLController(0.5).observe_rewards(rewards) / 0.7**-0.5)
-            highest = max(controller.update(9.0, 64) for _ in range(60))
-            assert highest == pytest.approx(2 * max(plans), rel=1e-12)
+            highest = max(controller.update(kl, 64) for _ in range(60))
+            assert highest == pytest.approx(times * max(plans), rel=1e-12)
+
+    def test_near_the_target_its_bound_is_twice_the_plan(self):
+        controller = self.used(speed=1.0, last=0.7, average=1.0)
+        controller.plan.made.fill_(0.1)
+        controller.coeff = 0.3
+        assert controller.update(0.45, 64) == 0.2
 
     def test_a_run_with_rewards_goes_on_where_it_was(self):
         def step(controller: PlannedKLController, n: int) -> float:
@@ -328,7 +336,7 @@ class TestPlanned(ClosedLoopLaws):
             ),
             (
                 9.1,
-                "is 2 and the KL 9.1 .*: at its upper bound .* Lower the learning rate",
+                "is 1.48 and the KL 9.1 .*: at its upper bound .* Lower the learning rate",
             ),
         ],
     )
@@ -345,8 +353,8 @@ class TestPlanned(ClosedLoopLaws):
         """The KL is above the target now, but not on average."""
         controller = self.used(speed=1.0, last=0.9, average=0.7)
         controller.plan.made.fill_(0.1)
-        controller.coeff = 0.199
-        assert controller.update(0.9, 64) == 0.2
+        controller.coeff = 0.149
+        assert controller.update(0.9, 64) == pytest.approx(0.2 / 1.8**0.5, rel=1e-12)
 
 
 class Switch(KLController):

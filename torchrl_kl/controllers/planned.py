@@ -29,7 +29,7 @@ class PlannedKLController(TargetKLController):
         error  = x ** 2 - 1 above the target,
                  (x - 1) * (1 - max(rise, 0) / speed) below it
         coeff <- coeff * exp(error / 12) * (max(x, 0.7) / max(x before, 0.7)) ** power
-        coeff <- clip(coeff, 1e-4 * plan, 2 * plan)
+        coeff <- clip(coeff, 1e-4 * plan, 2 * plan / max(x, 1))
 
     x grows evenly where a policy moves evenly, and goes as 1 / coeff where it has settled. A
     lasting error of 1 moves log(coeff) by 1 in 12 updates, in which most policies respond; below
@@ -39,10 +39,11 @@ class PlannedKLController(TargetKLController):
 
     The plan takes the whole spread of the rewards for what the policy can choose, so that the right
     coefficient is hardly above it. Each 16 trajectories or 256 steps make one, all of a batch
-    together, and the largest counts, as rewards grow. A KL that stays above 1.4 targets at 2 * plan
-    does not come from the rewards: updates are too large, or noise of the penalties moves the
-    policy. A warning then says once what helps; at 1e-4 * plan one says that the target is out of
-    reach.
+    together, and the largest counts, as rewards grow. Penalties vary as coeff * sqrt(2 * kl) where
+    log-ratios are nearly normal, and rewards as plan * sqrt(2 * target): up to 4 targets, the upper
+    bound lets penalties vary twice as much as rewards. A KL that stays above 1.4 targets there does
+    not come from the rewards: updates are too large, or noise of the penalties moves the policy. A
+    warning then says once what helps; at 1e-4 * plan one says that the target is out of reach.
 
     You may rely on: k times the rewards give k times the coefficient; it stays within its bounds.
     You may not rely on a steady KL where it is not steady with a constant coefficient, nor on a low
@@ -108,7 +109,7 @@ class PlannedKLController(TargetKLController):
             margin = 1.0 if self._given else self._margin
             value *= (margin * _SHARE**-power) ** (-1 / _RESPONSE)
         plan = self.plan.made.item()
-        first, most = (plan, _MOST) if plan else (self._given, 1e4)
+        first, most = (plan, _MOST / max(x, 1.0)) if plan else (self._given, 1e4)
         bounded = min(max(value, _LEAST * first), max(most * first, self._given))
         # Noise may bring it to a bound for a moment, or near the target.
         held = _SHARE * min(x, self.average.item()) ** 2 <= 1
