@@ -14,16 +14,9 @@ from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from torchrl_kl import (
-    GPT,
-    CausalLMActor,
-    CausalLMCritic,
-    KLConstrainedTransform,
-    KLController,
-    KLPenaltyLoss,
-    rescore,
-)
+from torchrl_kl import KLConstrainedTransform, KLController, KLPenaltyLoss, rescore
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
+from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic
 
 EPOCHS, MINIBATCH = 2, 256
 
@@ -110,7 +103,7 @@ def train(
     policy = copy.deepcopy(reference)
     critic = GPT(language.n_tokens, language.text_length, n_layer=1, n_out=1)
     sampler, value = CausalLMActor(policy, top_p=top_p), CausalLMCritic(critic)
-    actor = sampler.untruncated if whole else sampler
+    actor = sampler.whole() if whole else sampler
     stack = KLConstrainedTransform(actor, coeff if loss_args is None else 0.0)  # 0 only measures
     loss = ClipPPOLoss(
         actor, value, clip_epsilon=0.2, entropy_bonus=False, critic_coeff=1.0, loss_critic_type="l2"

@@ -35,18 +35,11 @@ from digit_ppo import count_even, language_model, next_token, train
 from torch import Tensor
 from torchrl.envs import ExplorationType, set_exploration_type
 
-from torchrl_kl import (
-    GPT,
-    CausalLMActor,
-    Enumeration,
-    KLConstrainedTransform,
-    TopKActor,
-    kl_exact,
-    kl_k1,
-    kl_k3,
-    kl_top_k,
-)
+from torchrl_kl import KLConstrainedTransform, TopKActor
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
+from torchrl_kl.exact import Enumeration
+from torchrl_kl.functional import kl_exact, kl_k1, kl_k3, kl_top_k
+from torchrl_kl.language import GPT, CausalLMActor
 
 TOP_KS = (1, 2, 3)
 

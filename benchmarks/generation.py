@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from bench_report import Result, arg, parse_args, quick_flag, race, table
-from ours import COEFF, COMPLETE, Job, actor_of, critic_of, gpt_of
+from ours import COEFF, Job, gpt_of
 from rivals import (
     HandWrittenPPO,
     PlainGPT,
@@ -37,8 +37,8 @@ from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from torchrl_kl import GPT
 from torchrl_kl.envs import DigitLanguage
+from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic
 
 CLIP, ENTROPY, VALUE = 0.2, 0.01, 1.0  # of both updates of PPO
 
@@ -116,15 +116,13 @@ def by_hand_of_gpt(job: Job) -> Callable[[], Any]:
 def _contestants(job: Job, by_hand: Callable[[], Any], sampler: bool) -> dict[str, Callable]:
     batches, stack = job.collected(stack=job.stack()), job.stack()
     contestants = {"rival": by_hand, "collector": lambda: next(batches)}
-    if sampler and COMPLETE:
+    if sampler:
         contestants["sampler"] = torch.no_grad()(lambda: stack(job.sampled()))
     return contestants
 
 
 def transformers_results(args: Args) -> list[Result]:
     """A Llama of 3.4 million parameters against `generate` of transformers."""
-    if not COMPLETE:
-        return []
     language = DigitLanguage(
         vocab_size=3999, prompt_length=16, response_length=args.tokens(64), window=4
     )
@@ -177,7 +175,7 @@ def critic_gpt(language: DigitLanguage) -> GPT:
 
 def ppo_batch(job: Job, critic: GPT) -> tuple[TensorDictBase, ClipPPOLoss]:
     """A collected batch [N, T] with advantages, and the loss that is computed on it."""
-    value = critic_of(critic)
+    value = CausalLMCritic(critic)
     batch = next(job.collected(stack=job.stack())).clone()
     gae = GAE(gamma=1.0, lmbda=1.0, value_network=value, deactivate_vmap=True, shifted=False)
     with torch.no_grad(), set_recurrent_mode(True):
@@ -198,14 +196,13 @@ def growth_results(args: Args) -> list[Result]:
     jobs = [Job.of_gpt(args.texts(64), args.tokens(n)) for n in (256, 16)]
     long, short = jobs
     batches = [job.collected(stack=job.stack()) for job in jobs]
+    stacks = [job.stack() for job in jobs]
     runs: dict[str, Callable[[], Any]] = {
         "Collector, long": lambda: next(batches[0]),
         "Collector, short": lambda: next(batches[1]),
+        "sample_responses, long": torch.no_grad()(lambda: stacks[0](long.sampled())),
+        "sample_responses, short": torch.no_grad()(lambda: stacks[1](short.sampled())),
     }
-    if COMPLETE:
-        stacks = [job.stack() for job in jobs]
-        runs["sample_responses, long"] = torch.no_grad()(lambda: stacks[0](long.sampled()))
-        runs["sample_responses, short"] = torch.no_grad()(lambda: stacks[1](short.sampled()))
     seconds = args.race(**runs)
     found = []
     for name in sorted({key.split(",")[0] for key in seconds}):
@@ -242,7 +239,7 @@ class Walk:
 def env_results(args: Args) -> list[Result]:
     """A step of the env with the stack against a step and a bare call of the reference."""
     job = Job.of_gpt(args.texts(64), 4)
-    bare = actor_of(job.reference).requires_grad_(False)
+    bare = CausalLMActor(job.reference).requires_grad_(False)
     seconds = args.race(ours=Walk(job, job.env(job.stack())), rival=Walk(job, job.env(), bare))
     question = f"env step with the stack against step + bare reference call, {job.n_texts} rows"
     return [Result.cost(question, seconds["ours"], seconds["rival"], 1.1)]
@@ -251,15 +248,13 @@ def env_results(args: Args) -> list[Result]:
 def exactness_results(args: Args) -> list[Result]:
     """Log-probs recorded while texts are written against one teacher-forced pass over them."""
     language = DigitLanguage(response_length=args.tokens(64))
-    models: dict[str, Any] = {"GPT": gpt_of(language)}
-    models |= tiny_models() if COMPLETE else {}
+    models: dict[str, Any] = {"GPT": gpt_of(language), **tiny_models()}
     found = []
     for name, model in models.items():
         job = Job(language, sharpen(model), model, args.texts(32))
         batches = {"Collector": next(job.collected())}
-        if COMPLETE:
-            with torch.no_grad():
-                batches["sample_responses"] = job.sampled()
+        with torch.no_grad():
+            batches["sample_responses"] = job.sampled()
         for writer, batch in batches.items():
             question = f"{writer}, {name}: log-probs against one teacher-forced pass, fp32"
             found.append(Result.error(question, largest_difference(model, batch), 2e-5))

@@ -29,14 +29,8 @@ from bench_report import arg, parse_args
 from tensordict import TensorDict
 from torchrl.objectives import ClipPPOLoss
 
-from torchrl_kl import (
-    GPT,
-    CausalLMActor,
-    KLConstrainedTransform,
-    KLPenaltyLoss,
-    ResponseKLTransform,
-    as_steps,
-)
+from torchrl_kl import KLConstrainedTransform, KLPenaltyLoss
+from torchrl_kl.language import GPT, CausalLMActor, ResponseKLTransform, as_steps
 
 CASES = ("k1", "exact", "sequence", "k2", "ppo", "by hand")
 PROMPT = 4

@@ -35,16 +35,9 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
-from torchrl_kl import (
-    GPT,
-    CausalLMActor,
-    CausalLMCritic,
-    KLConstrainedTransform,
-    KLController,
-    KLPenaltyLoss,
-    sample_responses,
-)
+from torchrl_kl import KLConstrainedTransform, KLController, KLPenaltyLoss
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
+from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic, sample_responses
 
 Place = Literal["reward", "loss", "grpo", "grpo, no std"]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,32 +12,11 @@ from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
 
-from torchrl_kl import GPT, KLConstrainedTransform
+from torchrl_kl import KLConstrainedTransform
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
+from torchrl_kl.language import GPT, CausalLMActor, sample_responses
 
 COEFF = 0.1
-_package = importlib.import_module("torchrl_kl")
-# The sampler of whole responses and actors over models of transformers came with this class.
-COMPLETE = hasattr(_package, "CausalLMActor")
-
-
-def actor_of(model: Any) -> Any:
-    """The policy over a GPT or a causal language model of transformers."""
-    return getattr(_package, "CausalLMActor" if COMPLETE else "GPTActor")(model)
-
-
-def critic_of(gpt: GPT) -> Any:
-    """The critic over a GPT with one output."""
-    return getattr(_package, "CausalLMCritic" if COMPLETE else "GPTCritic")(gpt)
-
-
-def sample_responses(
-    actor: Any, prompts: Tensor, n_tokens: int, pad_token: int, reward_fn: Callable
-) -> TensorDictBase:
-    """A batch [N, T] of responses to prompts (N, P), which a stack takes."""
-    return _package.sample_responses(
-        actor, prompts, n_tokens, pad_token=pad_token, reward_fn=reward_fn
-    )
 
 
 def gpt_of(language: DigitLanguage, **sizes: int) -> GPT:
@@ -56,7 +34,7 @@ class Job:
     n_texts: int
 
     def __post_init__(self):
-        self.actor = actor_of(self.policy)
+        self.actor = CausalLMActor(self.policy)
 
     @classmethod
     def of_gpt(cls, n_texts: int, n_tokens: int) -> Job:
@@ -76,7 +54,7 @@ class Job:
 
     def stack(self) -> KLConstrainedTransform:
         """A stack with its own frozen copy of the reference."""
-        return KLConstrainedTransform(self.actor, COEFF, reference=actor_of(self.reference))
+        return KLConstrainedTransform(self.actor, COEFF, reference=CausalLMActor(self.reference))
 
     def env(self, *transforms: Transform) -> EnvBase:
         """The token env with transforms."""
@@ -103,5 +81,9 @@ class Job:
         """A batch [N, T] of `sample_responses`."""
         language = self.language
         return sample_responses(
-            self.actor, self.prompts(), self.n_tokens, language.separator, language.preference
+            self.actor,
+            self.prompts(),
+            self.n_tokens,
+            pad_token=language.separator,
+            reward_fn=language.preference,
         )

@@ -26,8 +26,8 @@ import torch
 from bench_report import Result, arg, parse_args, quick_flag
 from digit_ppo import count_even, language_model, next_token, train
 
-from torchrl_kl import Enumeration
 from torchrl_kl.envs import DigitLanguage
+from torchrl_kl.exact import Enumeration
 
 # Where the penalty is: None is the reward, else the arguments of KLPenaltyLoss.
 VARIANTS: dict[str, dict | None] = {

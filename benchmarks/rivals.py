@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchrl_kl import GPT
+from torchrl_kl.language import GPT
 
 # Attention of one query over at most this many keys is faster as products and sums of whole
 # tensors than as many tiny matrix products (measured at 64 and 1024 texts).
@@ -97,7 +97,7 @@ class LongCache:
 
 
 class PlainGPT:
-    """The weights of a `torchrl_kl.GPT`, without dropout, as functions of tokens."""
+    """The weights of a `GPT`, without dropout, as functions of tokens."""
 
     def __init__(self, gpt: GPT):
         def pair(module: Any) -> tuple[Tensor, Tensor]:

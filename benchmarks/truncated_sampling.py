@@ -36,15 +36,10 @@ from digit_ppo import count_even, language_model, next_token, train
 from torchrl.modules import set_recurrent_mode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from torchrl_kl import (
-    GPT,
-    CausalLMActor,
-    Enumeration,
-    PlannedKLController,
-    rescore,
-    sample_responses,
-)
+from torchrl_kl import PlannedKLController, rescore
 from torchrl_kl.envs import DigitLanguage
+from torchrl_kl.exact import Enumeration
+from torchrl_kl.language import GPT, CausalLMActor, sample_responses
 
 VARIANTS = {"counted": False, "ignored": True}
 

@@ -22,8 +22,8 @@ class DigitLanguage:
 
         P(a | context) = |{i in W : (x_i + 1) mod vocab_size = a}| / |W|
 
-    All probabilities are exact, in float64. The separator and most digits have probability 0, so a
-    policy with full support has an infinite KL to this language.
+    All probabilities are exact, in float64. The separator and most digits have probability 0, so
+    that KL(policy || language) is infinite for a policy with full support.
 
     Args:
         vocab_size: number of digits; their token ids are 0..vocab_size - 1.

@@ -25,7 +25,7 @@ class DigitLanguageEnv(EnvBase):
     Only reset is random. A seed gives the same prompts on every device. A copy continues from the
     same state: seed copies differently, as `set_seed` of `SerialEnv` and `ParallelEnv` does.
 
-    State: that of the generator, as `generator`, (N,) uint8.
+    State: `generator`, the state of the random generator, (N,) uint8.
 
     `reset(prompt=prompts)` starts from the given int64 digits (*B, P), or (P,) for all rows; with
     `SerialEnv` and `ParallelEnv` it is `reset(list_of_kwargs=[{"prompt": ...}, ...])`.
@@ -89,7 +89,7 @@ class DigitLanguageEnv(EnvBase):
         first, last = language.context_length, language.text_length
         batch_size, device = self.batch_size, self.device
         self.observation_spec = Composite(
-            tokens=Categorical(language.n_tokens, shape=(*batch_size, last), device=device),  # type: ignore[arg-type]
+            tokens=Categorical(language.n_tokens, shape=(*batch_size, last), device=device),
             position=Bounded(first, last, shape=batch_size, dtype=torch.int64, device=device),
             shape=batch_size,
             device=device,

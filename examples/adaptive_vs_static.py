@@ -33,19 +33,15 @@ from running import JobOptions, Run, open_folder, read_options, workers, write_j
 from torch import Tensor
 
 from torchrl_kl import (
-    GPT,
     AdaptiveKLController,
-    CausalLMActor,
-    Enumeration,
     ExponentialKLController,
     KLController,
     PIDKLController,
     PlannedKLController,
-    PolicyValues,
     coeff_for_budget,
-    exact_kl,
-    sample_responses,
 )
+from torchrl_kl.exact import Enumeration, PolicyValues, enumerate_kl
+from torchrl_kl.language import GPT, CausalLMActor, sample_responses
 
 Runs = dict[str, list[dict[str, Any]]]  # by name, one result for each seed
 GROUPS = {"controllers from 0.05": AMBER, "controllers from 2": SKY}
@@ -92,10 +88,12 @@ def make_controllers(computed_coeff: float, target: float) -> dict[str, KLContro
 def perplexity(model: Callable, contexts: Tensor) -> float:
     """The exponential of the cross-entropy per token on the true language, over all responses."""
     walk = {"prompts": contexts, "response_length": LANGUAGE.response_length}
-    excess = exact_kl(true_next_token, model, **walk)
+    excess = enumerate_kl(true_next_token, model, **walk)
     # The entropy of the truth is log n_tokens - KL(truth || uniform).
     uniform = torch.zeros(LANGUAGE.n_tokens)
-    knowledge = exact_kl(true_next_token, lambda tokens: uniform.expand(len(tokens), -1), **walk)
+    knowledge = enumerate_kl(
+        true_next_token, lambda tokens: uniform.expand(len(tokens), -1), **walk
+    )
     return LANGUAGE.n_tokens * (excess - knowledge).mean().exp().item()
 
 

@@ -25,8 +25,10 @@ from running import JobOptions, Run, open_folder, read_options
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.collectors.distributed import DistributedCollector, RayCollector
 
-from torchrl_kl import GPT, AdaptiveKLController, Enumeration, KLConstrainedTransform, kl_collector
+from torchrl_kl import AdaptiveKLController, KLConstrainedTransform, kl_collector
 from torchrl_kl.envs import DigitLanguageEnv
+from torchrl_kl.exact import Enumeration
+from torchrl_kl.language import GPT
 
 COLLECTORS = {
     "sync": Collector,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchrl_kl import GPT
 from torchrl_kl.envs import DigitLanguage
+from torchrl_kl.language import GPT
 
 LANGUAGE = DigitLanguage()
 

@@ -41,16 +41,13 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 from tqdm import tqdm
 
-from torchrl_kl import (
+from torchrl_kl import KLConstrainedTransform, KLController, PlannedKLController
+from torchrl_kl.exact import Enumeration, enumerate_kl
+from torchrl_kl.language import (
     GPT,
     CausalLMActor,
     CausalLMCritic,
     CausalLMRewardModel,
-    Enumeration,
-    KLConstrainedTransform,
-    KLController,
-    PlannedKLController,
-    exact_kl,
     sample_responses,
 )
 
@@ -291,7 +288,7 @@ def main() -> None:
         contexts = add_separator(heldout)
         language_model = train_language_model(Run("language_model", args), prompts, args)
         reference = next_token(language_model)
-        excess = exact_kl(true_next_token, reference, contexts[:256], n_tokens).mean().item()
+        excess = enumerate_kl(true_next_token, reference, contexts[:256], n_tokens).mean().item()
         tqdm.write(f"language model: {excess:.4f} nats per token above the true language")
         jobs = {"adaptive": pool.submit(train, "adaptive", args)}
 

@@ -13,8 +13,9 @@ import tyro
 from figures import ADAPTIVE, CONSTANT, GREY, LIGHT_GREY, NO_PENALTY, draw_band, draw_goal, plt
 from torch import Tensor
 
-from torchrl_kl import GPT, ExactValues
 from torchrl_kl.envs import DigitLanguage
+from torchrl_kl.exact import ExactValues
+from torchrl_kl.language import GPT
 
 Report = dict[str, dict[str, Any]]  # of one seed: by stage or run, its figures
 COMPARED = {"constant": "coefficient 1", "no_penalty": "no penalty"}

@@ -26,13 +26,8 @@ from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from torchrl_kl import (
-    CausalLMActor,
-    KLPenaltyLoss,
-    PlannedKLController,
-    ResponseKLTransform,
-    as_steps,
-)
+from torchrl_kl import KLPenaltyLoss, PlannedKLController
+from torchrl_kl.language import CausalLMActor, ResponseKLTransform, as_steps
 
 SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
 PRAISE = ["good", "great", "fine", "lovely"]

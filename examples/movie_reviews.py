@@ -37,14 +37,8 @@ from torchrl.objectives.value import GAE
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 from transformers.utils import logging
 
-from torchrl_kl import (
-    CausalLMActor,
-    CausalLMCritic,
-    KLConstrainedTransform,
-    KLPenaltyLoss,
-    PlannedKLController,
-    sample_responses,
-)
+from torchrl_kl import KLConstrainedTransform, KLPenaltyLoss, PlannedKLController
+from torchrl_kl.language import CausalLMActor, CausalLMCritic, sample_responses
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.scripts import load, run_command
-from torchrl_kl import Enumeration
+from torchrl_kl.exact import Enumeration
 
 PATH = "examples/adaptive_vs_static.py"
 

@@ -22,21 +22,23 @@ PACKAGE = ROOT / "torchrl_kl"
 SCRIPTS = sorted(ROOT.glob("examples/*.py")) + sorted(ROOT.glob("benchmarks/*.py"))
 
 # The promise to users: a name that is added, renamed or removed must be so here too.
-PUBLIC = """
-    KLConstrainedTransform KLRewardTransform KLKeys KLMonitor KLPenaltyLoss KLControlHook
-    ReferenceModelLogProbTransform KLDivergenceTransform RewardAdjustmentTransform kl_collector
-    KLController ConstantKLController TargetKLController AdaptiveKLController PIDKLController
-    ExponentialKLController PlannedKLController coeff_for_budget KLStatistics
-    FrozenActor TopKActor kl_k1 kl_k2 kl_k3 kl_exact kl_top_k
-    masked_mean masked_sum rescore
-    Enumeration ExactValues PolicyValues exact_kl
-    GPT CausalLMActor CausalLMCritic CausalLMRewardModel
-    sample_responses as_steps ResponseKLTransform
-"""
-PUBLIC_NAMES = {
-    "torchrl_kl": set(PUBLIC.split()),
-    "torchrl_kl.envs": {"DigitLanguage", "DigitLanguageEnv", "DigitLanguageGymEnv"},
+PUBLIC = {
+    "torchrl_kl": """
+        KLConstrainedTransform KLRewardTransform KLKeys KLMonitor KLPenaltyLoss KLControlHook
+        ReferenceModelLogProbTransform KLDivergenceTransform RewardAdjustmentTransform kl_collector
+        KLController ConstantKLController TargetKLController AdaptiveKLController PIDKLController
+        ExponentialKLController PlannedKLController coeff_for_budget KLStatistics
+        FrozenActor TopKActor rescore
+    """,
+    "torchrl_kl.functional": "kl_k1 kl_k2 kl_k3 kl_exact kl_top_k masked_mean masked_sum",
+    "torchrl_kl.exact": "Enumeration ExactValues PolicyValues enumerate_kl",
+    "torchrl_kl.language": """
+        GPT CausalLMActor CausalLMCritic CausalLMRewardModel
+        sample_responses as_steps ResponseKLTransform
+    """,
+    "torchrl_kl.envs": "DigitLanguage DigitLanguageEnv DigitLanguageGymEnv",
 }
+PUBLIC_NAMES = {module: set(names.split()) for module, names in PUBLIC.items()}
 
 # Private names of PyTorch, and one of transformers, for which there are no public ones, and where
 # they are used; those of TorchRL are in `_torchrl.py`, except for the entries that envs exchange.
@@ -51,14 +53,14 @@ PRIVATE_NAMES = {
     "_forward_pre_hooks": {"blocks.py", "cache.py"},
     "_modules": {"blocks.py", "cache.py"},
     "_parameters": {"cache.py"},
-    "_buffers": {"batches.py", "cache.py", "moving.py", "numbers.py"},
+    "_buffers": {"trajectories.py", "cache.py", "moving.py", "numbers.py"},
     "_version": {"cache.py"},
     "_param": {"densities.py", "distributions.py"},
     "_event_shape": {"distributions.py"},
     "_unbroadcasted_": {"distributions.py"},  # a prefix
     "_capacitance_tril": {"distributions.py"},
     "_attn_implementation": {"causal_lm.py"},  # of transformers
-    "_reset": {"base.py", "steps.py"},
+    "_reset": {"base.py", "scorer.py"},
     "_step": {"batches.py", "digit_language_env.py"},
 }
 
@@ -70,14 +72,15 @@ ARROWS: dict[str, set[str]] = {
     "exact": {"functional"},
     "controllers": {"functional"},
     "keys": set(),
-    "batches": {"functional", "keys"},
+    "batches": {"keys"},
     "_torchrl": {"functional"},
-    "feeding": {"batches", "controllers"},
-    "actors": {*_DATA, "_torchrl", "functional"},
+    "trajectories": {"batches", "functional"},
+    "feeding": {*_DATA, "controllers", "functional", "trajectories"},
+    "actors": {*_DATA, "functional"},
     "transforms": {*_DATA, "_torchrl", "actors", "controllers", "feeding", "functional"},
     "language": {*_DATA, "actors", "controllers", "functional", "transforms"},
     "objectives": {*_DATA, "actors", "controllers", "feeding", "functional"},
-    "monitor": {*_DATA, "actors", "controllers", "functional", "language"},
+    "monitor": {*_DATA, "actors", "controllers", "functional", "trajectories"},
     "collectors": {"batches", "controllers", "transforms"},
     "trainers": {*_DATA, "transforms"},
 }
@@ -162,16 +165,17 @@ class TestArrows:
         assert {name.split(".")[0] for name in own} <= {"envs"}
         assert others <= TENSORDICT | {"gymnasium", "numpy"}
 
-    def test_the_front_door_only_opens(self):
+    def test_the_front_door_opens_the_rooms_of_its_names_only(self):
         own, others = imports_of(PACKAGE / "__init__.py")
-        assert {name.split(".")[0] for name in own} <= set(ARROWS)
+        assert {name.split(".")[-1] for name in own} == {*PUBLIC_NAMES["torchrl_kl"], "language"}
+        own = {name for name in own if "." in name}
+        assert {name.split(".")[0] for name in own} <= set(ARROWS) - {"language", "exact"}
         assert others == set()
 
     @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
     def test_examples_and_benchmarks_use_public_names_only(self, path):
         own, others = imports_of(path)
-        public = {f"torchrl_kl.{name}" for name in PUBLIC_NAMES["torchrl_kl"]}
-        public |= {f"torchrl_kl.envs.{name}" for name in PUBLIC_NAMES["torchrl_kl.envs"]}
+        public = {f"{module}.{name}" for module in PUBLIC_NAMES for name in PUBLIC_NAMES[module]}
         # What another script imports, such as its report, may need nothing of the package.
         assert own or any(path.stem in imports_of(script)[1] for script in SCRIPTS)
         assert {f"torchrl_kl.{name}" for name in own} <= public
@@ -253,6 +257,55 @@ class TestPrivateNames:
                 found.setdefault(name, set()).add(path.name)
         own = {name for path in SOURCES for name in defined_in(path.read_text())} - THEIRS
         assert {name: at for name, at in found.items() if name not in own} == PRIVATE_NAMES
+
+
+def test_a_public_name_is_in_one_module_and_has_no_twin():
+    names = [name for module in PUBLIC_NAMES for name in PUBLIC_NAMES[module]]
+    words = ["_".join(sorted(name.split("_"))) for name in names]  # kl_exact, exact_kl
+    assert len(set(words)) == len(names)
+    assert len(PUBLIC_NAMES["torchrl_kl"]) <= 30
+
+
+# What only a language model has, or is called.
+_OF_LANGUAGE = re.compile(
+    r"language|llm|gpt|causal_?lm|hugging|token|vocab|prompt|(?<![a-z])texts|responses(?![a-z])"
+    r"|eos_|decoder|logits_to_keep|past_key|untruncated|kept_|top_p|min_p",
+    re.IGNORECASE,
+)
+# What is imported by `language`, and all above; not `exact`, which enumerates the texts of a model.
+_WITHOUT_LANGUAGE = [room for room in ARROWS if room not in ("language", "exact")]
+
+
+def names_of_language(source: str) -> set[str]:
+    """Names and strings of a source, without its docstrings, that are about language models."""
+    found, docstrings = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            docstrings.add(ast.get_docstring(node, clean=False))
+        for name in ("id", "attr", "arg", "name", "value"):
+            value = getattr(node, name, None)
+            if isinstance(value, str) and _OF_LANGUAGE.search(value):
+                found.add(value)
+    return found - docstrings
+
+
+class TestNoRoomBelowKnowsLanguageModels:
+    def test_the_reader_sees_every_kind_of_use(self):
+        source = """
+            '''CausalLMActor'''
+            from torchrl_kl.language import x
+            def prompts(vocab_size, a=1): return getattr(a, "untruncated") or a.kept_key
+            class GPTActor: llm = f(min_p="no tokens") + context + text + response + kept
+        """
+        expected = {"prompts", "vocab_size", "untruncated", "kept_key", "GPTActor", "llm", "min_p"}
+        assert names_of_language(inspect.cleandoc(source)) == expected | {"no tokens"}
+
+    @pytest.mark.parametrize("room", _WITHOUT_LANGUAGE)
+    def test_no_name_or_string_but_one(self, room):
+        found = set().union(*(names_of_language(path.read_text()) for path in files_of(room)))
+        # The monitor says what whole responses are to be made of.
+        messages = {name for name in found if "as_steps(" in name} if room == "monitor" else set()
+        assert found - messages == ({"tokens"} if room == "monitor" else set())
 
 
 @pytest.mark.parametrize("module", PUBLIC_NAMES)

@@ -15,18 +15,20 @@ from torchrl.objectives.value import GAE
 
 from tests.language.models import make_model
 from torchrl_kl import (
-    GPT,
-    CausalLMActor,
-    CausalLMCritic,
     KLConstrainedTransform,
     KLMonitor,
     KLPenaltyLoss,
     PlannedKLController,
-    ResponseKLTransform,
     rescore,
-    sample_responses,
 )
 from torchrl_kl.envs import DigitLanguageEnv
+from torchrl_kl.language import (
+    GPT,
+    CausalLMActor,
+    CausalLMCritic,
+    ResponseKLTransform,
+    sample_responses,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 # Llama's norms and angles are in float32 in any precision.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.scripts import load, run_command, run_here
-from torchrl_kl import GPT
+from torchrl_kl.language import GPT
 
 PATH = "examples/digit_rlhf.py"
 RUNS = ("constant", "no_penalty", "adaptive")

@@ -10,8 +10,12 @@ import pytest
 
 import torchrl_kl
 import torchrl_kl.envs
+import torchrl_kl.exact
+import torchrl_kl.functional
+import torchrl_kl.language
 
 PACKAGES: list[ModuleType] = [torchrl_kl, torchrl_kl.envs]
+PUBLIC = [*PACKAGES, torchrl_kl.exact, torchrl_kl.functional, torchrl_kl.language]
 
 
 def module_names() -> list[str]:
@@ -35,10 +39,10 @@ def test_examples_run(name):
     assert runner.failures == 0, "".join(output)
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
-def test_every_public_class_and_function_has_an_example(package):
-    for name in package.__all__:
-        thing = getattr(package, name)
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_every_public_class_and_function_has_an_example(module):
+    for name in module.__all__:
+        thing = getattr(module, name)
         if not (inspect.isclass(thing) or inspect.isfunction(thing)):
             continue
         home = inspect.getmodule(thing)

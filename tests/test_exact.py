@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from tests.tables import PROMPTS, RESPONSES, R, Table, V, enumeration, reward_fn, uniform
-from torchrl_kl.exact import Enumeration, exact_kl
+from torchrl_kl.exact import Enumeration, enumerate_kl
 
 
 def rewards_of(prompt):
@@ -199,7 +199,7 @@ def test_kl_is_inf_and_never_nan_where_only_the_policy_has_mass(coeff):
     assert values.kl == values.regret == math.inf
     assert values.objective == values.fraction_of_gain == -math.inf
     assert math.isfinite(values.optimum.objective)
-    assert_close(exact_kl(policy, impossible_2_second, PROMPTS, R), expected)
+    assert_close(enumerate_kl(policy, impossible_2_second, PROMPTS, R), expected)
 
 
 # --- the coefficient for a budget ----------------------------------------------------------------
@@ -254,22 +254,22 @@ def test_chunks_bound_every_call_and_change_nothing():
     assert sum(size for size, _ in reward.calls) == 54
 
 
-def test_exact_kl_equals_the_kl_of_the_enumeration():
+def test_enumerate_kl_equals_the_kl_of_the_enumeration():
     reference, policy = Spy(Table(7)), Spy(Table(8, zeros=0.4))
-    kl = exact_kl(policy, reference, PROMPTS, R, chunk_size=2)
+    kl = enumerate_kl(policy, reference, PROMPTS, R, chunk_size=2)
     assert_close(kl, enumeration(Table(7)).values(Table(8, zeros=0.4), 1.0).kl_per_position)
     assert max(size for size, _ in policy.calls + reference.calls) == 2
     assert [policy.grad, reference.grad] == [False, False]
 
 
-def test_exact_kl_visits_only_what_the_policy_can_write():
+def test_enumerate_kl_visits_only_what_the_policy_can_write():
     def copy_last_or_next(contexts):
         last = contexts[:, -1:]
         logits = torch.full((len(contexts), 1000), -math.inf)
         return logits.scatter(1, torch.cat([last, (last + 1) % 1000], 1), 0.0)
 
     policy = Spy(copy_last_or_next)
-    kl = exact_kl(policy, uniform(1000), torch.tensor([[5]]), 6, max_texts=32)
+    kl = enumerate_kl(policy, uniform(1000), torch.tensor([[5]]), 6, max_texts=32)
     assert_close(kl, torch.full((6,), math.log(500), dtype=torch.float64))
     assert policy.calls == [(2**t, t + 1) for t in range(6)]
 
@@ -286,10 +286,10 @@ def test_too_many_texts_are_refused_after_one_call():
         enumeration(Table(0), max_texts=53)
     assert enumeration(Table(0), max_texts=54).rewards.numel() == 54
     with pytest.raises(ValueError, match=r"can write 18 contexts up to position 2 of 3.*allows 17"):
-        exact_kl(Table(0), Table(1), PROMPTS, R, max_texts=17)
+        enumerate_kl(Table(0), Table(1), PROMPTS, R, max_texts=17)
 
 
-@pytest.mark.parametrize("function", [Enumeration, exact_kl])
+@pytest.mark.parametrize("function", [Enumeration, enumerate_kl])
 @pytest.mark.parametrize(
     ("prompts", "length", "error", "match"),
     [
@@ -337,7 +337,7 @@ def test_wrong_logits(model, error, match):
     with pytest.raises(error, match=f"`policy` {match}"):
         enumeration(uniform(V)).values(model, 1.0)
     with pytest.raises(error, match=f"`reference` {match}"):
-        exact_kl(uniform(V), model, PROMPTS, R)
+        enumerate_kl(uniform(V), model, PROMPTS, R)
 
 
 def test_a_dead_end_that_can_be_reached():
@@ -348,7 +348,7 @@ def test_a_dead_end_that_can_be_reached():
     with pytest.raises(ValueError, match=r"`reference` must allow .* after 1 of them"):
         Enumeration(stops_after_1, lambda texts: texts[:, 1], prompts, 2)
     with pytest.raises(ValueError, match=r"`policy` must allow .* after 1 of them"):
-        exact_kl(stops_after_1, uniform(V), prompts, 2)
+        enumerate_kl(stops_after_1, uniform(V), prompts, 2)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ import pytest
 
 import torchrl_kl
 import torchrl_kl.envs
+import torchrl_kl.exact
+import torchrl_kl.functional
+import torchrl_kl.language
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -64,9 +67,10 @@ def test_its_links_and_pictures_are_files(page):
 
 def test_every_public_name_is_in_the_documentation():
     pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
-    for package in (torchrl_kl, torchrl_kl.envs):
-        for name in package.__all__:
-            assert pages.count(f"\n::: {package.__name__}.{name}\n") == 1, name
+    language, exact = torchrl_kl.language, torchrl_kl.exact
+    for module in (torchrl_kl, torchrl_kl.envs, torchrl_kl.functional, language, exact):
+        for name in module.__all__:
+            assert pages.count(f"\n::: {module.__name__}.{name}\n") == 1, name
 
 
 def test_the_house_and_its_way_are_those_of_the_code():
@@ -78,6 +82,6 @@ def test_the_house_and_its_way_are_those_of_the_code():
     rooms |= {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
     assert rooms <= set(re.findall(r"^ {0,2}(\w+(?:/|\.py))", house, flags=re.M))
     steps = re.findall(r"([\w/]+\.py) +(?:\w+\.)?(\w+)", way)
-    assert len(steps) == 17
+    assert len(steps) == 19
     for file, function in steps:
         assert f"def {function}(" in (package / file).read_text(), (file, function)

@@ -25,8 +25,8 @@ from torchrl_kl import (
     KLControlHook,
     KLPenaltyLoss,
     KLRewardTransform,
-    ResponseKLTransform,
 )
+from torchrl_kl.language import ResponseKLTransform
 
 # torchrl 0.14.1 calls PPOTrainer a prototype, and registers its own optimizer and replay buffer in
 # a way it calls old.
@@ -202,7 +202,7 @@ def walk_trainer(actor, reference, **kwargs) -> tuple[Any, Any, list[Any]]:
 
     def remember():
         weights = torch.cat([p.detach().flatten() for p in actor.parameters()])
-        pooled = int(stack.feed.statistics.count)
+        pooled = int(stack.penalty.feed.statistics.count)
         history.append((controller.coeff.item(), pooled, weights, torch.get_rng_state()))
 
     trainer.register_op("post_steps", remember)

@@ -1,21 +1,19 @@
-"""Batches of steps: their time, masks and ends, and sums over trajectories.
+"""Batches of steps: their time, who acts in them, and where trajectories begin and end.
 
 *B is the batch of steps, *A the agents of nested actions. Where the last dimension of *B is time,
-it is R rows of T steps; K numbers are added up along each trajectory.
+it is R rows of T steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
-from torchrl_kl.functional.numbers import Float64State
-from torchrl_kl.functional.sums import running_sum
 from torchrl_kl.keys import (
     MissingKeyError,
     ResolvedKeys,
@@ -31,7 +29,6 @@ AUTORESET_KEY = "autoreset"  # of an env: True where a step resets a row, and ig
 # No state: a collector may set "truncated" in the last step of a batch, and a critic that has
 # learned since values the same state differently.
 _NO_STATE = {"done", "terminated", "truncated", "is_init", "state_value", "state_action_value"}
-_FEWEST_OPEN = 256  # so many trajectories may stay open at least, as of asynchronous workers
 
 
 def expand_right(value: Tensor, shape: Sequence[int]) -> Tensor:
@@ -58,45 +55,47 @@ def counted(
     done, and where the mask of agents in turn-based envs, ("agents", "mask"), is False.
     """
     path, shape = keys.path, holder_batch_size(tensordict, (*keys.path, "mask"))
-    masks = [tensordict.get(key, None) for key in ("_step", mask_key) if key is not None]
+    found = _find(tensordict, ["_step", *([] if mask_key is None else [mask_key])], shape)
     acting = tensordict.get((*path, "mask"), None) if path else None
     if acting is not None and acting.dtype == torch.bool and acting.shape[: len(shape)] == shape:
-        masks += [acting] if acting.numel() == shape.numel() else []  # else it is of actions
-    found = [expand_right(mask, shape) for mask in masks if mask is not None]
-    before = was_done(tensordict, keys)
+        found += [acting.reshape(shape)] if acting.numel() == shape.numel() else []  # or of actions
+    before = _was_done(tensordict, keys)
     found += [] if before is None else [~before]
     return reduce(torch.logical_and, found) if found else None
 
 
-def was_done(tensordict: TensorDictBase, keys: ResolvedKeys) -> Tensor | None:
-    """True where an agent, or the env, is done before a step, (*B, *A); None if none is.
+def of_values(mask: Tensor | None, shape: Sequence[int]) -> Any:
+    """A mask (*B, *A) for values of `shape`: of all agents together, (*B, 1), where any counts."""
+    n_dims = len(shape) - 1
+    if mask is None or mask.ndim <= n_dims or mask.shape == torch.Size(shape):
+        return mask
+    return mask.flatten(n_dims).any(-1)
 
-    So it is in a step that only resets a vectorized env, which has then ended in the step before.
-    """
+
+def counted_values(tensordict: TensorDictBase, keys: ResolvedKeys, values: Tensor) -> Tensor:
+    """Where values (*B, *A), (*B, *A, 1) or, of all agents, (*B, 1) count: of their shape."""
+    mask = of_values(counted(tensordict, keys), values.shape)
+    return torch.ones_like(values).bool() if mask is None else expand_right(mask, values.shape)
+
+
+def _was_done(tensordict: TensorDictBase, keys: ResolvedKeys) -> Tensor | None:
+    """True where an agent, or the env, is done before a step, (*B, *A); None if none is."""
+    # In a step that only resets a vectorized env, it is, too: it has ended in the step before.
     path, shape = keys.path, holder_batch_size(tensordict, (*keys.path, "done"))
-    done_keys = {as_tuple(key) for key in (keys.done, (*path, "done"), "done", AUTORESET_KEY)}
-    flags = [tensordict.get(key, None) for key in done_keys if path[: len(key) - 1] == key[:-1]]
-    found = [expand_right(flag, shape).bool() for flag in flags if flag is not None]
+    names = map(as_tuple, (keys.done, (*path, "done"), "done", AUTORESET_KEY))
+    found = _find(tensordict, [n for n in names if path[: len(n) - 1] == n[:-1]], shape)
     before = reduce(torch.logical_or, found) if found else None
     if before is None or torch.compiler.is_compiling() or before.any():
         return before
     return None
 
 
-def of_values(mask: Tensor | None, shape: Sequence[int]) -> Tensor | None:
-    """A mask (*B, *A) for values of `shape`: of all agents together, (*B, 1), where any counts."""
-    n_dims = len(shape) - 1
-    return mask if mask is None or mask.ndim <= n_dims else mask.flatten(n_dims).any(-1)
-
-
-def counted_values(tensordict: TensorDictBase, keys: ResolvedKeys, values: Tensor) -> Tensor:
-    """Where values (*B, *A), (*B, *A, 1) or, of all agents, (*B, 1) count: of their shape."""
-    mask = counted(tensordict, keys)
-    if mask is None:
-        return torch.ones_like(values, dtype=torch.bool)
-    if values.shape != mask.shape:
-        mask = cast(Tensor, of_values(mask, values.shape))
-    return expand_right(mask, values.shape)
+def _find(
+    tensordict: TensorDictBase, keys: Iterable[NestedKey], shape: Sequence[int]
+) -> list[Tensor]:
+    """Those of the flags that are there, of `shape`."""
+    found = [tensordict.get(key, None) for key in dict.fromkeys(keys)]
+    return [expand_right(flag, shape).bool() for flag in found if flag is not None]
 
 
 def leaf_keys(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> list[NestedKey]:
@@ -129,73 +128,132 @@ def find_time_dim(tensordict: TensorDictBase, time_dim: int | None) -> int | Non
     return last
 
 
-def find_ends(step: TensorDictBase, done_key: NestedKey, shape: Sequence[int]) -> Tensor:
-    """Where trajectories end in `step`, of `shape`: at `done_key`, or where an env resets."""
-    # The "done" at the root is that of envs that reset all agents as soon as one is done.
-    # (*B, 1) or (*B, *A, 1) each. Of a flag of another name, "done" is not the default.
-    keys = dict.fromkeys([done_key, sibling(done_key, "done"), "done"])
-    found = {key: flag for key in keys if (flag := step.get(key, None)) is not None}
-    if not found or (as_tuple(done_key)[-1] != "done" and done_key not in found):
+_SUMS = (
+    "The KL is added up along trajectories: shuffle after the stack, and for a loss shuffle whole "
+    "rows, not steps."
+)
+
+
+class Flags(NamedTuple):
+    """What the steps of a batch (*B) in time are to the trajectory of each agent, (*B, *A) each.
+
+    The rule of ends, for all who read batches. The trajectory of an agent
+
+    - ends with the step after which the agent, or its env, is done: at `KLKeys(done=...)`, at
+      "done" next to it, or at the root's "done", with which an env resets all agents. One that was
+      done before does not end again.
+    - breaks off before a step that has another id, ("collector", "traj_ids"), or `is_init`. What
+      follows is like another row; what broke off may go on in a later batch. But where something
+      is done, a collector gives all agents of the env a new id: the trajectories of those that are
+      not done go on, under an id that is not known yet.
+    - has the steps that count: see `counted`. Others may hold anything.
+    """
+
+    ends: Tensor
+    counts: Tensor
+    breaks: Tensor  # True where the next step is of another trajectory, also after an end
+    renamed: Tensor  # True where the trajectory goes on under another id
+    begins: Tensor | None  # at the first step of a trajectory; None: there are ids, but no is_init
+    ids: Tensor | None
+    may_differ: Tensor  # (*B), True where the next state need not be what a step leaves
+
+    @property
+    def last(self) -> Tensor:
+        """True where a trajectory, or its part in a row, has its last step."""
+        return self.ends | self.breaks
+
+
+def flags(
+    tensordict: TensorDictBase,
+    keys: ResolvedKeys,
+    shape: Sequence[int],
+    counts: Any = None,
+) -> Flags:
+    """The flags of a batch, for values of `shape` and where they count; None: everywhere.
+
+    `shape`: (*B, *A, 1), or (*B, 1) of all agents together.
+    """
+    step, n_dims, shape = tensordict.get("next"), tensordict.batch_dims, tuple(shape)
+
+    def of_any(flag: Tensor) -> Tensor:  # of the agents: (*B)
+        return flag.bool().unsqueeze(-1).flatten(n_dims).any(-1)
+
+    ends, done = find_ends(tensordict, step, keys, shape)
+    counts = done.new_ones(()) if counts is None else of_values(counts, shape)
+    counts = expand_right(counts, done.shape)
+    others = [step.get(key) for key in step.keys(True, True) if as_tuple(key)[-1] == "done"]
+    any_done = reduce(torch.logical_or, map(of_any, [done, *others]))
+    renamed, acts = expand_right(any_done, done.shape) & ~done, of_any(counts)
+    ids, begins = tensordict.get(TRAJECTORY_KEY, None), tensordict.get("is_init", None)
+    changes = torch.zeros_like(any_done)
+    if ids is not None:
+        ids = expand_right(ids.to(done.device), changes.shape)
+        changes[..., :-1] |= ids[..., 1:] != ids[..., :-1]
+        ids = expand_right(ids, done.shape)
+    if begins is not None:
+        changes[..., :-1] |= of_any(begins)[..., 1:]
+        begins = expand_right(begins.bool(), done.shape)
+    may_differ = any_done | changes | ~acts | ~acts.roll(-1, -1)
+    may_differ[..., -1:] = True
+    return Flags(
+        ends,
+        counts,
+        expand_right(changes, done.shape) & ~renamed,
+        renamed,
+        torch.ones_like(done) if ids is None else begins,
+        ids,
+        may_differ,
+    )
+
+
+def find_ends(
+    tensordict: TensorDictBase, step: TensorDictBase, keys: ResolvedKeys, shape: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The ends of `Flags`, of steps from `tensordict` (*B) to `step`; all that `step` leaves done.
+
+    An env step has them, too.
+    """
+    found = _find(step, [keys.done, sibling(keys.done, "done"), "done"], shape[:-1])
+    # Of a flag of another name, "done" is not the default.
+    if not found or (as_tuple(keys.done)[-1] != "done" and step.get(keys.done, None) is None):
         raise MissingKeyError(
-            f"there is no {done_key!r} in the step, where trajectories end: `KLKeys(done=...)`, or "
-            f"`set_keys(done=...)` of a loss, names it. The step has {existing_keys(step)}."
+            f"there is no {keys.done!r} in the step, where trajectories end: `KLKeys(done=...)`, "
+            f"or `set_keys(done=...)` of a loss, names it. The step has {existing_keys(step)}."
         )
-    return reduce(torch.logical_or, [expand_right(flag, shape) for flag in found.values()])
-
-
-def state_keys(
-    tensordict: TensorDictBase, observed: Iterable[NestedKey] | None = None
-) -> list[NestedKey]:
-    """Keys of what a step leaves and the next one begins with: of `observed`, or of all entries."""
-    step = cast(TensorDictBase, tensordict.get("next"))
-    keys = sorted(step.keys(True, True), key=str) if observed is None else observed
-    return [
-        key
-        for key in leaf_keys(tensordict, keys)
-        if as_tuple(key)[-1] not in _NO_STATE
-        and all(isinstance(each.get(key, None), Tensor) for each in (tensordict, step))
-    ]
+    done, before = reduce(torch.logical_or, found), _was_done(tensordict, keys)
+    if before is None:
+        return done, done
+    if before.ndim > done.ndim:  # all agents together go on until none is left
+        before = before.flatten(tensordict.batch_dims).all(-1)
+    return done & ~expand_right(before, done.shape), done
 
 
 def read_states(
-    tensordict: TensorDictBase,
-    keys: list[NestedKey],
-    places: Tensor,
-    lengths: Mapping[NestedKey, NestedKey] | None = None,
-) -> list[Tensor]:
-    """The entries of a batch (*B) at places of its steps, (S, ...) each.
+    tensordict: TensorDictBase, observed: Iterable[NestedKey] | None = None
+) -> dict[NestedKey, tuple[Tensor, Tensor]]:
+    """What shows whether steps follow one another: before and after each step of *B, (N, ...).
 
-    `lengths`: for the key of an entry (*B, L) that of its length, (*B). What is behind that, as a
-    text's tokens after its position, is of later states: it is -1.
+    `observed`: its keys; None: all entries that a step and its "next" have.
     """
-
-    def read(key: NestedKey) -> Tensor:
-        entry = tensordict.get(key).detach().flatten(0, tensordict.batch_dims - 1)
-        return entry[places.to(entry.device)].to(places.device)
-
-    states = []
-    for key in keys:
-        state, length_key = read(key), (lengths or {}).get(key)
-        if length_key is not None and tensordict.get(length_key, None) is not None:
-            column = torch.arange(state.shape[-1], device=places.device)
-            state = torch.where(column < read(length_key).unsqueeze(-1), state, -1)
-        states.append(state)
+    step, last = cast(TensorDictBase, tensordict.get("next")), tensordict.batch_dims - 1
+    keys = sorted(step.keys(True, True), key=str) if observed is None else observed
+    states = {}
+    for key in leaf_keys(tensordict, keys):
+        pair = [each.get(key, None) for each in (tensordict, step)]
+        if as_tuple(key)[-1] not in _NO_STATE and all(isinstance(each, Tensor) for each in pair):
+            before, after = (each.detach().flatten(0, last) for each in pair)
+            states[key] = before, after
     return states
 
 
 def require_order(
-    tensordict: TensorDictBase, keys: Iterable[NestedKey], may_differ: Tensor, consequence: str
+    states: Mapping[NestedKey, tuple[Tensor, Tensor]], may_differ: Tensor, consequence: str = _SUMS
 ) -> None:
-    """RuntimeError if steps (*R, T) do not follow one another but where they `may_differ`."""
-    dim, n_pairs = may_differ.ndim - 1, may_differ.shape[-1]
-    for key in keys if may_differ.numel() else ():
-        # (*R, T, ...): what a step leaves in "next", and what a step begins with.
-        before = cast(TensorDictBase, tensordict.get("next")).get(key, None)
-        after = tensordict.get(key, None)
-        if before is None or after is None or before.shape != after.shape:
+    """RuntimeError if steps (*B) do not follow one another but after those that `may_differ`."""
+    for key, (before, after) in states.items():
+        if before.shape != after.shape:
             continue
-        before, after = before.narrow(dim, 0, n_pairs), after.narrow(dim, 1, n_pairs)
-        if not (_same(before, after, may_differ.ndim) | may_differ).all():
+        if not (same(after[:-1], before[1:]) | may_differ.flatten()[:-1]).all():
             raise RuntimeError(
                 f"the steps of the batch do not follow one another: {key!r} is not what the step "
                 'before has in "next", and no trajectory begins there. Is it a shuffled sample '
@@ -203,227 +261,7 @@ def require_order(
             )
 
 
-def _same(one: Tensor, other: Tensor, n_dims: int) -> Tensor:
-    """Where two entries (*N, ...) are equal, (*N) of `n_dims` dimensions; NaN equals NaN."""
+def same(one: Tensor, other: Tensor) -> Tensor:
+    """Where the rows of two entries (N, ...) are equal, (N,); NaN equals NaN."""
     equal = (one == other) | ((one != one) & (other != other))
-    # Not by a reshape, since a dimension may be empty.
-    while equal.ndim > n_dims:
-        equal = equal.all(-1)
-    return equal
-
-
-class TrajectorySums(NamedTuple):
-    """The sums of a batch, in float64, and the table of what is open after it."""
-
-    running: Tensor  # up to each step of its trajectory, (*B, *A, K)
-    finished: Tensor  # of the trajectories that end, and their steps that count, (N, K + 1)
-    # Where the first step that counts of each of them is, (N,): agent * R * T + row * T + step; -1:
-    # in an earlier batch.
-    began: Tensor
-    opened: dict[str, Tensor]  # for `Trajectories.keep`
-
-
-class _Steps(NamedTuple):
-    """The flags of all steps, row by row and agent by agent, (A * R * T,) each."""
-
-    done: Tensor  # True at the last step of a trajectory
-    any_done: Tensor  # also of another agent: collectors then change the id
-    counts: Tensor
-    ids: Tensor  # of the trajectory of each agent
-    agents: Tensor
-    init: Tensor | None  # True at the first step of a trajectory; None: nothing tells
-
-    @classmethod
-    def read(
-        cls, tensordict: TensorDictBase, shape: torch.Size, mask: Tensor | None, done_key: NestedKey
-    ) -> _Steps:
-        """Those of a batch (*B); `shape`: (*B, *A, 1)."""
-        step, n_dims = cast(TensorDictBase, tensordict.get("next")), tensordict.batch_dims
-        n_places, n_agents = shape[:n_dims].numel(), shape[n_dims:].numel()
-
-        def flat(entry: Tensor) -> Tensor:
-            return expand_right(entry, shape).reshape(n_places, n_agents).T.flatten()
-
-        ends = find_ends(step, done_key, shape).bool()
-        keys = [key for key in step.keys(True, True) if as_tuple(key)[-1] == "done"]
-        flags = [ends, *(step.get(key).bool() for key in keys)]
-        flags = [flag.unsqueeze(-1).flatten(n_dims).any(-1) for flag in flags]
-        gone, init = tensordict.get(done_key, None), tensordict.get("is_init", None)
-        done, ids = flat(ends), tensordict.get(TRAJECTORY_KEY, None)
-        counts = torch.ones_like(done) if mask is None else flat(mask)
-        agents = torch.arange(len(done), device=done.device) // n_places
-        return cls(
-            done,
-            flat(reduce(torch.logical_or, flags)),
-            counts if gone is None else counts & ~flat(gone.bool()),
-            agents if ids is None else agents + n_agents * flat(ids.to(done.device)),
-            agents,
-            None if init is None else flat(init.bool()),
-        )
-
-
-class Trajectories(Float64State):
-    """The sums of trajectories that batches left open: one table, of M entries.
-
-    A row goes on with the entry that has its id and was left in the state in which it begins. Any
-    other one begins a trajectory if `is_init` says so or, without that, if no unfinished one has
-    its id; if not, it counts from its next end on. What follows a change of id, or `is_init`, where
-    nothing is done, is like another row. Without ids nothing stays open.
-
-    State: `ids` (M,), `sums` (M, K + 2), and the states in which they were left, (M, ...) each.
-    """
-
-    ids: Tensor
-    sums: Tensor
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("ids", torch.zeros(0, dtype=torch.long))
-        self.register_buffer("sums", torch.zeros(0, 0, dtype=torch.float64))
-
-    def add(
-        self,
-        tensordict: TensorDictBase,
-        values: Tensor,
-        mask: Tensor | None,
-        done_key: NestedKey,
-        *,
-        observed: Iterable[NestedKey] | None = None,
-        check_order: bool = True,
-    ) -> TrajectorySums:
-        """Adds up a batch (*B) whose last dimension is time; `keep` makes what is open the state.
-
-        `values`: (*B, *A, K); `observed`: keys that show whether steps follow one another.
-        """
-        batch_size = tensordict.batch_size
-        shape, keys = values.shape, state_keys(tensordict, observed)
-        if not values.numel():
-            empty = values.new_zeros(0, shape[-1] + 1).double()
-            return TrajectorySums(values.double(), empty, self.ids[:0], dict(self.named_buffers()))
-        n_places, n_steps = batch_size.numel(), batch_size[-1]
-        steps = _Steps.read(tensordict, torch.Size((*shape[:-1], 1)), mask, done_key)
-        numbered, init = tensordict.get(TRAJECTORY_KEY, None) is not None, steps.init
-        self.to(steps.done.device)
-        place = torch.arange(len(steps.done), device=steps.done.device)
-        # Between a step and the next one, (A * R * T - 1,).
-        row_ends = place[1:] % n_steps == 0
-        changed = steps.ids[1:] != steps.ids[:-1]
-        changed = changed if init is None else changed | init[1:]
-        if check_order:
-            may_differ = steps.any_done[:-1] | changed | ~steps.counts[1:] | row_ends
-            may_differ = torch.cat([may_differ, row_ends.new_ones(1)])[:n_places]
-            require_order(tensordict, keys, may_differ.reshape(batch_size)[..., :-1], _SHUFFLED)
-        # Segments: a row, or its part between changes. Their first and last steps, (S,) each.
-        # The id changes where an agent is done, also for those that go on.
-        goes_on, one = steps.any_done & ~steps.done, row_ends.new_ones(1)
-        cut = (changed & ~goes_on[:-1]) | row_ends
-        first = torch.cat([one, cut]).nonzero().squeeze(-1)
-        last = torch.cat([cut, one]).nonzero().squeeze(-1)
-        at_row, ids = first % n_steps == 0, steps.ids[first]
-        left_ids = torch.where(goes_on, -1 - steps.agents, steps.ids)[last]
-        left = read_states(cast(TensorDictBase, tensordict.get("next")), keys, last % n_places)
-        entries = dict[int, int]()
-        if init is not None:
-            begins = init[first] if numbered else init[first] | at_row
-        else:
-            unfinished = self.ids[(self.sums[:, -2:] != 0).any(-1)]
-            is_new = ~torch.isin(ids, unfinished) & _is_first(ids) if numbered else at_row
-            begins = is_new | (steps.done.roll(1)[first] & ~at_row)
-        if numbered:
-            some = torch.isin(ids, self.ids) | (at_row & (self.ids < 0).any())
-            some = some if init is None else some & ~init[first]
-            rows = some.nonzero().squeeze(-1)  # that may go on with an entry, (C,)
-            entered = read_states(tensordict, keys, first[rows] % n_places)
-            if [each.shape[1:] for each in self._left] == [each.shape[1:] for each in entered]:
-                wanted, agents = ids[rows].unsqueeze(-1), steps.agents[first][rows].unsqueeze(-1)
-                pairs = (wanted == self.ids) | (self.ids == -1 - agents)
-                entries = _match(pairs, rows, entered, self._left)
-        # Two columns more: the steps that count, and whether the beginning was not seen.
-        values = values.detach().double().reshape(n_places, -1, values.shape[-1]).transpose(0, 1)
-        addends = torch.where(steps.counts.unsqueeze(-1), values.flatten(0, 1), 0.0)
-        counted = steps.counts.double().unsqueeze(-1)
-        addends = torch.cat([addends, counted, torch.zeros_like(counted)], -1)
-        known = torch.zeros_like(at_row)
-        known[[*entries]] = True
-        addends[first[~known & ~begins], -1] = 1.0
-        if entries:
-            addends[first[[*entries]]] += self.sums[[*entries.values()]]
-        cuts = steps.done | torch.cat([cut, one])
-        sums = running_sum(addends.T, cuts.expand(addends.shape[-1], -1)).T
-        ended = steps.done & (sums[:, -2] > 0) & (sums[:, -1] == 0)
-        # The step where the trajectory of a step begins in this batch, the first one of it that
-        # counts, and whether it began before.
-        origin = torch.where(torch.cat([one, cuts[:-1]]), place, 0).cummax(0).values
-        counted_next = torch.where(steps.counts, place, len(place)).flip(0).cummin(0).values.flip(0)
-        earlier = torch.zeros_like(steps.done)
-        earlier[first[~begins | known]] = True
-        began = torch.where(earlier[origin], -1, counted_next[origin])
-        # Nothing goes on behind an end that others follow; a collector may have written the rest.
-        followed = ((place + 1) % n_steps > 0) & steps.counts.roll(-1)
-        stays = ~(steps.done & followed)[last] & numbered
-        opened = self._table(
-            [*entries.values()],
-            left_ids[stays],
-            torch.where(steps.done[last].unsqueeze(-1), 0.0, sums[last])[stays],
-            [each[stays] for each in left],
-        )
-        running = sums[:, :-2].reshape(-1, n_places, sums.shape[-1] - 2).transpose(0, 1)
-        return TrajectorySums(running.reshape(shape), sums[ended][:, :-1], began[ended], opened)
-
-    def keep(self, opened: dict[str, Tensor]) -> None:
-        """Makes what `add` has left open the state."""
-        self._buffers.clear()
-        self._buffers.update(opened)
-
-    @property
-    def _left(self) -> list[Tensor]:
-        return [value for name, value in self._buffers.items() if name.startswith("left")]  # type: ignore[misc]
-
-    def _table(
-        self, resumed: list[int], ids: Tensor, sums: Tensor, states: list[Tensor]
-    ) -> dict[str, Tensor]:
-        """The entries that were not `resumed`, and the new ones; the oldest are dropped."""
-        new = {"ids": ids, "sums": sums, **{f"left{i}": each for i, each in enumerate(states)}}
-        old = dict(self.named_buffers())
-        if {n: v.shape[1:] for n, v in old.items()} != {n: v.shape[1:] for n, v in new.items()}:
-            return new
-        stay = torch.ones_like(self.ids, dtype=torch.bool)
-        stay[resumed] = False
-        limit = max(_FEWEST_OPEN, 4 * len(ids))
-        return {name: torch.cat([old[name][stay], value])[-limit:] for name, value in new.items()}
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        if {"ids", "sums"} <= entries.keys():  # of other sizes than the present ones
-            self.keep({name: torch.empty_like(value) for name, value in entries.items()})
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _is_first(values: Tensor) -> Tensor:
-    """Where a value comes for the first time, (S,)."""
-    _, number = values.unique(return_inverse=True)
-    place = torch.arange(len(values), device=values.device)
-    firsts = torch.full_like(place, len(place)).scatter_reduce(0, number, place, "amin")
-    return firsts[number] == place
-
-
-def _match(
-    pairs: Tensor, rows: Tensor, states: list[Tensor], others: list[Tensor]
-) -> dict[int, int]:
-    """Of pairs (C, M), for each of the `rows` (C,) the last entry that is in the same state."""
-    ones, twos = pairs.nonzero().unbind(-1)
-    equal = torch.ones_like(ones, dtype=torch.bool)
-    for state, other in zip(states, others, strict=True):
-        equal &= _same(state[ones], other[twos], 1)
-    found, taken = dict[int, int](), set[int]()
-    matches = zip(rows[ones[equal]].tolist(), twos[equal].tolist(), strict=True)
-    for row, other in sorted(matches, key=lambda pair: (pair[0], -pair[1])):
-        if row not in found and other not in taken:
-            found[row] = other
-            taken.add(other)
-    return found
-
-
-_SHUFFLED = (
-    "The controller adds up the KL along trajectories: shuffle after the stack, or whole rows."
-)
+    return equal.unsqueeze(-1).flatten(1).all(-1)

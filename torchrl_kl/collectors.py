@@ -23,7 +23,7 @@ from torchrl.envs import Compose, EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_kl.batches import TRAJECTORY_KEY
-from torchrl_kl.controllers import ConstantKLController, is_constant
+from torchrl_kl.controllers import ConstantKLController
 from torchrl_kl.transforms import KLConstrainedTransform
 
 _REMOTE = (DistributedCollector, RayCollector)
@@ -57,8 +57,9 @@ def kl_collector(
     `disable_adapter`), workers have a copy of it, whose base must not be trained.
 
     You may rely on: ("next", "kl_coeff") is the coefficient of each step; the KL of a trajectory is
-    summed over batches; trajectory ids are unique across workers. All else is TorchRL's, but for
-    the defaults `auto_register_policy_transforms=False`, `launcher="mp"`, one CPU per actor of Ray.
+    summed over batches; trajectory ids are unique across workers. All else is TorchRL's, except for
+    three defaults: `auto_register_policy_transforms=False`, `launcher="mp"`, one CPU for each actor
+    of Ray.
 
     Args:
         collector_class: Collector, MultiSyncCollector, MultiAsyncCollector; for "learner" also
@@ -73,11 +74,13 @@ def kl_collector(
         kwargs: others of `collector_class`; `postproc` runs before the stack, `split_trajs` after.
 
     Raises:
-        TypeError, ValueError: if an argument is something else, or would make the KL wrong.
+        TypeError: if `collector_class` or `stack` is of another class.
+        ValueError: if an argument is out of its range, or would make the KL wrong.
 
     Example:
         >>> from torchrl.collectors import Collector
-        >>> from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform, kl_collector
+        >>> from torchrl_kl import KLConstrainedTransform, kl_collector
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> policy = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> stack = KLConstrainedTransform(policy, 0.1)
@@ -129,7 +132,7 @@ def _check_arguments(
     places = ("learner",) if issubclass(kind, _REMOTE) else ("learner", "workers")
     most = 1 if issubclass(kind, Collector) else n_envs
     # Only a controller that moves is misled by actions that are not drawn from the policy.
-    moves = not (stack.frozen or is_constant(stack.controller))
+    moves = stack.controller.moves and not stack.frozen
     drawn = given.get("exploration_type", ExplorationType.RANDOM) == ExplorationType.RANDOM
     random = (given.get("init_random_frames") or 0) > 0
     untracked = given.get("track_traj_ids") is False
@@ -152,7 +155,7 @@ def _check_arguments(
 def _number(postproc: Any, worker: int, n_workers: int, batch: TensorDictBase) -> TensorDictBase:
     """A `postproc` of workers, which count from 0: writes trajectory ids that no other one uses."""
     batch = batch if postproc is None else postproc(batch)
-    # To another key, because a DistributedCollector renumbers those under TorchRL's.
+    # To another key, because a DistributedCollector renumbers the ids under TorchRL's key.
     return batch.copy().set(_UNIQUE_KEY, batch.get(TRAJECTORY_KEY) * n_workers + worker)
 
 
@@ -216,8 +219,8 @@ class _PenalizedEnv(TransformedEnv):
         self._shared, self._version = shared, shared.version
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        transforms = [*cast(Compose, self.transform)]
-        stack = next(t for t in reversed(transforms) if isinstance(t, KLConstrainedTransform))
+        transforms: Any = self.transform  # a Compose
+        stack = next(t for t in [*transforms][::-1] if isinstance(t, KLConstrainedTransform))
         # The version is read before the file: one that comes meanwhile is read again.
         coeff, version = self._shared.numbers.tolist()
         stack.controller.coeff.fill_(coeff)

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from torchrl_kl.functional.numbers import check_number, solve_decreasing
 
+__all__ = ["Enumeration", "ExactValues", "PolicyValues", "enumerate_kl"]
+
 Model = Callable[[Tensor], Tensor]
 RewardFn = Callable[[Tensor], Tensor]
 _FEWER = "use fewer prompts (and average over parts), a shorter response or a larger `max_texts`"
@@ -37,7 +39,7 @@ class PolicyValues:
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import PolicyValues
+        >>> from torchrl_kl.exact import PolicyValues
         >>> kl, probs = torch.tensor([0.25, 0.5]), torch.full((1, 2, 2), 0.5)
         >>> PolicyValues(0.5, 1.5, kl, probs).objective
         1.125
@@ -69,7 +71,7 @@ class ExactValues(PolicyValues):
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import Enumeration
+        >>> from torchrl_kl.exact import Enumeration
         >>> coin = lambda tokens: torch.zeros(len(tokens), 2)
         >>> responses = Enumeration(coin, lambda texts: texts.sum(1), torch.tensor([[0]]), 2)
         >>> round(responses.values(coin, coeff=1.0).regret, 4)  # the policy is the reference
@@ -122,7 +124,7 @@ class Enumeration:
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import Enumeration
+        >>> from torchrl_kl.exact import Enumeration
         >>> coin = lambda tokens: torch.zeros(len(tokens), 2)
         >>> responses = Enumeration(coin, lambda texts: texts[:, -1], torch.tensor([[0]]), 1)
         >>> round(responses.values(coin, coeff=1.0).optimum.objective, 4)  # J*
@@ -171,7 +173,7 @@ class Enumeration:
     def values(self, policy: Model, coeff: float | Tensor) -> ExactValues:
         """Values of `policy` and of the optimum for E[reward] - coeff * KL(policy || reference).
 
-        `coeff` may be that of a controller, which is read now.
+        `coeff` may be the tensor of a controller, whose value is read now.
         """
         optimum = self.optimum(coeff)
         own = self._values(self._model_log_probs(policy, "policy"), optimum.coeff, "policy")
@@ -184,7 +186,7 @@ class Enumeration:
         """
         if isinstance(coeff, Tensor) and coeff.numel() == 1:
             coeff = coeff.item()
-        coeff = check_number("coeff", coeff, at_least=0)  # type: ignore[arg-type]
+        coeff = check_number("coeff", coeff, at_least=0)
         return self._values(self._optimal_log_probs(coeff), coeff, "optimum")
 
     def solve_coeff(self, target: float) -> float:
@@ -253,7 +255,7 @@ class Enumeration:
 
 
 @torch.no_grad()
-def exact_kl(
+def enumerate_kl(
     policy: Model,
     reference: Model,
     prompts: Tensor,
@@ -273,10 +275,10 @@ def exact_kl(
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import exact_kl
+        >>> from torchrl_kl.exact import enumerate_kl
         >>> fair = lambda tokens: torch.zeros(len(tokens), 2)
         >>> sure = lambda tokens: fair(tokens).index_fill(1, torch.tensor(1), -torch.inf)
-        >>> exact_kl(sure, fair, torch.tensor([[0]]), response_length=2)
+        >>> enumerate_kl(sure, fair, torch.tensor([[0]]), response_length=2)
         tensor([0.6931, 0.6931], dtype=torch.float64)
     """
     _check_sizes(prompts, response_length, chunk_size)

@@ -11,8 +11,11 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_kl import batches
-from torchrl_kl.batches import Trajectories, TrajectorySums, expand_right
-from torchrl_kl.controllers import KLController, KLStatistics, TargetKLController, is_constant
+from torchrl_kl.batches import expand_right
+from torchrl_kl.controllers import KLController, KLStatistics, TargetKLController
+from torchrl_kl.functional.numbers import working_dtype
+from torchrl_kl.keys import ResolvedKeys
+from torchrl_kl.trajectories import Trajectories, rows_at
 
 _IN_ENV = {"trajectory": 16, "step": 256}  # an update in an env waits for so many by default
 _PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before the user is warned
@@ -23,10 +26,7 @@ class Reading(NamedTuple):
 
     running: Tensor | None  # the measured KL up to each step, (*B, *A, 1); None: time is not known
     values: Tensor | None  # KL of finished trajectories, or of steps, (N,); None: may not move it
-    rewards: Tensor | None = None  # of what a controller plans from, (N,); None: it does not plan
-    log_ratios: Tensor | None = None  # log pi - log pi_ref of each, (N,)
-    groups: Tensor | None = None  # a number for each, equal if they began alike, (N,)
-    opened: dict[str, Tensor] | None = None  # the trajectories that are open after the batch
+    opened: dict[str, Tensor] | None  # the trajectories that are open after the batch
 
 
 class ControllerFeed(nn.Module):
@@ -53,7 +53,7 @@ class ControllerFeed(nn.Module):
         measured: Tensor,
         mask: Tensor | None,
         *,
-        done_key: NestedKey,
+        keys: ResolvedKeys,
         time_dim: int | None = None,
         observed: Iterable[NestedKey] | None = None,
         state_lengths: Mapping[NestedKey, NestedKey] | None = None,
@@ -61,70 +61,51 @@ class ControllerFeed(nn.Module):
         log_ratio: Tensor | None = None,
         trace: bool = True,
     ) -> Reading:
-        """Reads a batch (*B) and its KL, (*B, *A, 1).
+        """Reads a batch (*B) and its KL, (*B, *A, 1); first, the coefficient is planned from it.
 
-        `observed`: keys of the states; `state_lengths`: of some, where their lengths are, see
-        `batches.read_states`; `trace`: whether it may change any state.
+        `observed`: keys of the states; `state_lengths`: of some entries (*B, L), where their
+        lengths are, (*B); what is behind that, as a text's tokens after its position, is of later
+        states. `trace`: whether any state may change. An error has changed nothing.
         """
         moves = trace and not self.frozen
-        by_trajectory = controller.per == "trajectory"
+        by_trajectory, planning = controller.per == "trajectory", controller.planning
         plans = moves and controller.reads_rewards and reward is not None
-        needed = moves and by_trajectory and not is_constant(controller)
-        counts = slice(None) if mask is None else expand_right(mask, measured.shape)
-        steps = measured[counts].flatten() if moves and not by_trajectory else None
-        rewards = log_ratios = None
-        if plans and not by_trajectory:
-            # The KL of a batch that a controller plans from says nothing about what it plans.
-            steps = measured.new_zeros(0) if controller.planning else steps
-            rewards = cast(Tensor, reward)[counts].flatten()
-            log_ratios = cast(Tensor, log_ratio)[counts].flatten()
-        if batches.find_time_dim(tensordict, time_dim) is None:
-            if needed:
-                raise RuntimeError(_NO_TIME.format(tuple(tensordict.batch_size)))
-            return Reading(None, steps, rewards, log_ratios)
-        zeros = torch.zeros_like(measured)
-        columns = [zeros if each is None else each for each in (measured, log_ratio, reward)]
-        sums = (self.trajectories if trace else Trajectories()).add(
-            tensordict,
-            torch.cat([column.detach().double() for column in columns], -1),
-            mask,
-            done_key,
-            observed=observed,
-            check_order=needed or plans,
-        )
-        dtype = torch.promote_types(measured.dtype, torch.float32)
-        running, opened = sums.running[..., :1].to(dtype), sums.opened if trace else None
+        needed = moves and by_trajectory and controller.moves
+        timed = batches.find_time_dim(tensordict, time_dim) is not None
+        if needed and not timed:
+            raise RuntimeError(_NO_TIME.format(tuple(tensordict.batch_size)))
+        columns = [torch.zeros_like(measured) if x is None else x for x in (log_ratio, reward)]
+        columns = torch.cat([x.detach().double() for x in (measured, *columns)], -1)
+        samples, running, opened, groups = columns[:0].reshape(-1, 3), None, None, None
+        if timed:
+            flags = batches.flags(tensordict, keys, measured.shape, mask)
+            states = batches.read_states(tensordict, observed)
+            if needed or plans:
+                batches.require_order(states, flags.may_differ)
+            table = self.trajectories if trace else Trajectories()
+            sums = table.add(flags, states.values(), columns)
+            running = sums.running[..., :1].to(working_dtype(measured.dtype))
+            samples, opened = sums.finished, sums.opened if trace else None
+            if plans and by_trajectory:
+                groups = _groups(tensordict, states, state_lengths or {}, sums.began)
         if not by_trajectory:
-            return Reading(running, steps, rewards, log_ratios, opened=opened)
-        if not plans:
-            return Reading(running, sums.finished[:, 0] if moves else None, opened=opened)
-        _, log_ratios, rewards, _ = sums.finished.unbind(-1)
-        groups = _groups(tensordict, sums, observed, state_lengths or {})
-        values = rewards[:0] if controller.planning else sums.finished[:, 0]
-        return Reading(running, values, rewards, log_ratios, groups, opened)
-
-    def plan(self, controller: KLController, reading: Reading) -> None:
-        """Lets a controller plan its coefficient from what has finished; it may raise."""
-        rewards, ratios = reading.rewards, reading.log_ratios
-        if rewards is not None:
-            self.plan_from(controller, rewards, groups=reading.groups, log_ratios=ratios)
+            counts = slice(None) if mask is None else expand_right(mask, measured.shape)[..., 0]
+            samples = columns[counts].reshape(-1, 3)
+        values, log_ratios, rewards = samples.unbind(-1)
+        if plans:
+            self.plan_from(controller, rewards, groups=groups, log_ratios=log_ratios)
+        # The KL of a batch that a controller plans from says nothing about what it plans.
+        values = values[:0] if planning else values
+        return Reading(running, values if moves else None, opened)
 
     def plan_from(
-        self,
-        controller: KLController,
-        rewards: Tensor,
-        *,
-        groups: Tensor | None = None,
-        log_ratios: Tensor | None = None,
-        lengths: Tensor | None = None,
+        self, controller: KLController, rewards: Tensor, *, lengths: Any = None, **samples: Any
     ) -> None:
         """Gives samples (N,) to a controller that plans; see `TargetKLController`."""
         if controller.reads_rewards and not self.frozen and rewards.numel():
+            lengths = lengths if controller.per == "step" else None
             cast(TargetKLController, controller).observe_rewards(
-                rewards,
-                groups=groups,
-                log_ratios=log_ratios,
-                lengths=lengths if controller.per == "step" else None,
+                rewards, lengths=lengths, **samples
             )
 
     def learn(self, controller: KLController, reading: Reading) -> None:
@@ -158,7 +139,7 @@ class ControllerFeed(nn.Module):
     def _count_idle(self, controller: KLController, what: str) -> None:
         """Warns once where updates fail to come."""
         self._idle[what] += 1
-        if self._warned or self._idle[what] < _PATIENCE[what] or is_constant(controller):
+        if self._warned or self._idle[what] < _PATIENCE[what] or not controller.moves:
             return
         self._warned = True
         unit = "steps" if controller.per == "step" else "finished trajectories"
@@ -172,20 +153,25 @@ class ControllerFeed(nn.Module):
 
 def _groups(
     tensordict: TensorDictBase,
-    sums: TrajectorySums,
-    observed: Iterable[NestedKey] | None,
+    states: Mapping[NestedKey, tuple[Tensor, Tensor]],
     lengths: Mapping[NestedKey, NestedKey],
-) -> Tensor | None:
+    began: Tensor,
+) -> Tensor:
     """A number for each finished trajectory, (N,): equal for one agent that began in one state."""
-    keys, known = batches.state_keys(tensordict, observed), sums.began >= 0
-    groups = torch.full_like(sums.finished[:, 0], torch.nan)  # of those that began before
-    if not keys or not known.any():
+    known, n_places = began >= 0, tensordict.batch_size.numel()
+    groups = torch.full_like(began, torch.nan, dtype=torch.float64)  # of those that began before
+    if not states or not known.any():
         return groups
-    began, n_places = sums.began[known], tensordict.batch_size.numel()
-    states = batches.read_states(tensordict, keys, began % n_places, lengths)
-    parts = [began.div(n_places, rounding_mode="floor")]  # the agent
-    for state in states:
-        parts.append(state.reshape(len(began), -1).unique(dim=0, return_inverse=True)[1])
+    place = began[known] % n_places
+    parts = [began[known] // n_places]  # the agent
+    for key, (entry, _) in states.items():
+        state = rows_at(entry, place)
+        length = tensordict.get(lengths[key], None) if key in lengths else None
+        if length is not None:
+            length = rows_at(length.flatten(0, tensordict.batch_dims - 1), place).unsqueeze(-1)
+            column = torch.arange(state.shape[-1], device=place.device)
+            state = torch.where(column < length, state, -1)
+        parts.append(state.reshape(len(place), -1).unique(dim=0, return_inverse=True)[1])
     groups[known] = torch.stack(parts, -1).unique(dim=0, return_inverse=True)[1].to(groups)
     return groups
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, cast
 
@@ -88,6 +88,9 @@ class KLKeys:
         done: the end of a trajectory, where the env resets; by default next to `reward`, or else
             at the root.
         top_k: where TopKActor records its k most likely actions; by default next to `log_prob`.
+        penalized: where the penalized reward goes; by default it replaces `reward`. Elsewhere,
+            `kl_coeff` is by default next to it.
+        prefix: what the default name of each entry that is written starts with; see `named`.
 
     Example:
         >>> from torchrl_kl import KLKeys
@@ -107,18 +110,13 @@ class KLKeys:
     kl_coeff: NestedKey | None = None
     done: NestedKey | None = None
     top_k: NestedKey | None = None
-    _prefix: str = field(default="", repr=False)
-    _penalized: NestedKey | None = field(default=None, repr=False)  # the result, if not `reward`
+    penalized: NestedKey | None = None
+    prefix: str = ""
 
     @classmethod
-    def named(cls, name: str, **keys: NestedKey) -> KLKeys:
+    def named(cls, name: str, **keys: Any) -> KLKeys:
         """Keys of a further stack on the same data: its default names start with `name` and "_"."""
-        return replace(cls(**keys), _prefix=f"{name}_")  # type: ignore[arg-type]
-
-    def with_reward(self, reward: NestedKey, penalized: NestedKey) -> KLKeys:
-        """These keys for a reward whose penalized value, and the coefficient, go elsewhere."""
-        coeff = sibling(penalized, "kl_coeff")
-        return replace(self, reward=reward, kl_coeff=coeff, _penalized=penalized)
+        return cls(prefix=f"{name}_", **keys)
 
     def resolve(
         self, log_prob: NestedKey | list[NestedKey] = "action_log_prob", *, sum_agents: bool = False
@@ -126,9 +124,10 @@ class KLKeys:
         """All keys filled in; `log_prob`: where the policy records it unless these keys name it."""
         if not isinstance(sum_agents, bool):
             raise TypeError(f"`sum_agents` must be True or False, got {sum_agents!r}.")
-        recorded, prefix = LogProbKeys(self.log_prob or log_prob), self._prefix
+        recorded, prefix = LogProbKeys(self.log_prob or log_prob), self.prefix
         # Agents that share a reward have one KL, (*B, 1) at the root, else (*B, *A, 1).
         kl = self.kl or (f"{prefix}kl" if sum_agents else recorded.sibling(f"{prefix}kl"))
+        penalized = self.penalized or self.reward
         default = {
             "ref_log_prob": recorded.sibling(f"{prefix}ref_log_prob"),
             "kl": kl,
@@ -136,15 +135,15 @@ class KLKeys:
             "episode_kl": sibling(kl, f"{prefix}episode_kl"),
             "reward": self.reward,
             "task_reward": sibling(self.reward, f"{prefix}task_reward"),
-            "kl_coeff": sibling(self.reward, f"{prefix}kl_coeff"),
+            "kl_coeff": sibling(penalized, f"{prefix}kl_coeff"),
             "done": sibling(self.reward, "done"),
             "top_k": recorded.sibling("top_k"),
+            "penalized": penalized,
         }
         keys = {name: unravel_key(getattr(self, name) or key) for name, key in default.items()}
-        keys["penalized"] = unravel_key(self._penalized or self.reward)
         keys["episode_sums"] = sibling(keys["kl"], f"{prefix}episode_sums")
         keys["not_drawn"] = recorded.sibling("not_drawn")  # of the policy, for all stacks
-        keys["ref_params"] = recorded.sibling(f"_{prefix}ref_params")
+        keys["estimate"] = recorded.sibling(f"_{prefix}estimate")
         return ResolvedKeys(recorded=recorded, **keys)
 
 
@@ -172,8 +171,8 @@ class ResolvedKeys:
     top_k: NestedKey
     penalized: NestedKey  # the result of the penalty
     episode_sums: NestedKey  # in an env: task reward and k1 of a trajectory, for a plan
-    not_drawn: NestedKey  # whether an action, in an env any of its trajectory so far, was not drawn
-    ref_params: NestedKey  # what one part of the stack passes on to the next for its estimate
+    not_drawn: NestedKey  # in an env: whether any action of a trajectory so far was not drawn
+    estimate: NestedKey  # of the KL, which one part of the stack passes on to the next
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -212,15 +211,11 @@ class LogProbKeys:
 
     def read(self, tensordict: TensorDictBase) -> Tensor | None:
         """The log-prob of the whole action, nats, (*B, *A); None if an entry is missing."""
-        parts = [tensordict.get(key, None) for key in self.keys]
-        if any(part is None for part in parts):
-            return None
-        shape = self.batch_size(tensordict)  # the dimensions behind it are those of an action
-        first, *others = (sum_action_dims(part, shape) for part in parts)
-        return sum(others, first)
+        return None if self.missing(tensordict) else self.require(tensordict)
 
     def require(self, tensordict: TensorDictBase) -> Tensor:
         """The log-prob of the whole action; KeyError if an entry is missing."""
-        for key in self.missing(tensordict):
-            get_required(tensordict, key, RECORD_LOG_PROB)
-        return cast(Tensor, self.read(tensordict))
+        parts = [get_required(tensordict, key, RECORD_LOG_PROB) for key in self.keys]
+        shape = self.batch_size(tensordict)  # the dimensions behind it are those of an action
+        first, *others = (sum_action_dims(part, shape) for part in parts)
+        return sum(others, first)

@@ -6,18 +6,21 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection, unravel_key
 from torch import Tensor, nn
 
+from torchrl_kl import batches
 from torchrl_kl.actors import reading
-from torchrl_kl.batches import Trajectories, counted_values, find_time_dim
+from torchrl_kl.actors.log_probs import policy_log_prob
+from torchrl_kl.batches import counted_values, find_time_dim
 from torchrl_kl.controllers import KLController, KLStatistics
+from torchrl_kl.functional.numbers import check_count
 from torchrl_kl.functional.sampler import FEWEST, effective_share
 from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, get_required
-from torchrl_kl.language import as_steps
+from torchrl_kl.trajectories import Trajectories
 
 CONDITIONS = (
     "kl_above",
@@ -75,8 +78,8 @@ class KLMonitor:
 
     An episode ends when its condition did not hold in `window` batches in a row. With `actor`,
     log-probs are recomputed in the first batch of each `window`, and in each one with a negative
-    mean k1; they may differ by 1e-3 nats, or 0.05 in half precision. A batch of TorchRL's LLM API
-    is read by `as_steps`. State: `state_dict`, plain numbers and tensors.
+    mean k1; they may differ by 1e-3 nats, or 0.05 in half precision. Of a batch of TorchRL's LLM
+    API, pass it `as_steps(batch, ...)`. State: `state_dict`, plain numbers and tensors.
 
     You may not rely on it to notice actions that were drawn from another distribution than the one
     whose log-probs are recorded.
@@ -119,11 +122,9 @@ class KLMonitor:
         if not isinstance(controller, KLController):
             got = f"got {type(controller).__name__}: use `stack.controller`."
             raise TypeError(f"`controller` must be a KLController, {got}")
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ValueError(f"`window` must be an int of at least 1, got {window!r}.")
         keys = as_keys(keys)
         self.controller, self.actor = controller, actor
-        self.window, self.time_dim = window, time_dim
+        self.window, self.time_dim = check_count("window", window), time_dim
         self._needs_estimate = keys.kl_estimate is not None
         self._observed = None  # what shows that a trajectory goes on in the next batch
         if actor is None:
@@ -142,13 +143,14 @@ class KLMonitor:
     def __call__(self, batch: TensorDictBase) -> list[KLMessage]:
         """Looks at a batch (*B) with "next"; returns the conditions that began, often none.
 
-        KeyError if an entry is missing; RuntimeError if the target is per trajectory and the steps
-        do not follow one another along time. Nothing has changed then.
+        KeyError if an entry is missing; ValueError for whole responses; RuntimeError if the target
+        is per trajectory and the steps do not follow one another along time. Nothing has changed
+        then.
         """
         if is_tensor_collection(batch.get("tokens", None)):
-            batch = self._as_steps(batch)
+            raise ValueError(_WHOLE.format(tuple(batch.batch_size)))
         fix = "run the stack before the monitor, or name the entry with `KLKeys(kl=...)`."
-        step = cast(TensorDictBase, get_required(batch, "next", fix))
+        step: Any = get_required(batch, "next", fix)
         k1 = get_required(step, self.keys.kl, fix).detach()  # (*B, *A, 1)
         counted = counted_values(batch, self.keys, k1)
         k1 = k1.double()[counted]  # (N,)
@@ -187,16 +189,6 @@ class KLMonitor:
         self._trajectories.load_state_dict(state.pop("trajectories"))
         self._state = _State(**state)
 
-    def _as_steps(self, batch: TensorDictBase) -> TensorDictBase:
-        """A batch of TorchRL's LLM API as steps (N, T), with a response's KL at its last token."""
-        steps = as_steps(batch, pad_token=None)
-        for key in (self.keys.kl, self.keys.kl_estimate):
-            value = batch.get(unravel_key(("next", key)), None)
-            if value is not None:
-                ends = steps["next", "done"]  # (N, T, 1)
-                steps["next", key] = torch.where(ends, value.reshape(-1, 1, 1), 0.0)
-        return steps
-
     def _count(self, found: Mapping[str, Finding | None]) -> list[KLMessage]:
         """Counts what holds; returns what began. What was not looked for stays as it was."""
         begun = []
@@ -217,7 +209,7 @@ class KLMonitor:
         self, batch: TensorDictBase, counted: Tensor
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         """The KL in the controller's unit, (N,), and the trajectories that stay open."""
-        step = cast(TensorDictBase, batch.get("next"))
+        step: Any = batch.get("next")
         key = self.keys.kl_estimate
         # A stack with the estimator k1 writes no estimate; one that the user names must be there.
         if not self._needs_estimate and step.get(key, None) is None:
@@ -231,9 +223,10 @@ class KLMonitor:
                 "without a dimension named 'time': name the last one so, pass `time_dim`, do not "
                 "flatten it, or use per='step'."
             )
-        sums = self._trajectories.add(
-            batch, measured, counted, self.keys.done, observed=self._observed
-        )
+        flags = batches.flags(batch, self.keys, measured.shape, counted)
+        states = batches.read_states(batch, self._observed)
+        batches.require_order(states, flags.may_differ)
+        sums = self._trajectories.add(flags, states.values(), measured)
         return sums.finished[:, 0], sums.opened
 
     def _look_at_numbers(self, k1: Tensor) -> dict[str, Finding | None]:
@@ -325,7 +318,7 @@ class KLMonitor:
         """What is wrong if recorded log-probs are not those that the actor gives the actions."""
         recorded = self.keys.recorded.require(batch).double()  # (*B, *A)
         timed = find_time_dim(batch, self.time_dim) is not None
-        scored = reading.policy_log_prob(self.actor, batch, timed)[0].double()
+        scored = policy_log_prob(self.actor, batch, timed)[0].double()
         gap = (recorded - scored).abs()
         gap = gap[counted_values(batch, self.keys, gap)]
         differs = ~(gap <= self._tolerance)  # NaN differs
@@ -337,6 +330,10 @@ class KLMonitor:
         return text, {"share": share, "largest_difference": largest}
 
 
+_WHOLE = (
+    "the monitor reads steps, got a batch of shape {} of whole responses, as TorchRL's LLM API has "
+    "them: pass `as_steps(batch, pad_token=...)`, which takes their KL along."
+)
 _FASTER = {"gain": "raise `gain`, or ", "ki": "raise `ki`, or ", "horizon": "lower `horizon`, or "}
 _ABOVE = (
     "The controller raises the coefficient until the KL comes down. If it does not, {}make policy "

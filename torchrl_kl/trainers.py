@@ -41,7 +41,8 @@ class KLControlHook(TrainerHookBase):
             advantages computed before it.
 
     Example:
-        >>> from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform, KLControlHook
+        >>> from torchrl_kl import KLConstrainedTransform, KLControlHook
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> hook = KLControlHook(KLConstrainedTransform(actor, 0.1))  # then hook.register(trainer)
@@ -51,7 +52,7 @@ class KLControlHook(TrainerHookBase):
     """
 
     def __init__(self, stack: KLConstrainedTransform):
-        if not (isinstance(stack, KLConstrainedTransform) and stack.record):
+        if not (isinstance(stack, KLConstrainedTransform) and stack.records):
             got = type(stack).__name__
             raise TypeError(f"`stack` must be a KLConstrainedTransform, got {got}: build one.")
         self.stack = stack

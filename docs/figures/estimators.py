@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from style import ESTIMATORS, new_figure, save
 
-from torchrl_kl import kl_exact, kl_k1, kl_k2, kl_k3
+from torchrl_kl.functional import kl_exact, kl_k1, kl_k2, kl_k3
 
 FUNCTIONS = {"k1": (kl_k1, "-"), "k2": (kl_k2, "-"), "k3": (kl_k3, (0, (2, 2)))}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from style import AMBER, BLUE, new_figure, save
 
-from torchrl_kl import kl_exact
+from torchrl_kl.functional import kl_exact
 
 COEFF, LR = 0.3, 0.4
 REWARD = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)

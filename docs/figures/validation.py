@@ -15,8 +15,10 @@ from style import BLACK, ESTIMATORS, new_figure, save
 from torch import nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform, exact_kl
+from torchrl_kl import KLConstrainedTransform
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
+from torchrl_kl.exact import enumerate_kl
+from torchrl_kl.language import GPT, CausalLMActor
 
 DISTANCES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 
@@ -42,7 +44,7 @@ def main(folder: Path | None = None, samples: int = 1000, n_policies: int = 6) -
     rows: dict[str, list[tuple[float, float, float]]] = {"k1": [], "exact": []}
     for distance in DISTANCES[:n_policies]:
         gpt = moved(base, distance)
-        true = exact_kl(
+        true = enumerate_kl(
             lambda texts, gpt=gpt: gpt(texts)[:, -1], lambda texts: base(texts)[:, -1], contexts, 4
         )
         policy = CausalLMActor(gpt)

@@ -6,8 +6,9 @@ import sys
 import torch
 from torchrl.collectors import Collector
 
-from torchrl_kl import GPT, AdaptiveKLController, CausalLMActor, KLConstrainedTransform
+from torchrl_kl import AdaptiveKLController, KLConstrainedTransform
 from torchrl_kl.envs import DigitLanguageEnv
+from torchrl_kl.language import GPT, CausalLMActor
 
 
 def train(file: str, n_batches: int) -> list[float]:

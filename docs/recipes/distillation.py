@@ -2,7 +2,8 @@
 
 import torch
 
-from torchrl_kl import GPT, CausalLMActor, KLPenaltyLoss, sample_responses
+from torchrl_kl import KLPenaltyLoss
+from torchrl_kl.language import GPT, CausalLMActor, sample_responses
 
 torch.manual_seed(0)
 size = {"vocab_size": 12, "block_size": 12, "n_layer": 2, "n_head": 2, "n_embd": 32}

@@ -9,13 +9,8 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
-from torchrl_kl import (
-    AdaptiveKLController,
-    CausalLMActor,
-    CausalLMCritic,
-    KLPenaltyLoss,
-    sample_responses,
-)
+from torchrl_kl import AdaptiveKLController, KLPenaltyLoss
+from torchrl_kl.language import CausalLMActor, CausalLMCritic, sample_responses
 
 torch.manual_seed(0)
 # In practice: AutoModelForCausalLM.from_pretrained(...)

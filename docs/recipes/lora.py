@@ -7,13 +7,8 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
-from torchrl_kl import (
-    AdaptiveKLController,
-    CausalLMActor,
-    CausalLMCritic,
-    KLConstrainedTransform,
-    sample_responses,
-)
+from torchrl_kl import AdaptiveKLController, KLConstrainedTransform
+from torchrl_kl.language import CausalLMActor, CausalLMCritic, sample_responses
 
 torch.manual_seed(0)
 # In practice: AutoModelForCausalLM.from_pretrained(...)

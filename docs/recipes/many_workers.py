@@ -8,15 +8,9 @@ from torchrl.collectors.distributed import RayCollector
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from torchrl_kl import (
-    GPT,
-    AdaptiveKLController,
-    CausalLMActor,
-    CausalLMCritic,
-    KLConstrainedTransform,
-    kl_collector,
-)
+from torchrl_kl import AdaptiveKLController, KLConstrainedTransform, kl_collector
 from torchrl_kl.envs import DigitLanguageEnv
+from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic
 
 KINDS = {"one": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
 KINDS["ray"] = RayCollector

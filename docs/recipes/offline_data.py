@@ -7,7 +7,8 @@ from torchrl.envs import GymEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import MLP, ProbabilisticActor
 
-from torchrl_kl import KLConstrainedTransform, ReferenceModelLogProbTransform, kl_exact
+from torchrl_kl import KLConstrainedTransform, ReferenceModelLogProbTransform
+from torchrl_kl.functional import kl_exact
 
 
 def make_actor():

@@ -6,7 +6,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from torchrl_kl import CausalLMActor, KLConstrainedTransform, sample_responses
+from torchrl_kl import KLConstrainedTransform
+from torchrl_kl.language import CausalLMActor, sample_responses
 
 torch.manual_seed(0)
 size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}

@@ -7,13 +7,8 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from torchrl_kl import (
-    AdaptiveKLController,
-    CausalLMActor,
-    KLPenaltyLoss,
-    ResponseKLTransform,
-    as_steps,
-)
+from torchrl_kl import AdaptiveKLController, KLPenaltyLoss
+from torchrl_kl.language import CausalLMActor, ResponseKLTransform, as_steps
 
 # A toy tokenizer and model; in practice, AutoTokenizer and AutoModelForCausalLM.
 QUESTIONS = ["how was the film", "was the book good"]

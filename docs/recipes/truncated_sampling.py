@@ -5,16 +5,9 @@ from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from torchrl_kl import (
-    GPT,
-    CausalLMActor,
-    CausalLMCritic,
-    KLConstrainedTransform,
-    PlannedKLController,
-    rescore,
-    sample_responses,
-)
+from torchrl_kl import KLConstrainedTransform, PlannedKLController, rescore
 from torchrl_kl.envs import DigitLanguage
+from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic, sample_responses
 
 torch.manual_seed(0)
 language = DigitLanguage()
@@ -39,7 +32,7 @@ for n in range(40):
     prompts = language.sample_prompts(256)
     prompts = torch.cat([prompts, torch.full((256, 1), language.separator)], 1)
     batch = stack(sample_responses(actor, prompts, 4, pad_token=10, reward_fn=reward_fn))
-    ratios = f"ratio {ratio(actor, batch):.4f}, ignored {ratio(actor.untruncated, batch):.4f}"
+    ratios = f"ratio {ratio(actor, batch):.4f}, ignored {ratio(actor.whole(), batch):.4f}"
     with torch.no_grad(), set_recurrent_mode(True):
         gae(batch)
     for rows in torch.randperm(256).split(64):

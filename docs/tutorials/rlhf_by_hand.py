@@ -18,17 +18,10 @@ from torchrl.collectors import Collector
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from torchrl_kl import (
-    GPT,
-    CausalLMActor,
-    CausalLMCritic,
-    Enumeration,
-    KLConstrainedTransform,
-    PlannedKLController,
-    coeff_for_budget,
-    sample_responses,
-)
+from torchrl_kl import KLConstrainedTransform, PlannedKLController, coeff_for_budget
 from torchrl_kl.envs import DigitLanguage, DigitLanguageEnv
+from torchrl_kl.exact import Enumeration
+from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic, sample_responses
 
 PRETRAINING = 300
 BATCHES = 60

@@ -228,8 +228,10 @@ def other_policies() -> dict[str, tuple[Any, float, type[Exception], str]]:
         "wrapped": (nn.Sequential(policy), 1.0, ValueError, got.format("0.*", r"\(4,\)", "None")),
         "diverged": (diverged, 1.0, ValueError, "NaN in 'module.*bias': the policy has diverged"),
     }
-    for tau in (0, -0.1, 1.5, float("nan"), True, "1"):
-        rows[f"tau {tau}"] = policy, tau, ValueError, r"`tau` must be in \(0, 1\], got "
+    for tau in (0, -0.1, 1.5, float("nan")):
+        rows[f"tau {tau}"] = policy, tau, ValueError, "`tau` must be .* above 0 and at most 1, got "
+    for tau in (True, "1"):
+        rows[f"tau {tau}"] = policy, tau, TypeError, "`tau` must be a number, got "
     return rows
 
 

@@ -36,7 +36,7 @@ from tests.actors.kinds import (
 )
 from tests.helpers import N_ACTIONS, N_OBS, probabilistic_actor, sequence
 from torchrl_kl.actors import FrozenActor, reading
-from torchrl_kl.actors.reading import policy_log_prob
+from torchrl_kl.actors.log_probs import policy_log_prob, refuse_own_log_prob
 from torchrl_kl.actors.references import as_reference
 
 EPS = torch.finfo(torch.float64).eps
@@ -202,7 +202,7 @@ ERRORS: dict[str, tuple[Any, Any, str]] = {
     "no action": (without("action"), KeyError, "'action' is not in the data"),
     "no observation": (without("observation"), KeyError, "observation"),
     "own log-prob": (
-        lambda: reading.refuse_own_log_prob(Doubled(*gaussian().module)),
+        lambda: refuse_own_log_prob(Doubled(*gaussian().module)),
         ValueError,
         "got Doubled with its own `log_prob`, which losses",
     ),

@@ -23,7 +23,7 @@ from tests.helpers import (
     with_transforms,
 )
 from torchrl_kl import FrozenActor, KLConstrainedTransform
-from torchrl_kl.actors.reading import policy_log_prob
+from torchrl_kl.actors.log_probs import policy_log_prob
 
 # float32: 8 terms a dot product, four gates, at most 20 steps in a row.
 CLOSE = {"rtol": 0, "atol": 256 * torch.finfo(torch.float32).eps}

@@ -22,9 +22,10 @@ from tests.helpers import (
     with_transforms,
     without_kl,
 )
-from torchrl_kl import GPT, CausalLMActor, FrozenActor, KLConstrainedTransform, TopKActor
+from torchrl_kl import FrozenActor, KLConstrainedTransform, TopKActor
 from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.references import SwitchedActor, as_reference
+from torchrl_kl.language import GPT, CausalLMActor
 
 
 def score(reference: FrozenActor, batch: Any) -> torch.Tensor:
@@ -194,17 +195,15 @@ def test_random_steps(make, traces):
     assert acting.trace_keys == traces
     batch = act(policy, observed(2, 4).float())
     log_prob = FrozenActor(policy).recorded.require(batch)
-    assert acting.random_steps(batch, log_prob, None) is None
+    acting.refuse_random_steps(batch, log_prob, None)
     log_prob[:, :3] = 0.0  # of a policy that is certain, and of a random one
     for key in traces:
         batch[key][:, 1:] = 0.0
-    found = acting.random_steps(batch, log_prob, None)
-    assert found is not None
-    assert found.tolist() == [[False, True, True, False]] * 2
+    with pytest.raises(RuntimeError, match="in 4 of 8 steps .*into the env"):
+        acting.refuse_random_steps(batch, log_prob, None)
     mask = torch.tensor([[True, True, False, True], [True, False, False, True]])
-    found = acting.random_steps(batch, log_prob, mask)
-    assert found is not None
-    assert found.nonzero().tolist() == [[0, 1]]
-    assert acting.random_steps(batch, log_prob, torch.zeros_like(mask)) is None
-    assert acting.random_steps(batch.exclude(*traces), log_prob, None) is None
-    assert acting.random_steps(batch[:0], log_prob[:0], None) is None
+    with pytest.raises(RuntimeError, match="in 1 of 8 steps"):
+        acting.refuse_random_steps(batch, log_prob, mask)
+    acting.refuse_random_steps(batch, log_prob, torch.zeros_like(mask))
+    acting.refuse_random_steps(batch.exclude(*traces), log_prob, None)
+    acting.refuse_random_steps(batch[:0], log_prob[:0], None)

@@ -14,7 +14,6 @@ from tests.actors.kinds import (
     act,
     agents,
     choosing,
-    draw,
     gaussian,
     linear,
     masked,
@@ -23,6 +22,7 @@ from tests.actors.kinds import (
 from tests.helpers import (
     N_ACTIONS,
     make_actor,
+    probabilistic_actor,
     sharp,
 )
 from torchrl_kl import FrozenActor, TopKActor
@@ -92,8 +92,9 @@ def test_its_records_are_next_to_the_log_prob_and_other_entries_stay():
 
 
 def indexed() -> Any:
-    actor = choosing()
-    actor.module[-1] = draw(MaskedCategorical, {"logits": "logits", "indices": "allowed"})
+    keys = {"logits": "logits", "indices": "allowed"}
+    kind: Any = {"in_keys": keys, "distribution_class": MaskedCategorical}
+    actor = probabilistic_actor(linear(), return_log_prob=True, **kind)
     return act(TopKActor(actor, 2), data().set("allowed", torch.tensor([0, 2, 1, 3]).expand(64, 4)))
 
 

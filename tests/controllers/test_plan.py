@@ -12,13 +12,13 @@ import torch
 from torchrl_kl import (
     AdaptiveKLController,
     ConstantKLController,
-    Enumeration,
     ExponentialKLController,
     PIDKLController,
     PlannedKLController,
     coeff_for_budget,
 )
 from torchrl_kl.controllers.plan import RewardPlan, Reweighted
+from torchrl_kl.exact import Enumeration
 
 V, R = 3, 2  # tokens, and tokens of a response
 MAKERS = {
@@ -129,7 +129,7 @@ class TestCoeffForBudget:
             (torch.arange(2.0), 0.0, "`budget` must be finite and above 0, got 0"),
             (torch.arange(2.0), "1", "`budget` must be a number, got str"),
             ([0.0, 1.0], 0.1, r"`rewards` must be a tensor, got list: pass `torch\.tensor"),
-            (torch.zeros(0, 2), 0.1, r"prompts, not empty, got shape \(0, 2\)"),
+            (torch.zeros(0, 2), 0.1, r"groups, not empty, got shape \(0, 2\)"),
             (torch.zeros(2, 2, 1), 0.1, r"`rewards` must be the rewards \(N,\) of samples, or"),
             (torch.tensor([1.0, math.nan]), 0.1, "must be finite, got 1 NaN or infinite .* of 2"),
             (torch.tensor([1.0, math.inf]), 0.1, "must be finite, got 1 NaN or infinite .* of 2"),

@@ -8,8 +8,9 @@ from gymnasium.utils.env_checker import check_env
 from torchrl.envs import GymEnv, TransformedEnv, check_env_specs
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform
+from torchrl_kl import KLConstrainedTransform
 from torchrl_kl.envs import DigitLanguage, DigitLanguageGymEnv
+from torchrl_kl.language import GPT, CausalLMActor
 
 NAME = "torchrl_kl/DigitLanguage-v0"
 

@@ -18,7 +18,7 @@ from torchrl.modules import (
     TanhNormal,
 )
 
-from torchrl_kl import kl_exact
+from torchrl_kl.functional import kl_exact
 
 INF = math.inf
 assert_equal = partial(assert_close, rtol=0, atol=0)

@@ -22,7 +22,7 @@ from tests.laws.estimator_laws import (
     variance_of,
     zero,
 )
-from torchrl_kl import kl_exact, kl_k1, kl_k2, kl_k3, kl_top_k
+from torchrl_kl.functional import kl_exact, kl_k1, kl_k2, kl_k3, kl_top_k
 from torchrl_kl.functional.estimators import ESTIMATORS
 
 INF = math.inf

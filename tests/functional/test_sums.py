@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from torchrl_kl import masked_mean, masked_sum
+from torchrl_kl.functional import masked_mean, masked_sum
 from torchrl_kl.functional.sums import running_sum, sum_after, sum_before
 
 

@@ -9,21 +9,18 @@ from tensordict import TensorDict, lazy_stack
 from torch.testing import assert_close
 
 from torchrl_kl import (
-    GPT,
-    CausalLMActor,
     ExponentialKLController,
     KLConstrainedTransform,
     KLDivergenceTransform,
     KLPenaltyLoss,
     PlannedKLController,
     ReferenceModelLogProbTransform,
-    ResponseKLTransform,
     RewardAdjustmentTransform,
-    as_steps,
+    TopKActor,
     coeff_for_budget,
     rescore,
-    sample_responses,
 )
+from torchrl_kl.language import GPT, CausalLMActor, ResponseKLTransform, as_steps, sample_responses
 
 PAD, EOS, BUDGET, S = 10, 0, 0.5, 64
 PROMPTS = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [2, 2, 2]])
@@ -97,6 +94,9 @@ def test_every_feed_plans_by_prompt(eos):
     feeds = {
         "stack": lambda it: KLConstrainedTransform(actor, it)(batch),
         "parts": in_parts,
+        "stack of the k most likely": lambda it: KLConstrainedTransform(TopKActor(actor, 3), it)(
+            batch
+        ),
         "loss": lambda it: KLPenaltyLoss(actor, it).update_controller(batch),
         "as_steps": lambda it: KLConstrainedTransform(actor, it)(steps),
         "responses": by_text,

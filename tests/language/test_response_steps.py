@@ -25,16 +25,8 @@ from tests.language.chats import (
     rows_of_log_probs,
     sample_chats,
 )
-from torchrl_kl import (
-    GPT,
-    AdaptiveKLController,
-    CausalLMActor,
-    KLConstrainedTransform,
-    KLPenaltyLoss,
-    ResponseKLTransform,
-    as_steps,
-    rescore,
-)
+from torchrl_kl import AdaptiveKLController, KLConstrainedTransform, KLPenaltyLoss, rescore
+from torchrl_kl.language import GPT, CausalLMActor, ResponseKLTransform, as_steps
 
 pytestmark = [pytest.mark.usefixtures("lists_are_stacked"), *DEPRECATED]
 

@@ -25,18 +25,15 @@ from tests.language.chats import (
     rows_of,
     sample_chats,
 )
-from torchrl_kl import (
+from torchrl_kl import AdaptiveKLController, KLConstrainedTransform, KLKeys, PlannedKLController
+from torchrl_kl.language import (
     GPT,
-    AdaptiveKLController,
     CausalLMActor,
     CausalLMCritic,
-    KLConstrainedTransform,
-    KLKeys,
-    PlannedKLController,
     ResponseKLTransform,
     as_steps,
+    response_kl,
 )
-from torchrl_kl.language import response_kl
 
 pytestmark = [pytest.mark.usefixtures("lists_are_stacked"), *DEPRECATED]
 
@@ -243,7 +240,7 @@ class TestReference:
         assert model.training
         assert not any(p.grad is not None for p in model.parameters())
         names = set(dict(transform.named_parameters()))
-        assert all(name.startswith("reference.") for name in names)
+        assert all(name.startswith("scorer.reference.") for name in names)
 
     def test_responses_to_equal_prompts_are_a_group_of_a_plan(self, monkeypatch):
         full = torch.tensor([[1, 2, 3, 4], [5, 2, 6, 7], [1, 2, 8, 9], [1, 2, 0, 0]])
@@ -255,7 +252,9 @@ class TestReference:
         )
         given = {}
         monkeypatch.setattr(
-            transform.feed, "plan_from", lambda _, rewards, **rest: given.update(rest, r=rewards)
+            transform.penalty.feed,
+            "plan_from",
+            lambda _, rewards, **rest: given.update(rest, r=rewards),
         )
         result = transform(batch)["next"]
         assert given["r"].tolist() == [1.0, 2.0, 3.0]  # the last response is empty
@@ -279,7 +278,8 @@ class TestErrors:
         for build in (partial(ResponseKLTransform, controller=0.1), CausalLMActor, CausalLMCritic):
             with pytest.raises(TypeError, match=r"Wrapper: pass the model in it, such as `wrapper"):
                 build(wrapper)
-        with pytest.raises(TypeError, match=r"whole responses: use ResponseKLTransform\(wrapper"):
+        text = r"step by step, got .* whole responses, use ResponseKLTransform\(wrapper"
+        with pytest.raises(TypeError, match=text):
             KLConstrainedTransform(wrapper, 0.1)
 
     @pytest.mark.parametrize("name", ["my_task_reward", "my_kl_coeff"])

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from contextlib import contextmanager
 from typing import Any
 
 import peft
@@ -22,17 +23,10 @@ from torchrl.objectives.llm import GRPOLoss
 from tests.gpt_helpers import sharp
 from tests.language.models import SIZES, random_texts, sample, seeded
 from tests.language.test_causal_lm import TOKENS, Plain
-from torchrl_kl import (
-    KLConstrainedTransform,
-    KLMonitor,
-    KLPenaltyLoss,
-    ResponseKLTransform,
-    TopKActor,
-    as_steps,
-    kl_exact,
-)
-from torchrl_kl.functional.tiles import TiledCategorical
-from torchrl_kl.language import GPT, CausalLMActor
+from torchrl_kl import KLConstrainedTransform, KLMonitor, KLPenaltyLoss, TopKActor
+from torchrl_kl.functional import kl_exact
+from torchrl_kl.functional.tiles import TiledCategorical, figures
+from torchrl_kl.language import GPT, CausalLMActor, ResponseKLTransform, as_steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
@@ -222,8 +216,10 @@ class TestCallers:
             if estimator == "top_k":
                 actor: Any = TopKActor(actor, 3)
                 torch.manual_seed(0)
+                steps["logits"] = torch.zeros(6, 8, 11, dtype=torch.float64)  # of another pass
                 with set_recurrent_mode(True), set_exploration_type(ExplorationType.RANDOM):
                     actor(steps)
+                del steps["logits"]
                 assert isinstance(dist_of(actor, batch), TiledCategorical) == (chunk == CHUNK)
             else:
                 whole = dist_of(CausalLMActor(model, head_chunk=None), batch)
@@ -278,6 +274,24 @@ class TestCallers:
         assert_equal(found[1], found[0])
         assert found[0][0] > 0
 
+    def test_weights_of_the_head_that_the_reference_has_for_its_passes_alone(self, batch):
+        model = make_model("gpt")
+
+        @contextmanager
+        def doubled():
+            model.head.weight.data.mul_(2)
+            yield
+            model.head.weight.data.div_(2)
+
+        found = []
+        for chunk in (None, CHUNK):
+            actor = CausalLMActor(model, head_chunk=chunk)
+            loss = KLPenaltyLoss(actor, 0.5, reference=doubled, gradient="sequence")
+            value = loss(batch)["loss_kl"]
+            found.append((value, *gradients(value, model)))
+        assert_equal(found[1], found[0])
+        assert found[0][0] > 0
+
     def test_dropout_in_the_head_is_repeated(self, batch):
         model = make_model("llama", 0)
         config = peft.LoraConfig(r=2, target_modules=["lm_head"], lora_dropout=0.5)
@@ -300,10 +314,12 @@ class TestCallers:
 
     def test_an_actor_that_acts_in_recurrent_mode(self, batch):
         model, states = make_model("gpt"), batch.select("tokens", "position")
+        states["logits"] = torch.zeros(6, 8, 11, dtype=torch.float64)  # of another pass
         actors = [CausalLMActor(model, head_chunk=CHUNK, return_logits=r) for r in (True, False)]
         with set_recurrent_mode(True), set_exploration_type(ExplorationType.RANDOM):
             whole, tiled = (actor(states.clone()) for actor in actors)
-        assert whole["logits"].shape == (6, 8, 11)
+        expected = dist_of(CausalLMActor(model, head_chunk=None), batch).logits
+        assert_equal([whole["logits"]], [expected])
         assert "logits" not in tiled.keys()
 
 
@@ -324,28 +340,39 @@ class TestTiles:
         gc.disable()
         try:
             policy = dist_of(actor, batch)
-            policy.also = dist_of(reference, batch)
-            log_prob = policy.log_prob(batch["action"])
-            hidden = weakref.ref(policy.hidden)
-            del policy, log_prob
+            pair = (policy, dist_of(reference, batch))
+            found = [policy.log_prob(batch["action"]), *figures(*pair[:1], reference=pair[1])]
+            hidden = weakref.ref(policy.tiles.hidden)
+            del policy, pair, found
             assert hidden() is None
         finally:
             gc.enable()
 
-    def test_what_it_remembers_is_what_it_gives(self, batch):
-        """The entropy was given as the KL where `also` changed after `log_prob`."""
+    def test_what_it_remembers_is_the_entropy_alone(self, batch):
+        """The entropy was given as the KL to a reference that came after `log_prob`."""
         policy, reference, *whole = (
             dist_of(CausalLMActor(make_model("gpt", seed), head_chunk=chunk), batch)
             for chunk in (CHUNK, None)
             for seed in (0, 1)
         )
         expected = kl_divergence(*whole), whole[0].entropy()
-        for also in ("entropy", reference, None):
-            for later in ("entropy", reference, None):
-                policy.also = also
+        for grad in (True, False, True):
+            with torch.set_grad_enabled(grad):
                 policy.log_prob(batch["action"])
-                policy.also = later
-                assert_equal([kl_exact(policy, reference), policy.entropy()], expected)
+            assert_equal([kl_exact(policy, reference), policy.entropy()], expected)
+
+    def test_a_loss_reads_each_tile_once(self, batch):
+        """The log-prob and the KL are computed from the same logits."""
+        model = make_model("gpt")
+        seen: list[int] = []
+        actor = CausalLMActor(model, head_chunk=CHUNK)
+        loss = KLPenaltyLoss(actor, 0.5, gradient="sequence")
+        model.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+        dist_of(actor, batch)  # which looks once whether the head works on a part
+        seen.clear()
+        value = loss(batch)["loss_kl"]
+        assert len([n for n in seen if n > 1]) == 7  # of 48 steps
+        value.backward()
 
     def test_models_without_a_decoder_are_read_as_before(self, batch):
         actor = CausalLMActor(sharp(Plain()).double(), head_chunk=CHUNK)

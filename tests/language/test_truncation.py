@@ -20,24 +20,19 @@ from transformers import (
 from tests.gpt_helpers import sharp
 from tests.language.models import make_model
 from torchrl_kl import (
-    GPT,
-    CausalLMActor,
     ConstantKLController,
-    Enumeration,
     ExponentialKLController,
     FrozenActor,
     KLConstrainedTransform,
     KLMonitor,
     KLPenaltyLoss,
-    ResponseKLTransform,
     TopKActor,
-    as_steps,
-    exact_kl,
     rescore,
-    sample_responses,
 )
 from torchrl_kl.envs import DigitLanguageEnv
+from torchrl_kl.exact import Enumeration, enumerate_kl
 from torchrl_kl.functional.sampler import effective_share
+from torchrl_kl.language import GPT, CausalLMActor, ResponseKLTransform, as_steps, sample_responses
 from torchrl_kl.language.truncation import Truncation
 
 VOCAB, PROMPT, T = 11, 3, 2
@@ -65,7 +60,7 @@ def make_gpt(seed: int = 0) -> GPT:
 
 
 def next_logits(gpt: GPT, **options: Any):
-    """A model of `exact_kl` that never calls the actor."""
+    """A model of `enumerate_kl` that never calls the actor."""
     chain = warpers(temperature=TEMPERATURE, **options)
     return lambda tokens: chain(tokens, gpt(tokens)[:, -1])
 
@@ -143,7 +138,7 @@ class TestAgainstEnumeration:
     def test_kl_and_mean_k1(self, options):
         policy, ref = make_gpt(0), make_gpt(1)
         actor = CausalLMActor(policy, temperature=TEMPERATURE, **options)
-        expected = exact_kl(next_logits(policy, **options), next_logits(ref), PROMPTS, T)
+        expected = enumerate_kl(next_logits(policy, **options), next_logits(ref), PROMPTS, T)
         steps = steps_of(all_texts(PROMPTS), actor)
         probs = steps["action_log_prob"].sum(1).exp() / len(PROMPTS)
         possible = probs > 0
@@ -232,7 +227,7 @@ class TestRecord:
         assert actor.n_rescued == 0
         states = batch.select("tokens", "position")
         with set_recurrent_mode(True):
-            whole = actor.untruncated.get_dist(states.clone()).logits
+            whole = actor.whole().get_dist(states.clone()).logits
         kept = actor.truncation.keep(whole, bounded=True)  # type: ignore[union-attr]
         missing = (kept != batch["action"].unsqueeze(-1)).all(-1)
         computed = log_prob_of(actor, batch.exclude("kept"))
@@ -309,9 +304,9 @@ class TestRecord:
     def test_a_reference_is_whole(self):
         actor = CausalLMActor(make_gpt(), top_k=3)
         assert FrozenActor(actor).actor.truncation is None
-        assert actor.untruncated.untruncated.truncation is None
-        assert "kept" not in actor.untruncated(sampled(actor).select("tokens", "position"))
-        assert actor.untruncated.out_keys == CausalLMActor(make_gpt()).out_keys
+        assert actor.whole().whole().truncation is None
+        assert "kept" not in actor.whole()(sampled(actor).select("tokens", "position"))
+        assert actor.whole().out_keys == CausalLMActor(make_gpt()).out_keys
         assert actor.kept_key in actor.out_keys
         whole = sampled(CausalLMActor(actor.reader.lm.model))
         for reference in (None, lambda: torch.enable_grad()):
@@ -392,7 +387,7 @@ class TestSampler:
             gpt, 0.0, reference=ref, sampler_weights="truncated", cap=cap
         )
         fed: list[torch.Tensor] = []
-        transform.feed.pool = lambda controller, values: fed.append(values)  # type: ignore[assignment]
+        transform.penalty.feed.pool = lambda controller, values: fed.append(values)  # type: ignore[assignment]
         found = transform(responses_of(steps))
         again = as_steps(found, pad_token=None)
         own, other = again["action_log_prob"], again["sampler_log_prob"]
@@ -447,7 +442,7 @@ class TestSampler:
             sampler_weights="truncated",
             cap=cap,
         )
-        by_step.feed.pool = lambda controller, values: fed.append(values)  # type: ignore[assignment]
+        by_step.penalty.feed.pool = lambda controller, values: fed.append(values)  # type: ignore[assignment]
         by_step(responses_of(steps))
         weights = (own - other).exp().clamp(max=cap)
         assert_close(fed[1], (weights * gap).flatten(), rtol=0, atol=1e-12)
@@ -460,7 +455,8 @@ class TestSampler:
         transform = ResponseKLTransform(gpt, controller, sampler_weights="truncated")
         found = transform(responses_of(steps))
         assert controller.coeff == 1.0
-        (message,) = [one for one in KLMonitor(controller)(found) if one.condition == "sampler_far"]
+        read = as_steps(found, pad_token=None)
+        (message,) = [one for one in KLMonitor(controller)(read) if one.condition == "sampler_far"]
         assert message.figures["share"] < 0.1
         assert_close(message.figures["kl"], found["next", "sampler_kl"].mean().item())
         again = as_steps(found.exclude(("next", "kl_coeff")), pad_token=None)
@@ -472,7 +468,7 @@ class TestSampler:
         assert controller.coeff == 1.0
         assert planned.coeff == 0.0
         assert len(planned.plan.samples) == 0  # type: ignore[union-attr]
-        by_step = KLMonitor(ExponentialKLController(1.0, target=0.1, per="step"))(found)
+        by_step = KLMonitor(ExponentialKLController(1.0, target=0.1, per="step"))(read)
         (message,) = [one for one in by_step if one.condition == "sampler_far"]
         assert_close(message.figures["kl"], found["next", "sampler_kl"].mean().item() / 8)
 

@@ -21,16 +21,14 @@ from tests.helpers import (
     with_transforms,
 )
 from torchrl_kl import (
-    GPT,
-    CausalLMActor,
     ConstantKLController,
     ExponentialKLController,
     KLConstrainedTransform,
     KLKeys,
     KLMonitor,
-    as_steps,
 )
-from torchrl_kl.actors.reading import policy_log_prob
+from torchrl_kl.actors.log_probs import policy_log_prob
+from torchrl_kl.language import GPT, CausalLMActor, as_steps
 
 
 def disagreements(monitor: KLMonitor, batch: Any) -> list:
@@ -179,11 +177,16 @@ class TestResponses:
         batch["log_probs", "full"] = torch.cat([torch.full((40, 4), torch.nan), log_probs], 1)
         controller = ExponentialKLController(1.0, 1e-6, per=per)
         monitor = KLMonitor(controller, actor=actor, window=1)
-        assert [message.condition for message in monitor(batch)] == ["kl_above"]
+        steps = as_steps(batch, pad_token=None)
+        assert [message.condition for message in monitor(steps)] == ["kl_above"]
         ((count, total, _),) = monitor.state_dict()["pools"]
         assert (count, total) == (
             40 if per == "trajectory" else 160,
             pytest.approx(kl.sum().item()),
         )
-        batch["log_probs", "full"] += 0.5
-        assert disagreements(monitor, batch)
+        steps["action_log_prob"] += 0.5
+        assert disagreements(monitor, steps)
+        before = monitor.counts
+        with pytest.raises(ValueError, match=r"reads steps, got .*\(40,\).*pass `as_steps\(batch"):
+            monitor(batch)
+        assert monitor.counts == before

@@ -170,7 +170,7 @@ class TestRefusals:
         [
             ("action_log_prob", "action_log_prob.*return_log_prob=True"),
             ("action", "'action' is not in the data.*set_keys"),
-            (("next", "done"), r"trajectories end there; name it with `set_keys\(done="),
+            (("next", "done"), r"where trajectories end: .*`set_keys\(done="),
         ],
     )
     def test_an_entry_that_is_missing(self, key, match):

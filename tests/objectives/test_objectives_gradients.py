@@ -171,16 +171,27 @@ class TestEndsOfTrajectories:
     """Nine rows of three texts one after the other."""
 
     @pytest.mark.parametrize("weights", ["trajectory", "step"])
-    @pytest.mark.parametrize("sign", ["done", "traj_ids"])
+    @pytest.mark.parametrize("sign", ["done", "traj_ids", "is_init"])
     def test_rows_of_several_trajectories_give_the_same(self, weights, sign):
         batch = batch_of(OLD).reshape(9, 9)
-        if sign == "traj_ids":
+        if sign != "done":
             batch["next", "done"][:] = False
+        if sign == "is_init":
+            batch["is_init"] = (torch.arange(9) % 3 == 0).expand(9, 9).unsqueeze(-1)
+        if sign == "traj_ids":
             batch["collector", "traj_ids"] = torch.arange(27).reshape(9, 3).repeat_interleave(3, 1)
         loss = make_loss(gradient="sequence", weights=weights, time_dim=-1)
         value, grad = expected(loss, batch, OLD)
         alone = expected(make_loss(gradient="sequence", weights=weights), batch_of(OLD), OLD)
         assert_close((value, grad), alone)
+
+    def test_an_id_that_changes_where_another_is_done_ends_nothing(self):
+        batch, loss = batch_of(OLD), make_loss(gradient="sequence")
+        alone = expected(loss, batch, OLD)
+        batch["collector", "traj_ids"] = torch.tensor([0, 1, 1]).expand(27, 3)
+        assert expected(loss, batch, OLD)[0] != alone[0]
+        batch["next", "other", "done"] = torch.tensor([True, False, False]).expand(27, 3)
+        assert_close(expected(loss, batch, OLD), alone)
 
 
 class TestUnit:

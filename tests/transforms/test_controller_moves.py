@@ -228,7 +228,7 @@ def test_ten_batches_without_an_update_warn_once_with_what_came_and_the_fix():
 )
 def test_ten_thousand_env_steps_without_an_update_warn_once(per, text):
     stack = KLConstrainedTransform(make_actor(), adaptive(per))
-    stack.feed._idle["env steps"] = 9_989  # as after so many
+    stack.penalty.feed._idle["env steps"] = 9_989  # as after so many
     env = with_transforms(WalkEnv((2,), longest=999), stack)
     play(env, policy(), 10, seed=3)
     with pytest.warns(UserWarning, match=f"for 10,000 env steps: an update waits for {text} came"):

@@ -181,7 +181,7 @@ def test_ids_restart_in_each_collector_and_frozen_evaluations_come_in_between():
     ]
     sums = []
     for number, batch in enumerate(batches):
-        adding.feed.frozen = number == 2
+        adding.penalty.feed.frozen = number == 2
         sums += adding(batch)["next", "episode_kl"].flatten().tolist()
     assert sums == [1.0, 2.0, 4.0, 9.0, 25.0, 32.0, 66.0, 128.0]
     assert adding.controller.calls == [(25.0, 1)]
@@ -195,6 +195,12 @@ def test_an_id_whose_trajectory_has_ended_may_begin_again():
     assert adding.controller.calls == [(3.0, 1), (12.0, 1)]
 
 
+def test_behind_an_end_another_trajectory_begins_whatever_the_ids_say():
+    adding = adder()
+    adding(steps_of([1.0, 2.0, 4.0], [0, 0, 0], [22, 21, 22], [1, 0, 0]))
+    assert adding.controller.calls == [(3.5, 2)]
+
+
 def test_without_ids_each_row_begins_a_trajectory():
     adding, batch = adder(), steps_of([1.0, 2.0], [0, 0], [21, 22], [0, 0])
     adding(batch.exclude(("collector", "traj_ids")))
@@ -206,6 +212,11 @@ def test_padding_may_hold_anything():
     batch["collector", "mask"] = torch.tensor([[True, False, False]])
     adding(batch)
     assert adding.controller.calls == [(1.0, 1)]
+    hole = steps_of([1.0, 2.0, 4.0], [1, 1, 1], [20, 21, 22], [1, 0, 0])
+    hole["collector", "mask"] = torch.tensor([[True, False, True]])
+    hole["observation"][0, 1] = hole["next", "observation"][0, 1] = -1.0
+    adding(hole)
+    assert adding.controller.calls == [(1.0, 1), (5.0, 1)]
 
 
 def test_a_shuffled_batch_that_kept_the_name_time_is_refused():
@@ -252,7 +263,7 @@ class Refusing(TargetKLController):
 @pytest.mark.parametrize(
     ("key", "error"),
     [
-        ("action_log_prob", r"KLConstrainedTransform.*'action_log_prob'.* has 1 of 24"),
+        ("action_log_prob", r"the KL penalty .*'action_log_prob'.* has 1 of 24"),
         (("next", "reward"), "'reward'.* has 1 of 24"),
         ("advantage", "'advantage' already"),
         (None, "not now"),
@@ -321,6 +332,20 @@ def test_trajectories_that_begin_alike_are_a_group_of_the_plan():
     RewardAdjustmentTransform(controller)(batch)
     one, other, third = controller.plan.samples[:, 3].tolist()
     assert one == third != other
+
+
+def test_a_trajectory_whose_first_step_is_in_an_earlier_batch_is_in_no_group():
+    """But steps that do not count are no beginning."""
+    for seen in (True, False):
+        controller: Any = PlannedKLController(0.3)
+        adding = RewardAdjustmentTransform(controller)
+        first = steps_of([0.0, 0.0], [7, 8], [10, 20], [1, 1])
+        first["collector", "mask"] = torch.tensor([[True, seen]])
+        adding(first)
+        batch = steps_of([0.0] * 4, [8, 8, 9, 9], [21, 22, 21, 22], [0, 0, 1, 0])
+        adding(batch)
+        one, other = controller.plan.samples[:, 3].tolist()
+        assert (one == other) != seen
 
 
 def test_a_batch_is_penalized_with_the_coefficient_that_is_planned_from_it():
@@ -458,5 +483,5 @@ def test_a_plan_of_a_flat_batch_is_told_how_far_the_policy_has_moved():
     adding = RewardAdjustmentTransform(Listening(0.3, per="step"))
     adding(TensorDict(next=step, batch_size=2))
     adding.freeze()(TensorDict(next=step, batch_size=2))
-    adding.feed.plan_from(adding.controller, torch.ones(1))
+    adding.penalty.feed.plan_from(adding.controller, torch.ones(1))
     assert heard == [([1.0, 2.0], [0.5, 0.25])]

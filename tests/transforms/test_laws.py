@@ -36,13 +36,13 @@ class TestKLDivergenceTransform(TransformLaws):
 
 
 class TestExactParts(TransformLaws):
-    writes, drops = frozenset({"kl", "kl_estimate"}), frozenset({"logits", "_ref_params"})
+    writes, drops = frozenset({"kl", "kl_estimate"}), frozenset({"_estimate"})
 
     def before(self):
         return [ReferenceModelLogProbTransform(self.reference(), estimator="exact")]
 
     def make(self, seed=0):
-        return KLDivergenceTransform(estimator="exact", actor=self.reference())
+        return KLDivergenceTransform(estimator="exact")
 
 
 class TestRewardAdjustmentTransform(TransformLaws):

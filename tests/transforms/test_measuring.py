@@ -1,5 +1,6 @@
 """What is measured, in which shape, and under which names."""
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -175,7 +176,7 @@ def test_rows_scored_a_few_at_a_time_give_the_same(flat):
 NAMES = [
     field.name
     for field in dataclasses.fields(KLKeys)
-    if field.name not in ("log_prob", "_prefix", "_penalized")
+    if field.name not in ("log_prob", "penalized", "prefix")
 ]
 OF_KL = {"ref_log_prob", "kl", "kl_estimate", "episode_kl", "top_k"}
 
@@ -222,6 +223,18 @@ def test_two_stacks_on_two_rewards():
     after = play(env, policy())["next"]
     assert_close(after["other", "reward"], after["task_reward"] - 0.5 * after["kl"])
     assert_close(after["reward"], after["task_reward"] - 0.1 * after["kl"])
+
+
+def test_the_penalized_reward_may_go_elsewhere():
+    keys = KLKeys(penalized=("other", "reward"))
+    stack = KLConstrainedTransform(make_actor(), 0.1, keys=keys)
+    env = with_transforms(WalkEnv((2,)), copy.deepcopy(stack))
+    check_env_specs(env)
+    batch = play(WalkEnv((2,)), policy())
+    for after in (play(env, policy())["next"], stack(batch)["next"]):
+        assert_close(after["other", "reward"], after["reward"] - 0.1 * after["kl"])
+        assert_close(after["reward"], batch["next", "reward"])
+        assert (after["other", "kl_coeff"] == 0.1).all()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from torchrl_kl import (
     ReferenceModelLogProbTransform,
     RewardAdjustmentTransform,
 )
-from torchrl_kl.transforms.steps import check_reward
+from torchrl_kl.transforms.penalty import check_reward
 
 reward_transform: Any = KLRewardTransform
 
@@ -301,4 +301,4 @@ def test_clones_share_the_controller_and_copies_do_not():
     assert stack.controller is controller
     assert clone.controller.coeff == controller.coeff != 0.1
     assert copied.controller.coeff.item() == 0.1
-    assert "controller.coeff" in stack.state_dict()
+    assert "penalty.controller.coeff" in stack.state_dict()

@@ -265,25 +265,22 @@ def test_rewards_of_several_steps_are_refused(make):
 # Steps that no policy made, and weights that are loaded late.
 
 
-@pytest.mark.parametrize("parts", [False, True], ids=["stack", "parts"])
-def test_frames_of_a_random_policy_are_warned_of_and_not_counted(parts):
+@pytest.mark.parametrize("make", [KLConstrainedTransform, ReferenceModelLogProbTransform])
+def test_frames_of_a_random_policy_are_refused_on_a_batch(make):
     """As those of `init_random_frames`, for which a collector records zeros."""
     batch, controller = play(WalkEnv((2,)), policy(), 6), SpyController(per="step")
-    expected = stack()(batch)["next", "kl"]
     for key in ("action_log_prob", "logits"):
         batch[key][0, 2] = 0
-    transform: Any = KLConstrainedTransform(make_actor(), controller)
-    if parts:
-        adjustment = RewardAdjustmentTransform(controller)
-        reference = ReferenceModelLogProbTransform(make_actor())
-        transform = compose(reference, KLDivergenceTransform(), adjustment)
-    with pytest.warns(UserWarning, match="in 1 of 12 steps.*init_random_frames"):
-        after = transform(batch)["next"]
-    others = torch.ones(2, 6, dtype=torch.bool)
-    others[0, 2] = False
-    assert (after["kl"][0, 2], after["reward"][0, 2]) == (0, batch["next", "reward"][0, 2])
-    assert_close(after["kl"][others], expected[others], rtol=0, atol=0)
-    assert total(controller)[0] == 11
+    arguments = (make_actor(), controller)[: 2 if make is KLConstrainedTransform else 1]
+    with pytest.raises(RuntimeError, match="in 1 of 12 steps.*init_random_frames.*into the env"):
+        make(*arguments)(batch)
+    assert not controller.calls
+    batch["collector", "mask"] = torch.ones(2, 6, dtype=torch.bool)
+    batch["collector", "mask"][0, 2] = False  # of padding nobody asks
+    make(*arguments)(batch)
+    batch["collector", "mask"][0, 2] = True
+    batch["logits"][0, 2, 0] = 1e-3  # a policy that is certain
+    make(*arguments)(batch)
 
 
 LOADED = r"the first \d+ steps have a KL of .* the policy's weights have changed"

@@ -33,9 +33,9 @@ from torchrl_kl import (
     KLMonitor,
     KLPenaltyLoss,
     PlannedKLController,
-    kl_exact,
 )
-from torchrl_kl.batches import counted
+from torchrl_kl.batches import counted, flags
+from torchrl_kl.functional import kl_exact
 
 any_place = pytest.mark.parametrize("place", ["env", "batch"])
 any_per = pytest.mark.parametrize("per", ["trajectory", "step"])
@@ -129,6 +129,11 @@ def test_an_agent_that_has_left_has_no_kl(place, per, sum_agents):
     if per == "step":
         assert total(told)[0] == (acts.any(-1).sum() if sum_agents else acts.sum())
         assert_close(total(told)[1], k1.sum().item(), atol=1e-4, rtol=0)
+    elif sum_agents:  # one trajectory of both, until the last one leaves
+        ended = step["done"]
+        assert total(told)[0] == int(ended.sum()) > 0
+        expected = step["episode_kl"][ended].double().sum().item()
+        assert_close(total(told)[1], expected, atol=1e-4, rtol=0)
 
 
 @any_place
@@ -175,6 +180,17 @@ def test_agents_that_wait_for_their_turn(per, flag):
     # Both have a trajectory of two actions in each game of four steps.
     assert total(controller)[0] == (200 if per == "trajectory" else 400)
     assert_close(total(controller)[1], kl.sum().item(), atol=1e-3, rtol=0)
+
+
+def test_an_agent_is_done_at_the_named_flag_at_done_next_to_it_and_at_that_of_the_root():
+    keys = KLKeys(reward=("agents", "reward"), done=("agents", "my_end"))
+    named, own, root = torch.zeros(3, 4, 2).bool()
+    named[0, 0] = own[1, 1] = root[2] = True
+    agents = TensorDict(my_end=named.unsqueeze(-1), done=own.unsqueeze(-1), batch_size=(4, 2))
+    step = TensorDict(agents=agents, done=root[:, :1], batch_size=4)
+    batch = TensorDict(next=step, batch_size=4)
+    found = flags(batch, keys.resolve(("agents", "action_log_prob")), (4, 2, 1))
+    assert found.ends.tolist() == (named | own | root).tolist()
 
 
 def test_a_mask_of_actions_is_not_one_of_agents():
@@ -290,7 +306,7 @@ def check_ignored(env: Any, stack: Any, actor: Any, frames: int) -> None:
 
 @any_per
 def test_steps_that_only_reset_a_row_do_not_count(per, monkeypatch):
-    monkeypatch.setattr("torchrl_kl.transforms.steps.ignores_after_end", lambda env: True)
+    monkeypatch.setattr("torchrl_kl.transforms.scoring.ignores_after_end", lambda env: True)
     actor = make_actor()
     stack = KLConstrainedTransform(actor, SpyController(per=per), update_every=1)
     env = with_transforms(WalkEnv((3,)), stack)

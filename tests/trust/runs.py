@@ -12,17 +12,15 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.gpt_helpers import sharp
 from torchrl_kl import (
-    GPT,
     AdaptiveKLController,
-    CausalLMActor,
     ExponentialKLController,
     KLConstrainedTransform,
     KLMonitor,
     KLPenaltyLoss,
     PIDKLController,
-    sample_responses,
 )
 from torchrl_kl.envs import DigitLanguageEnv
+from torchrl_kl.language import GPT, CausalLMActor, sample_responses
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_head": 1, "n_embd": 8}
 FRAMES = 32  # 8 texts of 4 tokens

@@ -9,8 +9,8 @@ import torch
 from tests.gpt_helpers import sharp
 from tests.helpers import assert_within, rounding
 from tests.trust import runs
-from torchrl_kl import GPT, CausalLMActor
 from torchrl_kl.envs import DigitLanguageEnv
+from torchrl_kl.language import GPT, CausalLMActor
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tensordict import TensorDict, lazy_stack
 
 from tests.language.models import LENGTH, VOCAB, check_step, make_actor, random_texts, true_logits
 from tests.trust.cases import Machine, cases, run
-from torchrl_kl import as_steps, sample_responses
+from torchrl_kl.language import as_steps, sample_responses
 
 seeds = st.integers(0, 2**20)
 kinds = st.sampled_from(["gpt", "gpt", "gpt2", "llama"])

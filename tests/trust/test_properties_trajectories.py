@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+import textwrap
 from collections import Counter
 from typing import Any
 
@@ -13,17 +14,125 @@ from torchrl.collectors.utils import split_trajectories
 
 from tests.trust.cases import Machine, cases, run
 from tests.trust.worlds import World, make_batch
-from torchrl_kl.batches import Trajectories, TrajectorySums
+from torchrl_kl import KLKeys
+from torchrl_kl.batches import Flags, counted, flags, read_states, require_order
+from torchrl_kl.trajectories import Trajectories, TrajectorySums
 
 seeds = st.integers(0, 2**20)
 
 
-def add(table: Trajectories, batch: Any, values: Any, mask: Any, **options: Any) -> TrajectorySums:
+def find_flags(batch: Any, values: Any, mask: Any) -> Flags:
+    """The flags of a batch, whose steps follow one another."""
+    agents = ("next", "agents", "done") in batch.keys(True)
+    keys = KLKeys(done=("agents", "done") if agents else None)
+    named = keys.resolve(("agents", "action_log_prob") if agents else "action_log_prob")
+    counts = counted(batch, named, mask_key=None)
+    if mask is not None and counts is not None:
+        counts = counts & mask.unsqueeze(-1)
+    found = flags(batch, named, values.shape, mask if counts is None else counts)
+    require_order(read_states(batch), found.may_differ)
+    return found
+
+
+def read(table: Trajectories, batch: Any, values: Any, mask: Any) -> TrajectorySums:
+    """The sums of a batch."""
+    found = find_flags(batch, values, mask)
+    return table.add(found, read_states(batch).values(), values)
+
+
+def add(table: Trajectories, batch: Any, values: Any, mask: Any) -> TrajectorySums:
     """Adds a batch, and makes what is open the state."""
-    done: Any = ("agents", "done") if ("next", "agents") in batch.keys(True) else "done"
-    sums = table.add(batch, values, mask, done, **options)
+    sums = read(table, batch, values, mask)
     table.keep(sums.opened)
     return sums
+
+
+def loop(table: Trajectories, batch: Any, found: Flags, values: Any) -> tuple[Any, Any, Any]:
+    """The loop in the docstring of the table: running sums, finished ones, and what is left."""
+    n_places, n_steps = batch.numel(), batch.shape[-1]
+
+    def lines(entry: Any) -> list[Any]:  # agent by agent, row by row
+        return entry.reshape(n_places, -1).T.flatten().tolist()
+
+    ends, counts, breaks, renamed = map(lines, found[:4])
+    ids = lines(found.ids)
+    before, after = (each["observation"].flatten().tolist() for each in (batch, batch["next"]))
+    old = dict(table.named_buffers())
+    entries = list(zip(*(old.get(n, torch.zeros(0)).tolist() for n in FIELDS), strict=True))
+    unfinished = {(agent, i) for agent, i, _, s, _ in entries if s[-2] or s[-1]}
+    first: dict[Any, int] = {}
+    for t, i in enumerate(ids):
+        if t % n_steps == 0 or breaks[t - 1] or ends[t - 1]:
+            first.setdefault((t // n_places, i), t)
+    left: list[Any] = []
+
+    def begins(t: int) -> bool:
+        if found.begins is not None:
+            return lines(found.begins)[t]
+        name = t // n_places, ids[t]
+        is_new = first[name] == t and name not in unfinished
+        return is_new or (t % n_steps > 0 and ends[t - 1])
+
+    def resume(t: int) -> Any:
+        if found.begins is not None and lines(found.begins)[t]:
+            return None
+        for number in reversed(range(len(entries))):
+            agent, i, named, (total, n, unseen), state = entries[number]
+            same = agent == t // n_places and (i == ids[t] or not named)
+            if same and state == [before[t % n_places]]:
+                entries.pop(number)
+                return total, n, not unseen
+        return None
+
+    def leave(t: int, total: float, n: int, whole: bool) -> None:
+        state, name = [after[t % n_places]], (t // n_places, ids[t], not renamed[t])
+        left.append((*name, [total, float(n), float(not whole)], state))
+
+    names: dict[str, Any] = {
+        "rows": [range(i, i + n_steps) for i in range(0, len(ids), n_steps)],
+        "values": lines(values),
+        "running": [0.0] * len(ids),
+        "finished": [],
+    }
+    names |= {"ends": ends, "counts": counts, "breaks": breaks}
+    names |= {"begins": begins, "resume": resume, "leave": leave}
+    text = Trajectories.__doc__ or ""
+    exec(textwrap.dedent(text[text.index("        for row") : text.index("    `leave`")]), names)
+    return names["running"], names["finished"], [*entries, *left]
+
+
+FIELDS = ("agents", "ids", "named", "sums", "left0")
+
+
+@cases(
+    60,
+    seed=seeds,
+    n_agents=st.sampled_from([1, 3]),
+    is_init=st.booleans(),
+    counts=st.sampled_from([0.3, 1.0]),
+    cut=st.booleans(),
+)
+def test_the_table_is_the_loop_of_its_docstring(seed, n_agents, is_init, counts, cut):
+    """Also of streams that share ids and states, rows in any order, and breaks without an end."""
+    rng, table = random.Random(seed), Trajectories()
+    for _ in range(5):
+        world = World(0, 3, n_agents)  # of the same states and ids in each run
+        for _ in range(rng.randint(1, 2)):
+            rows = world.play(rng, rng.randint(1, 4), 0.3, counts, cut=cut and n_agents == 1)
+            rng.shuffle(rows)
+            if n_agents == 1 and rng.random() < 0.3:
+                rows = [[step for row in rows for step in row]]
+            batch = make_batch(rows, is_init=is_init, masked=True, per_agent=n_agents > 1)
+            values = batch["value"].unsqueeze(-1) if n_agents > 1 else batch["value"]
+            found = find_flags(batch, values, batch["collector", "mask"])
+            running, finished, left = loop(table, batch, found, values)
+            sums = table.add(found, read_states(batch).values(), values)
+            shape = (batch.numel(), -1)
+            assert sums.running.reshape(shape).T.flatten().tolist() == running
+            assert sums.finished[:, 0].tolist() == finished
+            table.keep(sums.opened)
+            opened = [sums.opened[name].tolist() for name in FIELDS]
+            assert list(zip(*opened, strict=True)) == left
 
 
 class Streams(Machine):
@@ -119,7 +228,7 @@ class Streams(Machine):
             other = World(99, 2, 1).play(random.Random(0), 3, 0.5, 1.0, cut=False)
             batch = make_batch(other, per_agent=False, **self.kinds)
             for table in self.tables:
-                table.add(batch, batch["value"], None, "done")
+                read(table, batch, batch["value"], None)
             return
         kinds = {
             "deepcopy": copy.deepcopy,

@@ -129,8 +129,9 @@ def make_batch(
         batch_size=shape,
     )
     if per_agent:
-        batch["next", "agents"] = TensorDict(done=over, batch_size=shape)
-        batch["agents"] = TensorDict(done=left, batch_size=shape)
+        agents = over.shape[:-1]
+        batch["next", "agents"] = TensorDict(done=over, batch_size=agents)
+        batch["agents"] = TensorDict(done=left, batch_size=agents)
     if is_init:
         batch["is_init"] = per_step(lambda s: [s.is_init], torch.bool)
     if masked:

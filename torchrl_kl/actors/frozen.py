@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -19,10 +19,11 @@ from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_kl.actors import reading
 from torchrl_kl.actors.densities import check_density
+from torchrl_kl.actors.log_probs import log_prob_of_actions
 from torchrl_kl.actors.moving import MasterWeights
-from torchrl_kl.batches import MASK_KEY, expand_right, leaf_keys, require_order
-from torchrl_kl.functional.numbers import widened, working_dtype
-from torchrl_kl.functional.tiles import TiledCategorical
+from torchrl_kl.actors.protocol import as_kl_actor
+from torchrl_kl.batches import MASK_KEY, expand_right, read_states, require_order
+from torchrl_kl.functional.numbers import is_floating, widened, working_dtype
 from torchrl_kl.keys import LogProbKeys, as_tuple, sibling
 
 
@@ -59,7 +60,8 @@ class FrozenActor(nn.Module):
             recurrent actor; of a call, if its distribution has no density.
 
     Example:
-        >>> from torchrl_kl import GPT, FrozenActor, CausalLMActor
+        >>> from torchrl_kl import FrozenActor
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> reference = FrozenActor(actor)
@@ -101,23 +103,23 @@ class FrozenActor(nn.Module):
     def _hold(self, actor: nn.Module) -> None:
         """Takes a copy of the actor."""
         with torch.no_grad():  # or TorchScript's weights would be a part of a graph
-            copied = copy.deepcopy(getattr(actor, "untruncated", actor))
+            copied = copy.deepcopy(as_kl_actor(actor).whole())
         copied.zero_grad()
-        self.actor = cast(ProbabilisticTensorDictSequential, copied)
+        self.actor: ProbabilisticTensorDictSequential = copied
         self.actor.requires_grad_(False).eval()
 
-    def read_for(self, policy: nn.Module) -> None:
+    def read_for(self, policy: Any) -> None:
         """Will score the actions of a policy; ValueError if it has others, or overwrites inputs."""
-        actions = [unravel_key(key) for key in policy.dist_sample_keys]  # type: ignore[union-attr]
+        actions = [unravel_key(key) for key in policy.dist_sample_keys]
         if actions != self.action_keys:
             raise ValueError(
                 f"`reference` must have the actions of the policy, got {self.action_keys} for "
                 f"{actions}: build it with the same `out_keys`."
             )
-        reading.check_kept_inputs(policy, self.actor)
+        reading.check_left_inputs(policy, self.actor)
         for pair in (*reading.distributions_of(policy), *reading.distributions_of(self.actor)):
             check_density(dict(enumerate(pair)), self._known)
-        own, other = map(reading.stated_temperature, (self.actor, policy))
+        own, other = (as_kl_actor(each).temperature for each in (self.actor, policy))
         if None not in (own, other) and own != other:
             warnings.warn(
                 f"`reference` has the temperature {own:g} and the policy {other:g}, so that equal "
@@ -169,7 +171,7 @@ class FrozenActor(nn.Module):
             tau: share of the way, in (0, 1]; 1 copies.
 
         Raises:
-            TypeError: if `source` is not a module.
+            TypeError: if `source` is not a module, or `tau` not a number.
             ValueError: if `tau` is out of range, or `source` has other weights (by name or shape)
                 or NaN among them; the reference is then unchanged.
         """
@@ -195,32 +197,27 @@ class FrozenActor(nn.Module):
         RuntimeError if the state of a recurrent actor is not known: each row must begin with a
         trajectory whose steps follow one another, or have recorded states, unless data are `fake`.
         """
-        inputs, timed = self._begin(tensordict, timed=timed, fake=fake)
-        self._prepare(inputs)
+        inputs, timed = self._inputs(tensordict, timed=timed, fake=fake)
         with self.scoring(timed):
-            log_prob, dist = reading.log_prob_of_actions(
+            log_prob, dist = log_prob_of_actions(
                 self.actor, inputs, self.action_keys, self.recorded
             )
         # The difference of two log-probs would be mostly rounding in half precision.
         log_prob = widened(log_prob)
-        states = [cast(Tensor, inputs.get(("next", *as_tuple(key)))) for key in self.state_keys]
+        states = [inputs.get(("next", *as_tuple(key))) for key in self.state_keys]
         return Score(log_prob, states, inputs, self._scored(dist, timed))
 
     def get_dist(self, tensordict: TensorDictBase, *, timed: bool) -> Distribution:
         """The distribution over the actions of a batch (*B), in one pass along time if `timed`."""
-        inputs, timed = self._begin(tensordict, timed=timed)
-        self._prepare(inputs)
+        inputs, timed = self._inputs(tensordict, timed=timed)
         with self.scoring(timed):
             return self._scored(self.actor.get_dist(inputs), timed)
 
     def _scored(self, dist: Any, timed: bool) -> Any:
-        """A distribution with a density; its tiles, computed later, run in the same context."""
+        """A distribution that has a density; ValueError for others."""
         if (name := type(dist).__name__) not in self._known and not torch.compiler.is_compiling():
             self._known.add(name)
             check_density(dist, self._known)
-        context = self.scoring(timed)
-        if isinstance(dist, TiledCategorical) and isinstance(context, ContextDecorator):
-            dist.tile = context(dist.tile)  # which enters it anew for each tile
         return dist
 
     def state_specs(self) -> dict[NestedKey, TensorSpec]:
@@ -240,33 +237,78 @@ class FrozenActor(nn.Module):
         own = zip(self.own_state_keys, [specs[key] for key in self.state_keys], strict=True)
         return {key: spec.to(dtype) if spec.dtype.is_floating_point else spec for key, spec in own}
 
-    def _begin(
+    def _inputs(
         self, tensordict: TensorDictBase, *, timed: bool, fake: bool = False
     ) -> tuple[TensorDictBase, bool]:
-        """The inputs of a batch with a state in each step; whether one pass runs along time."""
-        inputs = tensordict.select(*self._input_keys, strict=False)  # a shallow copy
-        if not self.state_keys:
-            return inputs, timed
-        _require_primer(tensordict, self.state_keys)
+        """What the actor reads of a batch (*B); whether one pass runs along time."""
+        # A shallow copy: the data keep their keys and dtypes.
+        inputs = tensordict.select(*self._input_keys, strict=False)
+        if self.state_keys:
+            timed = self._add_states(inputs, tensordict, timed=timed, fake=fake)
+            for own, key in zip(self.own_state_keys, self.state_keys, strict=True):
+                inputs.rename_key_(own, key)
+        for key in () if self._cast_to is None else (*self.in_keys, *self.state_keys):
+            value = inputs.get(key, None)
+            if is_floating(value):
+                inputs.set(key, value.to(self._cast_to))
+        return inputs, timed
+
+    def _add_states(
+        self, inputs: TensorDictBase, tensordict: TensorDictBase, *, timed: bool, fake: bool
+    ) -> bool:
+        """Sets a state in each step, or refuses the batch; whether one pass runs along time."""
+        for key in self.state_keys:
+            written = tensordict.get(unravel_key(("next", key)), None)
+            if written is not None and tensordict.get(key, None) is None:
+                raise RuntimeError(
+                    f"the policy writes ('next', {key!r}) and does not get it back as {key!r}: it "
+                    "forgets its state at each step. Put `module.make_tensordict_primer()` into "
+                    "the env, before the stack."
+                )
+        missing = [key for key in self.own_state_keys if inputs.get(key, None) is None]
         # Recorded states are exact, even for a shuffled batch that kept the name "time".
-        if not timed or all(inputs.get(key, None) is not None for key in self.own_state_keys):
-            _mark_recorded(inputs, self._init_key, self.own_state_keys)
-            return inputs, False
+        if not missing:
+            self._mark(inputs, inputs.select(*self.own_state_keys))
+            return False
+        if not timed:
+            raise RuntimeError(
+                f"the reference is recurrent and its state {missing} is not in the data: {_FIX} Or "
+                "pass rows that begin with a trajectory and whose last dimension is time (named "
+                '"time", or `time_dim=`).'
+            )
         if not fake:
-            _mark_rows(tensordict, inputs, self._init_key, self.in_keys, self.state_keys)
+            self._require_rows(inputs, tensordict)
         for key, spec in self.state_specs().items():
             shape = (*tensordict.batch_size, *spec.shape)
             inputs.set(key, torch.zeros(shape, dtype=spec.dtype, device=tensordict.device))
-        return inputs, True
+        return True
 
-    def _prepare(self, inputs: TensorDictBase) -> None:
-        # `inputs` is a shallow copy: the data keep their keys and dtypes.
-        for own, key in zip(self.own_state_keys, self.state_keys, strict=True):
-            inputs.rename_key_(own, key)
-        for key in () if self._cast_to is None else (*self.in_keys, *self.state_keys):
-            value = inputs.get(key, None)
-            if isinstance(value, Tensor) and value.is_floating_point():
-                inputs.set(key, value.to(self._cast_to))
+    def _require_rows(self, inputs: TensorDictBase, tensordict: TensorDictBase) -> None:
+        """Marks where trajectories of a batch (*R, T) begin; refuses one that begins inside."""
+        begins = self._mark(inputs, tensordict.select(*self.state_keys, strict=False))
+        mask = tensordict.get(MASK_KEY, torch.ones_like(begins))
+        if bool((mask & (begins.cumsum(-1) == 0)).any()):
+            raise RuntimeError(
+                "a row of the batch begins inside a trajectory, where the state of the recurrent "
+                "reference is not known (`is_init` is False there, or the policy's recorded state "
+                f"is not 0, as where a SliceSampler begins a slice): {_FIX}"
+            )
+        keys = [key for key in self.in_keys if key != self._init_key]
+        states, may_differ = read_states(tensordict, keys), (~mask | begins).roll(-1, -1)
+        require_order(states, may_differ, f"The reference is recurrent: {_FIX}")
+
+    def _mark(self, inputs: TensorDictBase, states: TensorDictBase) -> Tensor:
+        """Where trajectories begin, (*B): at `is_init`, which is set to it, if `states` are 0."""
+        # A SliceSampler sets `is_init` where a slice begins, too, whose state must not be replaced.
+        key = self._init_key
+        begins = None if key is None else inputs.get(key, None)
+        if key is None or begins is None:
+            return torch.zeros(inputs.batch_size, dtype=torch.bool, device=inputs.device)
+        for state in states.values(True, True):
+            inside = state.bool().unsqueeze(-1).flatten(inputs.batch_dims).any(-1)
+            begins = begins & ~expand_right(inside, begins.shape)
+        inputs.set(key, begins)
+        return begins.reshape(inputs.batch_size)
 
     def scoring(self, timed: bool) -> AbstractContextManager[None]:
         """The context of every pass of `actor`; `timed`: whether the last dimension is time."""
@@ -286,63 +328,3 @@ _FIX = (
     "put KLConstrainedTransform or ReferenceModelLogProbTransform into the env, which records the "
     "state of each step, and give its `reference` to a loss."
 )
-
-
-def _require_primer(tensordict: TensorDictBase, state_keys: Sequence[NestedKey]) -> None:
-    """RuntimeError if a policy writes a state that it does not get back at its next step."""
-    for key in state_keys:
-        written = tensordict.get(unravel_key(("next", key)), None)
-        if written is not None and tensordict.get(key, None) is None:
-            raise RuntimeError(
-                f"the policy writes ('next', {key!r}) and does not get it back as {key!r}: it "
-                "forgets its state at each step. Put `module.make_tensordict_primer()` into the "
-                "env, before the stack."
-            )
-
-
-def _mark_recorded(
-    inputs: TensorDictBase, init_key: NestedKey | None, own_state_keys: Sequence[NestedKey]
-) -> None:
-    """Sets `is_init` in `inputs` (*B) to where recorded states begin; RuntimeError without them."""
-    missing = [key for key in own_state_keys if inputs.get(key, None) is None]
-    if missing:
-        raise RuntimeError(
-            f"the reference is recurrent and its state {missing} is not in the data: {_FIX} Or "
-            "pass rows that begin with a trajectory and whose last dimension is time (named "
-            '"time", or `time_dim=`).'
-        )
-    _mark(inputs, init_key, inputs.select(*own_state_keys))
-
-
-def _mark_rows(
-    tensordict: TensorDictBase,
-    inputs: TensorDictBase,
-    init_key: NestedKey | None,
-    in_keys: Sequence[NestedKey],
-    state_keys: Sequence[NestedKey],
-) -> None:
-    """Sets `is_init` in `inputs` to where trajectories of a batch (*R, T) begin, or refuses it."""
-    begins = _mark(inputs, init_key, tensordict.select(*state_keys, strict=False))
-    mask = cast(Tensor, tensordict.get(MASK_KEY, torch.ones_like(begins)))
-    if bool((mask & (begins.cumsum(-1) == 0)).any()):
-        raise RuntimeError(
-            "a row of the batch begins inside a trajectory, where the state of the recurrent "
-            "reference is not known (`is_init` is False there, or the policy's recorded state is "
-            f"not 0, as where a SliceSampler begins a slice): {_FIX}"
-        )
-    keys = [key for key in leaf_keys(tensordict, in_keys) if key != init_key]
-    may_differ = ~mask[..., 1:] | begins[..., 1:]
-    require_order(tensordict, keys, may_differ, f"The reference is recurrent: {_FIX}")
-
-
-def _mark(inputs: TensorDictBase, init_key: NestedKey | None, states: TensorDictBase) -> Tensor:
-    """Where trajectories begin, (*B): at `is_init`, which is set to it, if all `states` are 0."""
-    # A SliceSampler sets `is_init` where a slice begins, too, whose state must not be replaced.
-    begins = None if init_key is None else inputs.get(init_key, None)
-    if begins is None:
-        return torch.zeros(inputs.batch_size, dtype=torch.bool, device=inputs.device)
-    for state in states.values(True, True):
-        inside = state.bool().unsqueeze(-1).flatten(inputs.batch_dims).any(-1)
-        begins = begins & ~expand_right(inside, begins.shape)
-    inputs.set(cast(NestedKey, init_key), begins)
-    return begins.reshape(inputs.batch_size)

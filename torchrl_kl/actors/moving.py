@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchrl_kl.functional.numbers import Float64State
+from torchrl_kl.functional.numbers import Float64State, check_number
 
 
 class MasterWeights(Float64State):
@@ -16,8 +16,7 @@ class MasterWeights(Float64State):
     @torch.no_grad()
     def move(self, actor: nn.Module, source: nn.Module, tau: float) -> None:
         """Moves `actor`, as `FrozenActor.update_reference` says."""
-        if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 < tau <= 1:
-            raise ValueError(f"`tau` must be in (0, 1], got {tau!r}: it is the share of the way.")
+        check_number("tau", tau, above=0, at_most=1)
         own, new = entries_of(actor), entries_of(source)
         _check_entries(own, new)
         weights = dict(actor.named_parameters())

@@ -11,6 +11,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
+from torchrl_kl.actors.protocol import as_kl_actor
 from torchrl_kl.keys import LogProbKeys, as_tuple
 
 Held = TypeVar("Held")
@@ -56,7 +57,7 @@ class Acting(NamedTuple):
     @classmethod
     def of(cls, policy: Any, recorded: LogProbKeys) -> Acting:
         """That of a policy, whose log-probs are `recorded`."""
-        drawn = getattr(policy, "replayed_keys", policy.dist_sample_keys)  # may be all zeros
+        drawn = (*policy.dist_sample_keys, *as_kl_actor(policy).replayed_keys)  # may be all zeros
         known = {*map(unravel_key, (*policy.in_keys, *drawn)), *recorded.keys}
         written = [key for key in map(unravel_key, policy.out_keys) if as_tuple(key)[0] != "next"]
         traces = [key for key in written if key not in known]
@@ -66,20 +67,26 @@ class Acting(NamedTuple):
         """Whether the policy draws its actions now: k1 of an argmax is biased."""
         return (exploration_type() or self.interaction_type) == ExplorationType.RANDOM
 
-    def random_steps(
+    def refuse_random_steps(
         self, tensordict: TensorDictBase, log_prob: Tensor, mask: Tensor | None
-    ) -> Tensor | None:
-        """True where a random policy acted, (*B); None if it did nowhere, or nothing shows it."""
-        # For random frames collectors fill what the policy writes with zeros: the log-prob and all
-        # traces. A log-prob of 0 alone may be that of a policy that is certain.
+    ) -> None:
+        """RuntimeError if a random policy acted in a step of a batch that counts, as far as seen.
+
+        For random frames collectors fill what the policy writes with zeros: the log-prob and all
+        traces. A log-prob of 0 alone may be that of a policy that is certain.
+        """
         n_batch = tensordict.batch_dims
         traces = [tensordict.get(key, None) for key in self.trace_keys]
         traces = [each for each in traces if isinstance(each, Tensor) and each.ndim > n_batch]
-        if not traces or not tensordict.numel():
-            return None
         zero = (log_prob == 0).unsqueeze(-1).flatten(n_batch).all(-1)
         if mask is not None:
             zero = zero & mask.reshape(*zero.shape, -1).any(-1)
         for each in traces if zero.any() else ():
             zero = zero & ~each.detach().bool().flatten(n_batch).any(-1)
-        return zero if zero.any() else None
+        if traces and zero.any():
+            raise RuntimeError(
+                f"in {int(zero.sum())} of {zero.numel()} steps the log-prob and all that the "
+                "policy writes is 0, as in the frames of a random policy (`init_random_frames`), "
+                "of which the KL is not known: put the KL transforms into the env, which tells "
+                "them apart."
+            )

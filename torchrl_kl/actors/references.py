@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any
 
 from tensordict import NestedKey
 from tensordict.nn import ProbabilisticTensorDictSequential
@@ -12,7 +12,9 @@ from torch import nn
 
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Borrowed, evaluating
+from torchrl_kl.actors.protocol import as_kl_actor
 from torchrl_kl.actors.reading import check_actor, find_log_prob_keys
+from torchrl_kl.functional.tiles import within
 
 Switch = Callable[[], AbstractContextManager[Any]]
 
@@ -31,9 +33,8 @@ class SwitchedActor(FrozenActor):
         log_prob_key: NestedKey | list[NestedKey] | None = None,
         chunk_size: int | None = None,
     ):
-        actor = getattr(actor, "untruncated", actor)
         # In another process it is a copy, which serves as well: the base model does not change.
-        self._borrowed = Borrowed((cast(ProbabilisticTensorDictSequential, actor), switch))
+        self._borrowed = Borrowed((as_kl_actor(actor).whole(), switch))
         super().__init__(actor, log_prob_key=log_prob_key, chunk_size=chunk_size)
 
     def _hold(self, actor: nn.Module) -> None:
@@ -62,6 +63,9 @@ class SwitchedActor(FrozenActor):
             )
         with context, evaluating(self.actor), super().scoring(timed):
             yield
+
+    def _scored(self, dist: Any, timed: bool) -> Any:
+        return within(super()._scored(dist, timed), self.scoring(timed))
 
 
 def as_reference(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
@@ -13,13 +13,15 @@ from torch.distributions import Distribution
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from torchrl_kl.actors import reading
-from torchrl_kl.functional.tiles import TiledCategorical
+from torchrl_kl.actors.protocol import KLActor, as_kl_actor
+from torchrl_kl.functional.numbers import check_count
+from torchrl_kl.functional.tiles import over_log_probs
 from torchrl_kl.keys import as_tuple, sibling
 
 RECORDED = ("log_probs", "actions", "in_top_k")
 
 
-class TopKActor(ProbabilisticTensorDictSequential):
+class TopKActor(KLActor, ProbabilisticTensorDictSequential):
     """An actor that records its k most likely actions and not its logits: O(k) per step.
 
     It shares the weights of `actor`, under the same names in `state_dict`, and replaces it in
@@ -44,7 +46,8 @@ class TopKActor(ProbabilisticTensorDictSequential):
             log-prob is not recorded, or there are several distributions.
 
     Example:
-        >>> from torchrl_kl import GPT, CausalLMActor, TopKActor
+        >>> from torchrl_kl import TopKActor
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = TopKActor(CausalLMActor(GPT(vocab_size=11, block_size=8)), k=3)
         >>> step = actor(DigitLanguageEnv(batch_size=(5,)).reset())
@@ -62,13 +65,12 @@ class TopKActor(ProbabilisticTensorDictSequential):
         if not isinstance(actor, ProbabilisticTensorDictSequential):
             name = type(actor).__name__
             raise TypeError(f"`actor` must be a ProbabilisticTensorDictSequential, got {name}.")
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ValueError(f"`k` must be an int of at least 1, got {k!r}.")
-        if getattr(actor, "truncation", None) is not None:
-            got = "got one with `top_k`, `top_p` or `min_p`"
+        asked = as_kl_actor(actor)
+        if asked.whole() is not actor:
+            got = "got one that keeps only some of its actions in each step"
             raise ValueError(f'`actor` must not truncate, {got}: use `estimator="exact"`.')
-        log_prob_key = cast(list[NestedKey], reading.dist_module_of(actor).log_prob_keys)[0]
-        out_keys = cast(list[NestedKey], actor.out_keys)
+        log_prob_key = reading.find_log_prob_keys(reading.dist_module_of(actor))[0]
+        out_keys: list[Any] = actor.out_keys
         if log_prob_key not in out_keys:
             raise ValueError(
                 f"`actor` must record its log-prob, got the out_keys {out_keys}: build it with "
@@ -79,10 +81,12 @@ class TopKActor(ProbabilisticTensorDictSequential):
         parts: Any = [OrderedDict(modules.items())] if named else modules
         super().__init__(*parts, partial_tolerant=actor.partial_tolerant)
         self.get_dist = actor.get_dist  # of one in tiles, its parts would make all logits
-        self.k = k
+        self.state_lengths, self.temperature = asked.state_lengths, asked.temperature
+        self.k = check_count("k", k)
         self.top_k_key = unravel_key(top_k_key or sibling(log_prob_key, "top_k"))
         self._record_keys = [(*as_tuple(self.top_k_key), name) for name in RECORDED]
-        dropped = (*reading.written_params(actor), *self._record_keys)
+        self._params = reading.written_params(actor)
+        dropped = (*self._params, *self._record_keys)
         self.out_keys = [*(key for key in out_keys if key not in dropped), *self._record_keys]
 
     @dispatch(auto_batch_size=False)
@@ -90,10 +94,10 @@ class TopKActor(ProbabilisticTensorDictSequential):
         self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None = None, **kwargs
     ) -> TensorDictBase:
         """Draws an action; writes it, its log-prob and the top k."""
-        # On a copy: the logits must not reach the caller's tensordict.
-        played, dist_module = tensordict.copy(), reading.dist_module_of(self)
+        # On a copy: the logits must not reach the caller's tensordict, nor are they read from it.
+        played, dist_module = tensordict.exclude(*self._params), reading.dist_module_of(self)
         dist, action_key = self.get_dist(played, **kwargs), dist_module.dist_sample_keys[0]
-        if isinstance(dist, TiledCategorical):  # whose parameters are not in `played`
+        if any(played.get(key, None) is None for key in self._params):  # it makes them in tiles
             drawn = dist.sample() if exploration_type() == ExplorationType.RANDOM else dist.mode
             log_prob_key = reading.find_log_prob_keys(self)[0]
             played.set(action_key, drawn).set(log_prob_key, dist.log_prob(drawn))
@@ -118,4 +122,4 @@ def record_top_k(dist: Distribution, drawn: Tensor, k: int) -> Sequence[Tensor]:
         index = drawn if drawn.ndim < log_probs.ndim else drawn.long().argmax(-1)
         return [top.values, top.indices, (top.indices == index.unsqueeze(-1)).any(-1)]
 
-    return reading.over_log_probs(record, dist, drawn)
+    return over_log_probs(record, dist, drawn)

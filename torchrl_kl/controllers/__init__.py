@@ -9,7 +9,6 @@ from torchrl_kl.controllers.rules import (
     ExponentialKLController,
     PIDKLController,
     as_controller,
-    is_constant,
 )
 from torchrl_kl.controllers.statistics import KLStatistics
 
@@ -24,5 +23,4 @@ __all__ = [
     "TargetKLController",
     "as_controller",
     "coeff_for_budget",
-    "is_constant",
 ]

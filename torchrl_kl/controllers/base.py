@@ -1,4 +1,4 @@
-"""What all controllers share: the coefficient, its unit, the target, and the plan for it.
+"""The base classes of all controllers: a coefficient, its unit, a target and a plan.
 
 The coefficient is what one nat of KL(policy || reference) subtracts from the reward. `kl` is always
 in the unit of `target`, which a controller declares: nats per trajectory or nats per step.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from numbers import Real
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,12 +25,17 @@ _TRAJECTORIES, _STEPS = 16, 256  # effective samples that a plan takes
 class KLController(Float64State, ABC):
     """Steers the coefficient of a KL penalty; the base of all controllers.
 
-    State: `coeff`, a 0-dim float64 buffer, changed in place only. Arguments are not part of it, nor
-    a `target` that was changed: a resumed run sets them again. All but `per` may be changed.
+    State: `coeff`, a 0-dim float64 buffer, changed in place only. Arguments are not part of it: a
+    resumed run gives them again. They are checked when the controller is built, not when an
+    attribute is changed later.
 
     Args:
         init_coeff: the first coefficient, reward per nat, at least 0 and finite.
         per: the unit of the KL that `update` is given: nats per "trajectory" or per "step".
+
+    Attributes:
+        moves: whether `update` may change the coefficient; False in ConstantKLController only. A
+            schedule derives from KLController.
 
     Raises:
         ValueError: if `init_coeff` is out of its range, or `per` is neither unit.
@@ -45,9 +50,7 @@ class KLController(Float64State, ABC):
     """
 
     coeff: Tensor
-    # Bounds of settings, checked whenever they are set: the kinds are those of `check_number`, and
-    # a bound may be the name of another setting.
-    _ranges: ClassVar[dict[str, Any]] = {}
+    moves: ClassVar[bool] = True
     target: float = math.nan  # NaN for a rule without a target
     min_coeff: float = 0.0
     max_coeff: float = math.inf
@@ -55,39 +58,14 @@ class KLController(Float64State, ABC):
     _margin: ClassVar[float] = 1.0  # the first coefficient, as a multiple of the planned one
     plans_again: ClassVar[bool] = False  # whether it plans from all rewards, not the first alone
 
-    def __new__(cls, *args: Any, **options: Any):
-        """Answers the name that TorchRL and TRL give to the first coefficient."""
-        if "init_kl_coef" in options:
-            raise TypeError("`init_kl_coef` is called `init_coeff` here: reward per nat of KL.")
-        return super().__new__(cls)
-
     def __init__(self, init_coeff: float, *, per: Per = "trajectory"):
         super().__init__()
+        if per not in ("trajectory", "step"):
+            raise ValueError(f'`per` must be "trajectory" or "step", got {per!r}.')
         self.per: Per = per
         self.plan = None
         coeff = check_number("init_coeff", init_coeff, at_least=0.0)
         self.register_buffer("coeff", torch.tensor(coeff, dtype=torch.float64))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "coeff":  # as one number, in place: transforms, losses and workers have it
-            # A parameter would be read here, but never learned: it is not a number.
-            value = value.tolist() if type(value) is Tensor else value
-            self.coeff.fill_(check_number(name, value, at_least=0.0))
-            return
-        if name in self._ranges:
-            bounds = {
-                kind: getattr(self, bound) if isinstance(bound, str) else bound
-                for kind, bound in self._ranges[name].items()
-            }
-            value = check_number(name, value, **bounds)
-        elif name == "per" and value not in ("trajectory", "step"):
-            raise ValueError(f'`per` must be "trajectory" or "step", got {value!r}.')
-        elif name == "per" and value != self.__dict__.get("per", value):
-            raise ValueError(
-                f"`per` cannot be changed, got {value!r} for {self.per!r}: what was measured so "
-                "far is in that unit. Build another controller."
-            )
-        super().__setattr__(name, value)  # type: ignore[arg-type]
 
     @property
     def planning(self) -> bool:
@@ -111,7 +89,7 @@ class KLController(Float64State, ABC):
             The new coefficient, reward per nat.
 
         Raises:
-            ValueError: if a number is out of its range, also what the rule of a subclass gives.
+            ValueError: if a number is out of its range; also if `next_coeff` returns such a number.
             TypeError: if `n_steps` is not an integer, or `kl` not a number.
             RuntimeError: if the controller still waits for rewards to plan from.
         """
@@ -133,7 +111,7 @@ class KLController(Float64State, ABC):
                 f"`kl` must be finite, got {kl}: look for -inf log-probabilities (masked actions, "
                 f"a reference without the action). The coefficient stays {self.coeff.item():.6g}."
             )
-        if isinstance(n_steps, bool) or not isinstance(n_steps, int):
+        if type(n_steps) is not int:
             raise TypeError(f"`n_steps` must be an int, got {type(n_steps).__name__}.")
         if n_steps < 1:
             raise ValueError(f"`n_steps` must be at least 1, got {n_steps}.")
@@ -144,9 +122,9 @@ class KLController(Float64State, ABC):
 
     @abstractmethod
     def next_coeff(self, kl: float, n_steps: int) -> float:
-        """The next coefficient, which the caller sets; other state is updated here, in place.
+        """Returns the next coefficient, which `update` sets, and updates other state in place.
 
-        It may raise, and then changes nothing.
+        If it raises, it must not have changed any state.
         """
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, *lists):
@@ -158,7 +136,11 @@ class KLController(Float64State, ABC):
 
     def extra_repr(self) -> str:
         """The coefficient, the unit and the settings, for `repr`."""
-        settings = [f"{name}={getattr(self, name):g}" for name in self._ranges]
+        settings = [
+            f"{name}={value:g}"
+            for name, value in vars(self).items()
+            if type(value) in (int, float) and not name.startswith("_")
+        ]
         return ", ".join([f"coeff={self.coeff.item():.6g}", f"per={self.per!r}", *settings])
 
 
@@ -184,16 +166,12 @@ class TargetKLController(KLController):
         [1.0, 1.1]
     """
 
-    _ranges = KLController._ranges | {"target": {"above": 0.0}}
-
     def __init__(self, init_coeff: InitCoeff, target: float, *, per: Per = "trajectory"):
         planned = init_coeff == "plan"
-        if not planned:
-            check_number("init_coeff", init_coeff, above=0.0)  # type: ignore[arg-type]
-        super().__init__(0.0 if planned else init_coeff, per=per)  # type: ignore[arg-type]
-        self.target = target
-        if planned:
-            self.plan = RewardPlan()
+        coeff = 0.0 if planned else check_number("init_coeff", init_coeff, above=0.0)
+        super().__init__(coeff, per=per)
+        self.target = check_number("target", target, above=0.0)
+        self.plan = RewardPlan() if planned else None
 
     @uncompiled
     def observe_rewards(
@@ -207,16 +185,17 @@ class TargetKLController(KLController):
         """Pools task rewards until they show the coefficient; the transforms and losses call it.
 
         At first the policy is the reference, whose rewards show the coefficient for the target:
-        see `RewardPlan`. Until then it is range / sqrt(2 * target) of the rewards so far, whose
-        optimum spends at most a quarter of the target (Hoeffding: KL <= range^2 / (8 beta^2)).
-        After the plan, and with a number as `init_coeff`, nothing changes, unless a controller
-        plans again: from each 16 trajectories or 256 steps, their policy taken as the reference.
+        see `RewardPlan`. Until they do, the coefficient is range / sqrt(2 * target) of the rewards
+        so far, whose optimum spends at most a quarter of the target (Hoeffding: KL <= range^2 / (8
+        beta^2)). After the plan, or with a number as `init_coeff`, this call changes nothing. Only
+        a controller that plans again makes a plan from each 16 trajectories or 256 steps, with
+        their policy as the reference.
 
         Args:
             rewards: one number per trajectory, its task reward summed up; with `per="step"` one
                 per step, or one per trajectory with `lengths`. Shape (N,).
-            groups: a number for each, equal for those of this call that began alike, such as the
-                responses to a prompt: only these are compared. None: all are.
+            groups: a number for each, equal for samples of this call that began alike, such as the
+                responses to a prompt: only these are compared. None: all samples are compared.
             log_ratios: log pi - log pi_ref of each, nats, if the policy has moved. None: 0.
             lengths: with `per="step"` how many steps each has, at least 1. None: 1.
 
@@ -237,22 +216,19 @@ class TargetKLController(KLController):
                 'multiply the target. Leave it out, or use `per="step"`.'
             )
         samples = plan.with_samples(rewards, groups, log_ratios if planning else None, lengths)
-        # Steps that follow one another are alike.
+        plan.samples = samples
+        # Consecutive steps are correlated, so that more of them are needed.
         fewest = _STEPS if self.per == "step" and lengths is None else _TRAJECTORIES
-        if not planning and len(samples) < fewest:
-            plan.samples = samples
+        if not planning:
+            if len(samples) >= fewest:
+                plan.close(plan.solve(samples, self.target, fewest) or 0.0)  # 0 if they are equal
             return self.coeff.item()
         planned = plan.solve(samples, self.target, fewest)
-        if not planning and planned is None:  # they are equal
-            planned = 0.0
         if planned is not None:
             plan.close(planned)
-            if planning:
-                planned *= self._margin
-                self.coeff.fill_(min(max(planned, self.min_coeff), self.max_coeff))
-            return self.coeff.item()
-        plan.samples = samples
-        if planning and len(samples):
+            planned *= self._margin
+            self.coeff.fill_(min(max(planned, self.min_coeff), self.max_coeff))
+        elif len(samples):
             spread = (samples[:, 0].max() - samples[:, 0].min()).item()
             budget = self.target * samples[:, 2].mean().item()
             self.coeff.fill_(spread / math.sqrt(2 * budget))

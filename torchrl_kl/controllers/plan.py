@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrl_kl.functional.numbers import Float64State, check_number, solve_decreasing
 
 _FEWEST = 16  # samples that must carry the weight, before and after the rewards reweight them
-_MOST = 65_536  # samples that are held; of more, the last ones
+_MOST = 65_536  # samples that a plan stores; it drops older ones
 
 
 class Reweighted:
@@ -56,16 +56,16 @@ class Reweighted:
 class RewardPlan(Float64State):
     """Pools rewards of (nearly) the reference until they show the coefficient for a target KL.
 
-    The coefficient is that of `coeff_for_budget`. Besides
+    The coefficient is that of `coeff_for_budget`, with three additions:
 
-    - samples of a group (the responses to a prompt) are compared with each other only: as rows of
-      `coeff_for_budget` where they have 32 and 8 exp(KL) samples on average; in smaller groups by
-      what they are above its mean, all in one row; not at all where most samples are alone. Without
-      groups, what differs between prompts counts as if the policy could choose it: the coefficient
-      is too high, by about sqrt(total variance / variance within prompts).
-    - a policy that has moved is corrected for: a sample has the weight exp(-log_ratio).
-    - where fewer than 16 samples carry the reweighted mean, as for a target near log N, the rewards
-      count as normally distributed, beta = sqrt(Var(R) / (2 KL)), unless reweighting gives a
+    - Samples of a group (the responses to a prompt) are compared with each other only. Groups of at
+      least 32 and 8 exp(KL) samples on average are the rows of `coeff_for_budget`. In smaller ones
+      the group's mean is subtracted, and all samples are one row. If most samples are alone in
+      their group, groups are ignored. The coefficient is then too high, by about sqrt(total
+      variance / variance within prompts), as if the policy could choose the prompt.
+    - Each sample has the weight exp(-log_ratio), which corrects for a policy that has moved.
+    - If fewer than 16 samples carry the reweighted mean, as for a target near log N, the rewards
+      are taken as normally distributed, beta = sqrt(Var(R) / (2 KL)), unless reweighting gives a
       larger coefficient, as for rare successes.
 
     The plan waits for 16 effective trajectories or 256 steps, and until the rewards differ.
@@ -168,7 +168,7 @@ class RewardPlan(Float64State):
 
 
 def _compared(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """The rewards to reweight, (N,), centred in their groups if most have one; log-weights (N,)."""
+    """Rewards and log-weights, (N,); rewards are centred in their groups if most share one."""
     rewards, log_weights = samples[:, 0], -samples[:, 1]
     _, group, counts = samples[:, 3].unique(return_inverse=True, return_counts=True)
     sizes = counts[group]
@@ -182,7 +182,7 @@ def _compared(samples: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_group(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewards and log-weights of the groups, (P, S) each; what fills a row has no weight."""
+    """Rewards and log-weights of the groups, (P, S) each; padding of short rows has weight 0."""
     _, group, counts = samples[:, 3].unique(return_inverse=True, return_counts=True)
     order = group.argsort(stable=True)
     is_sample = torch.arange(int(counts.max()), device=counts.device) < counts[:, None]
@@ -238,7 +238,7 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
     if rewards.ndim not in (1, 2) or rewards.numel() == 0:
         raise ValueError(
             "`rewards` must be the rewards (N,) of samples, or (P, S) of S samples of each of P "
-            f"prompts, not empty, got shape {shape}."
+            f"groups, not empty, got shape {shape}."
         )
     budget = check_number("budget", budget, above=0.0)
     values = rewards.detach().double().reshape(-1, shape[-1])  # (P, S)
@@ -251,7 +251,7 @@ def coeff_for_budget(rewards: Tensor, budget: float) -> float:
         )
     if rows.spread == 0:
         raise ValueError(
-            "`rewards` must differ between the samples of a prompt, which are one row, got shape "
+            "`rewards` must differ between the samples of a group, which are one row, got shape "
             f"{shape} with equal rewards in each row: squeeze a trailing dimension of 1."
         )
     if budget >= rows.limit:

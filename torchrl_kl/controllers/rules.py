@@ -16,14 +16,20 @@ from torchrl_kl.functional.numbers import check_number
 class ConstantKLController(KLController):
     """A coefficient that never moves; with 0 the KL is only measured.
 
-    `coeff`: reward per nat, at least 0 and finite, or it is a ValueError; `per`: the unit in which
-    the transforms pool the KL for the log.
+    Args:
+        coeff: reward per nat, at least 0 and finite.
+        per: the unit in which the transforms pool the KL for the log.
+
+    Raises:
+        ValueError: if `coeff` is negative or not finite.
 
     Example:
         >>> from torchrl_kl import ConstantKLController
         >>> ConstantKLController(0.1).update(kl=3.0, n_steps=64)
         0.1
     """
+
+    moves = False
 
     def __init__(self, coeff: float, *, per: Per = "trajectory"):
         super().__init__(check_number("coeff", coeff, at_least=0.0), per=per)
@@ -63,8 +69,6 @@ class AdaptiveKLController(TargetKLController):
         0.202048
     """
 
-    _ranges = TargetKLController._ranges | {"horizon": {"above": 0.0}, "clip": {"above": 0.0}}
-
     def __init__(
         self,
         init_coeff: InitCoeff,
@@ -75,7 +79,8 @@ class AdaptiveKLController(TargetKLController):
         per: Per = "trajectory",
     ):
         super().__init__(init_coeff, target, per=per)
-        self.horizon, self.clip = horizon, clip
+        self.horizon = check_number("horizon", horizon, above=0.0)
+        self.clip = check_number("clip", clip, above=0.0)
 
     def next_coeff(self, kl: float, n_steps: int) -> float:  # noqa: D102
         if self.clip * n_steps >= self.horizon:
@@ -93,17 +98,12 @@ class AdaptiveKLController(TargetKLController):
 class _LogKLController(TargetKLController):
     """Moves the logarithm of the coefficient between two bounds; a subclass says how far."""
 
-    _ranges = TargetKLController._ranges | {
-        "min_coeff": {"above": 0.0, "at_most": "max_coeff"},
-        "max_coeff": {"at_least": "min_coeff"},
-    }
-
     def __init__(
         self, init_coeff: InitCoeff, target: float, min_coeff: float, max_coeff: float, per: Per
     ):
         super().__init__(init_coeff, target, per=per)
-        self.min_coeff = min_coeff
-        self.max_coeff = max_coeff
+        self.min_coeff = check_number("min_coeff", min_coeff, above=0.0)
+        self.max_coeff = check_number("max_coeff", max_coeff, at_least=self.min_coeff)
         coeff = self.coeff.item()
         if not self.planning and not min_coeff <= coeff <= max_coeff:
             raise ValueError(
@@ -143,8 +143,6 @@ class ExponentialKLController(_LogKLController):
         1.1052
     """
 
-    _ranges = _LogKLController._ranges | {"gain": {"above": 0.0}}
-
     def __init__(
         self,
         init_coeff: InitCoeff,
@@ -156,7 +154,7 @@ class ExponentialKLController(_LogKLController):
         per: Per = "trajectory",
     ):
         super().__init__(init_coeff, target, min_coeff, max_coeff, per)
-        self.gain = gain
+        self.gain = check_number("gain", gain, above=0.0)
 
     def _log_change(self, error: float) -> float:
         return self.gain * error
@@ -165,8 +163,8 @@ class ExponentialKLController(_LogKLController):
 class PIDKLController(_LogKLController):
     """Moves the logarithm of the coefficient by the KL's error, and by how fast that error changes.
 
-    A policy responds to a new coefficient only after many updates, and a rule that only sums errors
-    overshoots. The proportional part takes back what the sum has added as the error shrinks:
+    A policy responds to a new coefficient only after many updates, so that a rule that only sums
+    errors overshoots. The proportional part takes back what the sum has added as the error shrinks:
 
         error    = clip(kl / target - 1, -1, 1)
         filtered = smoothing * filtered_before + (1 - smoothing) * error
@@ -204,13 +202,6 @@ class PIDKLController(_LogKLController):
 
     filtered_error: Tensor
     filtered_change: Tensor
-    # With gains up to 100 one update moves log(coeff) by at most 700, so exp is finite.
-    _ranges = _LogKLController._ranges | {
-        "kp": {"at_least": 0.0, "at_most": 100.0},
-        "ki": {"above": 0.0, "at_most": 100.0},
-        "kd": {"at_least": 0.0, "at_most": 100.0},
-        "smoothing": {"at_least": 0.0, "below": 1.0},
-    }
 
     def __init__(
         self,
@@ -226,10 +217,11 @@ class PIDKLController(_LogKLController):
         per: Per = "trajectory",
     ):
         super().__init__(init_coeff, target, min_coeff, max_coeff, per)
-        self.kp = kp
-        self.ki = ki
-        self.kd = kd
-        self.smoothing = smoothing
+        # With gains up to 100 one update moves log(coeff) by at most 700, so exp is finite.
+        self.kp = check_number("kp", kp, at_least=0.0, at_most=100.0)
+        self.ki = check_number("ki", ki, above=0.0, at_most=100.0)
+        self.kd = check_number("kd", kd, at_least=0.0, at_most=100.0)
+        self.smoothing = check_number("smoothing", smoothing, at_least=0.0, below=1.0)
         for name in ("filtered_error", "filtered_change"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
 
@@ -241,12 +233,6 @@ class PIDKLController(_LogKLController):
         self.filtered_error.fill_(filtered)
         self.filtered_change.fill_(change)
         return self.ki * error + self.kp * change + self.kd * (change - change_before)
-
-
-def is_constant(controller: KLController) -> bool:
-    """Whether its coefficient never moves; a subclass may have a rule, such as a schedule."""
-    rules = [(kind.next_coeff, kind.update) for kind in (type(controller), ConstantKLController)]
-    return rules[0] == rules[1]
 
 
 def as_controller(controller: KLController | float) -> KLController:

@@ -22,7 +22,7 @@ from torch.distributions import (
     kl_divergence,
 )
 
-from torchrl_kl.functional.numbers import widened, working_dtype
+from torchrl_kl.functional.numbers import is_floating, widened, working_dtype
 
 # Which actions the columns of a categorical distribution are, or None; of TorchRL's, `_torchrl.py`.
 COLUMN_READERS: list[Callable[[Distribution], Tensor | None]] = []
@@ -99,12 +99,11 @@ def _with_params(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
                 part = getattr(value, name.removeprefix("_unbroadcasted_"))
             elif name == "_capacitance_tril":  # nor has that of LowRankMultivariateNormal
                 part = part.expand(*value.batch_shape, *part.shape[-2:])
-            vars(changed)[name] = _with_params(part, change)
+            setattr(changed, name, _with_params(part, change))
         return changed
     if isinstance(value, dict):  # the parts of a CompositeDistribution
         return {name: _with_params(part, change) for name, part in value.items()}
-    is_param = isinstance(value, Tensor) and value.is_floating_point()
-    return change(value) if is_param else value
+    return change(value) if is_floating(value) else value
 
 
 def _kl(policy: Distribution, reference: Distribution) -> Tensor:
@@ -124,7 +123,7 @@ def _kl(policy: Distribution, reference: Distribution) -> Tensor:
 def _kl_of_categoricals(policy: Distribution, reference: Distribution) -> Tensor:
     # The gradient of the registered KL is NaN where the policy has a logit of -inf, as masked
     # actions have, and its value is inf where the reference's probability underflows.
-    columns, ref_columns = _columns(policy), _columns(reference)
+    columns, ref_columns = columns_of(policy), columns_of(reference)
     if columns is None or ref_columns is None:
         alike = columns is ref_columns
     else:
@@ -138,9 +137,9 @@ def _kl_of_categoricals(policy: Distribution, reference: Distribution) -> Tensor
     return kl_of_logits(log_probs_of(policy), log_probs_of(reference), None)
 
 
-def _columns(dist: Distribution) -> Tensor | None:
-    # (*B, V) or (V,), the action of each column; None: all actions, in order.
-    found = (columns_of(dist) for columns_of in COLUMN_READERS)
+def columns_of(dist: Distribution) -> Tensor | None:
+    """The action of each column of a categorical, (*B, V) or (V,); None: all actions, in order."""
+    found = (read(dist) for read in COLUMN_READERS)
     return next((columns for columns in found if columns is not None), None)
 
 

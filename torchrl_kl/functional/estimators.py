@@ -15,7 +15,6 @@ from torch.distributions import Distribution
 
 from torchrl_kl.functional.distributions import kl_of_distributions, kl_of_logits, split_log_ratio
 from torchrl_kl.functional.numbers import check_mask, widened
-from torchrl_kl.functional.tiles import TiledCategorical, as_tiled
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -43,7 +42,7 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import kl_k1
+        >>> from torchrl_kl.functional import kl_k1
         >>> kl_k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
         tensor([ 0.5000, -1.0000])
     """
@@ -70,7 +69,7 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import kl_k2
+        >>> from torchrl_kl.functional import kl_k2
         >>> kl_k2(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
         tensor([0.1250, 0.5000])
     """
@@ -89,7 +88,7 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor, *, mask: Tensor | None = None)
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import kl_k3
+        >>> from torchrl_kl.functional import kl_k3
         >>> kl_k3(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
         tensor([0.1065, 0.7183])
     """
@@ -137,16 +136,13 @@ def kl_exact(
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import kl_exact
+        >>> from torchrl_kl.functional import kl_exact
         >>> probs, ref_probs = torch.tensor([[0.5, 0.5], [1, 0]]), torch.tensor([[0.25, 0.75]] * 2)
         >>> kl_exact(probs.log(), ref_probs.log())
         tensor([0.1438, 1.3863])
     """
     if isinstance(policy, Distribution) and isinstance(reference, Distribution):
         check_mask(mask, policy.batch_shape, "the batch shape of `policy`")
-        if isinstance(policy, TiledCategorical) or isinstance(reference, TiledCategorical):
-            kl = as_tiled(policy).kl_to(reference)
-            return kl if mask is None else torch.where(mask, kl, 0.0)
         return kl_of_distributions(policy, reference, mask)
     if not isinstance(policy, Tensor) or not isinstance(reference, Tensor):
         raise TypeError(
@@ -198,7 +194,7 @@ def kl_top_k(
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import kl_top_k
+        >>> from torchrl_kl.functional import kl_top_k
         >>> top, ref_top = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
         >>> kl_top_k(top, ref_top, top[:, 0], ref_top[:, 0], torch.tensor([True]))
         tensor([0.3466])

@@ -50,7 +50,7 @@ def widened(values: Tensor) -> Tensor:
     return values.to(working_dtype(values.dtype))
 
 
-def check_number(name: str, value: float, **bounds: float) -> float:
+def check_number(name: str, value: object, **bounds: float) -> float:
     """`value` as a float, finite and within the bounds: `above`, `at_least`, `below`, `at_most`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{name}` must be a number, got {type(value).__name__}.")
@@ -60,6 +60,13 @@ def check_number(name: str, value: float, **bounds: float) -> float:
         wanted = [f"{kind.replace('_', ' ')} {bound:g}" for kind, bound in finite]
         raise ValueError(f"`{name}` must be {' and '.join(['finite', *wanted])}, got {value}.")
     return float(value)
+
+
+def check_count(name: str, value: int) -> int:
+    """`value`, an int of at least 1; ValueError for anything else."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
+    return value
 
 
 def check_mask(
@@ -73,8 +80,7 @@ def check_mask(
     """ValueError unless the mask is None, or boolean of the shape of what `of` names."""
     if mask is None:
         return
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"`{name}` must be a tensor or None, got {type(mask).__name__}.")
+    check_tensor(name, mask)
     if mask.dtype != torch.bool or mask.shape != shape:
         raise ValueError(
             f"`{name}` must be boolean of the shape of {of}, {tuple(shape)}, got {mask.dtype} of "
@@ -118,9 +124,19 @@ def solve_decreasing(function: Callable[[float], float], value: float, high: flo
     return low
 
 
-def check_integers(name: str, tensor: Tensor) -> None:
-    """TypeError unless it is a tensor of int64 or int32."""
+def check_tensor(name: str, tensor: object) -> None:
+    """TypeError unless it is a tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"`{name}` must be a tensor, got {type(tensor).__name__}.")
+
+
+def is_floating(value: Any) -> bool:
+    """Whether it is a tensor of floating point."""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def check_integers(name: str, tensor: Tensor) -> None:
+    """TypeError unless it is a tensor of int64 or int32."""
+    check_tensor(name, tensor)
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"`{name}` must be int64 or int32, got {tensor.dtype}: use `.long()`.")

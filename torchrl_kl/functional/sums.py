@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_kl.functional.numbers import check_mask, widened
+from torchrl_kl.functional.numbers import check_mask, check_tensor, widened
 
 
 def masked_sum(
@@ -22,7 +22,7 @@ def masked_sum(
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import masked_sum
+        >>> from torchrl_kl.functional import masked_sum
         >>> values = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
         >>> masked_sum(values, ~values.isnan(), dim=-1)
         tensor([3., 3.])
@@ -43,7 +43,7 @@ def masked_mean(
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import masked_mean
+        >>> from torchrl_kl.functional import masked_mean
         >>> values = torch.tensor([[1.0, 2.0], [6.0, torch.nan]])
         >>> masked_mean(values, ~values.isnan())
         tensor(3.)
@@ -108,7 +108,6 @@ def _check_rows(values: Tensor, name: str, ends: Tensor) -> None:
 
 
 def _check_values(values: Tensor) -> None:
-    if not isinstance(values, Tensor):
-        raise TypeError(f"`values` must be a tensor, got {type(values).__name__}.")
+    check_tensor("values", values)
     if not values.is_floating_point():
         raise TypeError(f"`values` must be floating point, got {values.dtype}: use `.float()`.")

@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ContextDecorator
 from functools import partial
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, OneHotCategorical
+from torch.distributions import Categorical, Distribution, OneHotCategorical, register_kl
 from torch.utils.checkpoint import checkpoint
 
-from torchrl_kl.functional.distributions import check_equal, kl_of_log_probs, log_probs_of
+from torchrl_kl.functional.distributions import columns_of, kl_of_log_probs, log_probs_of
 from torchrl_kl.functional.numbers import widened
 
 # What returns the gaps between tensors, in which no tile fits, to the system; else nothing.
 _TRIM = getattr(ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim", int)
+
+
+class Tiles(NamedTuple):
+    """What makes a categorical distribution, some rows at a time."""
+
+    hidden: Tensor  # states (R, H)
+    make: Callable[[Tensor], Any]  # the distribution of rows (K, H), with log-probs as `logits`
+    size: int  # rows of a tile
 
 
 class TiledCategorical(Distribution):
@@ -39,33 +48,19 @@ class TiledCategorical(Distribution):
             with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
                 return tile(rows)
 
-        self.hidden = hidden
-        self.tile = now
-        self.size = size
-        # What a loss may want next is computed with the log-probs, from the same tiles: the
-        # entropy, the KL to a reference, or nothing.
-        self.also: Distribution | Literal["entropy"] | None = "entropy"
-        self._found: tuple[Any, list[Tensor]] = (None, [])  # what of these, and its numbers
+        self.tiles = Tiles(hidden, now, size)
+        self._entropy: list[Tensor] = []
         super().__init__(batch_shape, validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probs of actions (*B), nats."""
-        also = self.also if torch.is_grad_enabled() else None
-        reference = None if also == "entropy" else also
-        log_prob, *found = figures(self, value, reference, entropy=also == "entropy")
-        self._found = also, found
+        # A loss asks for the entropy next, which the same tiles give.
+        log_prob, *self._entropy = figures(self, value, entropy=torch.is_grad_enabled())
         return log_prob
 
     def entropy(self) -> Tensor:
         """Nats, (*B)."""
-        what, known = self._found
-        return (known if what == "entropy" else figures(self, entropy=True))[0]
-
-    def kl_to(self, reference: Distribution) -> Tensor:
-        """KL(self || reference), nats, (*B)."""
-        check_equal("batch_shape", self, reference, lambda dist: tuple(dist.batch_shape))
-        what, known = self._found
-        return (known if what is reference else figures(self, reference=reference))[0]
+        return (self._entropy or figures(self, entropy=True))[0]
 
     @property
     def logits(self) -> Tensor:
@@ -100,6 +95,29 @@ def as_tiled(dist: Any) -> TiledCategorical:
     return TiledCategorical(rows, kind, logits.shape[:-1], max(1, len(rows)))
 
 
+def within(dist: Any, context: ContextDecorator) -> Any:
+    """The distribution; its tiles, if any, which are made later, are each made in the context."""
+    if isinstance(dist, TiledCategorical):
+        dist.tiles = dist.tiles._replace(make=context(dist.tiles.make))
+    return dist
+
+
+def over_log_probs(fn: Callable[..., Any], dist: Any, actions: Tensor) -> Sequence[Tensor]:
+    """What `fn` computes of log-probs of all actions, (*B, n_actions), and of some, (*B, ...).
+
+    Of rows (K, ...) where the distribution is tiled; TypeError if it has no such log-probs.
+    """
+    if isinstance(dist, TiledCategorical):
+        return over_tiles(lambda dist, some: fn(dist.logits, some), dist=dist, some=actions)
+    # With `indices` a MaskedCategorical has no column for each action.
+    if not isinstance(dist, Categorical | OneHotCategorical) or columns_of(dist) is not None:
+        raise TypeError(
+            "the top k need a Categorical, OneHotCategorical or MaskedCategorical distribution "
+            f'(with a mask, not with indices), got {type(dist).__name__}: use `estimator="exact"`.'
+        )
+    return fn(dist.logits, actions)
+
+
 def over_tiles(fn: Callable[..., Any], **parts: Any) -> list[Tensor]:
     """What `fn` computes of tiles, one tensor (K, ...) or several, joined to (*B, ...).
 
@@ -107,10 +125,11 @@ def over_tiles(fn: Callable[..., Any], **parts: Any) -> list[Tensor]:
     (K, ...) of each tensor (*B, ...). Under gradients it computes them again in the backward pass.
     """
     tiled = {name: part for name, part in parts.items() if isinstance(part, TiledCategorical)}
-    shape, size = next(iter(tiled.values())).batch_shape, min(d.size for d in tiled.values())
-    makers = {name: dist.tile for name, dist in tiled.items()}  # not `dist`, which holds results
+    shape = next(iter(tiled.values())).batch_shape
+    tiles = {name: dist.tiles for name, dist in tiled.items()}  # not `dist`, which holds results
+    size = min(each.size for each in tiles.values())
     rows = {
-        name: tiled[name].hidden if name in tiled else part.reshape(-1, *part.shape[len(shape) :])
+        name: tiles[name].hidden if name in tiles else part.reshape(-1, *part.shape[len(shape) :])
         for name, part in parts.items()
     }
 
@@ -118,7 +137,7 @@ def over_tiles(fn: Callable[..., Any], **parts: Any) -> list[Tensor]:
         if values[0].device.type == "cpu":
             _TRIM(0)
         given: dict[str, Any] = dict(zip(rows, values, strict=True))
-        given |= {name: make(given[name]) for name, make in makers.items()}
+        given |= {name: each.make(given[name]) for name, each in tiles.items()}
         found = fn(**given)
         return [found] if isinstance(found, Tensor) else found
 
@@ -160,3 +179,10 @@ def figures(
     parts |= {} if action is None else {"action": action}
     parts |= {} if reference is None else {"reference": as_tiled(reference)}
     return over_tiles(compute, **parts)
+
+
+@register_kl(TiledCategorical, TiledCategorical)
+@register_kl(TiledCategorical, Distribution)
+@register_kl(Distribution, TiledCategorical)
+def _kl_of_tiles(policy: Any, reference: Any) -> Tensor:
+    return figures(policy, reference=reference)[0]

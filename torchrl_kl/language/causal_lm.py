@@ -39,8 +39,8 @@ class CausalLM(nn.Module):
         self.model = model
         inner, config = innermost(model), _text_config(innermost(model))
         self._keywords = frozenset(inspect.signature(inner.forward).parameters)
-        adapters = getattr(getattr(model, "_orig_mod", model), "peft_config", {}).values()
-        adds_tokens = any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters)
+        adapters = stated("peft_config", _not_compiled(model), default={}).values()
+        adds_tokens = any(stated("is_prompt_learning", adapter) for adapter in adapters)
         if adds_tokens or "decoder_input_ids" in self._keywords:
             raise ValueError(
                 "`model` must be causal, with one output per token, but "
@@ -56,10 +56,9 @@ class CausalLM(nn.Module):
         self.causal = False  # not known yet
         self.splits: bool | None = None  # whether its head works apart; see `SplitLM`
         # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
-        self.n_out: int | None = getattr(inner, "n_out", None)
-        vocab_size = getattr(config, "vocab_size", None)
-        self.vocab_size: int | None = getattr(inner, "vocab_size", vocab_size)
-        limit = getattr(inner, "block_size", getattr(config, "max_position_embeddings", None))
+        self.n_out: int | None = stated("n_out", inner)
+        self.vocab_size: int | None = stated("vocab_size", inner, config)
+        limit = stated("block_size", inner) or stated("max_position_embeddings", config)
         self.max_tokens: int | None = limit if limit is None or limit > 0 else None
 
     def forward(
@@ -76,11 +75,11 @@ class CausalLM(nn.Module):
         model = self.model
         if cache is not None:  # torch.compile would compile each length anew
             options[self._cache_keyword] = cache
-            model = getattr(model, "_orig_mod", model)
+            model = _not_compiled(model)
         output = model(tokens, **options)
-        output = output if isinstance(output, Tensor) else getattr(output, "logits", output)
-        if not isinstance(output, Tensor) or output.ndim != 3:
-            shape = f" of {tuple(output.shape)}" if isinstance(output, Tensor) else ""
+        output = stated("logits", output, default=output)
+        if stated("ndim", output) != 3:
+            shape = f" of {tuple(stated('shape', output, default=()))}"
             raise ValueError(
                 "`model` must return outputs (N, T, n_out), or an object that has them as "
                 f"`.logits`, got {type(output).__name__}{shape} for ids {tuple(tokens.shape)}: use "
@@ -205,10 +204,10 @@ def _without_decoder(lm: CausalLM, decoder: Any, answer: Callable[..., Any]) -> 
     for part in lm.modules():
         held = (*vars(part).values(), *part.parameters(False), *part.buffers(False))
         memo.update((id(value), value) for value in held if isinstance(value, Tensor))
-    memo[id(lm.model)] = copy.deepcopy(getattr(lm.model, "_orig_mod", lm.model), memo)
+    memo[id(lm.model)] = copy.deepcopy(_not_compiled(lm.model), memo)
     view = copy.deepcopy(lm, memo)
     if not isinstance(decoder, nn.Module):  # a method
-        vars(memo[id(decoder.__self__)])[decoder.__name__] = answer
+        setattr(memo[id(decoder.__self__)], decoder.__name__, answer)
     return view
 
 
@@ -223,23 +222,32 @@ def _with_hidden(output: Any, hidden: Tensor) -> Any:
 
 def innermost(model: nn.Module) -> nn.Module:
     """The module whose `forward` names its arguments, inside PEFT and torch.compile."""
-    model = getattr(model, "_orig_mod", model)
-    if hasattr(model, "get_base_model"):
-        return innermost(model.get_base_model())  # type: ignore[operator]
-    return model
+    model = _not_compiled(model)
+    base = stated("get_base_model", model)
+    return model if base is None else innermost(base())
+
+
+def _not_compiled(model: nn.Module) -> nn.Module:
+    return stated("_orig_mod", model, default=model)
+
+
+def stated(name: str, *holders: Any, default: Any = None) -> Any:
+    """What the first of the holders, models or their configurations, has under a name, not None."""
+    found = (getattr(holder, name, None) for holder in holders)
+    return next((value for value in found if value is not None), default)
 
 
 def _text_config(model: nn.Module) -> Any:
     """A Hugging Face model's configuration; of one that reads images too, that of its texts."""
-    config = getattr(model, "config", None)
-    find = getattr(config, "get_text_config", None)
+    config = stated("config", model)
+    find = stated("get_text_config", config)
     return config if find is None else find(decoder=True)
 
 
 def _attends_to_all(config: Any) -> bool:
     """Whether all layers attend to the whole text, as a model without a `config` is taken to do."""
-    layers = getattr(config, "layer_types", None) or ["full_attention"]
-    layers = [*layers, *getattr(config, "attention_layers", ())]  # GPT-Neo's name
-    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    masks = getattr(config, "_attn_implementation", "sdpa") in ("sdpa", "eager")
+    layers = [*stated("layer_types", config, default=()), "full_attention"]
+    layers += stated("attention_layers", config, default=())  # GPT-Neo's name
+    slides = stated("sliding_window", config) and stated("use_sliding_window", config, default=True)
+    masks = stated("_attn_implementation", config, default="sdpa") in ("sdpa", "eager")
     return masks and not slides and set(layers) <= {"full_attention", "global"}

@@ -52,7 +52,7 @@ class GPT(nn.Module):
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import GPT
+        >>> from torchrl_kl.language import GPT
         >>> gpt = GPT(vocab_size=11, block_size=8)
         >>> gpt(torch.tensor([[0, 2, 8, 6, 10]])).shape
         torch.Size([1, 5, 11])

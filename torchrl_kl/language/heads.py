@@ -6,7 +6,7 @@ Axes: B* any leading dimensions, L length of a whole text.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor, ValueOperator, recurrent_mode
 
+from torchrl_kl.actors.protocol import KLActor
 from torchrl_kl.batches import MASK_KEY, expand_right
-from torchrl_kl.functional.numbers import check_number
+from torchrl_kl.functional.numbers import check_count, check_number
 from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import as_tuple, sibling
 from torchrl_kl.language.causal_lm import CausalLM, SplitLM, can_split
@@ -40,16 +41,14 @@ class LogitsReader(StateReader):
         self.temperature = check_number("temperature", temperature, above=0)
         self._check(self.lm.n_out)
         n_out = self.lm.n_out or self.lm.vocab_size
-        self.head_chunk = head_chunk
         if head_chunk == "auto":
-            self.head_chunk = None if n_out is None else max(1, _TILE // n_out)
-        elif head_chunk is not None and (type(head_chunk) is not int or head_chunk < 1):
-            raise ValueError(f"`head_chunk` must be an int of at least 1, got {head_chunk!r}.")
+            head_chunk = None if n_out is None else max(1, _TILE // n_out)
+        self.head_chunk = None if head_chunk is None else check_count("head_chunk", head_chunk)
 
     def dist(self, tokens: Tensor, position: Tensor) -> TiledCategorical | None:
         """The distribution of the next token of each state, in tiles; None where one is enough."""
         size, cached = self.head_chunk, not (torch.is_grad_enabled() or recurrent_mode())
-        if not isinstance(size, int) or position.numel() <= size or cached:
+        if size is None or position.numel() <= size or cached:
             return None
         hidden = values_hidden(tokens) or values_hidden(next(self.parameters(), tokens))
         if hidden or not can_split(self.lm, tokens.reshape(-1, tokens.shape[-1])):
@@ -91,7 +90,7 @@ class _Value(StateReader):
         return value
 
 
-class CausalLMActor(ProbabilisticActor):
+class CausalLMActor(KLActor, ProbabilisticActor):
     """A causal language model as a policy whose action is the next token.
 
     - In TorchRL's recurrent mode (losses set it) a trajectory is scored in one pass, with the same
@@ -137,13 +136,19 @@ class CausalLMActor(ProbabilisticActor):
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import GPT, CausalLMActor
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> tokens, position = torch.tensor([[0, 2, 8, 6, 10, 3, 10, 10]]), torch.tensor([6])
         >>> logits, action, log_prob = actor(tokens=tokens, position=position)
         >>> logits.shape
         torch.Size([1, 11])
     """
+
+    state_lengths: Mapping[NestedKey, NestedKey] = {"tokens": "position"}
+    advice = (
+        "a language model in CausalLMActor (on batches of whole responses, use "
+        "ResponseKLTransform(wrapper.model, ...))"
+    )
 
     def __init__(
         self,
@@ -169,15 +174,16 @@ class CausalLMActor(ProbabilisticActor):
         )
         tokens_key, position_key = self.in_keys
         self.state_lengths = {tokens_key: position_key}
+        self.temperature = reader.temperature
         self._drawn_keys = [action_key, *(self.log_prob_keys if return_log_prob else [])]
         self.return_logits = return_logits
         if not return_logits:
             self.select_out_keys(*(key for key in self.out_keys if key != "logits"))
         self.truncation = Truncation.of(top_k, top_p, min_p)
         self.kept_key = (*as_tuple(sibling(action_key, "kept")), "ids")
-        self.replayed_keys = (self.kept_key, action_key, MASK_KEY)  # read where tokens are scored
         self.n_rescued: Tensor | int = 0
         if self.truncation is not None:
+            self.replayed_keys = (self.kept_key, action_key, MASK_KEY)
             self.out_keys = [*self.out_keys, self.kept_key]
 
     @dispatch(auto_batch_size=False)
@@ -217,7 +223,7 @@ class CausalLMActor(ProbabilisticActor):
         if any(part is None for part in state):
             return None
         tiled = self.reader.dist(*state)
-        made = self.reader(*state) if tiled is None else tiled
+        made: Any = self.reader(*state) if tiled is None else tiled
         if self.truncation is not None:
             record, action, mask = (
                 tensordict.get(key, None) if drawn else None for key in self.replayed_keys
@@ -230,16 +236,17 @@ class CausalLMActor(ProbabilisticActor):
                 self.n_rescued = counted.sum()
             tensordict.set(self.kept_key, ids)
             made = restrict(made, ids)
-        if isinstance(made, TiledCategorical):
+        if tiled is not None:
             return made
         tensordict.set("logits", made)
         return NextToken(made)
 
-    @property
-    def untruncated(self) -> CausalLMActor:
+    def whole(self) -> CausalLMActor:
         """The same policy with all tokens, over the same modules."""
+        if self.truncation is None:
+            return self
         view = copy.copy(self)
-        view.truncation = None
+        view.truncation, view.replayed_keys = None, ()
         view.out_keys = [key for key in self.out_keys if key != self.kept_key]
         return view
 
@@ -270,7 +277,7 @@ class CausalLMCritic(ValueOperator):
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import GPT, CausalLMCritic
+        >>> from torchrl_kl.language import GPT, CausalLMCritic
         >>> critic = CausalLMCritic(GPT(vocab_size=11, block_size=9, n_out=1))
         >>> tokens, position = torch.tensor([[0, 2, 8, 6, 10, 3, 10, 10, 10]]), torch.tensor([6])
         >>> critic(tokens=tokens, position=position).shape
@@ -347,7 +354,7 @@ class CausalLMRewardModel(TensorDictModule):
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import GPT, CausalLMRewardModel
+        >>> from torchrl_kl.language import GPT, CausalLMRewardModel
         >>> gpt = GPT(vocab_size=12, block_size=10, n_out=1)
         >>> reward_model = CausalLMRewardModel(gpt, end_token=11)
         >>> reward_model(torch.tensor([[0, 2, 8, 6, 10, 7, 3, 9, 1]])).shape

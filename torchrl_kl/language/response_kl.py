@@ -20,7 +20,8 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 from torchrl.modules import set_recurrent_mode
 
-from torchrl_kl.actors.policy import Borrowed, evaluating
+from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.actors.policy import Acting, Borrowed, evaluating
 from torchrl_kl.actors.reading import scored_inputs
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
@@ -34,7 +35,7 @@ from torchrl_kl.functional.sampler import (
     sampler_weights,
 )
 from torchrl_kl.functional.tiles import figures
-from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, as_tuple, get_required
+from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, as_tuple
 from torchrl_kl.language.heads import CausalLMActor, HeadChunk
 from torchrl_kl.language.responses import (
     KEPT,
@@ -49,16 +50,15 @@ from torchrl_kl.language.responses import (
     make_steps,
     read_responses,
 )
-from torchrl_kl.transforms.base import open_batch
-from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
-from torchrl_kl.transforms.penalty import PenaltyTransform
-from torchrl_kl.transforms.placement import refuse_sums
-from torchrl_kl.transforms.steps import measure, score_batch
+from torchrl_kl.transforms.base import env_of, open_batch
+from torchrl_kl.transforms.estimates import Estimator, make_estimate
+from torchrl_kl.transforms.penalty import Penalizing, Penalty
+from torchrl_kl.transforms.scorer import Measured, Scored, Scorer, measure
 
 _TOP_K = 64  # tokens of a vocabulary that the estimator "top_k" measures exactly
 
 
-class ResponseKLTransform(PenaltyTransform):
+class ResponseKLTransform(Penalizing, Transform):
     """Measures KL(policy || reference) of whole responses, and subtracts it from their rewards.
 
     For batches of TorchRL's LLM API, as `as_steps` reads them. Pass it as `postproc` of an
@@ -112,7 +112,7 @@ class ResponseKLTransform(PenaltyTransform):
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from torchrl_kl import GPT, ResponseKLTransform
+        >>> from torchrl_kl.language import GPT, ResponseKLTransform
         >>> transform = ResponseKLTransform(GPT(vocab_size=11, block_size=8), 0.1)
         >>> tokens = TensorDict(full=torch.tensor([[5, 6, 7, 8]]), prompt=torch.tensor([[5, 6]]))
         >>> batch = TensorDict(tokens=tokens, next={"reward": torch.ones(1, 1)}, batch_size=1)
@@ -146,20 +146,15 @@ class ResponseKLTransform(PenaltyTransform):
         resolved = replace(
             named,
             log_prob=LOG_PROB,
-            ref_log_prob=(f"{named._prefix}ref_log_probs", "full"),
-            kl=named.kl or f"{named._prefix}kl",
+            ref_log_prob=(f"{named.prefix}ref_log_probs", "full"),
+            kl=named.kl or f"{named.prefix}kl",
         ).resolve()
-        out_keys = [resolved.kl, *([] if estimator == "k1" else [resolved.kl_estimate])]
-        out_keys += [LOG_PROB, unravel_key(("next", resolved.ref_log_prob))]
-        super().__init__(
-            controller,
-            resolved,
-            in_keys=[("tokens", "full")],
-            out_keys=out_keys,
-            update_every=update_every,
-        )
+        measured = [resolved.kl, *([] if estimator == "k1" else [resolved.kl_estimate])]
+        scores = [LOG_PROB, unravel_key(("next", resolved.ref_log_prob))]
+        written = [resolved.penalized, resolved.kl_coeff, resolved.task_reward]
+        super().__init__(in_keys=[("tokens", "full")], out_keys=[*written, *measured, *scores])
         check_sampler_weights(sampler_weights, cap)
-        self.sampler_weights, self.cap = sampler_weights, cap
+        self.keys, self.sampler_weights, self.cap = resolved, sampler_weights, cap
         self.temperature = temperature
         self.n_rescued = 0
         self.chunk_size = chunk_size
@@ -168,11 +163,18 @@ class ResponseKLTransform(PenaltyTransform):
         if isinstance(reference, nn.Module) and not hasattr(reference, "get_dist"):
             reference = self._actor_over(reference)
         self._policy = Borrowed(actor, refusal=_NOT_PICKLED)
-        self.reference = as_reference(actor, reference)
-        self._step_keys = KLKeys().resolve(self.reference.log_prob_key)
+        frozen = as_reference(actor, reference)
+        self._step_keys = KLKeys().resolve(frozen.log_prob_key)
         self._estimator = estimator
-        self.estimate = make_estimate(estimator, actor, self._step_keys, self.reference.actor)
+        estimate = make_estimate(estimator, actor, self._step_keys)
+        self.scorer = Scorer(frozen, Acting.of(actor, frozen.recorded), estimate)
+        self.penalty = Penalty(controller, resolved, update_every=update_every)
         self.pad_token, self.eos_token = choose_tokens(model, pad_token, eos_token)
+
+    @property
+    def reference(self) -> FrozenActor:
+        """The frozen reference, an actor."""
+        return self.scorer.reference
 
     def _actor_over(self, model: nn.Module, **kept: Any) -> CausalLMActor:
         options = {"temperature": self.temperature, "head_chunk": self.head_chunk, **kept}
@@ -191,20 +193,29 @@ class ResponseKLTransform(PenaltyTransform):
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses envs."""
         super().set_container(container)
-        if self.env is not None:
+        if env_of(self) is not None:
             raise RuntimeError(
                 "ResponseKLTransform works on whole batches, not in an env: pass it as "
                 "`LLMCollector(postproc=...)`, or append it to a replay buffer with `invert=True`."
             )
 
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Penalizes a batch (*B), and feeds the controller unless in eval mode."""
+        return self._process(tensordict, moves=self.training)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """The same of a batch that a replay buffer is extended with."""
+        return self._process(next_tensordict, moves=True)
+
     def _process(self, tensordict: TensorDictBase, *, moves: bool) -> TensorDictBase:
         """Scores, measures and penalizes a batch (*B); `moves`: whether the controller is fed."""
         batch, _ = open_batch(tensordict)
         following = cast(TensorDictBase, batch.get("next"))
-        self.refuse_penalized(following, "the batch")
-        if self.controller.coeff.item() != 0 or self.controller.planning:
-            refuse_sums(batch)
-        reward = get_required(following, self.keys.reward, _NO_REWARD)
+        self.penalty.refuse_penalized(following, "the batch")
+        reward = self.penalty.open(
+            batch,
+            "a response has one; set it before this transform, to zeros for a measurement only.",
+        )
         check_rewards(reward, batch.batch_size)
         responses = read_responses(batch, pad_token=self.pad_token, eos_token=self.eos_token)
         tokens = responses.tokens.to(self._device)
@@ -217,24 +228,24 @@ class ResponseKLTransform(PenaltyTransform):
         for key in (KEPT, SAMPLER_LOG_PROB, *([] if scored else [LOG_PROB])):
             if (values := aligned(flat(batch), key, responses, steps)) is not None:
                 steps.set(key, values)
-        step = self._score(steps)
-        totals = self._add_up(step, reward)
-        self._check(totals, reward)
+        scored, tokenwise = self._score(steps)
+        totals = self._add_up(scored, tokenwise, reward)
+        self.penalty.check(totals, reward)
         moves, planned = moves and not self.frozen, self.controller.planning
         recorded = steps.get(SAMPLER_LOG_PROB, steps.get(LOG_PROB, None))
-        fed = self._fed(step, recorded, steps["next", "done"].squeeze(-1))
+        fed = self._fed(scored, tokenwise, recorded, steps["next", "done"].squeeze(-1))
         if moves and self.controller.reads_rewards and fed is not None:
-            self._plan_from(responses, rewards, step)
-        self._penalize(following, totals, reward)
+            self._plan_from(responses, rewards, tokenwise)
+        self.penalty.apply(following, totals.kl, reward)
         following.set(self.keys.kl, totals.kl)
-        if totals.estimate is not None:
-            following.set(self.keys.kl_estimate, totals.estimate)
+        if self.scorer.estimate is not None:
+            following.set(self.keys.kl_estimate, totals.fed)
         if recorded is not None:
-            gap = (recorded - cast(Tensor, totals.log_prob)).sum(1)
+            gap = (recorded - totals.log_probs[LOG_PROB]).sum(1)
             following.set("sampler_kl", gap.to(reward.device).reshape(reward.shape))
         scores = {
-            LOG_PROB: (batch, step.log_prob),
-            self.keys.ref_log_prob: (following, step.ref_log_prob),
+            LOG_PROB: (batch, scored.log_prob),
+            self.keys.ref_log_prob: (following, scored.ref_log_prob),
             SAMPLER_LOG_PROB: (batch, recorded),
             KEPT: (batch, steps.get(KEPT, None)),
         }
@@ -244,10 +255,10 @@ class ResponseKLTransform(PenaltyTransform):
                 _set_rows(holder, key, [row.to(reward.device) for row in places], responses.width)
         if moves and fed is not None:
             # A KL from which a coefficient is planned says nothing about that coefficient.
-            self.feed.pool(self.controller, fed[: 0 if planned else None])
+            self.penalty.feed.pool(self.controller, fed[: 0 if planned else None])
         return batch.set("next", following)
 
-    def _score(self, steps: TensorDict) -> KLStep:
+    def _score(self, steps: TensorDict) -> tuple[Scored, Measured]:
         """The log-probs (N, T) and the KL (N, T, 1) of the steps, a few responses at a time.
 
         Writes the kept ids into the steps.
@@ -256,19 +267,17 @@ class ResponseKLTransform(PenaltyTransform):
         self.n_rescued = 0
         found = []
         for rows in parts:
-            step = self._score_rows(rows)
-            found.append((step.log_prob, step.ref_log_prob, step.mask, step.kl, step.estimate))
+            found.append(self._score_rows(rows))
             self.n_rescued += int(self._policy.held.n_rescued)
         if KEPT in parts[0].keys(True):
             steps.set(KEPT, torch.cat([rows.get(KEPT) for rows in parts]))
-        log_prob, ref_log_prob, mask, kl, estimate = (
-            None if each[0] is None else torch.cat(each) for each in zip(*found, strict=True)
-        )
-        return KLStep(log_prob, ref_log_prob, mask, kl=kl, estimate=estimate)  # type: ignore[arg-type]
+        log_prob, ref_log_prob, *estimates = map(torch.cat, zip(*found, strict=True))
+        scored = Scored(log_prob, ref_log_prob, estimates)
+        return scored, measure(scored, steps.get(MASK_KEY), self._step_keys)
 
     @torch.no_grad()
-    def _score_rows(self, rows: TensorDictBase) -> KLStep:
-        """The same of all `rows` at once."""
+    def _score_rows(self, rows: TensorDictBase) -> list[Tensor]:
+        """The log-probs, and the estimates, of all `rows` at once."""
         actor, action = self._policy.held, rows.get("action")
         if len(rows):
             actor.reader.lm.check_causal(rows.get("tokens")[0, 0, :-1])
@@ -278,34 +287,32 @@ class ResponseKLTransform(PenaltyTransform):
         if actor.truncation is not None:
             rows.set(KEPT, inputs.get(KEPT))
         if self._estimator == "exact":  # in tiles of both
-            reference, mask = self.reference.get_dist(rows, timed=True), rows.get(MASK_KEY)
+            reference = self.reference.get_dist(rows, timed=True)
             log_prob, kl, ref_log_prob = figures(dist, action, reference)
-            step = measure(KLStep(log_prob, ref_log_prob, mask), rows, None)
-            return step._replace(estimate=torch.where(mask, kl, 0.0).unsqueeze(-1))
+            return [log_prob, ref_log_prob, kl]
         rows.set(actor.log_prob_keys[0], dist.log_prob(action))
         if self._estimator == "top_k":
             record = dict(zip(RECORDED, record_top_k(dist, action, _TOP_K), strict=True))
             rows.set(self._step_keys.top_k, TensorDict(record, batch_size=rows.batch_size))
-        mask = rows.get(MASK_KEY)
-        step = score_batch(self.reference, rows, self.estimate, None, mask=mask)
-        return measure(step, rows, self.estimate)
+        scored = self.scorer.batch(rows, rows.get(MASK_KEY))
+        return [scored.log_prob, scored.ref_log_prob, *scored.estimates]
 
-    def _add_up(self, step: KLStep, reward: Tensor) -> KLStep:
-        """The KL of each response, in the reward's shape, and log-probs (N, T), 0 where unused."""
-        mask = cast(Tensor, step.mask)
-        kl, estimate = (
-            None if each is None else each.sum((1, 2)).to(reward.device).reshape(reward.shape)
-            for each in (step.kl, step.estimate)
+    def _add_up(self, scored: Scored, tokenwise: Measured, reward: Tensor) -> Measured:
+        """The KL of each response, in the reward's shape; log-probs are 0 where no token counts."""
+        mask = cast(Tensor, tokenwise.mask)
+        kl, fed = (
+            each.sum((1, 2)).to(reward.device).reshape(reward.shape)
+            for each in (tokenwise.kl, tokenwise.fed)
         )
-        log_prob, ref_log_prob = (
-            torch.where(mask, cast(Tensor, each), 0.0)
-            for each in (step.log_prob, step.ref_log_prob)
-        )
-        return KLStep(log_prob, ref_log_prob, kl=kl, estimate=estimate)
+        names = (LOG_PROB, self.keys.ref_log_prob)
+        log_probs = {
+            name: torch.where(mask, each, 0.0) for name, each in zip(names, scored[:2], strict=True)
+        }
+        return Measured(kl, fed, None, log_probs)
 
-    def _plan_from(self, responses: Responses, rewards: Tensor, step: KLStep) -> None:
+    def _plan_from(self, responses: Responses, rewards: Tensor, tokenwise: Measured) -> None:
         """Gives rewards (N,) to a controller that plans; responses to one prompt are a group."""
-        lengths = cast(Tensor, step.mask).sum(1)
+        lengths = cast(Tensor, tokenwise.mask).sum(1)
         some = lengths > 0
         # The tokens before the first one that counts.
         starts = responses.counted.int().argmax(1)
@@ -315,28 +322,30 @@ class ResponseKLTransform(PenaltyTransform):
         ]
         numbers = {prompt: float(number) for number, prompt in enumerate(dict.fromkeys(prompts))}
         groups = torch.tensor([numbers[prompt] for prompt in prompts], device=rewards.device)
-        self.feed.plan_from(
+        self.penalty.feed.plan_from(
             self.controller,
             rewards[some],
             groups=groups[some],
-            log_ratios=cast(Tensor, step.kl).sum((1, 2))[some],
+            log_ratios=tokenwise.kl.sum((1, 2))[some],
             lengths=lengths[some],
         )
 
-    def _fed(self, step: KLStep, sampler: Tensor | None, ends: Tensor) -> Tensor | None:
+    def _fed(
+        self, scored: Scored, tokenwise: Measured, sampler: Tensor | None, ends: Tensor
+    ) -> Tensor | None:
         """What the controller is fed, of tokens or responses, (M,); None: a sampler too far off."""
-        mask, measured = cast(Tensor, step.mask), step.measured.squeeze(-1)
+        mask, fed = cast(Tensor, tokenwise.mask), tokenwise.fed.squeeze(-1)
         by_step = self.controller.per == "step"
         if self.sampler_weights is not None:
             if sampler is None:
                 raise MissingKeyError(_NO_SAMPLER)
             check_finite(type(self).__name__, {SAMPLER_LOG_PROB: sampler}, mask)
-            log_ratio = torch.where(mask, cast(Tensor, step.log_prob) - sampler, 0.0)
+            log_ratio = torch.where(mask, scored.log_prob - sampler, 0.0)
             weights, share = sampler_weights(log_ratio, self.cap, None if by_step else ends, mask)
             if share < FEWEST:
                 return None
-            measured = measured * weights
-        return measured[mask] if by_step else measured.sum(1)[mask.any(1)]
+            fed = fed * weights
+        return fed[mask] if by_step else fed.sum(1)[mask.any(1)]
 
 
 def _places(responses: Responses, steps: TensorDict, values: Tensor) -> list[Tensor]:
@@ -372,7 +381,6 @@ def _set_rows(batch: TensorDictBase, key: NestedKey, values: list[Tensor], width
     batch.set(name, holder)
 
 
-_NO_REWARD = "a response has one; set it before this transform, to zeros for a measurement only."
 _NO_SAMPLER = (
     '("log_probs", "full") is not in the data, with which `sampler_weights` compares the policy: '
     "let the sampler record it."

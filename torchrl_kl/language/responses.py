@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.functional.numbers import check_integers
 from torchrl_kl.keys import MissingKeyError, as_tuple, existing_keys, get_stored
+from torchrl_kl.language.causal_lm import stated
 from torchrl_kl.transforms.base import check_batch
 
 EndTokens = int | Sequence[int] | None  # ids, each of which ends a response
@@ -45,13 +46,15 @@ def as_steps(
     Keys:
         reads ("tokens", "full"), and ("tokens", "prompt") or ("masks", "all_assistant_mask");
         ("tokens", "response") where TorchRL has cut end tokens out of the prompt in the whole text;
-        ("masks", "all_attention_mask"); ("next", "reward"), ("next", "kl_coeff") and "advantage",
-        one number per response; ("log_probs", "full"), ("sampler_log_probs", "full") and ("kept",
-        "ids"), from ResponseKLTransform.
+        ("masks", "all_attention_mask"); ("next", "reward"), ("next", "kl_coeff"), "advantage" and
+        entries of "next" whose names end in "kl" or "kl_estimate", one number per response;
+        ("log_probs", "full"), ("sampler_log_probs", "full") and ("kept", "ids"), from
+        ResponseKLTransform.
         writes the keys of `sample_responses`, "action_log_prob" (else `rescore` writes it),
-        "sampler_log_prob", "advantage" and ("kept", "ids") only if those are there, and ("next",
-        "kl_coeff") if the reward was penalized. The reward is at the last token that counts. The
-        last token of a turn has the next turn's first state as next state.
+        "sampler_log_prob", "advantage", ("kept", "ids") and KLs only if those are there, and
+        ("next", "kl_coeff") if the reward was penalized. The reward, and the KL of a response, is
+        at the last token that counts. The last token of a turn has the next turn's first state as
+        next state.
 
     Args:
         batch: any batch size, of N elements.
@@ -67,7 +70,7 @@ def as_steps(
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from torchrl_kl import as_steps
+        >>> from torchrl_kl.language import as_steps
         >>> tokens = TensorDict(full=torch.tensor([[5, 6, 7, 8]]), prompt=torch.tensor([[5, 6]]))
         >>> steps = as_steps(TensorDict(tokens=tokens, batch_size=1), pad_token=0)
         >>> steps["action"], steps["position"]
@@ -82,11 +85,16 @@ def as_steps(
     for key, name in _SCORES.items():
         if (values := aligned(rows, key, responses, steps)) is not None:
             steps.set(name, values)
-    for key in ("advantage", ("next", "kl_coeff")):  # the latter: the sign of a penalized reward
+    following = [] if (found := rows.get("next", None)) is None else found.keys()
+    kls = [("next", name) for name in following if name.endswith(("kl", "kl_estimate"))]
+    # The coefficient is the sign of a penalized reward.
+    for key in ("advantage", ("next", "kl_coeff"), *kls):
         values = _rows(rows, key)
         if values and all(value.numel() == 1 for value in values):
-            column = torch.stack([value.reshape(1, 1) for value in values])
-            if column.any():
+            column = torch.stack([value.reshape(1, 1) for value in values]).to(steps.device)
+            if key in kls:
+                steps[key] = torch.where(steps["next", "done"], column, 0.0)
+            elif column.any():
                 steps[key] = column.expand(*steps.shape, 1).clone()
     return steps
 
@@ -101,21 +109,13 @@ def choose_tokens(
     model: nn.Module, pad_token: int | None, eos_token: EndTokens
 ) -> tuple[int | None, EndTokens]:
     """The pad token and the end tokens: those given, or else those of a model's configuration."""
+    configs = stated("generation_config", model), stated("config", model)
     if pad_token is None:
-        pad_token = next(iter(_configured(model, "pad_token_id")), None)
+        pad_token = next(iter(several(stated("pad_token_id", *configs))), None)
     if eos_token is None:
-        ends = _configured(model, "eos_token_id")
+        ends = several(stated("eos_token_id", *configs))
         eos_token = ends[0] if len(ends) == 1 else ends or None
     return pad_token, eos_token
-
-
-def _configured(model: nn.Module, name: str) -> tuple[int, ...]:
-    """The token ids that the configuration of a model has under a name."""
-    for source in ("generation_config", "config"):
-        found = getattr(getattr(model, source, None), name, None)
-        if found is not None:
-            return several(found)
-    return ()
 
 
 def several(eos_token: EndTokens) -> tuple[int, ...]:

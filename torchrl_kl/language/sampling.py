@@ -69,7 +69,8 @@ def sample_responses(
 
     Example:
         >>> import torch
-        >>> from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform, sample_responses
+        >>> from torchrl_kl import KLConstrainedTransform
+        >>> from torchrl_kl.language import GPT, CausalLMActor, sample_responses
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=9))
         >>> prompts = torch.tensor([[0, 2, 8, 6, 10], [5, 7, 1, 5, 10]])
         >>> batch = sample_responses(actor, prompts, 4, pad_token=10)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_kl.functional.numbers import check_number
+from torchrl_kl.functional.numbers import check_count, check_number
 from torchrl_kl.functional.tiles import TiledCategorical, over_tiles
 from torchrl_kl.language.distribution import NextToken
 
@@ -31,9 +31,7 @@ class Truncation:
         """That of an actor's arguments; None where all tokens are kept."""
         if top_k is None and top_p in (None, 1) and not min_p:
             return None
-        top_k = _DEFAULT_TOP_K if top_k is None else top_k
-        if type(top_k) is not int or top_k < 1:
-            raise ValueError(f"`top_k` must be an int of at least 1, or None, got {top_k!r}.")
+        top_k = _DEFAULT_TOP_K if top_k is None else check_count("top_k", top_k)
         top_p = 1.0 if top_p is None else check_number("top_p", top_p, above=0, at_most=1)
         min_p = 0.0 if min_p is None else check_number("min_p", min_p, at_least=0, at_most=1)
         return cls(top_k, top_p, min_p)
@@ -76,11 +74,12 @@ class Truncation:
 def restrict(logits: Any, ids: Tensor) -> Any:
     """Logits (*B, V) or their tiles, -inf for all tokens but `ids` (*B, K)."""
     if isinstance(logits, TiledCategorical):
-        rows, of_rows = torch.arange(len(logits.hidden), device=ids.device), ids.flatten(0, -2)
+        (hidden, make, size), of_rows = logits.tiles, ids.flatten(0, -2)
 
         def tile(rows: Tensor) -> NextToken:
-            return NextToken(restrict(logits.tile(logits.hidden[rows]).logits, of_rows[rows]))
+            return NextToken(restrict(make(hidden[rows]).logits, of_rows[rows]))
 
-        return TiledCategorical(rows, tile, logits.batch_shape, logits.size)
+        rows = torch.arange(len(hidden), device=ids.device)
+        return TiledCategorical(rows, tile, logits.batch_shape, size)
     kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids.long(), True)
     return logits.masked_fill(~kept, -torch.inf)

@@ -18,20 +18,20 @@ from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import LossModule
 
 from torchrl_kl import batches
-from torchrl_kl.actors.policy import evaluating
-from torchrl_kl.actors.reading import (
-    dist_module_of,
+from torchrl_kl.actors.log_probs import (
+    log_prob_and_kl,
     log_probs_by_part,
     refuse_own_log_prob,
-    scored_inputs,
-    state_lengths,
 )
+from torchrl_kl.actors.policy import evaluating
+from torchrl_kl.actors.protocol import as_kl_actor
+from torchrl_kl.actors.reading import dist_module_of, scored_inputs
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import expand_right, find_time_dim
 from torchrl_kl.controllers import KLController, as_controller
 from torchrl_kl.feeding import ControllerFeed
 from torchrl_kl.functional.estimators import kl_exact, kl_k1, kl_k2
-from torchrl_kl.functional.numbers import check_finite, working_dtype
+from torchrl_kl.functional.numbers import check_finite, is_floating, working_dtype
 from torchrl_kl.functional.sampler import (
     FEWEST,
     SamplerWeights,
@@ -39,7 +39,6 @@ from torchrl_kl.functional.sampler import (
     sampler_weights,
 )
 from torchrl_kl.functional.sums import sum_after, sum_before
-from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import (
     RECORD_LOG_PROB,
     KLKeys,
@@ -60,6 +59,7 @@ class Drawn(NamedTuple):
     log_prob: Tensor  # under the policy, nats, (*B)
     recorded: Tensor  # under the policy that took them, when it did, (*B)
     ends: Tensor | None  # (*B), True at last steps; None where nothing is added up
+    kl: Tensor | None  # of the distributions, (*B); None where it is not minimised
 
 
 class Steps(NamedTuple):
@@ -77,7 +77,7 @@ class Steps(NamedTuple):
     def terms(self, gradient: str, weights: str) -> tuple[Tensor, Tensor]:
         """What is minimised, and the measured KL; nats, (*B) each, 0 where the mask is False."""
         if self.drawn is None:
-            kl = self._exact_kl()
+            kl = self.summed(kl_exact(self.policy, self.reference, mask=self.mask_of_dist))
             return kl, kl
         drawn = self.drawn
         log_ratio = self.masked(drawn.log_prob - drawn.recorded)
@@ -87,7 +87,7 @@ class Steps(NamedTuple):
             value = ratio.detach() * kl_k2(drawn.log_prob, ref_log_prob, mask=self.mask)
             kl = ratio * kl_k1(drawn.log_prob, ref_log_prob, mask=self.mask)
         else:
-            value = kl = self._exact_kl()
+            value = kl = cast(Tensor, drawn.kl)
         if drawn.ends is None:
             return value, kl
         if weights == "step":
@@ -112,12 +112,19 @@ class Steps(NamedTuple):
         """The log-prob of the actions, (*B)."""
         return self.summed(*log_probs_by_part(dist, self.data, self.action))
 
-    def _exact_kl(self) -> Tensor:
+    @property
+    def mask_of_dist(self) -> Tensor | None:
+        """True where the distributions count, of their batch shape."""
         shape, mask = self.policy.batch_shape, self.mask
         if self.acts is not None and shape[: self.acts.ndim] == self.acts.shape:
             mask = self.acts
-        mask = None if mask is None else expand_right(mask, shape)
-        return self.summed(kl_exact(self.policy, self.reference, mask=mask))
+        return None if mask is None else expand_right(mask, shape)
+
+    def log_prob_and_kl(self) -> tuple[Tensor, Tensor]:
+        """The log-prob of the actions under the policy, and the KL, (*B) each."""
+        pair = (self.policy, self.reference)
+        parts, kl = log_prob_and_kl(*pair, self.data, self.action, self.mask_of_dist)
+        return self.summed(*parts), self.summed(kl)
 
     def masked(self, values: Tensor) -> Tensor:
         """Values (*B), 0 where the mask is False."""
@@ -191,7 +198,8 @@ class KLPenaltyLoss(LossModule):
         Y. Tang, R. Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025).
 
     Example:
-        >>> from torchrl_kl import GPT, CausalLMActor, KLPenaltyLoss
+        >>> from torchrl_kl import KLPenaltyLoss
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> batch = actor(DigitLanguageEnv(batch_size=(5,)).reset())
@@ -339,22 +347,23 @@ class KLPenaltyLoss(LossModule):
         reward = log_ratio = None
         with evaluating(self.actor_network):
             steps, _, kl = self._terms(tensordict)
-            if self.controller.reads_rewards and not self.feed.frozen:
+            usable = steps.share >= FEWEST
+            if self.controller.reads_rewards and not self.feed.frozen and usable:
                 reward, log_ratio = self._rewards(tensordict, steps)
         reading = self.feed.read(
             self.controller,
             tensordict,
             kl.unsqueeze(-1),
             steps.mask,
-            done_key=self.tensor_keys.done,
+            keys=self._named_keys,
             time_dim=self.time_dim,
             observed=self.actor_network.in_keys,
-            state_lengths=state_lengths(self.actor_network),
+            state_lengths=as_kl_actor(self.actor_network).state_lengths,
             reward=reward,
             log_ratio=log_ratio,
         )
-        if steps.share < FEWEST:
-            reading = reading._replace(values=None, rewards=None)
+        if not usable:
+            reading = reading._replace(values=None)
         elif self.controller.per == "step" and not planning and steps.acts is not None:
             # The mean over those who act, of whom a step may have any number.
             acting = steps.acts.unsqueeze(-1).flatten(tensordict.batch_dims)  # (*B, agents)
@@ -362,7 +371,6 @@ class KLPenaltyLoss(LossModule):
             means = kl * acting.shape[-1] / n_acting.clamp_min(1)
             values = means.flatten().repeat_interleave(n_acting.flatten())
             reading = reading._replace(values=None if reading.values is None else values)
-        self.feed.plan(self.controller, reading)
         self.feed.learn(self.controller, reading)
         return self.controller.coeff.item()
 
@@ -386,22 +394,33 @@ class KLPenaltyLoss(LossModule):
             raise ValueError(f"a reward that is planned from must have shape {shape}, {got}.")
         if not self.controller.planning:  # it then needs no log-ratios
             return reward, torch.zeros_like(reward)
-        drawn = steps.drawn or self._drawn(tensordict, steps)
-        ref_log_prob = steps.log_prob_of(steps.reference)
-        return reward, (drawn.recorded - ref_log_prob).unsqueeze(-1)
+        log_ratio = self._recorded(tensordict, steps) - steps.log_prob_of(steps.reference)
+        return reward, log_ratio.unsqueeze(-1)
 
     def _outcomes(self, tensordict: TensorDictBase, mask: Tensor | None) -> Tensor | None:
-        """The advantage of each trajectory at its last step, (*B, 1), if it has only one."""
+        """The advantage of each trajectory where it last counts, (*B, 1), if it has only one."""
         advantage, shape = tensordict.get(self.tensor_keys.advantage, None), tensordict.batch_size
         in_time = find_time_dim(tensordict, self.time_dim) is not None
         if advantage is None or not in_time or advantage.shape != (*shape, 1):
             return None
-        step = cast(TensorDictBase, tensordict.get("next"))
-        ends = batches.find_ends(step, self.tensor_keys.done, advantage.shape).clone()
-        if mask is not None:  # a trajectory ends before padding, too
-            ends[..., :-1, :] |= ~mask[..., 1:, None]
-        one = (advantage.diff(dim=-2) == 0) | ends[..., :-1, :]
-        return torch.where(ends, advantage, 0.0) if one.all() else None
+        flags = self._flags(tensordict, mask)
+        last, counts = flags.last.long(), flags.counts.flatten()
+        last[..., -1:] = 1
+        number = last.flatten().cumsum(0) - last.flatten()  # of its trajectory
+        values, numbers = advantage.flatten()[counts], number[counts]
+        goes_on = numbers.diff() == 0
+        if (values.diff()[goes_on] != 0).any():
+            return None
+        ended = torch.isin(numbers, number[flags.ends.flatten()])  # the end itself need not count
+        ended[:-1] &= ~goes_on
+        outcomes = torch.zeros_like(advantage)
+        outcomes[flags.counts] = torch.where(ended, values, 0.0).unsqueeze(-1)
+        return outcomes
+
+    def _flags(self, tensordict: TensorDictBase, mask: Tensor | None) -> batches.Flags:
+        """Those of all agents together."""
+        shape = (*tensordict.batch_size, 1)
+        return batches.flags(tensordict, self._named_keys, shape, mask)
 
     def _terms(self, tensordict: TensorDictBase) -> tuple[Steps, Tensor, Tensor]:
         """The steps; what is minimised, before the coefficient, and the measured KL, (*B) each."""
@@ -438,15 +457,25 @@ class KLPenaltyLoss(LossModule):
         agents = actions.batch_size(tensordict)[tensordict.batch_dims :]
         return steps, value / agents.numel(), kl.detach() / agents.numel()
 
-    def _drawn(self, tensordict: TensorDictBase, steps: Steps) -> Drawn:
+    def _recorded(self, tensordict: TensorDictBase, steps: Steps) -> Tensor:
         refuse_own_log_prob(self.actor_network)
         keys = LogProbKeys(self.tensor_keys.sample_log_prob).keys
-        recorded = [get_required(tensordict, key, _NO_LOG_PROB).detach() for key in keys]
-        log_prob, ends = steps.log_prob_of(steps.policy), None
+        parts = [get_required(tensordict, key, _NO_LOG_PROB).detach() for key in keys]
+        return steps.summed(*parts)
+
+    def _drawn(self, tensordict: TensorDictBase, steps: Steps) -> Drawn:
+        recorded = self._recorded(tensordict, steps)
+        if self.gradient == "k2":
+            log_prob, kl = steps.log_prob_of(steps.policy), None
+        else:
+            log_prob, kl = steps.log_prob_and_kl()
+        ends = None
         if self._reads_trajectories:
-            done_key = unravel_key(("next", self.tensor_keys.done))
-            ends = find_last_steps(tensordict, steps.mask, done_key, self.actor_network.in_keys)
-        return Drawn(log_prob, steps.summed(*recorded), ends)
+            flags = self._flags(tensordict, steps.mask)
+            states = batches.read_states(tensordict, self.actor_network.in_keys)
+            batches.require_order(states, flags.may_differ)
+            ends = flags.last
+        return Drawn(log_prob, recorded, ends, kl)
 
     def _distributions(self, tensordict: TensorDictBase) -> tuple[Distribution, Distribution]:
         timed = find_time_dim(tensordict, self.time_dim) is not None
@@ -464,8 +493,6 @@ class KLPenaltyLoss(LossModule):
         # A shared reference may receive gradients elsewhere.
         with torch.no_grad():
             reference = self.reference.get_dist(tensordict, timed=timed)
-        if isinstance(policy, TiledCategorical):
-            policy.also = None if self.gradient == "k2" else reference
         return policy, reference
 
 
@@ -513,29 +540,11 @@ def finite_padding(data: TensorDictBase, mask: Tensor, keys: list[NestedKey]) ->
     data = data.copy()  # there, NaN times a gradient of 0 would be NaN
     for key in batches.leaf_keys(data, keys):
         value = data.get(key, None)
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if is_floating(value):
             counts = mask if value.shape[: mask.ndim] == mask.shape else rows
             valid = expand_right(counts, value.shape) | value.isfinite()
             data.set(key, torch.where(valid, value, 0.0))
     return data
-
-
-def find_last_steps(
-    tensordict: TensorDictBase, mask: Tensor | None, done_key: NestedKey, observed: list[NestedKey]
-) -> Tensor:
-    """True where a step is done or followed by another id, (*B); `observed` show the order."""
-    fix = "trajectories end there; name it with `set_keys(done=...)`."
-    ends = expand_right(get_required(tensordict, done_key, fix), tensordict.batch_size).clone()
-    ids = tensordict.get(batches.TRAJECTORY_KEY, None)
-    if ids is not None:
-        ids = ids.reshape(tensordict.batch_size)
-        ends[..., :-1] |= ids[..., 1:] != ids[..., :-1]
-    padded = torch.zeros_like(ends) if mask is None else ~mask
-    # (*R, T - 1): between a step and the next one.
-    may_differ = (ends | padded)[..., :-1] | padded[..., 1:]
-    fix = "The loss adds up along trajectories: shuffle whole rows, not steps."
-    batches.require_order(tensordict, observed, may_differ, fix)
-    return ends
 
 
 def refuse_penalized(tensordict: TensorDictBase, kl_coeff: NestedKey) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
 from torchrl.data import Composite
 
 from torchrl_kl.batches import counted
 from torchrl_kl.controllers import KLController
 from torchrl_kl.keys import KLKeys, as_keys
-from torchrl_kl.transforms.base import require_spec
-from torchrl_kl.transforms.penalty import NO_KL, PenaltyTransform
-from torchrl_kl.transforms.steps import counted_steps, without_random
+from torchrl_kl.transforms.base import KLTransform, Leaf, require_spec
+from torchrl_kl.transforms.penalty import NO_KL, Penalizing, Penalty, without_random
 
 
-class RewardAdjustmentTransform(PenaltyTransform):
+class RewardAdjustmentTransform(Penalizing, KLTransform):
     """Subtracts the KL, `reward = task_reward - coeff * kl`, and feeds the controller.
 
     Each step is penalized with the coefficient of that moment. The KL of finished trajectories (of
@@ -78,25 +78,25 @@ class RewardAdjustmentTransform(PenaltyTransform):
         keys: KLKeys | None = None,
         time_dim: int | None = None,
     ):
-        named = as_keys(keys).resolve()
-        super().__init__(
-            controller, named, in_keys=[named.kl], update_every=update_every, time_dim=time_dim
-        )
+        self.keys = as_keys(keys).resolve()
+        penalty = Penalty(controller, self.keys, update_every=update_every, time_dim=time_dim)
+        super().__init__([self.keys.reward, self.keys.kl], penalty.writes)
+        self.penalty = penalty
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        step = self.read_step(next_tensordict, counted(tensordict, self.keys))
-        self.adjust_env_step(tensordict, next_tensordict, step)
+        measured = self.penalty.read(next_tensordict, counted(tensordict, self.keys))
+        self.penalty.env_step(tensordict, next_tensordict, measured)
         return next_tensordict
 
-    def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
+    def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
+        """Penalizes a batch whose KL was measured."""
         following = batch.get("next")
-        self.refuse_penalized(following, "the batch")
-        mask = without_random(following, self.keys, counted_steps(batch, self.keys, fake))
-        self.adjust_batch(batch, self.read_step(following, mask), moves=moves)
+        self.penalty.refuse_penalized(following, "the batch")
+        measured = self.penalty.read(following, without_random(following, self.keys, mask))
+        self.penalty.batch(batch, measured, moves=moves)
 
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the task reward, the coefficient and the running sum."""
-        self.refuse_penalized(observation_spec, "the env")
-        kl = require_spec(observation_spec, self.keys.kl, NO_KL)
-        self.declare_penalty(observation_spec, kl.shape, kl.dtype)
-        return observation_spec
+    def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
+        """The task reward, the coefficient and the running sum."""
+        self.penalty.refuse_penalized(spec, "the env")
+        kl = require_spec(spec, self.keys.kl, NO_KL)
+        return self.penalty.leaves(self.parent_env.full_reward_spec, kl.shape, kl.dtype)

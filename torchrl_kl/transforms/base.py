@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
@@ -16,7 +16,7 @@ from torchrl.envs.transforms import Transform
 from typing_extensions import Self
 
 from torchrl_kl._torchrl import container_of
-from torchrl_kl.batches import expand_right
+from torchrl_kl.batches import AUTORESET_KEY, counted, expand_right
 from torchrl_kl.keys import (
     MissingKeyError,
     ResolvedKeys,
@@ -25,34 +25,64 @@ from torchrl_kl.keys import (
     get_stored,
     sibling,
 )
-from torchrl_kl.transforms.placement import later_siblings, recorded_keys, refuse_wrong_order
+from torchrl_kl.transforms.placement import later_siblings, refuse_wrong_order
 
 
-class KLTransform(Transform):
-    """Base of the transforms: they work in `_step` or on a batch, and do not change their input."""
+class Leaf(NamedTuple):
+    """An entry of a spec, unbounded or a flag."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    holder: torch.Size  # batch size of the nested tensordict that holds it, if that is missing
+
+
+class KLTransform(Transform, ABC):
+    """What TorchRL sees of a transform: it works in `_step` or on a batch, and copies its input."""
 
     keys: ResolvedKeys
-    record = True  # whether it writes more than its result
+    recorded_keys: Sequence[NestedKey] = ()  # what its estimate reads that the policy recorded
     needs_ends = False  # whether it has to see where trajectories end
     _home: Any = None  # a weak reference to its env
     _was_reset = False  # and has not been stepped since
 
+    def __init__(self, in_keys: Sequence[NestedKey], out_keys: Sequence[NestedKey]):
+        if twice := sorted({str(key) for key in out_keys if out_keys.count(key) > 1}):
+            raise ValueError(
+                f"`keys` must name different entries, got {', '.join(twice)} for several of them: "
+                "each would overwrite another."
+            )
+        super().__init__(in_keys=[*in_keys], out_keys=[*out_keys])
+
+    @abstractmethod
+    def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
+        """Processes a shallow copy of a batch (*B) in place; `mask`: where steps count, (*B, *A).
+
+        `moves`: whether it moves the controller.
+        """
+
+    @abstractmethod
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """Processes an env step (*B), of which `next_tensordict` is "next"."""
+
+    @abstractmethod
+    def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
+        """What it adds to the observation spec `spec` of its env; raises where it cannot work."""
+
     @property
     def parent_env(self) -> EnvBase:
         """The env up to this transform; available while a spec is made or the env steps."""
-        return cast(EnvBase, self.parent)
+        try:
+            return cast(EnvBase, self.parent)
+        except IndexError:  # the first transform of a Compose that begins another one
+            return cast(TransformedEnv, self.env).base_env
 
     @property
     def env(self) -> EnvBase | None:
         """The env that the transform is attached to, if any."""
-        # A container is an env or a Compose; TorchRL's `container` raises in a replay buffer.
-        container = container_of(self)
-        while container is not None and not isinstance(container, EnvBase):
-            container = container_of(cast(Transform, container))
-        return container
+        return env_of(self)
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        """Refuses a second env, even inside a Compose, where TorchRL would allow it."""
+        """Refuses a second env, even inside a Compose, and an env in which it cannot work."""
         super().set_container(container)
         env, home = self.env, self._home and self._home()
         if env is None:
@@ -65,13 +95,14 @@ class KLTransform(Transform):
                 "with those of this one: build one for each env, with the same `controller` if "
                 "they share it."
             )
-        vars(self)["_home"] = weakref.ref(env)
+        self._home = weakref.ref(env)
         self.training = True  # `append_transform` has called `eval()`; see `train`
+        self.leaves(self.parent_env.full_observation_spec)
 
     def clone(self) -> Self:
         """A transform for another env."""
         other = super().clone()
-        vars(other)["_home"] = None
+        other._home = None
         return other
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,15 +118,15 @@ class KLTransform(Transform):
             self.training = True
         return self
 
-    @abstractmethod
-    def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
-        """Processes a shallow copy of a batch (*B) in place; `fake`: all of its data are zeros."""
-
     def _process(self, tensordict: TensorDictBase, *, moves: bool) -> TensorDictBase:
         """A processed shallow copy of a batch (*B), which `moves` the controller or not."""
         refuse_wrong_order(self, KLTransform)
         batch, fake = open_batch(tensordict)
-        self._process_copy(batch, fake=fake, moves=moves and not fake)
+        if fake:  # none of its steps counts
+            mask = torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device)
+        else:
+            mask = counted(batch, self.keys)
+        self.adjust(batch, mask, moves=moves and not fake)
         return batch
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -120,8 +151,9 @@ class KLTransform(Transform):
         keys = set(self.out_keys)
         random = tensordict.get(self.keys.not_drawn, None)
         # After a reset, what random steps of the reset itself (`NoopResetEnv`) left goes, too.
-        if not vars(self).pop("_was_reset", False) or random is None or not random.any():
+        if not self._was_reset or random is None or not random.any():
             keys.difference_update(self.carried())
+        self._was_reset = False
         for key in keys:
             value = tensordict.get(key, None)
             if value is not None:
@@ -138,7 +170,7 @@ class KLTransform(Transform):
             if key in spec.keys(True, True):
                 tensordict_reset.set(key, spec[key].zero(leading))
         rows = (mask for key, mask in tensordict.items(True, True) if as_tuple(key)[-1] == "_reset")
-        vars(self)["_was_reset"] = all(mask.all() for mask in rows)
+        self._was_reset = all(mask.all() for mask in rows)
         return tensordict_reset
 
     def _reset_on_native_autoreset(self, tensordict, tensordict_reset):
@@ -152,15 +184,35 @@ class KLTransform(Transform):
                 tensordict_reset.set(key, zeroed)
         return tensordict_reset
 
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds all entries but the reward; RuntimeError if the env has one of them already."""
+        leaves = self.leaves(observation_spec)
+        shared = (self.keys.not_drawn, AUTORESET_KEY)  # by all stacks
+        there = observation_spec.keys(True, True)
+        if taken := [key for key in leaves if key not in shared and key in there]:
+            raise RuntimeError(
+                f"{type(self).__name__} would overwrite {taken}, which the env has already: give "
+                'this transform other keys, such as `keys=KLKeys.named("second")`, and a recurrent '
+                "reference of its own."
+            )
+        for key, leaf in leaves.items():
+            add_spec(observation_spec, key, *leaf)
+        return observation_spec
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """A penalized reward has no bounds."""
+        key = self.keys.penalized
+        if key in self.out_keys and key == self.keys.reward:
+            leaf = reward_spec[key]
+            add_spec(reward_spec, key, leaf.shape, leaf.dtype, reward_spec.shape)
+        return reward_spec
+
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Adds the entries that go on from step to step to the state spec."""
         # Batched envs carry only actions and what is in the state spec to their workers.
-        before = self.parent_env.full_observation_spec.clone()
-        declared: Any = self.transform_observation_spec(before)
+        leaves = self.leaves(self.parent_env.full_observation_spec)
         for key in self.carried():
-            leaf = declared[key]
-            holder = declared[as_tuple(key)[:-1]] if isinstance(key, tuple) else declared
-            add_spec(state_spec(input_spec), key, leaf.shape, leaf.dtype, holder.shape)
+            add_spec(state_spec(input_spec), key, *leaves[key])
         return input_spec
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
@@ -172,24 +224,24 @@ class KLTransform(Transform):
     def drop_record(self, tensordict: TensorDictBase) -> None:
         """Drops from a measured batch what the policy recorded for this estimate alone."""
         # Logits (*B, V) would fill a replay buffer. The last transform that reads them drops them.
-        own, *later = (recorded_keys(each) for each in (self, *later_siblings(self)))
-        for key in own.difference(*later):
+        later = [each for each in later_siblings(self) if isinstance(each, KLTransform)]
+        for key in {*self.recorded_keys}.difference(*(each.recorded_keys for each in later)):
             tensordict.pop(key, None)
-
-    def claim(self, spec: Composite, keys: Iterable[NestedKey]) -> None:
-        """RuntimeError if the env already has one of the keys that this transform declares."""
-        if taken := [key for key in keys if key in spec.keys(True, True)]:
-            raise RuntimeError(
-                f"{type(self).__name__} would overwrite {taken}, which the env has already: give "
-                'this transform other keys, such as `keys=KLKeys.named("second")`, and a recurrent '
-                "reference of its own."
-            )
 
     def log_prob_shape(self) -> torch.Size:
         """The batch shape, in the env, of the tensordict that holds the action."""
         path, spec = self.keys.recorded.branch, self.parent_env.full_action_spec
         holder = spec[path] if path and path in spec.keys(True) else None  # or an action
         return holder.shape if isinstance(holder, Composite) else self.parent_env.batch_size
+
+
+def env_of(transform: Transform) -> EnvBase | None:
+    """The env that a transform is attached to, also within a Compose."""
+    # A container is an env or a Compose; TorchRL's `container` raises in a replay buffer.
+    container = container_of(transform)
+    while container is not None and not isinstance(container, EnvBase):
+        container = container_of(cast(Transform, container))
+    return container
 
 
 def add_spec(

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from typing import cast
-
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Composite
 
-from torchrl_kl.actors.policy import Acting
-from torchrl_kl.actors.reading import require_recording
 from torchrl_kl.actors.references import Switch, as_reference
-from torchrl_kl.batches import counted, expand_right
+from torchrl_kl.batches import counted
+from torchrl_kl.functional.estimators import ESTIMATORS
 from torchrl_kl.functional.numbers import working_dtype
 from torchrl_kl.keys import KLKeys, as_keys, get_required
-from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec
-from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate, require_one_kind
-from torchrl_kl.transforms.steps import (
-    ScoringTransform,
-    counted_steps,
-    measure,
-    without_random,
-)
+from torchrl_kl.transforms.base import KLTransform, Leaf, require_spec
+from torchrl_kl.transforms.estimates import Estimator, check_estimator
+from torchrl_kl.transforms.scorer import Scored, measure
+from torchrl_kl.transforms.scoring import ScoringTransform, make_scorer
 
 
 class ReferenceModelLogProbTransform(ScoringTransform):
@@ -34,8 +27,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         writes ("next", "ref_log_prob"): nats per step, batch shape of the tensordict that holds the
         action, 0 where a random policy acted. A recurrent reference adds ("next", "ref_<state>").
         In an env, ("next", "not_drawn"): whether an action of the trajectory so far was not drawn
-        from the policy, as in deterministic or random steps; on a batch, whether the step's was
-        not, if any was not.
+        from the policy, as in deterministic or random steps.
 
     Args:
         actor, reference, keys, time_dim: as for KLConstrainedTransform.
@@ -44,13 +36,14 @@ class ReferenceModelLogProbTransform(ScoringTransform):
     Raises:
         TypeError: if `actor` has no distribution, or `reference` has another type than allowed.
         ValueError: if `actor` has uninitialised weights or records no log-prob, or the estimator is
-            unknown, or "exact" and `reference` has another kind of distribution; if policy or
-            reference has no density, or the bounds of a TanhNormal of the reference are narrower.
+            unknown; if policy or reference has no density, or the bounds of a TanhNormal of the
+            reference are narrower; for "exact", if their parameters differ in shape.
         KeyError: if the policy ran but did not record its log-prob, or its top k.
         RuntimeError: on a batch, if the reference is recurrent and its state is unknown.
 
     Example:
-        >>> from torchrl_kl import GPT, CausalLMActor, ReferenceModelLogProbTransform
+        >>> from torchrl_kl import ReferenceModelLogProbTransform
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> rollout = DigitLanguageEnv(batch_size=(2,)).rollout(4, actor)
@@ -70,50 +63,35 @@ class ReferenceModelLogProbTransform(ScoringTransform):
     ):
         keys = as_keys(keys)
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob)
-        if keys.log_prob is None:
-            require_recording(actor)
-        self.keys = keys.resolve(frozen.log_prob_key)
-        frozen.name_states(self.keys.ref_log_prob)
+        own = reference is None
+        scorer, self.keys = make_scorer(actor, frozen, keys, estimator, own, time_dim=time_dim)
         # TorchRL wants each of the out_keys in the env's specs.
         super().__init__(
-            in_keys=[*frozen.in_keys, *frozen.action_keys],
-            out_keys=[self.keys.ref_log_prob, self.keys.not_drawn, *frozen.own_state_keys],
+            [*frozen.in_keys, *frozen.action_keys],
+            [self.keys.ref_log_prob, self.keys.not_drawn, *frozen.own_state_keys],
         )
-        self.reference, self.time_dim = frozen, time_dim
-        self.acting = Acting.of(actor, frozen.recorded)
-        self.estimate = make_estimate(estimator, frozen.actor, self.keys)
-        if estimator == "exact":  # of KLDivergenceTransform, which knows only one actor
-            require_one_kind(actor, frozen.actor)
-        if reference is None:
-            self.watch_first_use(actor)
+        self.scorer = scorer
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self._write(next_tensordict, self._take_score(tensordict, next_tensordict))
+        self._write(next_tensordict, self.take_score(tensordict, next_tensordict))
         return next_tensordict
 
-    def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
-        step = self.score_batch(batch, fake)
-        following, counts = batch.get("next"), counted_steps(batch, self.keys, fake)
-        self._write(following, step)
-        if step.mask is not None and (counts is None or not step.mask.equal(counts)):
-            # Steps of a random policy.
-            not_drawn = ~step.mask if counts is None else counts & ~step.mask
-            shape = (*cast(Tensor, step.log_prob).shape, 1)
-            following.set(self.keys.not_drawn, expand_right(not_drawn, shape).contiguous())
+    def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
+        """Scores a batch."""
+        self._write(batch.get("next"), self.scorer.batch(batch, mask))
+        self.drop_record(batch)
 
-    def _write(self, next_tensordict: TensorDictBase, step: KLStep) -> None:
-        # `ref_log_prob` (*B, *A), and for KLDivergenceTransform the reference's parameters.
-        next_tensordict.set(self.keys.ref_log_prob, step.ref_log_prob)
-        if step.of_reference is not None:
-            next_tensordict.set(self.keys.ref_params, step.of_reference)
+    def _write(self, next_tensordict: TensorDictBase, scored: Scored) -> None:
+        # Both (*B, *A); KLDivergenceTransform takes the estimate out.
+        next_tensordict.set(self.keys.ref_log_prob, scored.ref_log_prob)
+        for estimate in scored.estimates:
+            next_tensordict.set(self.keys.estimate, estimate)
 
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the log-prob under the reference and its recurrent state."""
-        self.claim(observation_spec, [self.keys.ref_log_prob])
+    def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
+        """The log-prob under the reference and its recurrent state."""
         shape = self.log_prob_shape()
-        add_spec(observation_spec, self.keys.ref_log_prob, shape, self.reference.dtype, shape)
-        self.declare_reference(observation_spec)
-        return observation_spec
+        own = {self.keys.ref_log_prob: Leaf(shape, self.reference.dtype, shape)}
+        return own | super().leaves(spec)
 
 
 class KLDivergenceTransform(KLTransform):
@@ -130,22 +108,20 @@ class KLDivergenceTransform(KLTransform):
     policy lacks support.
 
     Keys:
-        reads "action_log_prob" and ("next", "ref_log_prob"), shape (*B); for "exact" the recorded
-        parameters of the policy's distribution, for "top_k" what TopKActor records.
+        reads "action_log_prob" and ("next", "ref_log_prob"), shape (*B).
         writes ("next", "kl"): nats per step, (*B, 1); with another estimator ("next",
         "kl_estimate") too. Zero on padding (("collector", "mask") False), and in an env step where
         the action was not drawn by a policy or a batched env skips the row.
-        drops, on a batch, what the estimate has used.
 
     Args:
-        estimator, sum_agents, keys: as for KLConstrainedTransform.
-        actor: for "exact": an actor with the distribution class and the keys of policy and
-            reference.
+        estimator: as for KLConstrainedTransform. ReferenceModelLogProbTransform, with the same one,
+            passes "exact" and "top_k" on, from the pass in which it scores.
+        sum_agents, keys: as for KLConstrainedTransform.
 
     Raises:
         TypeError: if `sum_agents` is not a bool.
-        ValueError: if the estimator is unknown, "exact" has no actor, or shapes differ.
-        KeyError: if a log-prob, or what the estimator reads, is missing where a policy ran.
+        ValueError: if the estimator is unknown, or shapes differ.
+        KeyError: if a log-prob, or the estimate, is missing where a policy ran.
 
     Example:
         >>> import torch
@@ -161,28 +137,26 @@ class KLDivergenceTransform(KLTransform):
         self,
         *,
         estimator: Estimator = "k1",
-        actor: nn.Module | None = None,
         sum_agents: bool = False,
         keys: KLKeys | None = None,
     ):
-        self.keys, self.sum_agents = as_keys(keys).resolve(sum_agents=sum_agents), sum_agents
-        estimate = make_estimate(estimator, actor, self.keys)
+        check_estimator(estimator)
+        self.keys = as_keys(keys).resolve(sum_agents=sum_agents)
+        self.estimator, self.sum_agents = estimator, sum_agents
         super().__init__(
-            in_keys=[*self.keys.recorded.keys, self.keys.ref_log_prob],
-            out_keys=[self.keys.kl, *([] if estimate is None else [self.keys.kl_estimate])],
+            [*self.keys.recorded.keys, self.keys.ref_log_prob],
+            [self.keys.kl, *([] if estimator == "k1" else [self.keys.kl_estimate])],
         )
-        self.estimate = estimate
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        log_prob = self.keys.recorded.read(tensordict)  # (*B, *A); None if no policy ran
+        # (*B, *A); of a random policy there is none, and the KL is 0.
+        log_prob = self.keys.recorded.read(tensordict)
         self._measure(tensordict, next_tensordict, log_prob, counted(tensordict, self.keys))
         return next_tensordict
 
-    def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
-        following, log_prob = batch.get("next"), self.keys.recorded.require(batch)
-        mask = without_random(following, self.keys, counted_steps(batch, self.keys, fake))
-        self._measure(batch, following, log_prob, mask)
-        self.drop_record(batch)
+    def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
+        """Measures the KL of a batch."""
+        self._measure(batch, batch.get("next"), self.keys.recorded.require(batch), mask)
 
     def _measure(
         self,
@@ -192,31 +166,32 @@ class KLDivergenceTransform(KLTransform):
         mask: Tensor | None,
     ) -> None:
         ref_log_prob = get_required(next_tensordict, self.keys.ref_log_prob, _NO_REFERENCE)
-        of_reference = None
-        if self.estimate is not None:
-            of_reference = cast(TensorDictBase, next_tensordict.pop(self.keys.ref_params, None))
-            if self.estimate.policy_keys and of_reference is None and log_prob is not None:
-                get_required(next_tensordict, self.keys.ref_params, _NO_REFERENCE_PARAMS)
-        step = KLStep(log_prob, ref_log_prob, mask, of_reference=of_reference)
-        step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
-        for key, value in zip(self.out_keys, (step.kl, step.estimate), strict=False):
+        log_prob = ref_log_prob if log_prob is None else log_prob
+        estimates = []
+        if self.estimator in ("exact", "top_k"):
+            get_required(next_tensordict, self.keys.estimate, _NO_ESTIMATE)
+            estimates = [next_tensordict.pop(self.keys.estimate)]
+        elif self.estimator != "k1":
+            estimates = [ESTIMATORS[self.estimator](log_prob, ref_log_prob)]
+        n_dims = tensordict.batch_dims if self.sum_agents else None
+        scored = Scored(log_prob, ref_log_prob, estimates)
+        measured = measure(scored, mask, self.keys, sum_to=n_dims)
+        for key, value in zip(self.out_keys, (measured.kl, measured.fed), strict=False):
             next_tensordict.set(key, value)
 
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the KL and, with another estimator, the estimate."""
-        ref = require_spec(observation_spec, self.keys.ref_log_prob, _NO_REFERENCE)
-        self.claim(observation_spec, self.out_keys)
+    def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
+        """The KL and, with another estimator, the estimate."""
+        ref = require_spec(spec, self.keys.ref_log_prob, _NO_REFERENCE)
         shape = self.parent_env.batch_size if self.sum_agents else ref.shape
-        for key in self.out_keys:
-            add_spec(observation_spec, key, (*shape, 1), working_dtype(ref.dtype), shape)
-        return observation_spec
+        leaf = Leaf((*shape, 1), working_dtype(ref.dtype), shape)
+        return dict.fromkeys(self.out_keys, leaf)
 
 
 _NO_REFERENCE = (
     "put ReferenceModelLogProbTransform before this transform, or name its entry with "
     "`KLKeys(ref_log_prob=...)`."
 )
-_NO_REFERENCE_PARAMS = (
+_NO_ESTIMATE = (
     "put ReferenceModelLogProbTransform with the same `estimator` before this transform, both into "
     "the env or both on the batch."
 )

@@ -4,230 +4,195 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor
-from torchrl.data import Composite
-from torchrl.envs import EnvBase
-from torchrl.envs.transforms import Transform
+from torch import Tensor, nn
+from torchrl.data import Composite, TensorSpec
 from typing_extensions import Self
 
-from torchrl_kl.batches import counted, expand_right, find_ends, of_values, was_done
-from torchrl_kl.controllers import KLController, KLStatistics, as_controller, is_constant
+from torchrl_kl.actors.protocol import known_lengths
+from torchrl_kl.batches import counted, expand_right, find_ends, of_values
+from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.feeding import ControllerFeed, Reading
 from torchrl_kl.functional.numbers import check_finite, widened, working_dtype
 from torchrl_kl.keys import ResolvedKeys, get_required, sibling
-from torchrl_kl.transforms.base import KLTransform, add_spec, require_spec
-from torchrl_kl.transforms.estimates import KLStep
+from torchrl_kl.transforms.base import Leaf, require_spec
 from torchrl_kl.transforms.placement import refuse_sums
-from torchrl_kl.transforms.steps import check_reward, penalize, without_random
+from torchrl_kl.transforms.scorer import Measured
+
+NO_KL = "put KLDivergenceTransform before this transform, or name its entry with `KLKeys(kl=...)`."
+_NO_REWARD = "name the reward to penalize: `KLKeys(reward=...)`, or KLRewardTransform's `in_keys`."
+_NO_SUM = (
+    "the running sum is carried from step to step. Reset the env first, and let no later transform "
+    "drop or rename that entry."
+)
 
 
-class PenaltyTransform(KLTransform):
-    """Base of the transforms that subtract the penalty; see RewardAdjustmentTransform."""
+class Penalty(nn.Module):
+    """Subtracts `coeff * kl` from rewards, and feeds the controller; see RewardAdjustmentTransform.
 
-    observed: Sequence[NestedKey] | None = None  # they show whether steps follow one another
-    state_lengths: Mapping[NestedKey, NestedKey] = {"tokens": "position"}
+    `records`: whether it writes more than the result and the coefficient; `observed`: keys of what
+    shows whether steps follow one another; `state_lengths`: see `batches.read_states`.
+    """
 
     def __init__(
         self,
         controller: KLController | float,
         keys: ResolvedKeys,
         *,
-        in_keys: Sequence[NestedKey],
-        out_keys: Sequence[NestedKey] = (),
         update_every: int | None = None,
         time_dim: int | None = None,
+        records: bool = True,
+        observed: Sequence[NestedKey] | None = None,
+        state_lengths: Mapping[NestedKey, NestedKey] | None = None,
     ):
-        self.keys, self.time_dim = keys, time_dim
-        controller = as_controller(controller)
-        recorded = [keys.task_reward, keys.episode_kl] if self.record else []
-        # In an env, the sums of a trajectory from which a coefficient is planned are an entry, too.
-        self._plans = self.record and controller.reads_rewards and controller.per == "trajectory"
-        recorded += [keys.episode_sums] if self._plans else []
-        written = [self.keys.penalized, keys.kl_coeff, *recorded, *out_keys]
-        if twice := sorted({str(key) for key in written if written.count(key) > 1}):
-            raise ValueError(
-                f"`keys` must name different entries, got {', '.join(twice)} for several of them: "
-                "each would overwrite another."
-            )
-        super().__init__(in_keys=[keys.reward, *in_keys], out_keys=written)
-        self.controller, self.feed = controller, ControllerFeed(update_every)
+        super().__init__()
+        self.controller, self.feed = as_controller(controller), ControllerFeed(update_every)
+        self.keys, self.time_dim, self.records = keys, time_dim, records
+        self.observed = observed
+        self.state_lengths = known_lengths() if state_lengths is None else state_lengths
+        self.writes = [keys.penalized, keys.kl_coeff]
+        if records:
+            self.writes += [keys.task_reward, keys.episode_kl]
+            # In an env, the sums of a trajectory from which a coefficient is planned, too.
+            if self.controller.reads_rewards and self.controller.per == "trajectory":
+                self.writes.append(keys.episode_sums)
 
     @property
-    def needs_ends(self) -> bool:  # type: ignore[override]
-        """Whether its controller is fed finished trajectories."""
-        return self.controller.per == "trajectory" and not is_constant(self.controller)
+    def measures_only(self) -> bool:
+        """Whether the coefficient is, and stays in this call, 0: nothing is subtracted."""
+        return self.controller.coeff.item() == 0 and not self.controller.planning
 
-    @property
-    def statistics(self) -> KLStatistics:
-        """The KL values pooled since the controller's last update."""
-        return self.feed.statistics
-
-    @property
-    def frozen(self) -> bool:
-        """Whether the controller is stopped, also in all clones."""
-        return self.feed.frozen
-
-    def freeze(self) -> Self:
-        """Stops the controller; rewards are penalized with its present coefficient."""
-        self.feed.frozen = True
-        return self
-
-    def unfreeze(self) -> Self:
-        """Lets the controller be updated again."""
-        self.feed.frozen = False
-        return self
-
-    def _check(self, step: KLStep, reward: Tensor) -> None:
+    def check(self, measured: Measured, reward: Tensor) -> None:
         """Refuses wrong shapes and invalid numbers, before anything changes."""
-        kl = cast(Tensor, step.kl)
+        kl, fed, mask, log_probs = measured
         check_reward(kl.shape, reward, self.keys.reward)
         # At first all at once, in a few microseconds.
         total = kl.detach().sum() + reward.detach().sum()
-        total = total if step.estimate is None else total + step.estimate.detach().sum()
+        total = total if fed is kl else total + fed.detach().sum()
         if torch.compiler.is_compiling() or math.isfinite(total.item()):
             return
-        entries: dict[NestedKey, Tensor | None] = {
-            self.keys.recorded.name: step.log_prob,
-            self.keys.ref_log_prob: step.ref_log_prob,
-            self.keys.kl: kl,
-            self.keys.kl_estimate: step.estimate,
-        }
-        if self.controller.coeff.item() == 0 and not self.controller.planning:
-            # It only measures: an infinite KL is subtracted from nothing.
-            for key, value in entries.items():
-                entries[key] = None if value is None else value.masked_fill(value.isinf(), 0.0)
-        check_finite(type(self).__name__, entries | {self.keys.reward: reward}, step.mask)
+        entries = log_probs | {self.keys.kl: kl, self.keys.kl_estimate: fed}
+        if self.measures_only:  # an infinite KL is subtracted from nothing
+            entries = {key: value.masked_fill(value.isinf(), 0.0) for key, value in entries.items()}
+        check_finite("the KL penalty", entries | {self.keys.reward: reward}, mask)
 
-    def _penalize(self, next_tensordict: TensorDictBase, step: KLStep, reward: Tensor) -> None:
-        # The penalized reward and the coefficient have the reward's shape, (*B, *A, 1). In half
-        # precision the reward would swallow a penalty of less than its last digit.
+    def apply(self, next_tensordict: TensorDictBase, kl: Tensor, reward: Tensor) -> None:
+        """Writes the penalized reward and the coefficient, of the reward's shape, (*B, *A, 1)."""
+        # In half precision the reward would swallow a penalty of less than its last digit.
         reward = widened(reward)
-        penalized, applied = penalize(cast(Tensor, step.kl), reward, self.controller.coeff)
+        # `coeff` is 0-dim float64; the product is taken in the reward's dtype.
+        applied = torch.empty_like(reward).copy_(self.controller.coeff)
+        penalized = torch.addcmul(reward, applied, kl.to(reward.dtype), value=-1)
+        # A coefficient of 0 subtracts nothing: 0 * inf would be NaN.
+        penalized = torch.where(applied.bool(), penalized, reward)
         next_tensordict.set(self.keys.penalized, penalized)
         next_tensordict.set(self.keys.kl_coeff, applied)
-        if self.record:
+        if self.records:
             next_tensordict.set(self.keys.task_reward, reward)
 
-    def adjust_env_step(
-        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, step: KLStep
+    def env_step(
+        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, measured: Measured
     ) -> None:
         """Penalizes the reward of an env step, adds up the trajectory, and feeds the controller."""
         reward = get_required(next_tensordict, self.keys.reward, _NO_REWARD)
-        self._check(step, reward)
+        self.check(measured, reward)
         # First, so that an update of the controller does not change the coefficient of this step.
-        self._penalize(next_tensordict, step, reward)
-        if not self.record:
+        self.apply(next_tensordict, measured.kl, reward)
+        if not self.records:
             return
-        # The sum is an entry of the data, so that TorchRL sets it to zero in partial resets.
-        measured = widened(step.measured.detach())
-        episode_kl = get_required(tensordict, self.keys.episode_kl, _NO_SUM) + measured
+        # The sums are entries of the data, so that TorchRL sets them to zero in partial resets.
+        fed = widened(measured.fed.detach())
+        episode_kl = get_required(tensordict, self.keys.episode_kl, _NO_SUM) + fed
         next_tensordict.set(self.keys.episode_kl, episode_kl)
-        columns = (reward.detach().to(measured), cast(Tensor, step.kl).detach().to(measured))
-        if self._plans:
-            before = get_required(tensordict, self.keys.episode_sums, _NO_SUM)  # (*B, *A, 2)
-            next_tensordict.set(self.keys.episode_sums, before + torch.cat(columns, -1))
-        if self.frozen:
+        sums = torch.cat([reward.detach().to(fed), measured.kl.detach().to(fed)], -1)
+        if self.keys.episode_sums in self.writes:  # (*B, *A, 2)
+            sums = sums + get_required(tensordict, self.keys.episode_sums, _NO_SUM)
+            next_tensordict.set(self.keys.episode_sums, sums)
+        if self.feed.frozen:
             return
-        taken = self._taken(tensordict, next_tensordict, step.mask, measured)
-        if not taken.any():
-            self.feed.pool(self.controller, measured.new_zeros(0), in_env=True)
-            return
-        values = (measured if self.controller.per == "step" else episode_kl)[taken]
+        taken = self._taken(tensordict, next_tensordict, measured.mask, fed)
+        values = (fed if self.controller.per == "step" else episode_kl)[taken]
         planning = self.controller.planning
-        if self.controller.reads_rewards:
-            sums = next_tensordict.get(self.keys.episode_sums, torch.cat(columns, -1))
+        if self.controller.reads_rewards and len(values):
             rewards, log_ratios = sums[taken.squeeze(-1)].double().unbind(-1)
             self.feed.plan_from(self.controller, rewards, log_ratios=log_ratios)
-        if planning:
-            values = values[:0]  # says nothing about what is planned
-        self.feed.pool(self.controller, values, in_env=True)
+        # That from which a coefficient is planned says nothing about it.
+        self.feed.pool(self.controller, values[: 0 if planning else None], in_env=True)
 
     def _taken(
         self,
         tensordict: TensorDictBase,
         next_tensordict: TensorDictBase,
         mask: Tensor | None,
-        measured: Tensor,
+        fed: Tensor,
     ) -> Tensor:
-        """True where an env step tells the controller something, shape of `measured`."""
-        taken, shape = torch.ones_like(measured, dtype=torch.bool), measured.shape
+        """True where an env step tells the controller something, shape of `fed`."""
+        taken, shape = torch.ones_like(fed, dtype=torch.bool), fed.shape
         if self.controller.per == "trajectory":
-            # An agent that left while others go on was counted when it left. One whose trajectory
-            # ends need not act in that step.
-            mask, before = None, was_done(tensordict, self.keys)
-            taken = find_ends(next_tensordict, self.keys.done, shape)
-            if before is not None:
-                taken = taken & ~expand_right(cast(Tensor, of_values(before, shape)), shape)
+            # An agent whose trajectory ends need not act in that step.
+            ends, _ = find_ends(tensordict, next_tensordict, self.keys, shape)
+            taken, mask = ends.unsqueeze(-1), None
         if not taken.any():  # as in most steps
             return taken
         mask = of_values(without_random(next_tensordict, self.keys, mask), shape)
         return taken if mask is None else taken & expand_right(mask, shape)
 
-    def adjust_batch(self, tensordict: TensorDictBase, step: KLStep, *, moves: bool) -> None:
+    def batch(self, tensordict: TensorDictBase, measured: Measured, *, moves: bool) -> None:
         """Penalizes a batch (a copy), adds up its trajectories, and feeds the controller."""
         next_tensordict = tensordict.get("next")
-        if self.controller.coeff.item() != 0 or self.controller.planning:
-            refuse_sums(tensordict)
-        reward = get_required(next_tensordict, self.keys.reward, _NO_REWARD)
-        self._check(step, reward)
-        if not self.record:
-            self._penalize(next_tensordict, step, reward)
+        reward = self.open(tensordict)
+        self.check(measured, reward)
+        if not self.records:
+            self.apply(next_tensordict, measured.kl, reward)
             return
-        reading = self._read(tensordict, step, reward, moves)
         # First, so that the batch is penalized with what is planned from it.
-        self.feed.plan(self.controller, reading)
-        self._penalize(next_tensordict, step, reward)
+        reading = self._read(tensordict, measured, reward, moves)
+        self.apply(next_tensordict, measured.kl, reward)
         if reading.running is not None:
             next_tensordict.set(self.keys.episode_kl, reading.running)
         self.feed.learn(self.controller, reading)
 
+    def open(self, tensordict: TensorDictBase, fix: str = _NO_REWARD) -> Tensor:
+        """The rewards of a batch; RuntimeError if they were added up already."""
+        if not self.measures_only:
+            refuse_sums(tensordict)
+        return get_required(tensordict.get("next"), self.keys.reward, fix)
+
     def observe(self, tensordict: TensorDictBase) -> None:
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
         next_tensordict = tensordict.get("next")
-        step = self.read_step(next_tensordict, counted(tensordict, self.keys))
+        measured = self.read(next_tensordict, counted(tensordict, self.keys))
         reward = get_required(next_tensordict, self.keys.task_reward, _NO_REWARD)
-        reading = self._read(tensordict, step, reward, True)
-        self.feed.plan(self.controller, reading)
-        self.feed.learn(self.controller, reading)
+        self.feed.learn(self.controller, self._read(tensordict, measured, reward, True))
 
-    def read_step(self, next_tensordict: TensorDictBase, mask: Tensor | None) -> KLStep:
+    def read(self, next_tensordict: TensorDictBase, mask: Tensor | None) -> Measured:
         """The KL and the estimate that were measured, 0 outside the mask (*B)."""
         kl = get_required(next_tensordict, self.keys.kl, NO_KL)  # (*B, *A, 1)
-        estimate = next_tensordict.get(self.keys.kl_estimate, None)
+        fed = next_tensordict.get(self.keys.kl_estimate, kl)
         mask = of_values(mask, kl.shape)
         if mask is not None:
-            covered = expand_right(mask, kl.shape)
-            kl = torch.where(covered, kl, 0.0)
-            estimate = None if estimate is None else torch.where(covered, estimate, 0.0)
-        return KLStep(None, None, mask, kl=kl, estimate=estimate)
+            counts = expand_right(mask, kl.shape)
+            kl, fed = torch.where(counts, kl, 0.0), torch.where(counts, fed, 0.0)
+        return Measured(kl, fed, mask, {})
 
     def _read(
-        self, tensordict: TensorDictBase, step: KLStep, reward: Tensor, moves: bool
+        self, tensordict: TensorDictBase, measured: Measured, reward: Tensor, moves: bool
     ) -> Reading:
         return self.feed.read(
             self.controller,
             tensordict,
-            step.measured.detach(),
-            step.mask,
-            done_key=self.keys.done,
+            measured.fed.detach(),
+            measured.mask,
+            keys=self.keys,
             time_dim=self.time_dim,
             observed=self.observed,
             state_lengths=self.state_lengths,
             reward=reward.detach(),
-            log_ratio=cast(Tensor, step.kl).detach(),
+            log_ratio=measured.kl.detach(),
             trace=moves,
         )
-
-    def set_container(self, container: Transform | EnvBase) -> None:
-        """Refuses an env whose reward is penalized already."""
-        super().set_container(container)
-        # There is no parent yet in a Compose that no env has.
-        if self.parent is not None:
-            self.refuse_penalized(self.parent_env.full_observation_spec, "the env")
 
     def refuse_penalized(self, entries: Composite | TensorDictBase, where: str) -> None:
         """RuntimeError if the coefficient is among the entries: the reward was penalized before."""
@@ -241,36 +206,90 @@ class PenaltyTransform(KLTransform):
                 'reference or another reward use other keys: `keys=KLKeys.named("second")`.'
             )
 
-    def declare_penalty(self, spec: Composite, kl_shape: torch.Size, dtype: torch.dtype) -> None:
-        """Adds what the penalty records; ValueError if KL and reward differ in shape."""
-        rewards = self.parent_env.full_reward_spec
+    def leaves(
+        self, rewards: Composite, kl_shape: torch.Size, dtype: torch.dtype
+    ) -> dict[NestedKey, Leaf]:
+        """What it adds to an observation spec; ValueError if KL and reward differ in shape."""
         reward = require_spec(rewards, self.keys.reward, _NO_REWARD, "reward")
         check_reward(kl_shape, reward, self.keys.reward, in_env=True)
-        # Entries like the reward. They are in the observation spec, not in the reward spec, where
-        # a RewardSum without arguments would sum them too.
-        new = {self.keys.kl_coeff, self.keys.penalized} - {self.keys.reward}
-        new |= {self.keys.task_reward} if self.record else set()
-        sums = [self.keys.episode_kl, self.keys.episode_sums] if self.record else []
-        self.claim(spec, [*new, *sums])
-        for key in sorted(new, key=str):
-            add_spec(spec, key, reward.shape, reward.dtype, reward.shape[:-1])
-        if self.record:
-            holder, dtype = kl_shape[:-1], working_dtype(dtype)
-            add_spec(spec, self.keys.episode_kl, kl_shape, dtype, holder)
-            if self._plans:
-                add_spec(spec, self.keys.episode_sums, (*holder, 2), dtype, holder)
-
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """The penalized reward has no bounds."""
-        if self.keys.penalized == self.keys.reward:
-            leaf = reward_spec[self.keys.penalized]
-            add_spec(reward_spec, self.keys.penalized, leaf.shape, leaf.dtype, reward_spec.shape)
-        return reward_spec
+        # In the observation spec, not in the reward spec, where a RewardSum would sum them too.
+        holder, dtype = kl_shape[:-1], working_dtype(dtype)
+        sums = {self.keys.episode_kl: kl_shape, self.keys.episode_sums: (*holder, 2)}
+        like_reward = Leaf(reward.shape, reward.dtype, reward.shape[:-1])
+        return {
+            key: Leaf(sums[key], dtype, holder) if key in sums else like_reward
+            for key in self.writes
+            if key != self.keys.reward
+        }
 
 
-NO_KL = "put KLDivergenceTransform before this transform, or name its entry with `KLKeys(kl=...)`."
-_NO_REWARD = "name the reward to penalize: `KLKeys(reward=...)`, or KLRewardTransform's `in_keys`."
-_NO_SUM = (
-    "the running sum is carried from step to step. Reset the env first, and let no later transform "
-    "drop or rename that entry."
-)
+class Penalizing:
+    """What a transform that owns a `Penalty` shows of it."""
+
+    penalty: Penalty
+
+    @property
+    def controller(self) -> KLController:
+        """The controller, whose coefficient is subtracted."""
+        return self.penalty.controller
+
+    @property
+    def needs_ends(self) -> bool:
+        """Whether its controller is fed finished trajectories."""
+        return self.controller.per == "trajectory" and self.controller.moves
+
+    @property
+    def statistics(self) -> KLStatistics:
+        """The KL values pooled since the controller's last update."""
+        return self.penalty.feed.statistics
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the controller is stopped, also in all clones."""
+        return self.penalty.feed.frozen
+
+    def freeze(self) -> Self:
+        """Stops the controller; rewards are penalized with its present coefficient."""
+        self.penalty.feed.frozen = True
+        return self
+
+    def unfreeze(self) -> Self:
+        """Lets the controller be updated again."""
+        self.penalty.feed.frozen = False
+        return self
+
+
+def check_reward(
+    kl: torch.Size, reward: Tensor | TensorSpec, key: NestedKey, *, in_env: bool = False
+) -> None:
+    """ValueError or TypeError for a reward that no KL of shape `kl` can be subtracted from."""
+    shape = reward.shape
+    if kl != shape:
+        n, fix = len(shape) - 1, ""
+        if shape[n:] == (1,) and kl[:n] == shape[:n] and kl.numel() > shape.numel():
+            fix = "sum it over agents for a shared reward (`sum_agents=True`), and "
+        raise ValueError(
+            f"the KL and {key!r} must have the same shape, got {tuple(kl)} and {tuple(shape)}: the "
+            f"KL would be broadcast; {fix}give the reward of an action one trailing dimension, of "
+            "size 1 (the sum, before the KL transforms, if the action takes several steps of the "
+            "env)."
+        )
+    # A batch's reward becomes float32; the spec of an env says what it is.
+    dtype: torch.dtype = reward.dtype  # type: ignore[assignment]
+    if not dtype.is_floating_point or (in_env and working_dtype(dtype) != dtype):
+        raise TypeError(
+            f"{key!r} must be floating point, in an env float32 or float64, got {dtype}: the "
+            "penalty would be rounded away. Cast the reward before the penalty, in an env with "
+            f"DTypeCastTransform({dtype}, torch.float32, in_keys=[{key!r}])."
+        )
+
+
+def without_random(
+    next_tensordict: TensorDictBase, keys: ResolvedKeys, mask: Tensor | None
+) -> Tensor | None:
+    """The mask (*B, *A) without steps whose actions were not drawn, if a part says so."""
+    not_drawn = next_tensordict.get(keys.not_drawn, None)  # (*B, *A, 1)
+    if not_drawn is None or not not_drawn.any():
+        return mask
+    drawn = ~not_drawn.flatten(next_tensordict.batch_dims).any(-1)
+    return drawn if mask is None else mask & expand_right(drawn, mask.shape)

@@ -67,16 +67,10 @@ def later_siblings(transform: Transform) -> Iterator[Transform]:
         transform, container = container, container_of(container)
 
 
-def recorded_keys(transform: Transform) -> set[NestedKey]:
-    """What the estimate of a transform, if it has one, reads of what the policy recorded."""
-    estimate = getattr(transform, "estimate", None)
-    return set() if estimate is None else {*map(unravel_key, estimate.policy_keys)}
-
-
 def _interference(later: Any, transform: Any) -> str | None:
     """How a later transform undoes, or could undo, the work of this one; None if it does not."""
     own, (written, changed) = {*transform.out_keys}, declared_keys(later)
-    read = own.union(transform.in_keys, transform.keys.recorded.keys, recorded_keys(transform))
+    read = own.union(transform.in_keys, transform.keys.recorded.keys, transform.recorded_keys)
     if type(later) in (tr.DTypeCastTransform, tr.DoubleToFloat):  # they keep what they do not round
         wide = (torch.float32, torch.float64)
         outer = later.dtype_out

@@ -7,19 +7,20 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
 from torchrl.data import Composite
 
-from torchrl_kl.actors.policy import Acting
-from torchrl_kl.actors.reading import require_recording, state_lengths
+from torchrl_kl.actors.protocol import as_kl_actor
 from torchrl_kl.actors.references import Switch, as_reference
+from torchrl_kl.batches import counted
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.functional.numbers import check_number
 from torchrl_kl.keys import KLKeys, as_keys, as_tuple
-from torchrl_kl.transforms.base import add_spec
-from torchrl_kl.transforms.estimates import Estimator, KLStep, make_estimate
-from torchrl_kl.transforms.penalty import PenaltyTransform
-from torchrl_kl.transforms.steps import ScoringTransform, measure
+from torchrl_kl.transforms.base import Leaf
+from torchrl_kl.transforms.estimates import Estimator
+from torchrl_kl.transforms.penalty import Penalizing, Penalty
+from torchrl_kl.transforms.scorer import Measured, Scored, measure
+from torchrl_kl.transforms.scoring import ScoringTransform, make_scorer
 
 
-class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
+class KLConstrainedTransform(Penalizing, ScoringTransform):
     """Measures KL(policy || reference) and subtracts it from the reward, with a coefficient.
 
     It scores each action under a frozen reference, measures the KL, and writes `reward =
@@ -53,7 +54,8 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
 
     Example:
         >>> from torchrl.envs import TransformedEnv
-        >>> from torchrl_kl import GPT, CausalLMActor, KLConstrainedTransform
+        >>> from torchrl_kl import KLConstrainedTransform
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> env = TransformedEnv(DigitLanguageEnv(), KLConstrainedTransform(actor, 0.1))
@@ -76,72 +78,89 @@ class KLConstrainedTransform(ScoringTransform, PenaltyTransform):
     ):
         keys = as_keys(keys)
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, chunk_size=chunk_size)
-        if keys.log_prob is None:
-            require_recording(actor)
-        resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
-        frozen.name_states(resolved.ref_log_prob)
-        # In the order of the values in `_write`.
-        self._written = [resolved.ref_log_prob, resolved.kl] if self.record else []
-        if estimator != "k1":
-            self._written.append(resolved.kl_estimate)
-        flags = [resolved.not_drawn] if self.record else []
-        super().__init__(
-            controller,
-            resolved,
-            in_keys=[*frozen.in_keys, *frozen.action_keys],
-            out_keys=[*self._written, *flags, *frozen.own_state_keys],
-            update_every=update_every,
+        scorer, resolved = make_scorer(
+            actor,
+            frozen,
+            keys,
+            estimator,
+            reference is None,
+            sum_agents=sum_agents,
             time_dim=time_dim,
         )
-        self.reference, self.sum_agents = frozen, sum_agents
-        self.acting = Acting.of(actor, frozen.recorded)
-        self.estimate = make_estimate(estimator, actor, resolved, frozen.actor)
-        self.observed = frozen.in_keys
-        self.state_lengths = state_lengths(actor)
-        if reference is None:
-            self.watch_first_use(actor)
+        penalty = Penalty(
+            controller,
+            resolved,
+            update_every=update_every,
+            time_dim=time_dim,
+            records=self.records,
+            observed=frozen.in_keys,
+            state_lengths=as_kl_actor(actor).state_lengths,
+        )
+        self.keys, self.sum_agents = resolved, sum_agents
+        measured = [resolved.ref_log_prob, resolved.kl] if self.records else []
+        measured += [] if scorer.estimate is None else [resolved.kl_estimate]
+        flags = [resolved.not_drawn] if self.records else []
+        super().__init__(
+            [resolved.reward, *frozen.in_keys, *frozen.action_keys],
+            [*penalty.writes, *measured, *flags, *frozen.own_state_keys],
+        )
+        self.scorer, self.penalty = scorer, penalty
 
     @property
     def measured_key(self) -> NestedKey:
         """The entry that the controller is fed."""
-        return self.keys.kl if self.estimate is None else self.keys.kl_estimate
+        return self.keys.kl if self.scorer.estimate is None else self.keys.kl_estimate
+
+    def observe(self, tensordict: TensorDictBase) -> None:
+        """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
+        self.penalty.observe(tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # `_inv_call` has scored the action before the env stepped.
-        step = self._take_score(tensordict, next_tensordict)
-        step = measure(step, tensordict, self.estimate, sum_agents=self.sum_agents)
-        self.adjust_env_step(tensordict, next_tensordict, step)
-        self._write(next_tensordict, step)
+        # `_inv_call` has scored the action before the env stepped. Rows may be skipped, which a
+        # transform before this one may decide after the score.
+        scored = self.take_score(tensordict, next_tensordict)
+        measured = self._measure(tensordict, scored, counted(tensordict, self.keys))
+        self.penalty.env_step(tensordict, next_tensordict, measured)
+        self._write(next_tensordict, scored, measured)
         return next_tensordict
 
-    def _process_copy(self, batch: TensorDictBase, *, fake: bool, moves: bool) -> None:
-        self.refuse_penalized(batch.get("next"), "the batch")
-        step = self.score_batch(batch, fake)
-        step = measure(step, batch, self.estimate, sum_agents=self.sum_agents)
-        self.adjust_batch(batch, step, moves=moves)
-        self._write(batch.get("next"), step)
+    def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
+        """Scores, measures and penalizes a batch."""
+        self.penalty.refuse_penalized(batch.get("next"), "the batch")
+        scored = self.scorer.batch(batch, mask)
+        measured = self._measure(batch, scored, mask)
+        self.penalty.batch(batch, measured, moves=moves)
+        self._write(batch.get("next"), scored, measured)
         self.drop_record(batch)
 
-    def _write(self, next_tensordict: TensorDictBase, step: KLStep) -> None:
-        # (*B, *A), then twice (*B, *A, 1), or (*B, 1) where agents are summed.
-        values = (step.ref_log_prob, step.kl, step.estimate)
-        for key, value in zip(self._written, values, strict=False):
-            next_tensordict.set(key, value)
+    def _measure(self, tensordict: TensorDictBase, scored: Scored, mask: Tensor | None) -> Measured:
+        n_dims = tensordict.batch_dims if self.sum_agents else None
+        return measure(scored, mask, self.keys, sum_to=n_dims)
 
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds all entries but the reward."""
-        self.refuse_penalized(observation_spec, "the env")
-        self.claim(observation_spec, self._written)
-        # `acting` is (*B, *A), the log-prob's shape; those of the KL are (*shape, 1).
+    def _write(self, next_tensordict: TensorDictBase, scored: Scored, measured: Measured) -> None:
+        values = {
+            self.keys.ref_log_prob: scored.ref_log_prob,
+            self.keys.kl_estimate: measured.fed,
+            self.keys.kl: measured.kl,
+        }
+        for key in values.keys() & {*self.out_keys}:
+            next_tensordict.set(key, values[key])
+
+    def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
+        """All entries but the reward."""
+        self.penalty.refuse_penalized(spec, "the env")
+        # The log-prob is (*B, *A); those of the KL are (*shape, 1).
         acting, dtype = self.log_prob_shape(), self.reference.dtype
         shape = self.parent_env.batch_size if self.sum_agents else acting
-        for key in self._written[:1]:
-            add_spec(observation_spec, key, acting, dtype, acting)
-        for key in self._written[1:]:
-            add_spec(observation_spec, key, (*shape, 1), dtype, shape)
-        self.declare_penalty(observation_spec, torch.Size((*shape, 1)), dtype)
-        self.declare_reference(observation_spec)
-        return observation_spec
+        kl = Leaf((*shape, 1), dtype, shape)
+        measured = {
+            self.keys.ref_log_prob: Leaf(acting, dtype, acting),
+            self.keys.kl: kl,
+            self.keys.kl_estimate: kl,
+        }
+        measured = {key: leaf for key, leaf in measured.items() if key in self.out_keys}
+        rewards, kl_shape = self.parent_env.full_reward_spec, torch.Size(kl.shape)
+        return measured | self.penalty.leaves(rewards, kl_shape, dtype) | super().leaves(spec)
 
 
 class KLRewardTransform(KLConstrainedTransform):
@@ -168,7 +187,8 @@ class KLRewardTransform(KLConstrainedTransform):
 
     Example:
         >>> from torchrl.envs import TransformedEnv
-        >>> from torchrl_kl import GPT, CausalLMActor, KLRewardTransform
+        >>> from torchrl_kl import KLRewardTransform
+        >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> transform = KLRewardTransform(actor, out_keys="reward_kl")
@@ -178,7 +198,7 @@ class KLRewardTransform(KLConstrainedTransform):
         tensor(True)
     """
 
-    record = False
+    records = False
 
     def __init__(
         self,
@@ -190,8 +210,7 @@ class KLRewardTransform(KLConstrainedTransform):
     ):
         reward_key = _one_key("in_keys", "reward" if in_keys is None else in_keys)
         out_key = _one_key("out_keys", reward_key if out_keys is None else out_keys)
-        # The coefficient goes next to the result, which may be in another nested tensordict.
-        keys = KLKeys().with_reward(reward_key, out_key)
+        keys = KLKeys(reward=reward_key, penalized=out_key)
         coef = coef.item() if isinstance(coef, Tensor) else coef
         controller = ConstantKLController(check_number("coef", coef, at_least=0.0))
         super().__init__(actor, controller, keys=keys)

@@ -1,0 +1,125 @@
+"""The transforms that score actions: what TorchRL sees of a `Scorer`."""
+
+from __future__ import annotations
+
+from abc import ABC
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import nn
+from torchrl.data import Composite
+from torchrl.envs import EnvBase, GymWrapper, TransformedEnv
+
+from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.actors.policy import Acting
+from torchrl_kl.actors.reading import require_recording
+from torchrl_kl.batches import AUTORESET_KEY
+from torchrl_kl.keys import KLKeys, ResolvedKeys
+from torchrl_kl.transforms.base import KLTransform, Leaf
+from torchrl_kl.transforms.estimates import Estimator, make_estimate
+from torchrl_kl.transforms.scorer import Scored, Scorer, expect_any
+
+
+class ScoringTransform(KLTransform, ABC):
+    """Base of the transforms that own a `Scorer`, in an env with the reference's state."""
+
+    scorer: Scorer
+    records = True  # whether it writes more than its result
+    _scored: Scored | None = None  # of the action of an env step, until `_step`
+
+    @property
+    def reference(self) -> FrozenActor:
+        """The frozen reference."""
+        return self.scorer.reference
+
+    @property
+    def recorded_keys(self) -> list[NestedKey]:  # type: ignore[override]
+        """What its estimate reads that the policy recorded."""
+        estimate = self.scorer.estimate
+        return [] if estimate is None else estimate.policy_keys
+
+    def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
+        """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
+        self.reference.update_reference(source, tau)
+        expect_any(self.scorer)
+
+    def carried(self) -> list[NestedKey]:
+        """The entries that go on from step to step."""
+        late = [AUTORESET_KEY] if ignores_after_end(self.env) else []
+        return [*super().carried(), *self.reference.own_state_keys, *late]
+
+    def _reset(self, tensordict, tensordict_reset):
+        """Also marks the rows whose next step only resets them."""
+        tensordict_reset = super()._reset(tensordict, tensordict_reset)
+        if ignores_after_end(self.env):  # but not if all rows are reset, which it does at once
+            shape = (*tensordict_reset.batch_size, 1)
+            mark = torch.full(shape, not self._was_reset, device=tensordict_reset.device)
+            tensordict_reset.set(AUTORESET_KEY, mark)
+        return tensordict_reset
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        # A Compose inverts from last to first: action transforms before this one have not yet
+        # turned the policy's action into the env's.
+        if (env := self.env) is not None:
+            self._scored = self.scorer.env_step(tensordict, env)
+        return super()._inv_call(tensordict)
+
+    def take_score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> Scored:
+        """The score of this env step; writes its next recurrent states, and what was not drawn."""
+        score, self._scored = self._scored, None
+        assert score is not None  # `_inv_call` came before
+        for key, state in zip(self.reference.own_state_keys, score.states, strict=True):
+            next_tensordict.set(key, state)
+        if (mark := tensordict.get(AUTORESET_KEY, None)) is not None:
+            next_tensordict.set(AUTORESET_KEY, torch.zeros_like(mark))
+        if self.records:
+            # Of the trajectory so far; a reset sets it to False.
+            not_drawn = tensordict.get(self.keys.not_drawn, None)
+            if not_drawn is None or not score.drawn:
+                shape = (*score.log_prob.shape, 1)
+                full = torch.full(shape, not score.drawn, device=tensordict.device)
+                not_drawn = full if not_drawn is None else not_drawn | full
+            next_tensordict.set(self.keys.not_drawn, not_drawn)
+        return score
+
+    def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
+        """The reference's recurrent state, and what was not drawn."""
+        batch_size, shape = self.parent_env.batch_size, self.log_prob_shape()
+        leaves = {
+            key: Leaf((*batch_size, *leaf.shape), leaf.dtype, batch_size)
+            for key, leaf in self.reference.state_specs().items()
+        }
+        if ignores_after_end(self.parent_env):
+            leaves[AUTORESET_KEY] = Leaf((*batch_size, 1), torch.bool, batch_size)
+        if self.records:
+            leaves[self.keys.not_drawn] = Leaf((*shape, 1), torch.bool, shape)
+        return leaves
+
+
+def make_scorer(
+    actor: nn.Module,
+    frozen: FrozenActor,
+    keys: KLKeys,
+    estimator: Estimator,
+    is_copy: bool,
+    *,
+    sum_agents: bool = False,
+    time_dim: int | None = None,
+) -> tuple[Scorer, ResolvedKeys]:
+    """A scorer for the actions of `actor`, and all keys; `is_copy`: whether `frozen` is one."""
+    if keys.log_prob is None:
+        require_recording(actor)
+    resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
+    frozen.name_states(resolved.ref_log_prob)
+    estimate = make_estimate(estimator, actor, resolved)
+    scorer = Scorer(frozen, Acting.of(actor, frozen.recorded), estimate, time_dim=time_dim)
+    if is_copy:
+        scorer.watch_first_use(actor)
+    return scorer, resolved
+
+
+def ignores_after_end(env: EnvBase | None) -> bool:
+    """Whether it is a vectorized Gymnasium env that ignores the action of the step after an end."""
+    base = env.base_env if isinstance(env, TransformedEnv) else env
+    mode = getattr(base, "autoreset_mode", None) if isinstance(base, GymWrapper) else None
+    return getattr(mode, "name", None) == "NEXT_STEP"
