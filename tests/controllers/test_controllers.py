@@ -184,7 +184,7 @@ class TestPID(BoundedLaws):
 class TestPlanned(ClosedLoopLaws):
     kind, settings = PlannedKLController, {"init_coeff": 0.1, "target": 0.5}
     buffers = (
-        *("coeff", "last", "average", "speed", "n_updates"),
+        *("coeff", "last", "average", "recent", "speed", "n_updates"),
         *("plan.made", "plan._extra_state"),
     )
     # The error of a KL of 4 targets, the power of x, and what the power is going to add.
@@ -204,12 +204,12 @@ class TestPlanned(ClosedLoopLaws):
 
     @pytest.mark.parametrize(
         ("kl", "factor"),
-        [(0.125, math.exp(-0.5 / 12)), (2.0, math.exp(3 / 12)), (1e9, math.exp(3 / 12))],
+        [(0.125, math.exp(-1 / 12)), (2.0, math.exp(3 / 12)), (1e9, math.exp(3 / 12))],
     )
     def test_it_moves_as_far_as_its_bound_allows(self, kl, factor):
         """A KL at rest moves it by one factor with each update, up to a bound that is never passed.
 
-        By exp((x - 1) / 12) at a quarter of the target, by exp((x ** 2 - 1) / 12) from four of it.
+        By exp(2 * (x - 1) / 12) at a quarter of the target, by exp((x ** 2 - 1) / 12) from 4 of it.
         """
         controller, x = self.used(speed=1.0, average=2.0, last=2.0), min(kl / 0.5, 4.0) ** 0.5
         controller.last.fill_(x)
@@ -225,7 +225,7 @@ class TestPlanned(ClosedLoopLaws):
     def used(self, **state: float) -> Any:
         """A controller beyond its first updates, in a state."""
         controller: Any = self.make()
-        for name, value in ({"n_updates": 12} | state).items():
+        for name, value in ({"n_updates": 12, "recent": 1.0} | state).items():
             getattr(controller, name).fill_(value)
         return controller
 
@@ -236,7 +236,7 @@ class TestPlanned(ClosedLoopLaws):
             (0.4, 0.6, 0.5, (1 / 0.7) ** 0.75),  # what is below 0.7 does not count
             (0.2, 0.9, 0.5, (1 / 0.9) ** 1.5),  # the power is at most 1.5
             (0.7, 0.5, 0.5, 1.0),  # too fast to be damped
-            (1.0, 0.5, 0.405, math.exp(-0.1 / 12 * 0.6)),  # x is 0.9: it waits for a rise of 0.4
+            (1.0, 0.5, 0.405, math.exp(-0.2 / 12 * 0.6)),  # x is 0.9: it waits for a rise of 0.4
         ],
     )
     def test_it_damps_slow_policies_and_waits_for_those_on_their_way(
@@ -244,6 +244,27 @@ class TestPlanned(ClosedLoopLaws):
     ):
         controller = self.used(speed=speed, last=before, average=0.5 if speed == 1.0 else 1.0)
         assert controller.update(kl, 1) == pytest.approx(0.1 * factor, rel=1e-12)
+
+    def test_near_the_target_it_falls_as_fast_as_it_rises(self):
+        moves = []
+        for x in (0.999, 1.001):
+            controller = self.used(speed=1.0, last=x, average=x)
+            moves.append(math.log(controller.update(0.5 * x**2, 1) / 0.1))
+        assert moves[0] == pytest.approx(-moves[1], rel=1e-3)
+
+    def test_a_rise_is_above_the_mean_of_12_updates(self):
+        """Six of them at the target leave (11 / 12) ** 6 of the mean's distance of 0.5."""
+        controller = self.used(speed=1.0, last=1.0, average=0.5)
+        for _ in range(6):
+            assert controller.update(0.5, 1) == 0.1
+        rise = 0.5 * (11 / 12) ** 6 - 0.1
+        expected = 0.1 * math.exp(-0.2 / 12 * (1 - rise))
+        assert controller.update(0.405, 1) == pytest.approx(expected, rel=1e-12)
+
+    def test_a_policy_is_as_fast_as_x_rises_in_6_updates(self):
+        """From 0.4 to 1 by way of 0.8: (1 - 0.4) * 5 / 6 is a speed of 0.5, and 0.4 the power."""
+        controller = self.used(speed=0.1, last=0.8, average=1.0, recent=0.4)
+        assert controller.update(0.5, 1) == pytest.approx(0.1 * 1.25**0.4, rel=1e-12)
 
     @pytest.mark.parametrize("seed", range(3))
     def test_a_higher_kl_never_gives_a_lower_coefficient(self, seed):
@@ -285,14 +306,22 @@ class TestPlanned(ClosedLoopLaws):
                 values.append(controller.update(kl, 20) / factor)
             assert values[1] == pytest.approx(values[0], rel=1e-9)
 
-    def test_its_bound_is_twice_the_largest_plan(self):
+    @pytest.mark.parametrize(("kl", "times"), [(0.75, 2 / 1.5**0.5), (2.0, 1.0), (9.0, 1.0)])
+    def test_its_bound_is_twice_the_largest_plan_and_falls_as_the_kl_rises(self, kl, times):
+        """As 2 / sqrt(kl / target), until the KL is four times the target."""
         controller, plans = PlannedKLController(0.5), []
         for size in (1.0, 5.0, 0.2):  # rewards grow, and shrink
             rewards = size * torch.tensor([0.0, 1.0] * 50)
             controller.observe_rewards(rewards)
             plans.append(PlannedKLController(0.5).observe_rewards(rewards) / 0.7**-0.5)
-            highest = max(controller.update(9.0, 64) for _ in range(60))
-            assert highest == pytest.approx(2 * max(plans), rel=1e-12)
+            highest = max(controller.update(kl, 64) for _ in range(60))
+            assert highest == pytest.approx(times * max(plans), rel=1e-12)
+
+    def test_near_the_target_its_bound_is_twice_the_plan(self):
+        controller = self.used(speed=1.0, last=0.7, average=1.0)
+        controller.plan.made.fill_(0.1)
+        controller.coeff.fill_(0.3)
+        assert controller.update(0.45, 64) == 0.2
 
     def test_a_run_with_rewards_goes_on_where_it_was(self):
         def step(controller: PlannedKLController, n: int) -> float:
@@ -328,7 +357,7 @@ class TestPlanned(ClosedLoopLaws):
             ),
             (
                 9.1,
-                "is 2 and the KL 9.1 .*: at its upper bound .* Lower the learning rate",
+                "is 1.48 and the KL 9.1 .*: at its upper bound .* Lower the learning rate",
             ),
         ],
     )
@@ -345,8 +374,8 @@ class TestPlanned(ClosedLoopLaws):
         """The KL is above the target now, but not on average."""
         controller = self.used(speed=1.0, last=0.9, average=0.7)
         controller.plan.made.fill_(0.1)
-        controller.coeff.fill_(0.199)
-        assert controller.update(0.9, 64) == 0.2
+        controller.coeff.fill_(0.149)
+        assert controller.update(0.9, 64) == pytest.approx(0.2 / 1.8**0.5, rel=1e-12)
 
 
 class Switch(KLController):

@@ -495,6 +495,7 @@ class TestSampler:
         assert_close(effective_share(ratios.log()), 36 / (14 * 3))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 def test_a_compiled_actor_answers_as_the_one_within():
     actor = CausalLMActor(GPT(vocab_size=11, block_size=8), top_p=0.5, temperature=0.7)
     compiled = torch.compile(actor)  # which compiles nothing before a call

@@ -22,40 +22,41 @@ class PlannedKLController(TargetKLController):
 
     It starts at 1.2 times the plan (see `observe_rewards`). At update n:
 
-        x      = sqrt(clip(kl / target, 0, 4))
-        rise   = x - average;  then average <- average + rise / 6
-        speed  = the largest rise, or change of x, so far
-        power  = clip(0.7 / speed - 1, 0, 1.5)
-        error  = x ** 2 - 1 above the target,
-                 (x - 1) * (1 - max(rise, 0) / speed) below it
-        coeff <- coeff * exp(error / 12) * (max(x, 0.7) / max(x before, 0.7)) ** power
-        coeff <- clip(coeff, 1e-4 * plan, 2 * plan)
+        x       = sqrt(clip(kl / target, 0, 4))
+        rise    = x - average;  then average <- average + rise / 12
+        recent <- recent + (x - recent) / 6
+        speed   = the largest change of x, or x - recent, so far, at least 0.01
+        power   = clip(0.7 / speed - 1, 0, 1.5)
+        error   = x ** 2 - 1 above the target,
+                  2 * (x - 1) * (1 - clip(rise / speed, 0, 1)) below it
+        average <- min(average * exp(-error / 12), 1) below the target
+        coeff  <- coeff * exp(error / 12) * (max(x, 0.7) / max(x before, 0.7)) ** power
+        coeff  <- clip(coeff, 1e-4 * plan, 2 * plan / max(x, 1))
 
     x grows evenly where a policy moves evenly, and goes as 1 / coeff where it has settled. A
-    lasting error of 1 moves log(coeff) by 1 in 12 updates, in which most policies respond; below
-    the target it waits for a policy that is on its way. A rise of x that the fall of coeff explains
-    does not count: it raises average as far, to at most 1. The power damps a slow policy. What the
-    start and the power add, `1.2 * (1 / 0.7) ** power`, is taken back in the first 12 updates.
+    lasting error of 1 moves log(coeff) by 1 in 12 updates, in which most policies respond. Below
+    the target it waits for a rise that the fall of coeff does not explain. The power damps a slow
+    policy. What start and power add, 1.2 * (1 / 0.7) ** power, 12 updates take back.
 
     The plan takes the whole spread of the rewards for what the policy can choose, so that the right
     coefficient is hardly above it. Each 16 trajectories or 256 steps make one, all of a batch
-    together, and the largest counts, as rewards grow. A KL that stays above 1.4 targets at 2 * plan
-    does not come from the rewards: updates are too large, or noise of the penalties moves the
-    policy. A warning then says once what helps; at 1e-4 * plan one says that the target is out of
-    reach.
+    together, and the largest counts. Where log-ratios are nearly normal, penalties vary as
+    coeff * sqrt(2 * kl), and rewards as plan * sqrt(2 * target): up to 4 targets, the upper bound
+    lets penalties vary twice as much. If the rule asks for more while x and average are both above
+    sqrt(1 / 0.7), a warning says once what helps: most often updates are too large, or noise of the
+    penalties moves the policy. At 1e-4 * plan one says that the target is out of reach.
 
     You may rely on: k times the rewards give k times the coefficient; it stays within its bounds.
     You may not rely on a steady KL where it is not steady with a constant coefficient, nor on a low
     bound after a reward that is far larger than all others, or after `target` was raised.
 
-    State: the plan; `coeff`, `last` and `average` (x and its mean), `speed` and `n_updates`: 0-dim
-    float64 buffers.
+    State: the plan; `coeff`, `last` (x), `average`, `recent`, `speed`, `n_updates`: 0-dim float64.
 
     Args:
         target, per: as in `TargetKLController`. Per step 0.01 nats is cautious and 0.2 much; per
             response 3 nats let a language model change its style.
-        init_coeff: "plan", or the first coefficient, which does not wait for rewards. Before these
-            make a plan, it stays within 1e-4 and 1e4 times this one.
+        init_coeff: "plan", or the first coefficient, which does not wait for rewards; no upper
+            bound is below it. Before a plan, it stays within 1e-4 and 1e4 times this one.
 
     Example:
         >>> import torch
@@ -71,6 +72,7 @@ class PlannedKLController(TargetKLController):
     plan: RewardPlan
     last: Tensor
     average: Tensor
+    recent: Tensor
     speed: Tensor
     n_updates: Tensor
     plans_again = True
@@ -80,7 +82,7 @@ class PlannedKLController(TargetKLController):
         super().__init__(init_coeff, target, per=per)
         self._given = self.coeff.item()  # 0 where it is planned
         self.plan = self.plan or RewardPlan()
-        for name in ("last", "average", "speed", "n_updates"):
+        for name in ("last", "average", "recent", "speed", "n_updates"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self._warned = False
 
@@ -92,25 +94,24 @@ class PlannedKLController(TargetKLController):
     def next_coeff(self, kl: float, n_steps: int) -> float:  # noqa: D102
         x, before = math.sqrt(min(max(kl / self.target, 0.0), 4.0)), self.last.item()
         self.n_updates += 1
-        n = self.n_updates.item()
         rise = x - self.average.item()
-        self.average += rise / (_RESPONSE / 2)
-        speed = max(self.speed.item(), rise, abs(x - before), 0.01)
+        self.average += rise / _RESPONSE
+        self.recent += (x - self.recent.item()) / (_RESPONSE / 2)
+        speed = max(self.speed.item(), abs(x - before), x - self.recent.item(), 0.01)
         self.speed.fill_(speed)
         self.last.fill_(x)
-        move = (x**2 - 1 if x > 1 else (x - 1) * (1 - max(rise, 0.0) / speed)) / _RESPONSE
-        if move < 0:  # what x would be with the new coefficient, where it has settled
-            self.average.fill_(min(self.average.item() * math.exp(-move), 1.0))
+        error = x**2 - 1 if x > 1 else 2 * (x - 1) * (1 - min(max(rise / speed, 0.0), 1.0))
+        move = math.exp(error / _RESPONSE)
+        if error < 0:  # what x would be with the new coefficient, where it has settled
+            self.average.fill_(min(self.average.item() / move, 1.0))
         power = min(max(_SHARE / speed - 1, 0.0), _STEEPEST)
-        value = self.coeff.item() * math.exp(move)
-        value *= (max(x, _SHARE) / max(before, _SHARE)) ** power
-        if n <= _RESPONSE:
+        value = self.coeff.item() * move * (max(x, _SHARE) / max(before, _SHARE)) ** power
+        if self.n_updates <= _RESPONSE:
             margin = 1.0 if self._given else self._margin
             value *= (margin * _SHARE**-power) ** (-1 / _RESPONSE)
         plan = self.plan.made.item()
-        first, most = (plan, _MOST) if plan else (self._given, 1e4)
+        first, most = (plan, _MOST / max(x, 1.0)) if plan else (self._given, 1e4)
         bounded = min(max(value, _LEAST * first), max(most * first, self._given))
-        # Noise may bring it to a bound for a moment, or near the target.
         held = _SHARE * min(x, self.average.item()) ** 2 <= 1
         stays = x < 1 if value < bounded else value > bounded and not held
         if stays and not self._warned:
