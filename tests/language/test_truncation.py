@@ -498,7 +498,7 @@ class TestSampler:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 def test_a_compiled_actor_answers_as_the_one_within():
     actor = CausalLMActor(GPT(vocab_size=11, block_size=8), top_p=0.5, temperature=0.7)
-    compiled = torch.compile(actor)  # which compiles nothing before a call
+    compiled: Any = torch.compile(actor)  # which compiles nothing before a call
     assert as_kl_actor(compiled) is actor
     reference = KLConstrainedTransform(compiled, 0.1).reference.actor
     assert (reference.truncation, reference.temperature) == (None, 0.7)

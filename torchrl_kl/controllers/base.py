@@ -112,7 +112,7 @@ class KLController(Float64State, ABC):
                 raise ValueError(f"`kl` must be one number, got shape {shape}: pass the mean.")
             kl = kl.item()
         # `Real` includes the scalars of NumPy.
-        if isinstance(kl, bool) or not isinstance(kl, Real):
+        if type(kl) is bool or not isinstance(kl, Real):
             raise TypeError(f"`kl` must be a number, got {type(kl).__name__}.")
         if not math.isfinite(kl):
             raise ValueError(

@@ -52,7 +52,7 @@ def widened(values: Tensor) -> Tensor:
 
 def check_number(name: str, value: object, **bounds: float) -> float:
     """`value` as a float, finite and within the bounds: `above`, `at_least`, `below`, `at_most`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if type(value) is bool or not isinstance(value, (int, float)):
         raise TypeError(f"`{name}` must be a number, got {type(value).__name__}.")
     within = all(_BOUNDS[kind](value, bound) for kind, bound in bounds.items())
     if not (within and math.isfinite(value)):

@@ -179,7 +179,7 @@ class ResponseKLTransform(Penalizing, Transform):
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse_replaced(self, name, value)
+        refuse_replaced(self, name)
         super().__setattr__(name, value)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -105,7 +105,7 @@ class KLTransform(Transform, ABC):
         self.refuse_penalized(self.parent_env.full_observation_spec, "the env")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse_replaced(self, name, value)
+        refuse_replaced(self, name)
         super().__setattr__(name, value)
 
     def clone(self) -> Self:
@@ -246,9 +246,9 @@ class KLTransform(Transform, ABC):
         return holder.shape if isinstance(holder, Composite) else self.parent_env.batch_size
 
 
-def refuse_replaced(owner: nn.Module, name: str, value: Any) -> None:
-    """AttributeError for a part that is read from elsewhere: PyTorch would keep it, unused."""
-    if isinstance(value, nn.Module) and isinstance(getattr(type(owner), name, None), property):
+def refuse_replaced(owner: nn.Module, name: str) -> None:
+    """AttributeError for what scorer and penalty hold: PyTorch would keep another one, unused."""
+    if name in ("controller", "reference"):
         kind = type(owner).__name__
         raise AttributeError(f"`{name}` of {kind} is given when it is built: build another one.")
 
@@ -262,9 +262,9 @@ def env_of(transform: Transform) -> EnvBase | None:
     return container
 
 
-def ignores_after_end(env: EnvBase) -> bool:
+def ignores_after_end(env: Any) -> bool:
     """Whether it is a vectorized Gymnasium env that ignores the action of the step after an end."""
-    base = env.base_env if isinstance(env, TransformedEnv) else env
+    base = env.base_env
     mode = getattr(base, "autoreset_mode", None) if isinstance(base, GymWrapper) else None
     return getattr(mode, "name", None) == "NEXT_STEP"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
@@ -137,13 +139,14 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
         return measure(scored, mask, self.keys, sum_to=n_dims)
 
     def _write(self, next_tensordict: TensorDictBase, scored: Scored, measured: Measured) -> None:
-        values = {
-            self.keys.ref_log_prob: scored.ref_log_prob,
-            self.keys.kl_estimate: measured.fed,
-            self.keys.kl: measured.kl,
-        }
-        for key in values.keys() & {*self.out_keys}:
-            next_tensordict.set(key, values[key])
+        for key, value in self._shown(scored.ref_log_prob, measured.kl, measured.fed).items():
+            next_tensordict.set(key, value)
+
+    def _shown(self, ref_log_prob: Any, kl: Any, estimate: Any) -> dict[NestedKey, Any]:
+        """What is written of these, by key."""
+        keys = (self.keys.ref_log_prob, self.keys.kl, self.keys.kl_estimate)
+        values = zip(keys, (ref_log_prob, kl, estimate), strict=True)
+        return {key: value for key, value in values if key in self.out_keys}
 
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """All entries but the reward."""
@@ -151,12 +154,7 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
         acting, dtype = self.log_prob_shape(), self.reference.dtype
         shape = self.parent_env.batch_size if self.sum_agents else acting
         kl = Leaf((*shape, 1), dtype, shape)
-        measured = {
-            self.keys.ref_log_prob: Leaf(acting, dtype, acting),
-            self.keys.kl: kl,
-            self.keys.kl_estimate: kl,
-        }
-        measured = {key: leaf for key, leaf in measured.items() if key in self.out_keys}
+        measured = self._shown(Leaf(acting, dtype, acting), kl, kl)
         rewards, kl_shape = self.parent_env.full_reward_spec, torch.Size(kl.shape)
         return measured | self.penalty.leaves(rewards, kl_shape, dtype) | super().leaves(spec)
 
