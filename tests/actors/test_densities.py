@@ -9,6 +9,8 @@ import torch
 from tensordict.nn import (
     CompositeDistribution,
     NormalParamExtractor,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
     TensorDictModule,
     distributions,
 )
@@ -29,6 +31,7 @@ from torchrl.modules import (
 from tests.actors.kinds import RANDOM, act, observed
 from tests.helpers import N_OBS, probabilistic_actor
 from torchrl_kl import KLConstrainedTransform, KLPenaltyLoss
+from torchrl_kl.actors.reading import distributions_of
 from torchrl_kl.actors.references import as_reference
 
 NETWORKS: dict[str, Any] = {
@@ -91,6 +94,19 @@ def test_a_distribution_without_a_density_is_refused(make, kind):
                 use(policy, 0.1, reference=reference)
     with pytest.raises(ValueError, match=f"must have densities, got {kind.__name__}, "):
         score(make(hidden(partial(kind)), "param"))
+
+
+@pytest.mark.parametrize("composite", [False, True])
+def test_what_is_drawn_before_the_action_is_no_part_of_it_unless_it_is_composite(composite):
+    parts = [
+        TensorDictModule(nn.Linear(N_OBS, 2), ["observation"], ["param"]),
+        ProbabilisticTensorDictModule(["param"], ["latent"], distribution_class=Delta),
+        TensorDictModule(nn.Linear(2, 4), ["latent"], ["logits"]),
+        ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical),
+    ]
+    actor: Any = ProbabilisticTensorDictSequential(*parts, return_composite=composite)
+    found = [kind for kind, _ in distributions_of(actor)]
+    assert found == ([Delta, Categorical] if composite else [Categorical])
 
 
 DOUBTED = {

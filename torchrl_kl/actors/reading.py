@@ -107,6 +107,8 @@ def distributions_of(actor: Any) -> list[tuple[Any, dict[str, Any]]]:
     if any(has_own(actor, name) for name in ("get_dist", "build_dist_from_params", "log_prob")):
         return []
     parts = _probabilistic_modules(actor)
+    if len(parts) > 1 and not actor.return_composite:
+        parts = parts[-1:]  # those before it draw what is no action
     return [(part.distribution_class, part.distribution_kwargs) for part in parts]
 
 
