@@ -173,7 +173,7 @@ def flags(
 
     `shape`: (*B, *A, 1), or (*B, 1) of all agents together.
     """
-    step, n_dims, shape = tensordict.get("next"), tensordict.batch_dims, tuple(shape)
+    step, n_dims = tensordict.get("next"), tensordict.batch_dims
 
     def of_any(flag: Tensor) -> Tensor:  # of the agents: (*B)
         return flag.bool().unsqueeze(-1).flatten(n_dims).any(-1)

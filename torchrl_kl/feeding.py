@@ -76,7 +76,8 @@ class ControllerFeed(nn.Module):
             raise RuntimeError(_NO_TIME.format(tuple(tensordict.batch_size)))
         columns = [torch.zeros_like(measured) if x is None else x for x in (log_ratio, reward)]
         columns = torch.cat([x.detach().double() for x in (measured, *columns)], -1)
-        samples, running, opened, groups = columns[:0].reshape(-1, 3), None, None, None
+        samples = columns[:0].reshape(-1, 3)
+        running = opened = groups = None
         if timed:
             flags = batches.flags(tensordict, keys, measured.shape, mask)
             states = batches.read_states(tensordict, observed)

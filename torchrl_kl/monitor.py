@@ -276,7 +276,8 @@ class KLMonitor:
         if len(pools) < self.window or pool.count == 0:
             return {}
         target, coeff = controller.target, controller.coeff.item()
-        mean, error, count = pool.mean, pool.standard_error, int(pool.count)
+        mean, error = pool.mean, pool.standard_error
+        count = int(pool.count)
         figures = {"kl": mean, "standard_error": error, "count": count, "target": target}
         # The standard errors, NaN of one value, keep out windows that are off by chance.
         above = mean > 2 * target and not mean - _ERRORS * error <= target

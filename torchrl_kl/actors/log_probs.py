@@ -121,7 +121,8 @@ def log_prob_and_kl(
     """The log-prob of the action `key` by parts, and KL(policy || reference), in one pass."""
     if not isinstance(policy, TiledCategorical):
         return log_probs_by_part(policy, data, key), kl_exact(policy, reference, mask=mask)
-    log_prob, kl, _ = figures(policy, get_required(data, key, _NO_ACTION), reference)
+    action = get_required(data, key, _NO_ACTION)
+    log_prob, kl, _ = figures(policy, action, reference)
     return [log_prob], kl if mask is None else torch.where(mask, kl, 0.0)
 
 

@@ -141,7 +141,8 @@ class ResponseKLTransform(Penalizing, Transform):
         written += [LOG_PROB, unravel_key(("next", resolved.ref_log_prob))]
         super().__init__(in_keys=[("tokens", "full")], out_keys=written)
         check_sampler_weights(sampler_weights, cap)
-        self.keys, self.sampler_weights, self.cap = resolved, sampler_weights, cap
+        self.keys = resolved
+        self.sampler_weights, self.cap = sampler_weights, cap
         self.n_rescued = 0
         self.chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size)
         self._over = partial(CausalLMActor, temperature=temperature, head_chunk=head_chunk)

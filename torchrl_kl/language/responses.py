@@ -162,7 +162,8 @@ def read_responses(
     found = [*_read_texts(rows, pad_token, several(eos_token))]
     # With one more text, which is dropped, there is one, and a width of at least 1.
     one = torch.zeros(1, dtype=torch.long, device=found[0][0].device if found else batch.device)
-    texts, counted, marks = zip(*found, (one, one.bool(), one[:0].bool()), strict=True)
+    found.append((one, one.bool(), one[:0].bool()))
+    texts, counted, marks = zip(*found, strict=True)
     tokens = pad_sequence([*texts], batch_first=True, padding_value=pad_token or 0)[:-1]
     counts = pad_sequence([*counted], batch_first=True)[:-1]
     steps = _make_steps(tokens.to(device), counts.to(device), reward.reshape(-1), eos_token)
@@ -202,7 +203,8 @@ def _read_texts(
     rows: TensorDictBase, pad_token: int | None, ends: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Each text without padding, and which tokens count in it and in ("tokens", "full")."""
-    full, prompts, said = (_rows(rows, key) for key in (FULL, PROMPT, RESPONSE))
+    full, prompts = _rows(rows, FULL), _rows(rows, PROMPT)
+    said = _rows(rows, RESPONSE)
     if full is None or (prompts is None and _rows(rows, ASSISTANT) is None):
         raise MissingKeyError(
             f"the batch must have {FULL} and {PROMPT}, or else {ASSISTANT}: collect it with a "
@@ -222,7 +224,8 @@ def _read_texts(
             attended = row != pad_token
             if not attended[: len(prompt)].any():  # a prompt of the end token alone
                 attended[len(prompt) - 1 : len(prompt)] = True
-        before, begin, end = _find_response(i, row, prompt, response, attended.bool(), ends)
+        attended = attended.bool()
+        before, begin, end = _find_response(i, row, prompt, response, attended, ends)
         counts = torch.zeros_like(row, dtype=torch.bool)
         counts[begin:end] = assistant[begin:end]
         if not len(before):  # the first token has no state

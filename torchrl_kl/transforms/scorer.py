@@ -92,14 +92,13 @@ class Scorer(nn.Module):
         # TensorDict does not split an empty batch.
         chunk = reference.chunk_size if tensordict.batch_size.numel() and tensordict.ndim else None
         if chunk is None:
-            parts, masks = [tensordict], [mask]
+            parts, log_probs, masks = [tensordict], [log_prob], [mask]
         else:
-            parts = tensordict.split(chunk)
+            parts, log_probs = tensordict.split(chunk), log_prob.split(chunk)
             masks = [None] * len(parts) if mask is None else mask.split(chunk)
         found = []
-        for rows, counts in zip(parts, masks, strict=True):
+        for rows, own, counts in zip(parts, log_probs, masks, strict=True):
             score = reference.score(rows, timed=timed, fake=empty)
-            own = reference.recorded.require(rows)
             found.append([score.log_prob, *self._estimate(rows, own, score, counts)])
         # (*B, *A); without a copy if there is only one.
         ref_log_prob, *estimates = (
