@@ -57,7 +57,8 @@ def sampled(actor: Any, n: int = 64, **options: Any) -> TensorDict:
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_a_batch_has_the_numbers_of_the_cpu(kind, options, head_chunk):
     on_cpu, on_gpu = actors(kind, head_chunk=head_chunk, **options)
-    other = CausalLMActor(make_model(kind, seed=1).double().eval())
+    temperature = options.get("temperature", 1.0)
+    other = CausalLMActor(make_model(kind, seed=1).double().eval(), temperature=temperature)
     batch = sampled(on_gpu, return_logits=True)
     assert_close(
         rescore(on_gpu, batch)["next", "sampler_kl"].abs().max().item(), 0.0, **TOLERANCE[kind]
