@@ -220,8 +220,10 @@ def find_ends(
             f"there is no {keys.done!r} in the step, where trajectories end: `KLKeys(done=...)`, "
             f"or `set_keys(done=...)` of a loss, names it. The step has {existing_keys(step)}."
         )
-    done, before = reduce(torch.logical_or, found), _was_done(tensordict, keys)
-    if before is None:
+    done = reduce(torch.logical_or, found)
+    # Most env steps end nothing.
+    some = torch.compiler.is_compiling() or done.any()
+    if not some or (before := _was_done(tensordict, keys)) is None:
         return done, done
     if before.ndim > done.ndim:  # all agents together go on until none is left
         before = before.flatten(tensordict.batch_dims).all(-1)

@@ -211,11 +211,15 @@ class LogProbKeys:
 
     def read(self, tensordict: TensorDictBase) -> Tensor | None:
         """The log-prob of the whole action, nats, (*B, *A); None if an entry is missing."""
-        return None if self.missing(tensordict) else self.require(tensordict)
+        parts = [tensordict.get(key, None) for key in self.keys]
+        return None if any(part is None for part in parts) else self._whole(tensordict, parts)
 
     def require(self, tensordict: TensorDictBase) -> Tensor:
         """The log-prob of the whole action; KeyError if an entry is missing."""
         parts = [get_required(tensordict, key, RECORD_LOG_PROB) for key in self.keys]
+        return self._whole(tensordict, parts)
+
+    def _whole(self, tensordict: TensorDictBase, parts: list[Tensor]) -> Tensor:
         shape = self.batch_size(tensordict)  # the dimensions behind it are those of an action
         first, *others = (sum_action_dims(part, shape) for part in parts)
         return sum(others, first)

@@ -45,6 +45,7 @@ class KLTransform(Transform, ABC):
     resets_late = False  # whether its env ignores the action of the step after an end
     _home: Any = None  # a weak reference to its env
     _was_reset = False  # and has not been stepped since
+    _passing: Sequence[NestedKey] = ()  # in its env: entries that do not go on from step to step
 
     def __init__(self, in_keys: Sequence[NestedKey], out_keys: Sequence[NestedKey]):
         if twice := sorted({str(key) for key in out_keys if out_keys.count(key) > 1}):
@@ -102,6 +103,7 @@ class KLTransform(Transform, ABC):
         self._home = weakref.ref(env)
         self.training = True  # `append_transform` has called `eval()`; see `train`
         self.resets_late = ignores_after_end(env)
+        self._passing = [key for key in self.out_keys if key not in self.carried()]
         self.refuse_penalized(self.parent_env.full_observation_spec, "the env")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -154,21 +156,23 @@ class KLTransform(Transform, ABC):
         return [key for key in own if key in self.out_keys]
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Writes zeros over what steps before this one recorded; only in an env."""
-        if self.env is None:  # a replay buffer calls this too
-            return tensordict
+        if (env := self.env) is not None:  # a replay buffer calls this too
+            self.begin_step(tensordict, env)
+        return tensordict
+
+    def begin_step(self, tensordict: TensorDictBase, env: EnvBase) -> None:
+        """Writes zeros over what steps before this one of the env recorded."""
         # TorchRL records what is here for a skipped step (`ConditionalSkip`): no penalty.
-        keys = set(self.out_keys)
-        random = tensordict.get(self.keys.not_drawn, None)
-        # Random steps of a reset (`NoopResetEnv`) also leave entries, which are cleared.
-        if not self._was_reset or random is None or not random.any():
-            keys.difference_update(self.carried())
-        self._was_reset = False
+        keys = self._passing
+        if self._was_reset:
+            self._was_reset = False
+            # Random steps of a reset (`NoopResetEnv`) also leave entries, which are cleared.
+            if (random := tensordict.get(self.keys.not_drawn, None)) is not None and random.any():
+                keys = self.out_keys
         for key in keys:
             value = tensordict.get(key, None)
             if value is not None:
                 tensordict.set(key, torch.zeros_like(value))
-        return tensordict
 
     def _reset(self, tensordict, tensordict_reset):
         """Writes zeros for the declared entries; TorchRL masks them in partial resets."""

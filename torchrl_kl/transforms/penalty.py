@@ -110,7 +110,7 @@ class Penalty(nn.Module):
         if self.keys.episode_sums in self.writes:  # (*B, *A, 2)
             sums = sums + get_required(tensordict, self.keys.episode_sums, _NO_SUM)
             next_tensordict.set(self.keys.episode_sums, sums)
-        if self.feed.frozen:
+        if self.feed.frozen or not self.controller.moves:
             return
         taken = self._taken(tensordict, next_tensordict, measured.mask, fed)
         values = (fed if self.controller.per == "step" else episode_kl)[taken]

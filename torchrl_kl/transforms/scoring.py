@@ -8,6 +8,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
 from torchrl.data import Composite
+from torchrl.envs import EnvBase
 
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
@@ -56,17 +57,17 @@ class ScoringTransform(KLTransform, ABC):
             tensordict_reset.set(AUTORESET_KEY, mark)
         return tensordict_reset
 
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def begin_step(self, tensordict: TensorDictBase, env: EnvBase) -> None:
+        """Also scores the action, on the policy's side."""
         # A Compose inverts from last to first: action transforms before this one have not yet
         # turned the policy's action into the env's.
-        if (env := self.env) is not None:
-            self._scored = self.scorer.env_step(tensordict, env)
-        return super()._inv_call(tensordict)
+        self._scored = self.scorer.env_step(tensordict, env)
+        super().begin_step(tensordict, env)
 
     def take_score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> Scored:
         """The score of this env step; writes its next recurrent states, and what was not drawn."""
         score, self._scored = self._scored, None
-        assert score is not None  # `_inv_call` came before
+        assert score is not None  # `begin_step` came before
         for key, state in zip(self.reference.own_state_keys, score.states, strict=True):
             next_tensordict.set(key, state)
         if (mark := tensordict.get(AUTORESET_KEY, None)) is not None:

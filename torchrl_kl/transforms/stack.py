@@ -118,7 +118,7 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
         self.penalty.observe(tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # `_inv_call` scored the action before the env stepped. An earlier transform may have
+        # `begin_step` scored the action before the env stepped. An earlier transform may have
         # skipped rows since then.
         scored = self.take_score(tensordict, next_tensordict)
         measured = self._measure(tensordict, scored, counted(tensordict, self.keys))
