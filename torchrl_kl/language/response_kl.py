@@ -208,7 +208,7 @@ class ResponseKLTransform(Penalizing, Transform):
             device=next(self._policy.held.parameters(), batch).device,
         )
         recorded, scored = _find_recorded(steps, following), self._score(steps)
-        measured = measure(scored, None, self.keys)
+        measured = measure(scored, None, self.keys, self._estimator)
         totals = measured._replace(kl=_sums(measured.kl, reward), fed=_sums(measured.fed, reward))
         self.penalty.check(totals, reward)
         moves, planned = moves and not self.frozen, self.controller.planning
@@ -217,7 +217,7 @@ class ResponseKLTransform(Penalizing, Transform):
             self._plan_from(steps, measured)
         self.penalty.apply(following, totals.kl, reward)
         following.set(self.keys.kl, totals.kl)
-        if self.scorer.estimate is not None:
+        if self._estimator != "k1":
             following.set(self.keys.kl_estimate, totals.fed)
         places.write(batch, LOG_PROB, scored.log_prob)
         places.write(following, self.keys.ref_log_prob, scored.ref_log_prob)

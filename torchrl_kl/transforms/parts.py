@@ -8,7 +8,6 @@ from torchrl.data import Composite
 
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import counted
-from torchrl_kl.functional.estimators import ESTIMATORS
 from torchrl_kl.functional.numbers import working_dtype
 from torchrl_kl.keys import KLKeys, ResolvedKeys, as_keys, as_tuple, get_required, sibling
 from torchrl_kl.transforms.base import KLTransform, Leaf, require_spec
@@ -66,11 +65,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         keys = as_keys(keys)
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob)
         own = reference is None
-        # From the two log-probs alone, KLDivergenceTransform computes its estimate itself.
-        passed: Estimator = estimator if estimator in PASSED else "k1"
-        check_estimator(estimator)
-        scorer, self.keys = make_scorer(actor, frozen, keys, passed, own, time_dim=time_dim)
-        self._passed_key = passed_key(self.keys, passed)
+        scorer, self.keys = make_scorer(actor, frozen, keys, estimator, own, time_dim=time_dim)
+        self._passed_key = passed_key(self.keys, estimator)
         # TorchRL wants each of the out_keys in the env's specs.
         super().__init__(
             [*frozen.in_keys, *frozen.action_keys],
@@ -180,11 +176,9 @@ class KLDivergenceTransform(KLTransform):
             key = passed_key(self.keys, self.estimator)
             get_required(next_tensordict, key, _NO_ESTIMATE)
             estimates = [next_tensordict.pop(key)]
-        elif self.estimator != "k1":
-            estimates = [ESTIMATORS[self.estimator](log_prob, ref_log_prob)]
         n_dims = tensordict.batch_dims if self.sum_agents else None
         scored = Scored(log_prob, ref_log_prob, estimates)
-        measured = measure(scored, mask, self.keys, sum_to=n_dims)
+        measured = measure(scored, mask, self.keys, self.estimator, sum_to=n_dims)
         for key, value in zip(self.out_keys, (measured.kl, measured.fed), strict=False):
             next_tensordict.set(key, value)
 

@@ -98,9 +98,9 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
             observed=frozen.in_keys,
             state_lengths=as_kl_actor(actor).state_lengths,
         )
-        self.keys, self.sum_agents = resolved, sum_agents
+        self.keys, self.estimator, self.sum_agents = resolved, estimator, sum_agents
         measured = [resolved.ref_log_prob, resolved.kl] if self.records else []
-        measured += [] if scorer.estimate is None else [resolved.kl_estimate]
+        measured += [] if estimator == "k1" else [resolved.kl_estimate]
         flags = [resolved.not_drawn] if self.records else []
         super().__init__(
             [resolved.reward, *frozen.in_keys, *frozen.action_keys],
@@ -111,7 +111,7 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
     @property
     def measured_key(self) -> NestedKey:
         """The entry that the controller is fed."""
-        return self.keys.kl if self.scorer.estimate is None else self.keys.kl_estimate
+        return self.keys.kl if self.estimator == "k1" else self.keys.kl_estimate
 
     def observe(self, tensordict: TensorDictBase) -> None:
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
@@ -136,7 +136,7 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
 
     def _measure(self, tensordict: TensorDictBase, scored: Scored, mask: Tensor | None) -> Measured:
         n_dims = tensordict.batch_dims if self.sum_agents else None
-        return measure(scored, mask, self.keys, sum_to=n_dims)
+        return measure(scored, mask, self.keys, self.estimator, sum_to=n_dims)
 
     def _write(self, next_tensordict: TensorDictBase, scored: Scored, measured: Measured) -> None:
         for key, value in self._shown(scored.ref_log_prob, measured.kl, measured.fed).items():
