@@ -28,7 +28,7 @@ from torchrl_kl.functional.sampler import (
     sampler_weights,
 )
 from torchrl_kl.functional.tiles import figures
-from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, as_tuple
+from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, as_tuple, get_required
 from torchrl_kl.language.causal_lm import stated
 from torchrl_kl.language.heads import CausalLMActor, HeadChunk
 from torchrl_kl.language.responses import (
@@ -196,10 +196,8 @@ class ResponseKLTransform(Penalizing, Transform):
         batch, _ = open_batch(tensordict)
         following: Any = batch.get("next")
         self.refuse_penalized(following, "the batch")
-        reward = self.penalty.open(
-            batch,
-            "a response has one; set it before this transform, to zeros for a measurement only.",
-        )
+        self.penalty.refuse_sums(batch)
+        reward = get_required(following, self.keys.reward, _NO_REWARD)
         steps, places = read_responses(
             batch,
             reward,
@@ -317,6 +315,7 @@ def _find_recorded(steps: TensorDict, following: TensorDictBase) -> Tensor | Non
     return steps.get("sampler_log_prob", own)
 
 
+_NO_REWARD = "a response has one; set it before this transform, to zeros for a measurement only."
 _NO_SAMPLER = (
     '("log_probs", "full") is not in the data, with which `sampler_weights` compares the policy: '
     "let the sampler record it."

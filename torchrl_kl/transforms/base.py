@@ -58,15 +58,17 @@ class KLTransform(Transform, ABC):
         """Raises if it would penalize rewards twice; most transforms do not penalize any."""
 
     @abstractmethod
-    def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
-        """Processes a shallow copy of a batch (*B) in place; `mask`: where steps count, (*B, *A).
+    def work(
+        self,
+        tensordict: TensorDictBase,
+        next_tensordict: TensorDictBase,
+        mask: Tensor | None,
+        moves: bool | None,
+    ) -> None:
+        """Writes into a copy of steps (*B) and into their "next"; `mask`: where they count.
 
-        `moves`: whether it moves the controller.
+        `mask`: (*B, *A). `moves`: whether a batch moves the controller; None: it is an env step.
         """
-
-    @abstractmethod
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        """Processes an env step (*B), of which `next_tensordict` is "next"."""
 
     @abstractmethod
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
@@ -131,12 +133,14 @@ class KLTransform(Transform, ABC):
         """A processed shallow copy of a batch (*B), which `moves` the controller or not."""
         refuse_wrong_order(self, KLTransform)
         batch, fake = open_batch(tensordict)
-        self.refuse_penalized(batch.get("next"), "the batch")
+        following: Any = batch.get("next")
+        self.refuse_penalized(following, "the batch")
         if fake:  # none of its steps counts
             mask = torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device)
         else:
             mask = counted(batch, self.keys)
-        self.adjust(batch, mask, moves=moves and not fake)
+        self.work(batch, following, mask, moves and not fake)
+        self.drop_record(batch)
         return batch
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -147,6 +151,10 @@ class KLTransform(Transform, ABC):
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """A whole batch that a replay buffer is extended with (`append_transform(invert=True)`)."""
         return self._process(next_tensordict, moves=True)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        self.work(tensordict, next_tensordict, counted(tensordict, self.keys), None)
+        return next_tensordict
 
     def carried(self) -> list[NestedKey]:
         """The entries that go on from step to step."""

@@ -1,17 +1,18 @@
-"""The parts of the stack that measure: the log-prob under the reference, and the KL."""
+"""The parts of the stack: the log-prob under the reference, the KL, and the penalty."""
 
 from __future__ import annotations
 
-from tensordict import NestedKey, TensorDictBase
-from torch import Tensor, nn
+from tensordict import NestedKey
+from torch import nn
 from torchrl.data import Composite
 
 from torchrl_kl.actors.references import Switch, as_reference
-from torchrl_kl.batches import counted
+from torchrl_kl.controllers import KLController
 from torchrl_kl.functional.numbers import working_dtype
 from torchrl_kl.keys import KLKeys, ResolvedKeys, as_keys, as_tuple, get_required, sibling
 from torchrl_kl.transforms.base import KLTransform, Leaf, require_spec
 from torchrl_kl.transforms.estimates import Estimator, check_estimator
+from torchrl_kl.transforms.penalty import NO_KL, Penalizing, Penalty, without_random
 from torchrl_kl.transforms.scorer import Scored, measure
 from torchrl_kl.transforms.scoring import ScoringTransform, make_scorer
 
@@ -74,16 +75,9 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         )
         self.scorer = scorer
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self._write(next_tensordict, self.take_score(tensordict, next_tensordict))
-        return next_tensordict
-
-    def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
-        """Scores a batch."""
-        self._write(batch.get("next"), self.scorer.batch(batch, mask))
-        self.drop_record(batch)
-
-    def _write(self, next_tensordict: TensorDictBase, scored: Scored) -> None:
+    def work(self, tensordict, next_tensordict, mask, moves):
+        """Scores."""
+        scored = self.score(tensordict, next_tensordict, mask, moves)
         # Both (*B, *A); KLDivergenceTransform takes the estimate out.
         next_tensordict.set(self.keys.ref_log_prob, scored.ref_log_prob)
         for estimate in scored.estimates:
@@ -150,26 +144,14 @@ class KLDivergenceTransform(KLTransform):
             [self.keys.kl, *([] if estimator == "k1" else [self.keys.kl_estimate])],
         )
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # (*B, *A); of a random policy there is none, and the KL is 0.
-        log_prob = self.keys.recorded.read(tensordict)
-        self._measure(tensordict, next_tensordict, log_prob, counted(tensordict, self.keys))
-        return next_tensordict
-
-    def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
-        """Measures the KL of a batch."""
-        self._measure(batch, batch.get("next"), self.keys.recorded.require(batch), mask)
-
-    def _measure(
-        self,
-        tensordict: TensorDictBase,
-        next_tensordict: TensorDictBase,
-        log_prob: Tensor | None,
-        mask: Tensor | None,
-    ) -> None:
+    def work(self, tensordict, next_tensordict, mask, moves):
+        """Measures the KL."""
+        recorded = self.keys.recorded
+        # (*B, *A); of a random policy in an env there is none, and the KL is 0.
+        log_prob = recorded.read(tensordict) if moves is None else recorded.require(tensordict)
         ref_log_prob = get_required(next_tensordict, self.keys.ref_log_prob, _NO_REFERENCE)
-        if log_prob is None and ref_log_prob.any():  # not of a random policy
-            log_prob = self.keys.recorded.require(tensordict)
+        if log_prob is None and ref_log_prob.any():
+            log_prob = recorded.require(tensordict)
         log_prob = ref_log_prob if log_prob is None else log_prob.detach()
         estimates = []
         if self.estimator in PASSED:
@@ -188,6 +170,89 @@ class KLDivergenceTransform(KLTransform):
         shape = self.parent_env.batch_size if self.sum_agents else ref.shape
         leaf = Leaf((*shape, 1), working_dtype(ref.dtype), shape)
         return dict.fromkeys(self.out_keys, leaf)
+
+
+class RewardAdjustmentTransform(Penalizing, KLTransform):
+    """Subtracts the KL, `reward = task_reward - coeff * kl`, and feeds the controller.
+
+    Each step is penalized with the coefficient of that moment. The KL of finished trajectories (of
+    steps, with `per="step"`) is pooled, and the controller is updated with its mean and count.
+
+    A controller that plans its coefficient is given the task rewards of finished trajectories, of a
+    batch before it is penalized. Those that begin in the same state are compared with each other.
+
+    The controller is updated in env steps and in calls on a batch, except while frozen, by samples
+    of a buffer, after `eval()` (on batches), and by trajectories with random or deterministic
+    actions in an env (an argmax is not a sample: its k1 is biased). A batch does not say how its
+    actions were chosen: freeze the transform for evaluation batches. While frozen it goes on adding
+    up trajectories; after `eval()` it does not.
+
+    You may rely on: the coefficient of every step is recorded; penalizing twice raises an error; a
+    call that raises has changed nothing. You may not rely on `episode_kl` of a shuffled batch that
+    kept the name "time": the order of its steps is checked only for a controller that is fed
+    trajectories. With gamma < 1 the penalty is the discounted KL, but the controller steers the
+    undiscounted one.
+
+    Keys:
+        reads ("next", "reward"), ("next", "kl") and, if present, ("next", "kl_estimate"), which is
+        then what the controller is fed; all of one shape; done flags and, on batches, ("collector",
+        "traj_ids"), without which trajectories do not go on from one batch to the next; and, if
+        present, ("next", "not_drawn") and what says who acts: ("collector", "mask"), the flags
+        before the step, ("agents", "mask") of turn-based envs, and "autoreset", which the stack
+        writes in a vectorized Gymnasium env that ignores the action of the step after an end.
+        writes ("next", "reward"), ("next", "task_reward"), ("next", "kl_coeff") and, unless a batch
+        has no time dimension, ("next", "episode_kl"): the sum over the trajectory so far of what
+        the controller is fed, at least float32.
+
+    State: the controller's; the pool since its last update; the sums of trajectories that batches
+    left open, but not those in an env, which are entries of its data.
+
+    Args:
+        controller, update_every, keys, time_dim: as for KLConstrainedTransform.
+
+    Raises:
+        TypeError: if `controller` is neither a KLController nor a number, or the reward is not
+            floating point, or in an env half precision; on a batch that becomes float32.
+        KeyError: if the reward, the KL or, on a batch, "next" is missing.
+        ValueError: if `update_every` is less than 1, KL and reward differ in shape, or one of them
+            is not finite. With a coefficient of 0, an infinite KL is only measured.
+        RuntimeError: if the reward was penalized before, trajectories cannot be told apart, or
+            their steps are not in order.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_kl import RewardAdjustmentTransform
+        >>> step = TensorDict(reward=torch.ones(1, 1), kl=torch.full((1, 1), 0.5), batch_size=1)
+        >>> penalized = RewardAdjustmentTransform(0.1)(TensorDict(next=step, batch_size=1))
+        >>> penalized["next", "reward"], step["reward"]
+        (tensor([[0.9500]]), tensor([[1.]]))
+    """
+
+    def __init__(
+        self,
+        controller: KLController | float,
+        *,
+        update_every: int | None = None,
+        keys: KLKeys | None = None,
+        time_dim: int | None = None,
+    ):
+        self.keys = as_keys(keys).resolve()
+        penalty = Penalty(controller, self.keys, update_every=update_every, time_dim=time_dim)
+        super().__init__([self.keys.reward, self.keys.kl], penalty.writes)
+        self.penalty = penalty
+
+    def work(self, tensordict, next_tensordict, mask, moves):
+        """Penalizes steps whose KL was measured."""
+        if moves is not None:
+            mask = without_random(next_tensordict, self.keys, mask)
+        measured = self.penalty.read(next_tensordict, mask)
+        self.penalty.adjust(tensordict, next_tensordict, measured, moves)
+
+    def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
+        """The task reward, the coefficient and the running sum."""
+        kl = require_spec(spec, self.keys.kl, NO_KL)
+        return self.penalty.leaves(self.parent_env.full_reward_spec, kl.shape, kl.dtype)
 
 
 PASSED = ("exact", "top_k")  # estimates that one part makes, in its pass, and the other takes

@@ -92,16 +92,42 @@ class Penalty(nn.Module):
         if self.records:
             next_tensordict.set(self.keys.task_reward, reward)
 
-    def env_step(
-        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, measured: Measured
+    def adjust(
+        self,
+        tensordict: TensorDictBase,
+        next_tensordict: TensorDictBase,
+        measured: Measured,
+        moves: bool | None,
     ) -> None:
-        """Penalizes the reward of an env step, adds up the trajectory, and feeds the controller."""
+        """Penalizes steps (a copy), adds up their trajectories, and feeds the controller.
+
+        `moves`: as in `KLTransform.work`.
+        """
+        if moves is not None:
+            self.refuse_sums(tensordict)
         reward = get_required(next_tensordict, self.keys.reward, _NO_REWARD)
         self.check(measured, reward)
-        # First, so that an update of the controller does not change the coefficient of this step.
+        reading = None
+        if moves is not None and self.records:
+            # First, so that the batch is penalized with what is planned from it.
+            reading = self._read(tensordict, measured, reward, moves)
+        # Before an update of the controller changes the coefficient.
         self.apply(next_tensordict, measured.kl, reward)
-        if not self.records:
-            return
+        if reading is not None:
+            if reading.running is not None:
+                next_tensordict.set(self.keys.episode_kl, reading.running)
+            self.feed.learn(self.controller, reading)
+        elif self.records:
+            self._add(tensordict, next_tensordict, measured, reward)
+
+    def _add(
+        self,
+        tensordict: TensorDictBase,
+        next_tensordict: TensorDictBase,
+        measured: Measured,
+        reward: Tensor,
+    ) -> None:
+        """Adds an env step to the sums of its trajectory, and feeds the controller."""
         # The sums are entries of the data, so that TorchRL sets them to zero in partial resets.
         fed = widened(measured.fed.detach())
         episode_kl = get_required(tensordict, self.keys.episode_kl, _NO_SUM) + fed
@@ -139,26 +165,10 @@ class Penalty(nn.Module):
         mask = of_values(without_random(next_tensordict, self.keys, mask), shape)
         return taken if mask is None else taken & expand_right(mask, shape)
 
-    def batch(self, tensordict: TensorDictBase, measured: Measured, *, moves: bool) -> None:
-        """Penalizes a batch (a copy), adds up its trajectories, and feeds the controller."""
-        next_tensordict = tensordict.get("next")
-        reward = self.open(tensordict)
-        self.check(measured, reward)
-        if not self.records:
-            self.apply(next_tensordict, measured.kl, reward)
-            return
-        # First, so that the batch is penalized with what is planned from it.
-        reading = self._read(tensordict, measured, reward, moves)
-        self.apply(next_tensordict, measured.kl, reward)
-        if reading.running is not None:
-            next_tensordict.set(self.keys.episode_kl, reading.running)
-        self.feed.learn(self.controller, reading)
-
-    def open(self, tensordict: TensorDictBase, fix: str = _NO_REWARD) -> Tensor:
-        """The rewards of a batch; RuntimeError if they were added up already."""
+    def refuse_sums(self, tensordict: TensorDictBase) -> None:
+        """RuntimeError if rewards of a batch that is penalized were added up already."""
         if not self.measures_only:
             refuse_sums(tensordict)
-        return get_required(tensordict.get("next"), self.keys.reward, fix)
 
     def observe(self, tensordict: TensorDictBase) -> None:
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""

@@ -6,7 +6,7 @@ from abc import ABC
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 from torchrl.data import Composite
 
 from torchrl_kl.actors.frozen import FrozenActor
@@ -63,10 +63,17 @@ class ScoringTransform(KLTransform, ABC):
             self._scored = self.scorer.env_step(tensordict, env)
         return super()._inv_call(tensordict)
 
-    def take_score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> Scored:
-        """The score of this env step; writes its next recurrent states, and what was not drawn."""
+    def score(
+        self,
+        tensordict: TensorDictBase,
+        next_tensordict: TensorDictBase,
+        mask: Tensor | None,
+        moves: bool | None,
+    ) -> Scored:
+        """The log-probs; of an env step, also writes the next states, and what was not drawn."""
         score, self._scored = self._scored, None
-        assert score is not None  # `_inv_call` came before
+        if moves is not None or score is None:
+            return self.scorer.batch(tensordict, mask)
         for key, state in zip(self.reference.own_state_keys, score.states, strict=True):
             next_tensordict.set(key, state)
         if (mark := tensordict.get(AUTORESET_KEY, None)) is not None:

@@ -11,14 +11,13 @@ from torchrl.data import Composite
 
 from torchrl_kl.actors.protocol import as_kl_actor
 from torchrl_kl.actors.references import Switch, as_reference
-from torchrl_kl.batches import counted
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.functional.numbers import check_number
 from torchrl_kl.keys import KLKeys, as_keys, as_tuple
 from torchrl_kl.transforms.base import Leaf
 from torchrl_kl.transforms.estimates import Estimator
 from torchrl_kl.transforms.penalty import Penalizing, Penalty
-from torchrl_kl.transforms.scorer import Measured, Scored, measure
+from torchrl_kl.transforms.scorer import measure
 from torchrl_kl.transforms.scoring import ScoringTransform, make_scorer
 
 
@@ -117,28 +116,12 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
         self.penalty.observe(tensordict)
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # `_inv_call` scored the action before the env stepped. An earlier transform may have
-        # skipped rows since then.
-        scored = self.take_score(tensordict, next_tensordict)
-        measured = self._measure(tensordict, scored, counted(tensordict, self.keys))
-        self.penalty.env_step(tensordict, next_tensordict, measured)
-        self._write(next_tensordict, scored, measured)
-        return next_tensordict
-
-    def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
-        """Scores, measures and penalizes a batch."""
-        scored = self.scorer.batch(batch, mask)
-        measured = self._measure(batch, scored, mask)
-        self.penalty.batch(batch, measured, moves=moves)
-        self._write(batch.get("next"), scored, measured)
-        self.drop_record(batch)
-
-    def _measure(self, tensordict: TensorDictBase, scored: Scored, mask: Tensor | None) -> Measured:
+    def work(self, tensordict, next_tensordict, mask, moves):
+        """Scores, measures and penalizes."""
+        scored = self.score(tensordict, next_tensordict, mask, moves)
         n_dims = tensordict.batch_dims if self.sum_agents else None
-        return measure(scored, mask, self.keys, self.estimator, sum_to=n_dims)
-
-    def _write(self, next_tensordict: TensorDictBase, scored: Scored, measured: Measured) -> None:
+        measured = measure(scored, mask, self.keys, self.estimator, sum_to=n_dims)
+        self.penalty.adjust(tensordict, next_tensordict, measured, moves)
         for key, value in self._shown(scored.ref_log_prob, measured.kl, measured.fed).items():
             next_tensordict.set(key, value)
 
