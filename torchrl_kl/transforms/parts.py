@@ -9,7 +9,7 @@ from torchrl.data import Composite
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional.numbers import working_dtype
-from torchrl_kl.keys import KLKeys, ResolvedKeys, as_keys, as_tuple, get_required, sibling
+from torchrl_kl.keys import KLKeys, as_keys, get_required
 from torchrl_kl.transforms.base import KLTransform, Leaf, require_spec
 from torchrl_kl.transforms.estimates import Estimator, check_estimator
 from torchrl_kl.transforms.penalty import NO_KL, Penalizing, Penalty, without_random
@@ -67,7 +67,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob)
         own = reference is None
         scorer, self.keys = make_scorer(actor, frozen, keys, estimator, own, time_dim=time_dim)
-        self._passed_key = passed_key(self.keys, estimator)
+        self._passed_key = self.keys.passed(estimator)
         # TorchRL wants each of the out_keys in the env's specs.
         super().__init__(
             [*frozen.in_keys, *frozen.action_keys],
@@ -155,7 +155,7 @@ class KLDivergenceTransform(KLTransform):
         log_prob = ref_log_prob if log_prob is None else log_prob.detach()
         estimates = []
         if self.estimator in PASSED:
-            key = passed_key(self.keys, self.estimator)
+            key = self.keys.passed(self.estimator)
             get_required(next_tensordict, key, _NO_ESTIMATE)
             estimates = [next_tensordict.pop(key)]
         n_dims = tensordict.batch_dims if self.sum_agents else None
@@ -256,11 +256,6 @@ class RewardAdjustmentTransform(Penalizing, KLTransform):
 
 
 PASSED = ("exact", "top_k")  # estimates that one part makes, in its pass, and the other takes
-
-
-def passed_key(keys: ResolvedKeys, estimator: str) -> NestedKey:
-    """The hidden entry in which the estimate is passed on."""
-    return sibling(keys.estimate, f"{as_tuple(keys.estimate)[-1]}_{estimator}")
 
 
 _NO_REFERENCE = (
