@@ -60,12 +60,12 @@ class MissingKeyError(KeyError):
     __str__ = BaseException.__str__
 
 
-def get_required(tensordict: TensorDictBase, key: NestedKey, fix: str) -> Tensor:
-    """The entry `key`; KeyError with the fix and the keys that are there otherwise."""
-    value = tensordict.get(key, None)
+def get_required(holder: Any, key: NestedKey, fix: str, where: str = "data") -> Any:
+    """The entry `key` of data or a spec; KeyError with the fix and the keys there otherwise."""
+    value = holder.get(key, None)
     if value is None:
-        there = existing_keys(tensordict)
-        raise MissingKeyError(f"{key!r} is not in the data: {fix} The data have {there}.")
+        there = existing_keys(holder)
+        raise MissingKeyError(f"{key!r} is not in the {where}: {fix} You have {there}.")
     return value
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor, nn
-from torchrl.data import Binary, Composite, TensorSpec, Unbounded
+from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import EnvBase, GymWrapper, TransformedEnv
 from torchrl.envs.transforms import Transform
 from typing_extensions import Self
@@ -27,13 +27,7 @@ from torchrl_kl.keys import (
 )
 from torchrl_kl.transforms.placement import later_siblings, refuse_wrong_order
 
-
-class Leaf(NamedTuple):
-    """An entry of a spec, unbounded or a flag."""
-
-    shape: Sequence[int]
-    dtype: torch.dtype
-    holder: torch.Size  # batch size of the nested tensordict that holds it, if that is missing
+Leaf = tuple[Sequence[int], torch.dtype]  # of a spec: unbounded, or a flag
 
 
 class KLTransform(Transform, ABC):
@@ -215,24 +209,37 @@ class KLTransform(Transform, ABC):
                 "reference of its own."
             )
         for key, leaf in leaves.items():
-            add_spec(observation_spec, key, *leaf)
+            self._add_spec(observation_spec, key, leaf)
         return observation_spec
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """A penalized reward has no bounds."""
         key = self.keys.penalized
         if key in self.out_keys and key == self.keys.reward:
-            leaf = reward_spec[key]
-            add_spec(reward_spec, key, leaf.shape, leaf.dtype, reward_spec.shape)
+            self._add_spec(reward_spec, key, (reward_spec[key].shape, reward_spec[key].dtype))
         return reward_spec
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Adds the entries that go on from step to step to the state spec."""
         # Batched envs carry only actions and what is in the state spec to their workers.
         leaves = self.leaves(self.parent_env.full_observation_spec)
+        if input_spec["full_state_spec"] is None:
+            empty = Composite(shape=input_spec.shape, device=input_spec.device)  # type: ignore[arg-type]
+            input_spec["full_state_spec"] = empty
         for key in self.carried():
-            add_spec(state_spec(input_spec), key, *leaves[key])
+            self._add_spec(input_spec["full_state_spec"], key, leaves[key])
         return input_spec
+
+    def _add_spec(self, spec: Composite, key: NestedKey, leaf: Leaf) -> None:
+        """Adds a leaf to a spec; missing nested ones have the shape that the env gives them."""
+        env, (shape, dtype) = self.parent_env, leaf
+        for path in (as_tuple(key)[:depth] for depth in range(1, len(as_tuple(key)))):
+            if path not in spec.keys(True):
+                known = (env.full_action_spec.get(path), env.full_reward_spec.get(path), spec)
+                holder = next(one for one in known if isinstance(one, Composite))
+                spec[path] = Composite(shape=holder.shape, device=spec.device)  # type: ignore[arg-type]
+        kind = Binary if dtype == torch.bool else Unbounded
+        spec[key] = kind(shape=torch.Size(shape), dtype=dtype, device=spec.device)
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """Refuses an env in which later transforms undo this one."""
@@ -249,8 +256,8 @@ class KLTransform(Transform, ABC):
 
     def log_prob_shape(self) -> torch.Size:
         """The batch shape, in the env, of the tensordict that holds the action."""
-        path, spec = self.keys.recorded.branch, self.parent_env.full_action_spec
-        holder = spec[path] if path and path in spec.keys(True) else None  # or an action
+        path = self.keys.recorded.branch
+        holder = self.parent_env.full_action_spec.get(path) if path else None  # or an action
         return holder.shape if isinstance(holder, Composite) else self.parent_env.batch_size
 
 
@@ -275,36 +282,6 @@ def ignores_after_end(env: Any) -> bool:
     base = env.base_env
     mode = getattr(base, "autoreset_mode", None) if isinstance(base, GymWrapper) else None
     return getattr(mode, "name", None) == "NEXT_STEP"
-
-
-def add_spec(
-    spec: Composite, key: NestedKey, shape: Sequence[int], dtype: torch.dtype, holder: torch.Size
-) -> None:
-    """Adds an unbounded leaf, or a flag, to a spec; missing nested ones get the shape `holder`."""
-    path = as_tuple(key)
-    for depth in range(1, len(path)):
-        if path[:depth] not in spec.keys(True):
-            spec[path[:depth]] = Composite(shape=holder, device=spec.device)  # type: ignore[arg-type]
-    kind = Binary if dtype == torch.bool else Unbounded
-    spec[key] = kind(shape=torch.Size(shape), dtype=dtype, device=spec.device)
-
-
-def state_spec(input_spec: Composite) -> Composite:
-    """The state spec in an env's input spec, added if it is missing."""
-    if input_spec["full_state_spec"] is None:
-        empty = Composite(shape=input_spec.shape, device=input_spec.device)  # type: ignore[arg-type]
-        input_spec["full_state_spec"] = empty
-    return input_spec["full_state_spec"]
-
-
-def require_spec(
-    spec: Composite, key: NestedKey, fix: str, name: str = "observation"
-) -> TensorSpec:
-    """The spec of `key`; KeyError with the fix if it is missing. `name`: which spec it is."""
-    if key not in spec.keys(True, True):
-        there = existing_keys(spec)
-        raise MissingKeyError(f"{key!r} is not in the {name} spec: {fix} The spec has {there}.")
-    return spec[key]
 
 
 def check_batch(batch: TensorDictBase) -> None:

@@ -10,7 +10,7 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional.numbers import working_dtype
 from torchrl_kl.keys import KLKeys, as_keys, get_required
-from torchrl_kl.transforms.base import KLTransform, Leaf, require_spec
+from torchrl_kl.transforms.base import KLTransform, Leaf
 from torchrl_kl.transforms.estimates import Estimator, check_estimator
 from torchrl_kl.transforms.penalty import NO_KL, Penalizing, Penalty, without_random
 from torchrl_kl.transforms.scorer import Scored, measure
@@ -85,8 +85,7 @@ class ReferenceModelLogProbTransform(ScoringTransform):
 
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """The log-prob under the reference and its recurrent state."""
-        shape = self.log_prob_shape()
-        own = {self.keys.ref_log_prob: Leaf(shape, self.reference.dtype, shape)}
+        own = {self.keys.ref_log_prob: (self.log_prob_shape(), self.reference.dtype)}
         return own | super().leaves(spec)
 
 
@@ -166,10 +165,9 @@ class KLDivergenceTransform(KLTransform):
 
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """The KL and, with another estimator, the estimate."""
-        ref = require_spec(spec, self.keys.ref_log_prob, _NO_REFERENCE)
+        ref = get_required(spec, self.keys.ref_log_prob, _NO_REFERENCE, "observation spec")
         shape = self.parent_env.batch_size if self.sum_agents else ref.shape
-        leaf = Leaf((*shape, 1), working_dtype(ref.dtype), shape)
-        return dict.fromkeys(self.out_keys, leaf)
+        return dict.fromkeys(self.out_keys, ((*shape, 1), working_dtype(ref.dtype)))
 
 
 class RewardAdjustmentTransform(Penalizing, KLTransform):
@@ -251,7 +249,7 @@ class RewardAdjustmentTransform(Penalizing, KLTransform):
 
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """The task reward, the coefficient and the running sum."""
-        kl = require_spec(spec, self.keys.kl, NO_KL)
+        kl = get_required(spec, self.keys.kl, NO_KL, "observation spec")
         return self.penalty.leaves(self.parent_env.full_reward_spec, kl.shape, kl.dtype)
 
 

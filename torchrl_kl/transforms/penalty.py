@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -17,7 +18,7 @@ from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.feeding import ControllerFeed, Reading
 from torchrl_kl.functional.numbers import check_finite, widened, working_dtype
 from torchrl_kl.keys import ResolvedKeys, get_required, sibling
-from torchrl_kl.transforms.base import Leaf, require_spec
+from torchrl_kl.transforms.base import Leaf
 from torchrl_kl.transforms.placement import refuse_sums
 from torchrl_kl.transforms.scorer import Measured
 
@@ -49,9 +50,10 @@ class Penalty(nn.Module):
     ):
         super().__init__()
         self.controller, self.feed = as_controller(controller), ControllerFeed(update_every)
-        self.keys, self.time_dim, self.records = keys, time_dim, records
-        self.observed = observed
-        self.state_lengths = known_lengths() if state_lengths is None else state_lengths
+        self.keys, self.records = keys, records
+        lengths = known_lengths() if state_lengths is None else state_lengths
+        self._options: Any = {"keys": keys, "time_dim": time_dim, "observed": observed}
+        self._options["state_lengths"] = lengths
         self.writes = [keys.penalized, keys.kl_coeff]
         if records:
             self.writes += [keys.task_reward, keys.episode_kl]
@@ -195,10 +197,7 @@ class Penalty(nn.Module):
             tensordict,
             measured.fed.detach(),
             measured.mask,
-            keys=self.keys,
-            time_dim=self.time_dim,
-            observed=self.observed,
-            state_lengths=self.state_lengths,
+            **self._options,
             reward=reward.detach(),
             log_ratio=measured.kl.detach(),
             trace=moves,
@@ -220,17 +219,13 @@ class Penalty(nn.Module):
         self, rewards: Composite, kl_shape: torch.Size, dtype: torch.dtype
     ) -> dict[NestedKey, Leaf]:
         """What it adds to an observation spec; ValueError if KL and reward differ in shape."""
-        reward = require_spec(rewards, self.keys.reward, _NO_REWARD, "reward")
+        reward = get_required(rewards, self.keys.reward, _NO_REWARD, "reward spec")
         check_reward(kl_shape, reward, self.keys.reward, in_env=True)
         # In the observation spec, not in the reward spec, where a RewardSum would sum them too.
-        holder, dtype = kl_shape[:-1], working_dtype(dtype)
-        sums = {self.keys.episode_kl: kl_shape, self.keys.episode_sums: (*holder, 2)}
-        like_reward = Leaf(reward.shape, reward.dtype, reward.shape[:-1])
-        return {
-            key: Leaf(sums[key], dtype, holder) if key in sums else like_reward
-            for key in self.writes
-            if key != self.keys.reward
-        }
+        dtype, n_sums = working_dtype(dtype), (*kl_shape[:-1], 2)
+        sums = {self.keys.episode_kl: (kl_shape, dtype), self.keys.episode_sums: (n_sums, dtype)}
+        written = (key for key in self.writes if key != self.keys.reward)
+        return {key: sums.get(key, (reward.shape, reward.dtype)) for key in written}
 
 
 class Penalizing:

@@ -91,14 +91,14 @@ class ScoringTransform(KLTransform, ABC):
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """The reference's recurrent state, and what was not drawn."""
         batch_size, shape = self.parent_env.batch_size, self.log_prob_shape()
-        leaves = {
-            key: Leaf((*batch_size, *leaf.shape), leaf.dtype, batch_size)
+        leaves: dict[NestedKey, Leaf] = {
+            key: ((*batch_size, *leaf.shape), leaf.dtype)
             for key, leaf in self.reference.state_specs().items()
         }
         if self.resets_late:
-            leaves[AUTORESET_KEY] = Leaf((*batch_size, 1), torch.bool, batch_size)
+            leaves[AUTORESET_KEY] = ((*batch_size, 1), torch.bool)
         if self.records:
-            leaves[self.keys.not_drawn] = Leaf((*shape, 1), torch.bool, shape)
+            leaves[self.keys.not_drawn] = ((*shape, 1), torch.bool)
         return leaves
 
 

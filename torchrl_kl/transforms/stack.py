@@ -136,9 +136,8 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
         # The log-prob is (*B, *A); those of the KL are (*shape, 1).
         acting, dtype = self.log_prob_shape(), self.reference.dtype
         shape = self.parent_env.batch_size if self.sum_agents else acting
-        kl = Leaf((*shape, 1), dtype, shape)
-        measured = self._shown(Leaf(acting, dtype, acting), kl, kl)
-        rewards, kl_shape = self.parent_env.full_reward_spec, torch.Size(kl.shape)
+        kl_shape, rewards = torch.Size((*shape, 1)), self.parent_env.full_reward_spec
+        measured = self._shown((acting, dtype), (kl_shape, dtype), (kl_shape, dtype))
         return measured | self.penalty.leaves(rewards, kl_shape, dtype) | super().leaves(spec)
 
 
