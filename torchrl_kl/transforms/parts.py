@@ -6,6 +6,7 @@ from tensordict import NestedKey
 from torch import nn
 from torchrl.data import Composite
 
+from torchrl_kl.actors.protocol import known_lengths
 from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional.numbers import working_dtype
@@ -236,7 +237,8 @@ class RewardAdjustmentTransform(Penalizing, KLTransform):
         time_dim: int | None = None,
     ):
         self.keys = as_keys(keys).resolve()
-        penalty = Penalty(controller, self.keys, update_every=update_every, time_dim=time_dim)
+        reading = {"time_dim": time_dim, "state_lengths": known_lengths()}
+        penalty = Penalty(controller, self.keys, update_every=update_every, **reading)
         super().__init__([self.keys.reward, self.keys.kl], penalty.writes)
         self.penalty = penalty
 

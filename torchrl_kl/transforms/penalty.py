@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torchrl.data import Composite, TensorSpec
 from typing_extensions import Self
 
-from torchrl_kl.actors.protocol import known_lengths
 from torchrl_kl.batches import counted, expand_right, find_ends, of_values
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.feeding import ControllerFeed, Reading
@@ -33,8 +31,8 @@ _NO_SUM = (
 class Penalty(nn.Module):
     """Subtracts `coeff * kl` from rewards, and feeds the controller; see RewardAdjustmentTransform.
 
-    `records`: whether it writes more than the result and the coefficient; `observed`: keys of what
-    shows whether steps follow one another; `state_lengths`: see `batches.read_states`.
+    `records`: whether it writes more than the result and the coefficient; `reading`: options of
+    `ControllerFeed.read`.
     """
 
     def __init__(
@@ -43,17 +41,12 @@ class Penalty(nn.Module):
         keys: ResolvedKeys,
         *,
         update_every: int | None = None,
-        time_dim: int | None = None,
         records: bool = True,
-        observed: Sequence[NestedKey] | None = None,
-        state_lengths: Mapping[NestedKey, NestedKey] | None = None,
+        **reading: Any,
     ):
         super().__init__()
         self.controller, self.feed = as_controller(controller), ControllerFeed(update_every)
-        self.keys, self.records = keys, records
-        lengths = known_lengths() if state_lengths is None else state_lengths
-        self._options: Any = {"keys": keys, "time_dim": time_dim, "observed": observed}
-        self._options["state_lengths"] = lengths
+        self.keys, self.records, self._reading = keys, records, reading
         self.writes = [keys.penalized, keys.kl_coeff]
         if records:
             self.writes += [keys.task_reward, keys.episode_kl]
@@ -197,7 +190,8 @@ class Penalty(nn.Module):
             tensordict,
             measured.fed.detach(),
             measured.mask,
-            **self._options,
+            keys=self.keys,
+            **self._reading,
             reward=reward.detach(),
             log_ratio=measured.kl.detach(),
             trace=moves,

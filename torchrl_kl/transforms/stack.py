@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
@@ -98,19 +96,19 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
             state_lengths=as_kl_actor(actor).state_lengths,
         )
         self.keys, self.estimator, self.sum_agents = resolved, estimator, sum_agents
-        measured = [resolved.ref_log_prob, resolved.kl] if self.records else []
-        measured += [] if estimator == "k1" else [resolved.kl_estimate]
+        self._measured = [resolved.ref_log_prob, resolved.kl] if self.records else []
+        self._measured += [] if estimator == "k1" else [resolved.kl_estimate]
         flags = [resolved.not_drawn] if self.records else []
         super().__init__(
             [resolved.reward, *frozen.in_keys, *frozen.action_keys],
-            [*penalty.writes, *measured, *flags, *frozen.own_state_keys],
+            [*penalty.writes, *self._measured, *flags, *frozen.own_state_keys],
         )
         self.scorer, self.penalty = scorer, penalty
 
     @property
     def measured_key(self) -> NestedKey:
         """The entry that the controller is fed."""
-        return self.keys.kl if self.estimator == "k1" else self.keys.kl_estimate
+        return self._measured[-1]
 
     def observe(self, tensordict: TensorDictBase) -> None:
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
@@ -122,14 +120,9 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
         n_dims = tensordict.batch_dims if self.sum_agents else None
         measured = measure(scored, mask, self.keys, self.estimator, sum_to=n_dims)
         self.penalty.adjust(tensordict, next_tensordict, measured, moves)
-        for key, value in self._shown(scored.ref_log_prob, measured.kl, measured.fed).items():
+        values = (scored.ref_log_prob, measured.kl, measured.fed)
+        for key, value in zip(self._measured, values, strict=False):
             next_tensordict.set(key, value)
-
-    def _shown(self, ref_log_prob: Any, kl: Any, estimate: Any) -> dict[NestedKey, Any]:
-        """What is written of these, by key."""
-        keys = (self.keys.ref_log_prob, self.keys.kl, self.keys.kl_estimate)
-        values = zip(keys, (ref_log_prob, kl, estimate), strict=True)
-        return {key: value for key, value in values if key in self.out_keys}
 
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """All entries but the reward."""
@@ -137,7 +130,8 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
         acting, dtype = self.log_prob_shape(), self.reference.dtype
         shape = self.parent_env.batch_size if self.sum_agents else acting
         kl_shape, rewards = torch.Size((*shape, 1)), self.parent_env.full_reward_spec
-        measured = self._shown((acting, dtype), (kl_shape, dtype), (kl_shape, dtype))
+        shapes = ((shape, dtype) for shape in (acting, kl_shape, kl_shape))
+        measured = dict(zip(self._measured, shapes, strict=False))
         return measured | self.penalty.leaves(rewards, kl_shape, dtype) | super().leaves(spec)
 
 
