@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
@@ -30,6 +30,19 @@ from torchrl_kl.transforms.placement import later_siblings, refuse_wrong_order
 Leaf = tuple[Sequence[int], torch.dtype]  # of a spec: unbounded, or a flag
 
 
+# The env in which a transform is; copies are in none.
+_HOMES: Any = weakref.WeakKeyDictionary()
+
+
+class Steps(NamedTuple):
+    """What a transform works on: the steps (*B) of a batch, or an env step."""
+
+    data: TensorDictBase
+    following: TensorDictBase  # their "next", into which it writes
+    mask: Tensor | None  # True where they count, (*B, *A); None: everywhere
+    moves: bool | None = None  # whether a batch moves the controller; None: an env step
+
+
 class KLTransform(Transform, ABC):
     """What TorchRL sees of a transform: it works in `_step` or on a batch, and copies its input."""
 
@@ -37,7 +50,6 @@ class KLTransform(Transform, ABC):
     recorded_keys: Sequence[NestedKey] = ()  # what its estimate reads that the policy recorded
     needs_ends = False  # whether it has to see where trajectories end
     resets_late = False  # whether its env ignores the action of the step after an end
-    _home: Any = None  # a weak reference to its env
     _was_reset = False  # and has not been stepped since
 
     def __init__(self, in_keys: Sequence[NestedKey], out_keys: Sequence[NestedKey]):
@@ -52,17 +64,8 @@ class KLTransform(Transform, ABC):
         """Raises if it would penalize rewards twice; most transforms do not penalize any."""
 
     @abstractmethod
-    def work(
-        self,
-        tensordict: TensorDictBase,
-        next_tensordict: TensorDictBase,
-        mask: Tensor | None,
-        moves: bool | None,
-    ) -> None:
-        """Writes into a copy of steps (*B) and into their "next"; `mask`: where they count.
-
-        `mask`: (*B, *A). `moves`: whether a batch moves the controller; None: it is an env step.
-        """
+    def work(self, steps: Steps) -> None:
+        """Does its work on steps, which are a copy."""
 
     @abstractmethod
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
@@ -84,9 +87,9 @@ class KLTransform(Transform, ABC):
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses a second env, even inside a Compose, and an env with penalized rewards."""
         super().set_container(container)
-        env, home = self.env, self._home and self._home()
-        if env is None:
+        if (env := self.env) is None:
             return
+        home = _HOMES.get(self, lambda: None)()
         # A TransformedEnv around a TransformedEnv takes over its transforms: same `base_env`.
         others = [] if home is None or home.base_env is env.base_env else home.transform.modules()
         if any(one is self for one in others):
@@ -95,7 +98,7 @@ class KLTransform(Transform, ABC):
                 "with those of this one: build one for each env, with the same `controller` if "
                 "they share it."
             )
-        self._home = weakref.ref(env)
+        _HOMES[self] = weakref.ref(env)
         self.training = True  # `append_transform` has called `eval()`; see `train`
         self.resets_late = ignores_after_end(env)
         self.refuse_penalized(self.parent_env.full_observation_spec, "the env")
@@ -103,15 +106,6 @@ class KLTransform(Transform, ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_replaced(self, name)
         super().__setattr__(name, value)
-
-    def clone(self) -> Self:
-        """A transform for another env."""
-        other = super().clone()
-        other._home = None
-        return other
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_home": None}
 
     def train(self, mode: bool = True) -> Self:
         """Sets the mode, which says whether batches move the controller; not by an env's `eval`."""
@@ -133,7 +127,7 @@ class KLTransform(Transform, ABC):
             mask = torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device)
         else:
             mask = counted(batch, self.keys)
-        self.work(batch, following, mask, moves and not fake)
+        self.work(Steps(batch, following, mask, moves and not fake))
         self.drop_record(batch)
         return batch
 
@@ -147,7 +141,7 @@ class KLTransform(Transform, ABC):
         return self._process(next_tensordict, moves=True)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self.work(tensordict, next_tensordict, counted(tensordict, self.keys), None)
+        self.work(Steps(tensordict, next_tensordict, counted(tensordict, self.keys)))
         return next_tensordict
 
     def carried(self) -> list[NestedKey]:

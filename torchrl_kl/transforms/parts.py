@@ -11,7 +11,7 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional.numbers import working_dtype
 from torchrl_kl.keys import KLKeys, as_keys, get_required
-from torchrl_kl.transforms.base import KLTransform, Leaf
+from torchrl_kl.transforms.base import KLTransform, Leaf, Steps
 from torchrl_kl.transforms.estimates import Estimator, check_estimator
 from torchrl_kl.transforms.penalty import NO_KL, Penalizing, Penalty, without_random
 from torchrl_kl.transforms.scorer import Scored, measure
@@ -76,13 +76,13 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         )
         self.scorer = scorer
 
-    def work(self, tensordict, next_tensordict, mask, moves):
+    def work(self, steps: Steps) -> None:
         """Scores."""
-        scored = self.score(tensordict, next_tensordict, mask, moves)
+        scored = self.score(steps)
         # Both (*B, *A); KLDivergenceTransform takes the estimate out.
-        next_tensordict.set(self.keys.ref_log_prob, scored.ref_log_prob)
+        steps.following.set(self.keys.ref_log_prob, scored.ref_log_prob)
         for estimate in scored.estimates:
-            next_tensordict.set(self._passed_key, estimate)
+            steps.following.set(self._passed_key, estimate)
 
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """The log-prob under the reference and its recurrent state."""
@@ -144,9 +144,9 @@ class KLDivergenceTransform(KLTransform):
             [self.keys.kl, *([] if estimator == "k1" else [self.keys.kl_estimate])],
         )
 
-    def work(self, tensordict, next_tensordict, mask, moves):
+    def work(self, steps: Steps) -> None:
         """Measures the KL."""
-        recorded = self.keys.recorded
+        (tensordict, next_tensordict, mask, moves), recorded = steps, self.keys.recorded
         # (*B, *A); of a random policy in an env there is none, and the KL is 0.
         log_prob = recorded.read(tensordict) if moves is None else recorded.require(tensordict)
         ref_log_prob = get_required(next_tensordict, self.keys.ref_log_prob, _NO_REFERENCE)
@@ -242,12 +242,11 @@ class RewardAdjustmentTransform(Penalizing, KLTransform):
         super().__init__([self.keys.reward, self.keys.kl], penalty.writes)
         self.penalty = penalty
 
-    def work(self, tensordict, next_tensordict, mask, moves):
+    def work(self, steps: Steps) -> None:
         """Penalizes steps whose KL was measured."""
-        if moves is not None:
-            mask = without_random(next_tensordict, self.keys, mask)
-        measured = self.penalty.read(next_tensordict, mask)
-        self.penalty.adjust(tensordict, next_tensordict, measured, moves)
+        if steps.moves is not None:
+            steps = steps._replace(mask=without_random(steps, self.keys))
+        self.penalty.adjust(steps, self.penalty.read(steps))
 
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """The task reward, the coefficient and the running sum."""

@@ -16,7 +16,7 @@ from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.feeding import ControllerFeed, Reading
 from torchrl_kl.functional.numbers import check_finite, widened, working_dtype
 from torchrl_kl.keys import ResolvedKeys, get_required, sibling
-from torchrl_kl.transforms.base import Leaf
+from torchrl_kl.transforms.base import Leaf, Steps
 from torchrl_kl.transforms.placement import refuse_sums
 from torchrl_kl.transforms.scorer import Measured
 
@@ -87,25 +87,17 @@ class Penalty(nn.Module):
         if self.records:
             next_tensordict.set(self.keys.task_reward, reward)
 
-    def adjust(
-        self,
-        tensordict: TensorDictBase,
-        next_tensordict: TensorDictBase,
-        measured: Measured,
-        moves: bool | None,
-    ) -> None:
-        """Penalizes steps (a copy), adds up their trajectories, and feeds the controller.
-
-        `moves`: as in `KLTransform.work`.
-        """
-        if moves is not None:
-            self.refuse_sums(tensordict)
+    def adjust(self, steps: Steps, measured: Measured) -> None:
+        """Penalizes steps, adds up their trajectories, and feeds the controller."""
+        next_tensordict, in_batch = steps.following, steps.moves is not None
+        if in_batch:
+            self.refuse_sums(steps.data)
         reward = get_required(next_tensordict, self.keys.reward, _NO_REWARD)
         self.check(measured, reward)
         reading = None
-        if moves is not None and self.records:
+        if in_batch and self.records:
             # First, so that the batch is penalized with what is planned from it.
-            reading = self._read(tensordict, measured, reward, moves)
+            reading = self._read(steps, measured, reward)
         # Before an update of the controller changes the coefficient.
         self.apply(next_tensordict, measured.kl, reward)
         if reading is not None:
@@ -113,27 +105,21 @@ class Penalty(nn.Module):
                 next_tensordict.set(self.keys.episode_kl, reading.running)
             self.feed.learn(self.controller, reading)
         elif self.records:
-            self._add(tensordict, next_tensordict, measured, reward)
+            self._add(steps, measured, reward)
 
-    def _add(
-        self,
-        tensordict: TensorDictBase,
-        next_tensordict: TensorDictBase,
-        measured: Measured,
-        reward: Tensor,
-    ) -> None:
+    def _add(self, steps: Steps, measured: Measured, reward: Tensor) -> None:
         """Adds an env step to the sums of its trajectory, and feeds the controller."""
         # The sums are entries of the data, so that TorchRL sets them to zero in partial resets.
         fed = widened(measured.fed.detach())
-        episode_kl = get_required(tensordict, self.keys.episode_kl, _NO_SUM) + fed
-        next_tensordict.set(self.keys.episode_kl, episode_kl)
+        episode_kl = get_required(steps.data, self.keys.episode_kl, _NO_SUM) + fed
+        steps.following.set(self.keys.episode_kl, episode_kl)
         sums = torch.cat([reward.detach().to(fed), measured.kl.detach().to(fed)], -1)
         if self.keys.episode_sums in self.writes:  # (*B, *A, 2)
-            sums = sums + get_required(tensordict, self.keys.episode_sums, _NO_SUM)
-            next_tensordict.set(self.keys.episode_sums, sums)
+            sums = sums + get_required(steps.data, self.keys.episode_sums, _NO_SUM)
+            steps.following.set(self.keys.episode_sums, sums)
         if self.feed.frozen:
             return
-        taken = self._taken(tensordict, next_tensordict, measured.mask, fed)
+        taken = self._taken(steps._replace(mask=measured.mask), fed)
         values = (fed if self.controller.per == "step" else episode_kl)[taken]
         planning = self.controller.planning
         if self.controller.reads_rewards and len(values):
@@ -142,22 +128,16 @@ class Penalty(nn.Module):
         # That from which a coefficient is planned says nothing about it.
         self.feed.pool(self.controller, values[: 0 if planning else None], in_env=True)
 
-    def _taken(
-        self,
-        tensordict: TensorDictBase,
-        next_tensordict: TensorDictBase,
-        mask: Tensor | None,
-        fed: Tensor,
-    ) -> Tensor:
+    def _taken(self, steps: Steps, fed: Tensor) -> Tensor:
         """True where an env step tells the controller something, shape of `fed`."""
         taken, shape = torch.ones_like(fed, dtype=torch.bool), fed.shape
         if self.controller.per == "trajectory":
             # An agent whose trajectory ends need not act in that step.
-            ends, _ = find_ends(tensordict, next_tensordict, self.keys, shape)
-            taken, mask = ends.unsqueeze(-1), None
+            ends, _ = find_ends(steps.data, steps.following, self.keys, shape)
+            taken, steps = ends.unsqueeze(-1), steps._replace(mask=None)
         if not taken.any():  # as in most steps
             return taken
-        mask = of_values(without_random(next_tensordict, self.keys, mask), shape)
+        mask = of_values(without_random(steps, self.keys), shape)
         return taken if mask is None else taken & expand_right(mask, shape)
 
     def refuse_sums(self, tensordict: TensorDictBase) -> None:
@@ -167,34 +147,33 @@ class Penalty(nn.Module):
 
     def observe(self, tensordict: TensorDictBase) -> None:
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
-        next_tensordict = tensordict.get("next")
-        measured = self.read(next_tensordict, counted(tensordict, self.keys))
-        reward = get_required(next_tensordict, self.keys.task_reward, _NO_REWARD)
-        self.feed.learn(self.controller, self._read(tensordict, measured, reward, True))
+        following = tensordict.get("next")
+        steps = Steps(tensordict, following, counted(tensordict, self.keys), True)
+        measured = self.read(steps)
+        reward = get_required(following, self.keys.task_reward, _NO_REWARD)
+        self.feed.learn(self.controller, self._read(steps, measured, reward))
 
-    def read(self, next_tensordict: TensorDictBase, mask: Tensor | None) -> Measured:
-        """The KL and the estimate that were measured, 0 outside the mask (*B)."""
-        kl = get_required(next_tensordict, self.keys.kl, NO_KL)  # (*B, *A, 1)
-        fed = next_tensordict.get(self.keys.kl_estimate, kl)
-        mask = of_values(mask, kl.shape)
+    def read(self, steps: Steps) -> Measured:
+        """The KL and the estimate that were measured, 0 where steps do not count."""
+        kl = get_required(steps.following, self.keys.kl, NO_KL)  # (*B, *A, 1)
+        fed = steps.following.get(self.keys.kl_estimate, kl)
+        mask = of_values(steps.mask, kl.shape)
         if mask is not None:
             counts = expand_right(mask, kl.shape)
             kl, fed = torch.where(counts, kl, 0.0), torch.where(counts, fed, 0.0)
         return Measured(kl, fed, mask, {})
 
-    def _read(
-        self, tensordict: TensorDictBase, measured: Measured, reward: Tensor, moves: bool
-    ) -> Reading:
+    def _read(self, steps: Steps, measured: Measured, reward: Tensor) -> Reading:
         return self.feed.read(
             self.controller,
-            tensordict,
+            steps.data,
             measured.fed.detach(),
             measured.mask,
             keys=self.keys,
             **self._reading,
             reward=reward.detach(),
             log_ratio=measured.kl.detach(),
-            trace=moves,
+            trace=bool(steps.moves),
         )
 
     def refuse_penalized(self, entries: Composite | TensorDictBase, where: str) -> None:
@@ -287,12 +266,10 @@ def check_reward(
         )
 
 
-def without_random(
-    next_tensordict: TensorDictBase, keys: ResolvedKeys, mask: Tensor | None
-) -> Tensor | None:
+def without_random(steps: Steps, keys: ResolvedKeys) -> Tensor | None:
     """The mask (*B, *A) without steps whose actions were not drawn, if a part says so."""
-    not_drawn = next_tensordict.get(keys.not_drawn, None)  # (*B, *A, 1)
+    mask, not_drawn = steps.mask, steps.following.get(keys.not_drawn, None)  # (*B, *A, 1)
     if not_drawn is None or not not_drawn.any():
         return mask
-    drawn = ~not_drawn.flatten(next_tensordict.batch_dims).any(-1)
+    drawn = ~not_drawn.flatten(steps.data.batch_dims).any(-1)
     return drawn if mask is None else mask & expand_right(drawn, mask.shape)

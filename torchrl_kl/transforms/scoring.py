@@ -6,7 +6,7 @@ from abc import ABC
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor, nn
+from torch import nn
 from torchrl.data import Composite
 
 from torchrl_kl.actors.frozen import FrozenActor
@@ -14,7 +14,7 @@ from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.reading import require_recording
 from torchrl_kl.batches import AUTORESET_KEY
 from torchrl_kl.keys import KLKeys, ResolvedKeys
-from torchrl_kl.transforms.base import KLTransform, Leaf
+from torchrl_kl.transforms.base import KLTransform, Leaf, Steps
 from torchrl_kl.transforms.estimates import Estimator, make_estimate
 from torchrl_kl.transforms.scorer import Scored, Scorer, expect_any
 
@@ -63,17 +63,12 @@ class ScoringTransform(KLTransform, ABC):
             self._scored = self.scorer.env_step(tensordict, env)
         return super()._inv_call(tensordict)
 
-    def score(
-        self,
-        tensordict: TensorDictBase,
-        next_tensordict: TensorDictBase,
-        mask: Tensor | None,
-        moves: bool | None,
-    ) -> Scored:
+    def score(self, steps: Steps) -> Scored:
         """The log-probs; of an env step, also writes the next states, and what was not drawn."""
         score, self._scored = self._scored, None
-        if moves is not None or score is None:
-            return self.scorer.batch(tensordict, mask)
+        if steps.moves is not None or score is None:
+            return self.scorer.batch(steps.data, steps.mask)
+        tensordict, next_tensordict = steps.data, steps.following
         for key, state in zip(self.reference.own_state_keys, score.states, strict=True):
             next_tensordict.set(key, state)
         if (mark := tensordict.get(AUTORESET_KEY, None)) is not None:

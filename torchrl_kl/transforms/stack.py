@@ -12,7 +12,7 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.functional.numbers import check_number
 from torchrl_kl.keys import KLKeys, as_keys, as_tuple
-from torchrl_kl.transforms.base import Leaf
+from torchrl_kl.transforms.base import Leaf, Steps
 from torchrl_kl.transforms.estimates import Estimator
 from torchrl_kl.transforms.penalty import Penalizing, Penalty
 from torchrl_kl.transforms.scorer import measure
@@ -114,15 +114,15 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
         self.penalty.observe(tensordict)
 
-    def work(self, tensordict, next_tensordict, mask, moves):
+    def work(self, steps: Steps) -> None:
         """Scores, measures and penalizes."""
-        scored = self.score(tensordict, next_tensordict, mask, moves)
-        n_dims = tensordict.batch_dims if self.sum_agents else None
-        measured = measure(scored, mask, self.keys, self.estimator, sum_to=n_dims)
-        self.penalty.adjust(tensordict, next_tensordict, measured, moves)
+        scored = self.score(steps)
+        n_dims = steps.data.batch_dims if self.sum_agents else None
+        measured = measure(scored, steps.mask, self.keys, self.estimator, sum_to=n_dims)
+        self.penalty.adjust(steps, measured)
         values = (scored.ref_log_prob, measured.kl, measured.fed)
         for key, value in zip(self._measured, values, strict=False):
-            next_tensordict.set(key, value)
+            steps.following.set(key, value)
 
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """All entries but the reward."""
