@@ -1,7 +1,5 @@
 """What the transforms share: zeros at reset, placement, and specs."""
 
-from __future__ import annotations
-
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

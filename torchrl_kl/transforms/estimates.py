@@ -1,7 +1,5 @@
 """The estimates of a step's KL that need more than its two log-probs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple, get_args

@@ -1,7 +1,5 @@
 """The parts of the stack: the log-prob under the reference, the KL, and the penalty."""
 
-from __future__ import annotations
-
 from tensordict import NestedKey
 from torch import nn
 from torchrl.data import Composite

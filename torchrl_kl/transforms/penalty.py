@@ -1,7 +1,5 @@
 """Subtracts the KL from the reward, and feeds the controller that adapts the coefficient."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The transforms that score actions: what TorchRL sees of a `Scorer`."""
 
-from __future__ import annotations
-
 from abc import ABC
 
 import torch

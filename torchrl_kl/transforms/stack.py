@@ -1,7 +1,5 @@
 """The whole stack as one transform, and the preset with the interface of TorchRL's former class."""
 
-from __future__ import annotations
-
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
