@@ -4,8 +4,6 @@ Shapes: `*B` is any batch shape, `T` the length of a context, `P` that of a prom
 response and `L = P + 1 + R` that of a whole text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 

@@ -1,7 +1,5 @@
 """The digit language as a TorchRL environment that writes one response token per step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

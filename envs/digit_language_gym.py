@@ -1,7 +1,5 @@
 """The digit language as a `gymnasium.Env`, for agents that are not TorchRL's."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The private names of TorchRL that this package uses, all tested by test_torchrl_private.py."""
 
-from __future__ import annotations
-
 from tensordict import NestedKey
 from torch import Tensor
 from torch.distributions import Distribution

@@ -4,8 +4,6 @@
 it is R rows of T steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, cast

@@ -8,8 +8,6 @@ of a Hugging Face model's `.logits`. They are normalized in float64. Call `eval(
 dropout first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -60,12 +60,12 @@ class MissingKeyError(KeyError):
     __str__ = BaseException.__str__
 
 
-def get_required(tensordict: TensorDictBase, key: NestedKey, fix: str) -> Tensor:
-    """The entry `key`; KeyError with the fix and the keys that are there otherwise."""
-    value = tensordict.get(key, None)
+def get_required(holder: Any, key: NestedKey, fix: str, where: str = "data") -> Any:
+    """The entry `key` of data or a spec; KeyError with the fix and the keys there otherwise."""
+    value = holder.get(key, None)
     if value is None:
-        there = existing_keys(tensordict)
-        raise MissingKeyError(f"{key!r} is not in the data: {fix} The data have {there}.")
+        there = existing_keys(holder)
+        raise MissingKeyError(f"{key!r} is not in the {where}: {fix} You have {there}.")
     return value
 
 
@@ -124,27 +124,7 @@ class KLKeys:
         """All keys filled in; `log_prob`: where the policy records it unless these keys name it."""
         if not isinstance(sum_agents, bool):
             raise TypeError(f"`sum_agents` must be True or False, got {sum_agents!r}.")
-        recorded, prefix = LogProbKeys(self.log_prob or log_prob), self.prefix
-        # Agents that share a reward have one KL, (*B, 1) at the root, else (*B, *A, 1).
-        kl = self.kl or (f"{prefix}kl" if sum_agents else recorded.sibling(f"{prefix}kl"))
-        penalized = self.penalized or self.reward
-        default = {
-            "ref_log_prob": recorded.sibling(f"{prefix}ref_log_prob"),
-            "kl": kl,
-            "kl_estimate": sibling(kl, f"{prefix}kl_estimate"),
-            "episode_kl": sibling(kl, f"{prefix}episode_kl"),
-            "reward": self.reward,
-            "task_reward": sibling(self.reward, f"{prefix}task_reward"),
-            "kl_coeff": sibling(penalized, f"{prefix}kl_coeff"),
-            "done": sibling(self.reward, "done"),
-            "top_k": recorded.sibling("top_k"),
-            "penalized": penalized,
-        }
-        keys = {name: unravel_key(getattr(self, name) or key) for name, key in default.items()}
-        keys["episode_sums"] = sibling(keys["kl"], f"{prefix}episode_sums")
-        keys["not_drawn"] = recorded.sibling("not_drawn")  # of the policy, for all stacks
-        keys["estimate"] = recorded.sibling(f"_{prefix}estimate")
-        return ResolvedKeys(recorded=recorded, **keys)
+        return ResolvedKeys(self, LogProbKeys(self.log_prob or log_prob), sum_agents)
 
 
 def as_keys(keys: KLKeys | None) -> KLKeys:
@@ -155,24 +135,38 @@ def as_keys(keys: KLKeys | None) -> KLKeys:
     return keys or KLKeys()
 
 
-@dataclass(frozen=True)
 class ResolvedKeys:
     """The entries of one stack, all named."""
 
-    recorded: LogProbKeys
-    ref_log_prob: NestedKey
-    kl: NestedKey
-    kl_estimate: NestedKey
-    episode_kl: NestedKey
-    reward: NestedKey
-    task_reward: NestedKey
-    kl_coeff: NestedKey
-    done: NestedKey
-    top_k: NestedKey
-    penalized: NestedKey  # the result of the penalty
-    episode_sums: NestedKey  # in an env: task reward and k1 of a trajectory, for a plan
-    not_drawn: NestedKey  # in an env: whether any action of a trajectory so far was not drawn
-    estimate: NestedKey  # of the KL, which one part of the stack passes on to the next
+    def __init__(self, keys: KLKeys, recorded: LogProbKeys, sum_agents: bool):
+        reward, penalized = keys.reward, keys.penalized or keys.reward
+        self.recorded = recorded
+        self.prefix = prefix = keys.prefix
+
+        def near(key: NestedKey, name: str) -> NestedKey:
+            return unravel_key(getattr(keys, name) or sibling(key, f"{prefix}{name}"))
+
+        log_prob = recorded.sibling("log_prob")
+        self.ref_log_prob = near(log_prob, "ref_log_prob")
+        # Agents that share a reward have one KL, (*B, 1) at the root, else (*B, *A, 1).
+        self.kl = near("kl" if sum_agents else log_prob, "kl")
+        self.kl_estimate, self.episode_kl = (
+            near(self.kl, "kl_estimate"),
+            near(self.kl, "episode_kl"),
+        )
+        self.reward, self.task_reward = unravel_key(reward), near(reward, "task_reward")
+        self.penalized = unravel_key(penalized)  # the result of the penalty
+        self.kl_coeff = near(penalized, "kl_coeff")
+        self.done = unravel_key(keys.done or sibling(reward, "done"))
+        self.top_k = unravel_key(keys.top_k or recorded.sibling("top_k"))
+        # In an env: task reward and k1 of a trajectory, for a plan; and whether any action of a
+        # trajectory so far was not drawn from the policy, of which all stacks have one entry.
+        self.episode_sums = sibling(self.kl, f"{prefix}episode_sums")
+        self.not_drawn = recorded.sibling("not_drawn")
+
+    def passed(self, estimator: str) -> NestedKey:
+        """The hidden entry in which one part of the stack passes its estimate on to the next."""
+        return self.recorded.sibling(f"_{self.prefix}estimate_{estimator}")
 
     @property
     def path(self) -> tuple[str, ...]:

@@ -1,7 +1,5 @@
 """Watches a KL-controlled run batch by batch, and says what is wrong and what to do about it."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The stack as a hook of TorchRL's trainers: it penalizes batches and logs which KL is which."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Distributions of the libraries whose log-probs are not those of their density."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from functools import partial

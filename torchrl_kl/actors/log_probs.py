@@ -1,7 +1,5 @@
 """The log-prob that an actor gives actions, for every kind of actor and distribution."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any

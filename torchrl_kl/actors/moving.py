@@ -1,7 +1,5 @@
 """Moves a frozen actor towards another one, by a copy or by an average kept in fp32."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """What KL control asks of an actor, beyond the interface of TorchRL's probabilistic actors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

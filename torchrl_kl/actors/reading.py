@@ -1,7 +1,5 @@
 """Reading an actor: its keys and modules, and whether it is one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The values of `reference=`: None, an actor, a FrozenActor, or a switch of the policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """An actor that records its k most likely actions instead of its distribution over all of them."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any

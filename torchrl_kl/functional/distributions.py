@@ -4,8 +4,6 @@
 filled with valid numbers, so that their KL is 0 in value and in gradient, never NaN * 0.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -5,8 +5,6 @@
 precision is computed, and returned, in float32: exp(12) is infinite in float16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

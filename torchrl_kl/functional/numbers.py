@@ -1,7 +1,5 @@
 """Numbers that must stay exact: float64 state, dtypes to compute in, checks, a solved equation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from operator import ge, gt, le, lt

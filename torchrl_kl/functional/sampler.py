@@ -3,8 +3,6 @@
 `log_ratio` is log pi - log pi_sampler of the actions, nats, 0 on padding.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal, get_args
 

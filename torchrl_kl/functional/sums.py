@@ -3,8 +3,6 @@
 *B: any leading shape; T: time, the last dimension. Sums of half precision are float32.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Axes: *B the batch, R its rows (*B flattened), K those of a tile, H width of a state, V actions.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Callable, Sequence

@@ -28,7 +28,7 @@ from torchrl_kl.functional.sampler import (
     sampler_weights,
 )
 from torchrl_kl.functional.tiles import figures
-from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, as_tuple
+from torchrl_kl.keys import KLKeys, MissingKeyError, as_keys, as_tuple, get_required
 from torchrl_kl.language.causal_lm import stated
 from torchrl_kl.language.heads import CausalLMActor, HeadChunk
 from torchrl_kl.language.responses import (
@@ -196,10 +196,8 @@ class ResponseKLTransform(Penalizing, Transform):
         batch, _ = open_batch(tensordict)
         following: Any = batch.get("next")
         self.refuse_penalized(following, "the batch")
-        reward = self.penalty.open(
-            batch,
-            "a response has one; set it before this transform, to zeros for a measurement only.",
-        )
+        self.penalty.refuse_sums(batch)
+        reward = get_required(following, self.keys.reward, _NO_REWARD)
         steps, places = read_responses(
             batch,
             reward,
@@ -208,7 +206,7 @@ class ResponseKLTransform(Penalizing, Transform):
             device=next(self._policy.held.parameters(), batch).device,
         )
         recorded, scored = _find_recorded(steps, following), self._score(steps)
-        measured = measure(scored, None, self.keys)
+        measured = measure(scored, None, self.keys, self._estimator)
         totals = measured._replace(kl=_sums(measured.kl, reward), fed=_sums(measured.fed, reward))
         self.penalty.check(totals, reward)
         moves, planned = moves and not self.frozen, self.controller.planning
@@ -217,7 +215,7 @@ class ResponseKLTransform(Penalizing, Transform):
             self._plan_from(steps, measured)
         self.penalty.apply(following, totals.kl, reward)
         following.set(self.keys.kl, totals.kl)
-        if self.scorer.estimate is not None:
+        if self._estimator != "k1":
             following.set(self.keys.kl_estimate, totals.fed)
         places.write(batch, LOG_PROB, scored.log_prob)
         places.write(following, self.keys.ref_log_prob, scored.ref_log_prob)
@@ -317,6 +315,7 @@ def _find_recorded(steps: TensorDict, following: TensorDictBase) -> Tensor | Non
     return steps.get("sampler_log_prob", own)
 
 
+_NO_REWARD = "a response has one; set it before this transform, to zeros for a measurement only."
 _NO_SAMPLER = (
     '("log_probs", "full") is not in the data, with which `sampler_weights` compares the policy: '
     "let the sampler record it."

@@ -1,7 +1,10 @@
 """The transforms: one path from log-prob to penalized reward, whole or in parts."""
 
-from torchrl_kl.transforms.adjustment import RewardAdjustmentTransform
-from torchrl_kl.transforms.parts import KLDivergenceTransform, ReferenceModelLogProbTransform
+from torchrl_kl.transforms.parts import (
+    KLDivergenceTransform,
+    ReferenceModelLogProbTransform,
+    RewardAdjustmentTransform,
+)
 from torchrl_kl.transforms.stack import KLConstrainedTransform, KLRewardTransform
 
 __all__ = [

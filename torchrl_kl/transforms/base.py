@@ -1,7 +1,5 @@
 """What the transforms share: zeros at reset, placement, and specs."""
 
-from __future__ import annotations
-
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor, nn
-from torchrl.data import Binary, Composite, TensorSpec, Unbounded
+from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import EnvBase, GymWrapper, TransformedEnv
 from torchrl.envs.transforms import Transform
 from typing_extensions import Self
@@ -27,13 +25,20 @@ from torchrl_kl.keys import (
 )
 from torchrl_kl.transforms.placement import later_siblings, refuse_wrong_order
 
+Leaf = tuple[Sequence[int], torch.dtype]  # of a spec: unbounded, or a flag
 
-class Leaf(NamedTuple):
-    """An entry of a spec, unbounded or a flag."""
 
-    shape: Sequence[int]
-    dtype: torch.dtype
-    holder: torch.Size  # batch size of the nested tensordict that holds it, if that is missing
+# The env in which a transform is; copies are in none.
+_HOMES: Any = weakref.WeakKeyDictionary()
+
+
+class Steps(NamedTuple):
+    """What a transform works on: the steps (*B) of a batch, or an env step."""
+
+    data: TensorDictBase
+    following: TensorDictBase  # their "next", into which it writes
+    mask: Tensor | None  # True where they count, (*B, *A); None: everywhere
+    moves: bool | None = None  # whether a batch moves the controller; None: an env step
 
 
 class KLTransform(Transform, ABC):
@@ -43,7 +48,6 @@ class KLTransform(Transform, ABC):
     recorded_keys: Sequence[NestedKey] = ()  # what its estimate reads that the policy recorded
     needs_ends = False  # whether it has to see where trajectories end
     resets_late = False  # whether its env ignores the action of the step after an end
-    _home: Any = None  # a weak reference to its env
     _was_reset = False  # and has not been stepped since
     _passing: Sequence[NestedKey] = ()  # in its env: entries that do not go on from step to step
 
@@ -59,15 +63,8 @@ class KLTransform(Transform, ABC):
         """Raises if it would penalize rewards twice; most transforms do not penalize any."""
 
     @abstractmethod
-    def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
-        """Processes a shallow copy of a batch (*B) in place; `mask`: where steps count, (*B, *A).
-
-        `moves`: whether it moves the controller.
-        """
-
-    @abstractmethod
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        """Processes an env step (*B), of which `next_tensordict` is "next"."""
+    def work(self, steps: Steps) -> None:
+        """Does its work on steps, which are a copy."""
 
     @abstractmethod
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
@@ -89,9 +86,9 @@ class KLTransform(Transform, ABC):
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuses a second env, even inside a Compose, and an env with penalized rewards."""
         super().set_container(container)
-        env, home = self.env, self._home and self._home()
-        if env is None:
+        if (env := self.env) is None:
             return
+        home = _HOMES.get(self, lambda: None)()
         # A TransformedEnv around a TransformedEnv takes over its transforms: same `base_env`.
         others = [] if home is None or home.base_env is env.base_env else home.transform.modules()
         if any(one is self for one in others):
@@ -100,7 +97,7 @@ class KLTransform(Transform, ABC):
                 "with those of this one: build one for each env, with the same `controller` if "
                 "they share it."
             )
-        self._home = weakref.ref(env)
+        _HOMES[self] = weakref.ref(env)
         self.training = True  # `append_transform` has called `eval()`; see `train`
         self.resets_late = ignores_after_end(env)
         self._passing = [key for key in self.out_keys if key not in self.carried()]
@@ -109,15 +106,6 @@ class KLTransform(Transform, ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_replaced(self, name)
         super().__setattr__(name, value)
-
-    def clone(self) -> Self:
-        """A transform for another env."""
-        other = super().clone()
-        other._home = None
-        return other
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_home": None}
 
     def train(self, mode: bool = True) -> Self:
         """Sets the mode, which says whether batches move the controller; not by an env's `eval`."""
@@ -133,12 +121,14 @@ class KLTransform(Transform, ABC):
         """A processed shallow copy of a batch (*B), which `moves` the controller or not."""
         refuse_wrong_order(self, KLTransform)
         batch, fake = open_batch(tensordict)
-        self.refuse_penalized(batch.get("next"), "the batch")
+        following: Any = batch.get("next")
+        self.refuse_penalized(following, "the batch")
         if fake:  # none of its steps counts
             mask = torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device)
         else:
             mask = counted(batch, self.keys)
-        self.adjust(batch, mask, moves=moves and not fake)
+        self.work(Steps(batch, following, mask, moves and not fake))
+        self.drop_record(batch)
         return batch
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -149,6 +139,10 @@ class KLTransform(Transform, ABC):
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """A whole batch that a replay buffer is extended with (`append_transform(invert=True)`)."""
         return self._process(next_tensordict, moves=True)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        self.work(Steps(tensordict, next_tensordict, counted(tensordict, self.keys)))
+        return next_tensordict
 
     def carried(self) -> list[NestedKey]:
         """The entries that go on from step to step."""
@@ -211,24 +205,37 @@ class KLTransform(Transform, ABC):
                 "reference of its own."
             )
         for key, leaf in leaves.items():
-            add_spec(observation_spec, key, *leaf)
+            self._add_spec(observation_spec, key, leaf)
         return observation_spec
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """A penalized reward has no bounds."""
         key = self.keys.penalized
         if key in self.out_keys and key == self.keys.reward:
-            leaf = reward_spec[key]
-            add_spec(reward_spec, key, leaf.shape, leaf.dtype, reward_spec.shape)
+            self._add_spec(reward_spec, key, (reward_spec[key].shape, reward_spec[key].dtype))
         return reward_spec
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Adds the entries that go on from step to step to the state spec."""
         # Batched envs carry only actions and what is in the state spec to their workers.
         leaves = self.leaves(self.parent_env.full_observation_spec)
+        if input_spec["full_state_spec"] is None:
+            empty = Composite(shape=input_spec.shape, device=input_spec.device)  # type: ignore[arg-type]
+            input_spec["full_state_spec"] = empty
         for key in self.carried():
-            add_spec(state_spec(input_spec), key, *leaves[key])
+            self._add_spec(input_spec["full_state_spec"], key, leaves[key])
         return input_spec
+
+    def _add_spec(self, spec: Composite, key: NestedKey, leaf: Leaf) -> None:
+        """Adds a leaf to a spec; missing nested ones have the shape that the env gives them."""
+        env, (shape, dtype) = self.parent_env, leaf
+        for path in (as_tuple(key)[:depth] for depth in range(1, len(as_tuple(key)))):
+            if path not in spec.keys(True):
+                known = (env.full_action_spec.get(path), env.full_reward_spec.get(path), spec)
+                holder = next(one for one in known if isinstance(one, Composite))
+                spec[path] = Composite(shape=holder.shape, device=spec.device)  # type: ignore[arg-type]
+        kind = Binary if dtype == torch.bool else Unbounded
+        spec[key] = kind(shape=torch.Size(shape), dtype=dtype, device=spec.device)
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """Refuses an env in which later transforms undo this one."""
@@ -245,8 +252,8 @@ class KLTransform(Transform, ABC):
 
     def log_prob_shape(self) -> torch.Size:
         """The batch shape, in the env, of the tensordict that holds the action."""
-        path, spec = self.keys.recorded.branch, self.parent_env.full_action_spec
-        holder = spec[path] if path and path in spec.keys(True) else None  # or an action
+        path = self.keys.recorded.branch
+        holder = self.parent_env.full_action_spec.get(path) if path else None  # or an action
         return holder.shape if isinstance(holder, Composite) else self.parent_env.batch_size
 
 
@@ -271,36 +278,6 @@ def ignores_after_end(env: Any) -> bool:
     base = env.base_env
     mode = getattr(base, "autoreset_mode", None) if isinstance(base, GymWrapper) else None
     return getattr(mode, "name", None) == "NEXT_STEP"
-
-
-def add_spec(
-    spec: Composite, key: NestedKey, shape: Sequence[int], dtype: torch.dtype, holder: torch.Size
-) -> None:
-    """Adds an unbounded leaf, or a flag, to a spec; missing nested ones get the shape `holder`."""
-    path = as_tuple(key)
-    for depth in range(1, len(path)):
-        if path[:depth] not in spec.keys(True):
-            spec[path[:depth]] = Composite(shape=holder, device=spec.device)  # type: ignore[arg-type]
-    kind = Binary if dtype == torch.bool else Unbounded
-    spec[key] = kind(shape=torch.Size(shape), dtype=dtype, device=spec.device)
-
-
-def state_spec(input_spec: Composite) -> Composite:
-    """The state spec in an env's input spec, added if it is missing."""
-    if input_spec["full_state_spec"] is None:
-        empty = Composite(shape=input_spec.shape, device=input_spec.device)  # type: ignore[arg-type]
-        input_spec["full_state_spec"] = empty
-    return input_spec["full_state_spec"]
-
-
-def require_spec(
-    spec: Composite, key: NestedKey, fix: str, name: str = "observation"
-) -> TensorSpec:
-    """The spec of `key`; KeyError with the fix if it is missing. `name`: which spec it is."""
-    if key not in spec.keys(True, True):
-        there = existing_keys(spec)
-        raise MissingKeyError(f"{key!r} is not in the {name} spec: {fix} The spec has {there}.")
-    return spec[key]
 
 
 def check_batch(batch: TensorDictBase) -> None:

@@ -1,18 +1,17 @@
-"""The parts of the stack that measure: the log-prob under the reference, and the KL."""
+"""The parts of the stack: the log-prob under the reference, the KL, and the penalty."""
 
-from __future__ import annotations
-
-from tensordict import NestedKey, TensorDictBase
-from torch import Tensor, nn
+from tensordict import NestedKey
+from torch import nn
 from torchrl.data import Composite
 
+from torchrl_kl.actors.protocol import known_lengths
 from torchrl_kl.actors.references import Switch, as_reference
-from torchrl_kl.batches import counted
-from torchrl_kl.functional.estimators import ESTIMATORS
+from torchrl_kl.controllers import KLController
 from torchrl_kl.functional.numbers import working_dtype
-from torchrl_kl.keys import KLKeys, ResolvedKeys, as_keys, as_tuple, get_required, sibling
-from torchrl_kl.transforms.base import KLTransform, Leaf, require_spec
+from torchrl_kl.keys import KLKeys, as_keys, get_required
+from torchrl_kl.transforms.base import KLTransform, Leaf, Steps
 from torchrl_kl.transforms.estimates import Estimator, check_estimator
+from torchrl_kl.transforms.penalty import NO_KL, Penalizing, Penalty, without_random
 from torchrl_kl.transforms.scorer import Scored, measure
 from torchrl_kl.transforms.scoring import ScoringTransform, make_scorer
 
@@ -66,11 +65,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         keys = as_keys(keys)
         frozen = as_reference(actor, reference, log_prob_key=keys.log_prob)
         own = reference is None
-        # From the two log-probs alone, KLDivergenceTransform computes its estimate itself.
-        passed: Estimator = estimator if estimator in PASSED else "k1"
-        check_estimator(estimator)
-        scorer, self.keys = make_scorer(actor, frozen, keys, passed, own, time_dim=time_dim)
-        self._passed_key = passed_key(self.keys, passed)
+        scorer, self.keys = make_scorer(actor, frozen, keys, estimator, own, time_dim=time_dim)
+        self._passed_key = self.keys.passed(estimator)
         # TorchRL wants each of the out_keys in the env's specs.
         super().__init__(
             [*frozen.in_keys, *frozen.action_keys],
@@ -78,25 +74,17 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         )
         self.scorer = scorer
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self._write(next_tensordict, self.take_score(tensordict, next_tensordict))
-        return next_tensordict
-
-    def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
-        """Scores a batch."""
-        self._write(batch.get("next"), self.scorer.batch(batch, mask))
-        self.drop_record(batch)
-
-    def _write(self, next_tensordict: TensorDictBase, scored: Scored) -> None:
+    def work(self, steps: Steps) -> None:
+        """Scores."""
+        scored = self.score(steps)
         # Both (*B, *A); KLDivergenceTransform takes the estimate out.
-        next_tensordict.set(self.keys.ref_log_prob, scored.ref_log_prob)
+        steps.following.set(self.keys.ref_log_prob, scored.ref_log_prob)
         for estimate in scored.estimates:
-            next_tensordict.set(self._passed_key, estimate)
+            steps.following.set(self._passed_key, estimate)
 
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """The log-prob under the reference and its recurrent state."""
-        shape = self.log_prob_shape()
-        own = {self.keys.ref_log_prob: Leaf(shape, self.reference.dtype, shape)}
+        own = {self.keys.ref_log_prob: (self.log_prob_shape(), self.reference.dtype)}
         return own | super().leaves(spec)
 
 
@@ -154,54 +142,117 @@ class KLDivergenceTransform(KLTransform):
             [self.keys.kl, *([] if estimator == "k1" else [self.keys.kl_estimate])],
         )
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # (*B, *A); of a random policy there is none, and the KL is 0.
-        log_prob = self.keys.recorded.read(tensordict)
-        self._measure(tensordict, next_tensordict, log_prob, counted(tensordict, self.keys))
-        return next_tensordict
-
-    def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
-        """Measures the KL of a batch."""
-        self._measure(batch, batch.get("next"), self.keys.recorded.require(batch), mask)
-
-    def _measure(
-        self,
-        tensordict: TensorDictBase,
-        next_tensordict: TensorDictBase,
-        log_prob: Tensor | None,
-        mask: Tensor | None,
-    ) -> None:
+    def work(self, steps: Steps) -> None:
+        """Measures the KL."""
+        (tensordict, next_tensordict, mask, moves), recorded = steps, self.keys.recorded
+        # (*B, *A); of a random policy in an env there is none, and the KL is 0.
+        log_prob = recorded.read(tensordict) if moves is None else recorded.require(tensordict)
         ref_log_prob = get_required(next_tensordict, self.keys.ref_log_prob, _NO_REFERENCE)
-        if log_prob is None and ref_log_prob.any():  # not of a random policy
-            log_prob = self.keys.recorded.require(tensordict)
+        if log_prob is None and ref_log_prob.any():
+            log_prob = recorded.require(tensordict)
         log_prob = ref_log_prob if log_prob is None else log_prob.detach()
         estimates = []
         if self.estimator in PASSED:
-            key = passed_key(self.keys, self.estimator)
+            key = self.keys.passed(self.estimator)
             get_required(next_tensordict, key, _NO_ESTIMATE)
             estimates = [next_tensordict.pop(key)]
-        elif self.estimator != "k1":
-            estimates = [ESTIMATORS[self.estimator](log_prob, ref_log_prob)]
         n_dims = tensordict.batch_dims if self.sum_agents else None
         scored = Scored(log_prob, ref_log_prob, estimates)
-        measured = measure(scored, mask, self.keys, sum_to=n_dims)
+        measured = measure(scored, mask, self.keys, self.estimator, sum_to=n_dims)
         for key, value in zip(self.out_keys, (measured.kl, measured.fed), strict=False):
             next_tensordict.set(key, value)
 
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """The KL and, with another estimator, the estimate."""
-        ref = require_spec(spec, self.keys.ref_log_prob, _NO_REFERENCE)
+        ref = get_required(spec, self.keys.ref_log_prob, _NO_REFERENCE, "observation spec")
         shape = self.parent_env.batch_size if self.sum_agents else ref.shape
-        leaf = Leaf((*shape, 1), working_dtype(ref.dtype), shape)
-        return dict.fromkeys(self.out_keys, leaf)
+        return dict.fromkeys(self.out_keys, ((*shape, 1), working_dtype(ref.dtype)))
+
+
+class RewardAdjustmentTransform(Penalizing, KLTransform):
+    """Subtracts the KL, `reward = task_reward - coeff * kl`, and feeds the controller.
+
+    Each step is penalized with the coefficient of that moment. The KL of finished trajectories (of
+    steps, with `per="step"`) is pooled, and the controller is updated with its mean and count.
+
+    A controller that plans its coefficient is given the task rewards of finished trajectories, of a
+    batch before it is penalized. Those that begin in the same state are compared with each other.
+
+    The controller is updated in env steps and in calls on a batch, except while frozen, by samples
+    of a buffer, after `eval()` (on batches), and by trajectories with random or deterministic
+    actions in an env (an argmax is not a sample: its k1 is biased). A batch does not say how its
+    actions were chosen: freeze the transform for evaluation batches. While frozen it goes on adding
+    up trajectories; after `eval()` it does not.
+
+    You may rely on: the coefficient of every step is recorded; penalizing twice raises an error; a
+    call that raises has changed nothing. You may not rely on `episode_kl` of a shuffled batch that
+    kept the name "time": the order of its steps is checked only for a controller that is fed
+    trajectories. With gamma < 1 the penalty is the discounted KL, but the controller steers the
+    undiscounted one.
+
+    Keys:
+        reads ("next", "reward"), ("next", "kl") and, if present, ("next", "kl_estimate"), which is
+        then what the controller is fed; all of one shape; done flags and, on batches, ("collector",
+        "traj_ids"), without which trajectories do not go on from one batch to the next; and, if
+        present, ("next", "not_drawn") and what says who acts: ("collector", "mask"), the flags
+        before the step, ("agents", "mask") of turn-based envs, and "autoreset", which the stack
+        writes in a vectorized Gymnasium env that ignores the action of the step after an end.
+        writes ("next", "reward"), ("next", "task_reward"), ("next", "kl_coeff") and, unless a batch
+        has no time dimension, ("next", "episode_kl"): the sum over the trajectory so far of what
+        the controller is fed, at least float32.
+
+    State: the controller's; the pool since its last update; the sums of trajectories that batches
+    left open, but not those in an env, which are entries of its data.
+
+    Args:
+        controller, update_every, keys, time_dim: as for KLConstrainedTransform.
+
+    Raises:
+        TypeError: if `controller` is neither a KLController nor a number, or the reward is not
+            floating point, or in an env half precision; on a batch that becomes float32.
+        KeyError: if the reward, the KL or, on a batch, "next" is missing.
+        ValueError: if `update_every` is less than 1, KL and reward differ in shape, or one of them
+            is not finite. With a coefficient of 0, an infinite KL is only measured.
+        RuntimeError: if the reward was penalized before, trajectories cannot be told apart, or
+            their steps are not in order.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_kl import RewardAdjustmentTransform
+        >>> step = TensorDict(reward=torch.ones(1, 1), kl=torch.full((1, 1), 0.5), batch_size=1)
+        >>> penalized = RewardAdjustmentTransform(0.1)(TensorDict(next=step, batch_size=1))
+        >>> penalized["next", "reward"], step["reward"]
+        (tensor([[0.9500]]), tensor([[1.]]))
+    """
+
+    def __init__(
+        self,
+        controller: KLController | float,
+        *,
+        update_every: int | None = None,
+        keys: KLKeys | None = None,
+        time_dim: int | None = None,
+    ):
+        self.keys = as_keys(keys).resolve()
+        reading = {"time_dim": time_dim, "state_lengths": known_lengths()}
+        penalty = Penalty(controller, self.keys, update_every=update_every, **reading)
+        super().__init__([self.keys.reward, self.keys.kl], penalty.writes)
+        self.penalty = penalty
+
+    def work(self, steps: Steps) -> None:
+        """Penalizes steps whose KL was measured."""
+        if steps.moves is not None:
+            steps = steps._replace(mask=without_random(steps, self.keys))
+        self.penalty.adjust(steps, self.penalty.read(steps))
+
+    def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
+        """The task reward, the coefficient and the running sum."""
+        kl = get_required(spec, self.keys.kl, NO_KL, "observation spec")
+        return self.penalty.leaves(self.parent_env.full_reward_spec, kl.shape, kl.dtype)
 
 
 PASSED = ("exact", "top_k")  # estimates that one part makes, in its pass, and the other takes
-
-
-def passed_key(keys: ResolvedKeys, estimator: str) -> NestedKey:
-    """The hidden entry in which the estimate is passed on."""
-    return sibling(keys.estimate, f"{as_tuple(keys.estimate)[-1]}_{estimator}")
 
 
 _NO_REFERENCE = (

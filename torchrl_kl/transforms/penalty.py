@@ -1,9 +1,7 @@
 """Subtracts the KL from the reward, and feeds the controller that adapts the coefficient."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -11,13 +9,12 @@ from torch import Tensor, nn
 from torchrl.data import Composite, TensorSpec
 from typing_extensions import Self
 
-from torchrl_kl.actors.protocol import known_lengths
 from torchrl_kl.batches import counted, expand_right, find_ends, of_values
 from torchrl_kl.controllers import KLController, KLStatistics, as_controller
 from torchrl_kl.feeding import ControllerFeed, Reading
 from torchrl_kl.functional.numbers import check_finite, widened, working_dtype
 from torchrl_kl.keys import ResolvedKeys, get_required, sibling
-from torchrl_kl.transforms.base import Leaf, require_spec
+from torchrl_kl.transforms.base import Leaf, Steps
 from torchrl_kl.transforms.placement import refuse_sums
 from torchrl_kl.transforms.scorer import Measured
 
@@ -32,8 +29,8 @@ _NO_SUM = (
 class Penalty(nn.Module):
     """Subtracts `coeff * kl` from rewards, and feeds the controller; see RewardAdjustmentTransform.
 
-    `records`: whether it writes more than the result and the coefficient; `observed`: keys of what
-    shows whether steps follow one another; `state_lengths`: see `batches.read_states`.
+    `records`: whether it writes more than the result and the coefficient; `reading`: options of
+    `ControllerFeed.read`.
     """
 
     def __init__(
@@ -42,16 +39,12 @@ class Penalty(nn.Module):
         keys: ResolvedKeys,
         *,
         update_every: int | None = None,
-        time_dim: int | None = None,
         records: bool = True,
-        observed: Sequence[NestedKey] | None = None,
-        state_lengths: Mapping[NestedKey, NestedKey] | None = None,
+        **reading: Any,
     ):
         super().__init__()
         self.controller, self.feed = as_controller(controller), ControllerFeed(update_every)
-        self.keys, self.time_dim, self.records = keys, time_dim, records
-        self.observed = observed
-        self.state_lengths = known_lengths() if state_lengths is None else state_lengths
+        self.keys, self.records, self._reading = keys, records, reading
         self.writes = [keys.penalized, keys.kl_coeff]
         if records:
             self.writes += [keys.task_reward, keys.episode_kl]
@@ -92,27 +85,39 @@ class Penalty(nn.Module):
         if self.records:
             next_tensordict.set(self.keys.task_reward, reward)
 
-    def env_step(
-        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, measured: Measured
-    ) -> None:
-        """Penalizes the reward of an env step, adds up the trajectory, and feeds the controller."""
+    def adjust(self, steps: Steps, measured: Measured) -> None:
+        """Penalizes steps, adds up their trajectories, and feeds the controller."""
+        next_tensordict, in_batch = steps.following, steps.moves is not None
+        if in_batch:
+            self.refuse_sums(steps.data)
         reward = get_required(next_tensordict, self.keys.reward, _NO_REWARD)
         self.check(measured, reward)
-        # First, so that an update of the controller does not change the coefficient of this step.
+        reading = None
+        if in_batch and self.records:
+            # First, so that the batch is penalized with what is planned from it.
+            reading = self._read(steps, measured, reward)
+        # Before an update of the controller changes the coefficient.
         self.apply(next_tensordict, measured.kl, reward)
-        if not self.records:
-            return
+        if reading is not None:
+            if reading.running is not None:
+                next_tensordict.set(self.keys.episode_kl, reading.running)
+            self.feed.learn(self.controller, reading)
+        elif self.records:
+            self._add(steps, measured, reward)
+
+    def _add(self, steps: Steps, measured: Measured, reward: Tensor) -> None:
+        """Adds an env step to the sums of its trajectory, and feeds the controller."""
         # The sums are entries of the data, so that TorchRL sets them to zero in partial resets.
         fed = widened(measured.fed.detach())
-        episode_kl = get_required(tensordict, self.keys.episode_kl, _NO_SUM) + fed
-        next_tensordict.set(self.keys.episode_kl, episode_kl)
+        episode_kl = get_required(steps.data, self.keys.episode_kl, _NO_SUM) + fed
+        steps.following.set(self.keys.episode_kl, episode_kl)
         sums = torch.cat([reward.detach().to(fed), measured.kl.detach().to(fed)], -1)
         if self.keys.episode_sums in self.writes:  # (*B, *A, 2)
-            sums = sums + get_required(tensordict, self.keys.episode_sums, _NO_SUM)
-            next_tensordict.set(self.keys.episode_sums, sums)
+            sums = sums + get_required(steps.data, self.keys.episode_sums, _NO_SUM)
+            steps.following.set(self.keys.episode_sums, sums)
         if self.feed.frozen or not self.controller.moves:
             return
-        taken = self._taken(tensordict, next_tensordict, measured.mask, fed)
+        taken = self._taken(steps._replace(mask=measured.mask), fed)
         values = (fed if self.controller.per == "step" else episode_kl)[taken]
         planning = self.controller.planning
         if self.controller.reads_rewards and len(values):
@@ -121,77 +126,52 @@ class Penalty(nn.Module):
         # That from which a coefficient is planned says nothing about it.
         self.feed.pool(self.controller, values[: 0 if planning else None], in_env=True)
 
-    def _taken(
-        self,
-        tensordict: TensorDictBase,
-        next_tensordict: TensorDictBase,
-        mask: Tensor | None,
-        fed: Tensor,
-    ) -> Tensor:
+    def _taken(self, steps: Steps, fed: Tensor) -> Tensor:
         """True where an env step tells the controller something, shape of `fed`."""
         taken, shape = torch.ones_like(fed, dtype=torch.bool), fed.shape
         if self.controller.per == "trajectory":
             # An agent whose trajectory ends need not act in that step.
-            ends, _ = find_ends(tensordict, next_tensordict, self.keys, shape)
-            taken, mask = ends.unsqueeze(-1), None
+            ends, _ = find_ends(steps.data, steps.following, self.keys, shape)
+            taken, steps = ends.unsqueeze(-1), steps._replace(mask=None)
         if not taken.any():  # as in most steps
             return taken
-        mask = of_values(without_random(next_tensordict, self.keys, mask), shape)
+        mask = of_values(without_random(steps, self.keys), shape)
         return taken if mask is None else taken & expand_right(mask, shape)
 
-    def batch(self, tensordict: TensorDictBase, measured: Measured, *, moves: bool) -> None:
-        """Penalizes a batch (a copy), adds up its trajectories, and feeds the controller."""
-        next_tensordict = tensordict.get("next")
-        reward = self.open(tensordict)
-        self.check(measured, reward)
-        if not self.records:
-            self.apply(next_tensordict, measured.kl, reward)
-            return
-        # First, so that the batch is penalized with what is planned from it.
-        reading = self._read(tensordict, measured, reward, moves)
-        self.apply(next_tensordict, measured.kl, reward)
-        if reading.running is not None:
-            next_tensordict.set(self.keys.episode_kl, reading.running)
-        self.feed.learn(self.controller, reading)
-
-    def open(self, tensordict: TensorDictBase, fix: str = _NO_REWARD) -> Tensor:
-        """The rewards of a batch; RuntimeError if they were added up already."""
+    def refuse_sums(self, tensordict: TensorDictBase) -> None:
+        """RuntimeError if rewards of a batch that is penalized were added up already."""
         if not self.measures_only:
             refuse_sums(tensordict)
-        return get_required(tensordict.get("next"), self.keys.reward, fix)
 
     def observe(self, tensordict: TensorDictBase) -> None:
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
-        next_tensordict = tensordict.get("next")
-        measured = self.read(next_tensordict, counted(tensordict, self.keys))
-        reward = get_required(next_tensordict, self.keys.task_reward, _NO_REWARD)
-        self.feed.learn(self.controller, self._read(tensordict, measured, reward, True))
+        following = tensordict.get("next")
+        steps = Steps(tensordict, following, counted(tensordict, self.keys), True)
+        measured = self.read(steps)
+        reward = get_required(following, self.keys.task_reward, _NO_REWARD)
+        self.feed.learn(self.controller, self._read(steps, measured, reward))
 
-    def read(self, next_tensordict: TensorDictBase, mask: Tensor | None) -> Measured:
-        """The KL and the estimate that were measured, 0 outside the mask (*B)."""
-        kl = get_required(next_tensordict, self.keys.kl, NO_KL)  # (*B, *A, 1)
-        fed = next_tensordict.get(self.keys.kl_estimate, kl)
-        mask = of_values(mask, kl.shape)
+    def read(self, steps: Steps) -> Measured:
+        """The KL and the estimate that were measured, 0 where steps do not count."""
+        kl = get_required(steps.following, self.keys.kl, NO_KL)  # (*B, *A, 1)
+        fed = steps.following.get(self.keys.kl_estimate, kl)
+        mask = of_values(steps.mask, kl.shape)
         if mask is not None:
             counts = expand_right(mask, kl.shape)
             kl, fed = torch.where(counts, kl, 0.0), torch.where(counts, fed, 0.0)
         return Measured(kl, fed, mask, {})
 
-    def _read(
-        self, tensordict: TensorDictBase, measured: Measured, reward: Tensor, moves: bool
-    ) -> Reading:
+    def _read(self, steps: Steps, measured: Measured, reward: Tensor) -> Reading:
         return self.feed.read(
             self.controller,
-            tensordict,
+            steps.data,
             measured.fed.detach(),
             measured.mask,
             keys=self.keys,
-            time_dim=self.time_dim,
-            observed=self.observed,
-            state_lengths=self.state_lengths,
+            **self._reading,
             reward=reward.detach(),
             log_ratio=measured.kl.detach(),
-            trace=moves,
+            trace=bool(steps.moves),
         )
 
     def refuse_penalized(self, entries: Composite | TensorDictBase, where: str) -> None:
@@ -210,17 +190,13 @@ class Penalty(nn.Module):
         self, rewards: Composite, kl_shape: torch.Size, dtype: torch.dtype
     ) -> dict[NestedKey, Leaf]:
         """What it adds to an observation spec; ValueError if KL and reward differ in shape."""
-        reward = require_spec(rewards, self.keys.reward, _NO_REWARD, "reward")
+        reward = get_required(rewards, self.keys.reward, _NO_REWARD, "reward spec")
         check_reward(kl_shape, reward, self.keys.reward, in_env=True)
         # In the observation spec, not in the reward spec, where a RewardSum would sum them too.
-        holder, dtype = kl_shape[:-1], working_dtype(dtype)
-        sums = {self.keys.episode_kl: kl_shape, self.keys.episode_sums: (*holder, 2)}
-        like_reward = Leaf(reward.shape, reward.dtype, reward.shape[:-1])
-        return {
-            key: Leaf(sums[key], dtype, holder) if key in sums else like_reward
-            for key in self.writes
-            if key != self.keys.reward
-        }
+        dtype, n_sums = working_dtype(dtype), (*kl_shape[:-1], 2)
+        sums = {self.keys.episode_kl: (kl_shape, dtype), self.keys.episode_sums: (n_sums, dtype)}
+        written = (key for key in self.writes if key != self.keys.reward)
+        return {key: sums.get(key, (reward.shape, reward.dtype)) for key in written}
 
 
 class Penalizing:
@@ -288,12 +264,10 @@ def check_reward(
         )
 
 
-def without_random(
-    next_tensordict: TensorDictBase, keys: ResolvedKeys, mask: Tensor | None
-) -> Tensor | None:
+def without_random(steps: Steps, keys: ResolvedKeys) -> Tensor | None:
     """The mask (*B, *A) without steps whose actions were not drawn, if a part says so."""
-    not_drawn = next_tensordict.get(keys.not_drawn, None)  # (*B, *A, 1)
+    mask, not_drawn = steps.mask, steps.following.get(keys.not_drawn, None)  # (*B, *A, 1)
     if not_drawn is None or not not_drawn.any():
         return mask
-    drawn = ~not_drawn.flatten(next_tensordict.batch_dims).any(-1)
+    drawn = ~not_drawn.flatten(steps.data.batch_dims).any(-1)
     return drawn if mask is None else mask & expand_right(drawn, mask.shape)

@@ -1,7 +1,5 @@
 """Rejects transform orders that would make the KL, or the record of it, wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

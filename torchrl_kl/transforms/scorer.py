@@ -16,7 +16,7 @@ from torchrl.envs import EnvBase
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
 from torchrl_kl.batches import expand_right, find_time_dim, of_values
-from torchrl_kl.functional.estimators import kl_k1
+from torchrl_kl.functional.estimators import ESTIMATORS
 from torchrl_kl.keys import RECORD_LOG_PROB, MissingKeyError, ResolvedKeys, as_tuple, existing_keys
 from torchrl_kl.transforms.estimates import Estimate
 
@@ -29,7 +29,7 @@ class Scored(NamedTuple):
 
     log_prob: Tensor  # under the policy
     ref_log_prob: Tensor  # under the reference
-    estimates: Sequence[Tensor]  # (*B, *A), one if the estimator is not k1
+    estimates: Sequence[Tensor]  # (*B, *A), one if the estimator is "exact" or "top_k"
     drawn: bool = True  # in an env step: whether the policy drew the actions
     states: Sequence[Tensor] = ()  # in an env step: the next recurrent states of the reference
 
@@ -44,7 +44,7 @@ class Measured(NamedTuple):
 
 
 class Scorer(nn.Module):
-    """Scores the actions of a policy under a reference; `estimate` None: k1 alone is measured."""
+    """Scores the actions of a policy under a reference, and makes an `estimate` or none."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Scorer(nn.Module):
             mask = expand_right(mask, log_prob.shape)
         actor = self.reference.actor
         with torch.no_grad():
-            return [self.estimate(rows, log_prob.detach(), score, actor, mask)]
+            return [self.estimate.compute(rows, log_prob.detach(), score, actor, mask)]
 
     def watch_first_use(self, policy: nn.Module) -> None:
         """Will warn if the policy's weights have changed when this is used."""
@@ -196,18 +196,23 @@ def _refuse_parallel_worker(tensordict: TensorDictBase) -> None:
 
 
 def measure(
-    scored: Scored, mask: Tensor | None, keys: ResolvedKeys, *, sum_to: int | None = None
+    scored: Scored,
+    mask: Tensor | None,
+    keys: ResolvedKeys,
+    estimator: str,
+    *,
+    sum_to: int | None = None,
 ) -> Measured:
     """The KL of each step, 0 outside the mask (*B, *A); `sum_to`: over agents, to so many dims."""
     log_prob, ref_log_prob, estimates, *_ = scored
     counts = None if mask is None else expand_right(mask, log_prob.shape)
-    values = [kl_k1(log_prob.detach(), ref_log_prob, mask=counts), *estimates]
-    if counts is not None:
-        values[1:] = [torch.where(counts, value, 0.0) for value in estimates]
+    names = ["k1"] if estimates else dict.fromkeys(("k1", estimator))
+    values = [ESTIMATORS[name](log_prob.detach(), ref_log_prob, mask=counts) for name in names]
+    values += [each if counts is None else torch.where(counts, each, 0.0) for each in estimates]
     if sum_to is not None:
         values = [value.flatten(sum_to).sum(-1) for value in values]
         mask = of_values(mask, (*values[0].shape, 1))
     # TorchRL's rewards have one more dimension than its log-probs.
-    kl, *estimates = [value.unsqueeze(-1) for value in values]
+    values = [value.unsqueeze(-1) for value in values]
     sources = {keys.recorded.name: log_prob, keys.ref_log_prob: ref_log_prob}
-    return Measured(kl, estimates[0] if estimates else kl, mask, sources)
+    return Measured(values[0], values[-1], mask, sources)

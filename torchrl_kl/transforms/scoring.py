@@ -1,7 +1,5 @@
 """The transforms that score actions: what TorchRL sees of a `Scorer`."""
 
-from __future__ import annotations
-
 from abc import ABC
 
 import torch
@@ -15,7 +13,7 @@ from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.reading import require_recording
 from torchrl_kl.batches import AUTORESET_KEY
 from torchrl_kl.keys import KLKeys, ResolvedKeys
-from torchrl_kl.transforms.base import KLTransform, Leaf
+from torchrl_kl.transforms.base import KLTransform, Leaf, Steps
 from torchrl_kl.transforms.estimates import Estimator, make_estimate
 from torchrl_kl.transforms.scorer import Scored, Scorer, expect_any
 
@@ -64,10 +62,12 @@ class ScoringTransform(KLTransform, ABC):
         self._scored = self.scorer.env_step(tensordict, env)
         super().begin_step(tensordict, env)
 
-    def take_score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> Scored:
-        """The score of this env step; writes its next recurrent states, and what was not drawn."""
+    def score(self, steps: Steps) -> Scored:
+        """The log-probs; of an env step, also writes the next states, and what was not drawn."""
         score, self._scored = self._scored, None
-        assert score is not None  # `begin_step` came before
+        if steps.moves is not None or score is None:
+            return self.scorer.batch(steps.data, steps.mask)
+        tensordict, next_tensordict = steps.data, steps.following
         for key, state in zip(self.reference.own_state_keys, score.states, strict=True):
             next_tensordict.set(key, state)
         if (mark := tensordict.get(AUTORESET_KEY, None)) is not None:
@@ -85,14 +85,14 @@ class ScoringTransform(KLTransform, ABC):
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """The reference's recurrent state, and what was not drawn."""
         batch_size, shape = self.parent_env.batch_size, self.log_prob_shape()
-        leaves = {
-            key: Leaf((*batch_size, *leaf.shape), leaf.dtype, batch_size)
+        leaves: dict[NestedKey, Leaf] = {
+            key: ((*batch_size, *leaf.shape), leaf.dtype)
             for key, leaf in self.reference.state_specs().items()
         }
         if self.resets_late:
-            leaves[AUTORESET_KEY] = Leaf((*batch_size, 1), torch.bool, batch_size)
+            leaves[AUTORESET_KEY] = ((*batch_size, 1), torch.bool)
         if self.records:
-            leaves[self.keys.not_drawn] = Leaf((*shape, 1), torch.bool, shape)
+            leaves[self.keys.not_drawn] = ((*shape, 1), torch.bool)
         return leaves
 
 

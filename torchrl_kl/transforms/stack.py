@@ -1,9 +1,5 @@
 """The whole stack as one transform, and the preset with the interface of TorchRL's former class."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
@@ -11,14 +7,13 @@ from torchrl.data import Composite
 
 from torchrl_kl.actors.protocol import as_kl_actor
 from torchrl_kl.actors.references import Switch, as_reference
-from torchrl_kl.batches import counted
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.functional.numbers import check_number
 from torchrl_kl.keys import KLKeys, as_keys, as_tuple
-from torchrl_kl.transforms.base import Leaf
+from torchrl_kl.transforms.base import Leaf, Steps
 from torchrl_kl.transforms.estimates import Estimator
 from torchrl_kl.transforms.penalty import Penalizing, Penalty
-from torchrl_kl.transforms.scorer import Measured, Scored, measure
+from torchrl_kl.transforms.scorer import measure
 from torchrl_kl.transforms.scoring import ScoringTransform, make_scorer
 
 
@@ -98,64 +93,43 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
             observed=frozen.in_keys,
             state_lengths=as_kl_actor(actor).state_lengths,
         )
-        self.keys, self.sum_agents = resolved, sum_agents
-        measured = [resolved.ref_log_prob, resolved.kl] if self.records else []
-        measured += [] if scorer.estimate is None else [resolved.kl_estimate]
+        self.keys, self.estimator, self.sum_agents = resolved, estimator, sum_agents
+        self._measured = [resolved.ref_log_prob, resolved.kl] if self.records else []
+        self._measured += [] if estimator == "k1" else [resolved.kl_estimate]
         flags = [resolved.not_drawn] if self.records else []
         super().__init__(
             [resolved.reward, *frozen.in_keys, *frozen.action_keys],
-            [*penalty.writes, *measured, *flags, *frozen.own_state_keys],
+            [*penalty.writes, *self._measured, *flags, *frozen.own_state_keys],
         )
         self.scorer, self.penalty = scorer, penalty
 
     @property
     def measured_key(self) -> NestedKey:
         """The entry that the controller is fed."""
-        return self.keys.kl if self.scorer.estimate is None else self.keys.kl_estimate
+        return self._measured[-1]
 
     def observe(self, tensordict: TensorDictBase) -> None:
         """Feeds the controller with a batch (*B) that the workers of a collector penalized."""
         self.penalty.observe(tensordict)
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # `begin_step` scored the action before the env stepped. An earlier transform may have
-        # skipped rows since then.
-        scored = self.take_score(tensordict, next_tensordict)
-        measured = self._measure(tensordict, scored, counted(tensordict, self.keys))
-        self.penalty.env_step(tensordict, next_tensordict, measured)
-        self._write(next_tensordict, scored, measured)
-        return next_tensordict
-
-    def adjust(self, batch: TensorDictBase, mask: Tensor | None, *, moves: bool) -> None:
-        """Scores, measures and penalizes a batch."""
-        scored = self.scorer.batch(batch, mask)
-        measured = self._measure(batch, scored, mask)
-        self.penalty.batch(batch, measured, moves=moves)
-        self._write(batch.get("next"), scored, measured)
-        self.drop_record(batch)
-
-    def _measure(self, tensordict: TensorDictBase, scored: Scored, mask: Tensor | None) -> Measured:
-        n_dims = tensordict.batch_dims if self.sum_agents else None
-        return measure(scored, mask, self.keys, sum_to=n_dims)
-
-    def _write(self, next_tensordict: TensorDictBase, scored: Scored, measured: Measured) -> None:
-        for key, value in self._shown(scored.ref_log_prob, measured.kl, measured.fed).items():
-            next_tensordict.set(key, value)
-
-    def _shown(self, ref_log_prob: Any, kl: Any, estimate: Any) -> dict[NestedKey, Any]:
-        """What is written of these, by key."""
-        keys = (self.keys.ref_log_prob, self.keys.kl, self.keys.kl_estimate)
-        values = zip(keys, (ref_log_prob, kl, estimate), strict=True)
-        return {key: value for key, value in values if key in self.out_keys}
+    def work(self, steps: Steps) -> None:
+        """Scores, measures and penalizes."""
+        scored = self.score(steps)
+        n_dims = steps.data.batch_dims if self.sum_agents else None
+        measured = measure(scored, steps.mask, self.keys, self.estimator, sum_to=n_dims)
+        self.penalty.adjust(steps, measured)
+        values = (scored.ref_log_prob, measured.kl, measured.fed)
+        for key, value in zip(self._measured, values, strict=False):
+            steps.following.set(key, value)
 
     def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
         """All entries but the reward."""
         # The log-prob is (*B, *A); those of the KL are (*shape, 1).
         acting, dtype = self.log_prob_shape(), self.reference.dtype
         shape = self.parent_env.batch_size if self.sum_agents else acting
-        kl = Leaf((*shape, 1), dtype, shape)
-        measured = self._shown(Leaf(acting, dtype, acting), kl, kl)
-        rewards, kl_shape = self.parent_env.full_reward_spec, torch.Size(kl.shape)
+        kl_shape, rewards = torch.Size((*shape, 1)), self.parent_env.full_reward_spec
+        shapes = ((shape, dtype) for shape in (acting, kl_shape, kl_shape))
+        measured = dict(zip(self._measured, shapes, strict=False))
         return measured | self.penalty.leaves(rewards, kl_shape, dtype) | super().leaves(spec)
 
 
