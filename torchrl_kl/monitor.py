@@ -224,14 +224,14 @@ class KLMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """The window, the episodes and counts, and the sums of open trajectories."""
-        return asdict(self._state) | {"trajectories": self._feed.trajectories.state_dict()}
+        return asdict(self._state) | {"trajectories": self._feed.trajectories.pack()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where another monitor was; KeyError if the state is not that of a KLMonitor."""
         if missing := sorted(set(self.state_dict()) - set(state_dict)):
             raise MissingKeyError(f"`state_dict` lacks {missing}, got {sorted(state_dict)}.")
         state = copy.deepcopy(dict(state_dict))
-        self._feed.trajectories.load_state_dict(state.pop("trajectories"))
+        self._feed.trajectories.unpack(state.pop("trajectories"))
         self._state = _State(**state)
 
     def _count(self, found: Mapping[str, Finding | None]) -> list[KLMessage]:

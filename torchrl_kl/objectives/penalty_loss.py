@@ -306,7 +306,7 @@ class KLPenaltyLoss(LossModule):
         reward = log_ratio = None
         with evaluating(self.actor_network):
             steps, _, kl, share = self._terms(tensordict)
-            if self.controller.reads_rewards and not self.feed.frozen and share >= FEWEST:
+            if self.controller.reads_rewards and not self.feed.frozen:
                 reward, log_ratio = self._rewards(steps)
         reading = self.feed.read(
             self.controller,
@@ -323,7 +323,9 @@ class KLPenaltyLoss(LossModule):
         values = reading.values if share >= FEWEST else None
         if values is not None and self.controller.per == "step":  # the mean over those who act
             values = values * (len(values) / steps.count)
-        self.feed.learn(self.controller, reading._replace(values=values))
+        reading = reading._replace(values=values)
+        self.feed.plan(self.controller, reading)
+        self.feed.learn(self.controller, reading)
         return self.controller.coeff.item()
 
     def _rewards(self, steps: Steps) -> tuple[Tensor | None, Tensor | None]:

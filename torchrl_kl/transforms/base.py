@@ -136,7 +136,7 @@ class KLTransform(Transform, ABC):
             mask = torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device)
         else:
             mask = counted(batch, self.keys)
-        self.adjust(batch, mask, moves=moves and not fake)
+        self.adjust(batch, mask, moves=moves)
         return batch
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

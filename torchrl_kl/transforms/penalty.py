@@ -27,6 +27,11 @@ _NO_SUM = (
     "the running sum is carried from step to step. Reset the env first, and let no later transform "
     "drop or rename that entry."
 )
+_GROUP_IN_ENV = (
+    "the controller has a `group`, but the envs of its ranks do not step together: one rank would "
+    "wait for another. Pass the stack as the collector's `postproc`, as kl_collector does "
+    'with `where="learner"`, or call freeze() first.'
+)
 
 
 class Penalty(nn.Module):
@@ -98,6 +103,8 @@ class Penalty(nn.Module):
         """Penalizes the reward of an env step, adds up the trajectory, and feeds the controller."""
         reward = get_required(next_tensordict, self.keys.reward, _NO_REWARD)
         self.check(measured, reward)
+        if self.controller.moves and self.controller.group is not None and not self.feed.frozen:
+            raise RuntimeError(_GROUP_IN_ENV)
         # First, so that an update of the controller does not change the coefficient of this step.
         self.apply(next_tensordict, measured.kl, reward)
         if not self.records:
@@ -117,7 +124,7 @@ class Penalty(nn.Module):
         planning = self.controller.planning
         if self.controller.reads_rewards and len(values):
             rewards, log_ratios = sums[taken.squeeze(-1)].double().unbind(-1)
-            self.feed.plan_from(self.controller, rewards, log_ratios=log_ratios)
+            self.feed.plan_from(self.controller, rewards=rewards, log_ratios=log_ratios)
         # That from which a coefficient is planned says nothing about it.
         self.feed.pool(self.controller, values[: 0 if planning else None], in_env=True)
 
@@ -180,7 +187,7 @@ class Penalty(nn.Module):
     def _read(
         self, tensordict: TensorDictBase, measured: Measured, reward: Tensor, moves: bool
     ) -> Reading:
-        return self.feed.read(
+        reading = self.feed.read(
             self.controller,
             tensordict,
             measured.fed.detach(),
@@ -193,6 +200,8 @@ class Penalty(nn.Module):
             log_ratio=measured.kl.detach(),
             trace=moves,
         )
+        self.feed.plan(self.controller, reading)
+        return reading
 
     def refuse_penalized(self, entries: Composite | TensorDictBase, where: str) -> None:
         """RuntimeError if the coefficient is among the entries: the reward was penalized before."""
