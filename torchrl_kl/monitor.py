@@ -112,7 +112,9 @@ class KLMonitor:
     An episode ends when its condition did not hold in `window` batches in a row. With `actor`,
     log-probs are recomputed in the first batch of each `window`, and in each one with a negative
     mean k1; they may differ by 1e-3 nats, or 0.05 in half precision. Of a batch of TorchRL's LLM
-    API, pass it `as_steps(batch, ...)`. State: `state_dict`, plain numbers and tensors.
+    API, pass it `as_steps(batch, ...)`. State: `state_dict`, plain numbers and bytes.
+
+    With several learners it sees the batches of its own rank, while the coefficient is of all.
 
     You may not rely on it to notice actions that were drawn from another distribution than the one
     whose log-probs are recorded.

@@ -55,6 +55,12 @@ def test_a_wrapped_loss_changes_no_state_and_has_the_gradients_of_the_union(foun
         assert_close(own, union, rtol=0, atol=1e-6)
 
 
+def test_a_sum_over_unequal_ranks_is_divided_by_the_steps_of_all(found):
+    for summed, union, mean in found["unequal_losses"]:
+        assert_close(summed, union, rtol=0, atol=1e-6)
+        assert (mean[0] - union[0]).abs().max() > 1e-3  # it is a mean of means
+
+
 @pytest.mark.parametrize("how", ["dcp", "torch"])
 def test_a_waiting_plan_is_saved_once_and_loaded_everywhere(found, how):
     for waits, planning, states in found["checkpoints"]:

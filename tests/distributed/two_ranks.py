@@ -246,6 +246,24 @@ def wrapped_losses(rank: int, folder: Path) -> Any:
     return found
 
 
+def unequal_losses(rank: int, folder: Path) -> Any:
+    """Gradients of a sum over unequal ranks, divided by the steps of all; and of the union."""
+    rows = [play(WalkEnv((3 + 4 * n,)), moved(make_actor()), seed=n) for n in (0, 1)]
+    reference = make_actor()
+
+    def make(reduction: Any) -> Any:
+        return KLPenaltyLoss(moved(reference), 0.5, reference=reference, reduction=reduction)
+
+    summed, union, mean = map(make, ("sum", "mean", "mean"))
+    wrapped, wrapped_mean = map(DistributedDataParallel, (summed, mean))
+    n_steps = torch.tensor(float(rows[rank].numel()))
+    dist.all_reduce(n_steps)
+    (wrapped(rows[rank])["loss_kl"] * dist.get_world_size() / n_steps).backward()
+    wrapped_mean(rows[rank])["loss_kl"].backward()
+    union(torch.cat(rows))["loss_kl"].backward()
+    return [[p.grad for p in each.parameters()] for each in (summed, union, mean)]
+
+
 def checkpoints(rank: int, folder: Path) -> Any:
     """A waiting plan and a pool, saved and loaded, go on as if nothing had been."""
 
@@ -323,4 +341,4 @@ def refusals(rank: int, folder: Path) -> Any:
     return found
 
 
-CASES = [ppo, feeds, collectives, wrapped_losses, checkpoints, copies, refusals]
+CASES = [ppo, feeds, collectives, wrapped_losses, unequal_losses, checkpoints, copies, refusals]

@@ -143,7 +143,8 @@ class KLPenaltyLoss(LossModule):
         reference: as for KLConstrainedTransform, or its FrozenActor; by default a copy of `actor`.
         loss: an actor loss to add to; its outputs are returned too.
         sampler_weights, cap: None or "truncated", and the largest weight, at least 1; see above.
-        reduction: over the valid steps: "mean", "sum" or "none", shape (*B), 0 on padding.
+        reduction: over the valid steps: "mean", "sum" or "none", shape (*B), 0 on padding. Where
+            ranks of DDP have batches of unequal size, take "sum" and divide by the steps of all.
         time_dim: the last batch dimension, if it is time and the batch does not name it "time".
 
     Raises:
