@@ -78,7 +78,7 @@ ARROWS: dict[str, set[str]] = {
     "feeding": {*_DATA, "controllers", "functional", "trajectories"},
     "actors": {*_DATA, "functional"},
     "transforms": {*_DATA, "_torchrl", "actors", "controllers", "feeding", "functional"},
-    "language": {*_DATA, "actors", "controllers", "feeding", "functional", "transforms"},
+    "language": {*_DATA, "actors", "controllers", "functional", "transforms"},
     "objectives": {*_DATA, "actors", "controllers", "feeding", "functional"},
     "monitor": {*_DATA, "actors", "controllers", "feeding", "functional"},
     "collectors": {"batches", "controllers", "transforms"},

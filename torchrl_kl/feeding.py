@@ -25,11 +25,10 @@ _PATIENCE = {"batches": 10, "env steps": 10_000}  # without an update, before th
 class Reading(NamedTuple):
     """What a batch tells a controller."""
 
+    running: Tensor | None  # the measured KL up to each step, (*B, *A, 1); None: time is not known
     values: Tensor | None  # KL of finished trajectories, or of steps, (N,); None: not to be used
-    samples: dict[str, Any]  # what a controller plans from; see `ControllerFeed.plan_from`
+    opened: dict[str, Tensor] | None  # the trajectories that are open after the batch
     moves: bool  # whether it may move the controller
-    running: Tensor | None = None  # the measured KL up to each step, (*B, *A, 1); None: no time
-    opened: dict[str, Tensor] | None = None  # the trajectories that are open after the batch
 
 
 class ControllerFeed(nn.Module):
@@ -68,14 +67,14 @@ class ControllerFeed(nn.Module):
         log_ratio: Tensor | None = None,
         trace: bool = True,
     ) -> Reading:
-        """Reads a batch (*B) and its KL, (*B, *A, 1), and changes nothing.
+        """Reads a batch (*B) and its KL, (*B, *A, 1); first, the coefficient is planned from it.
 
         `observed`: keys of the states; `state_lengths`: of some entries (*B, L), where their
         lengths are, (*B); what is behind that, as a text's tokens after its position, is of later
-        states. `trace`: whether any state may change.
+        states. `trace`: whether any state may change. An error has changed nothing.
         """
         moves = trace and not self.frozen
-        by_trajectory = controller.per == "trajectory"
+        by_trajectory, planning = controller.per == "trajectory", controller.planning
         plans = moves and controller.reads_rewards and reward is not None
         needed = moves and by_trajectory and controller.moves
         timed = batches.find_time_dim(tensordict, time_dim) is not None
@@ -100,18 +99,16 @@ class ControllerFeed(nn.Module):
             counts = slice(None) if mask is None else expand_right(mask, measured.shape)[..., 0]
             samples = columns[counts].reshape(-1, 3)
         values, log_ratios, rewards = samples.unbind(-1)
-        given = {"rewards": rewards, "log_ratios": log_ratios, "groups": groups} if plans else {}
+        if plans:
+            self.plan_from(controller, rewards=rewards, groups=groups, log_ratios=log_ratios)
         # The KL of a batch that a controller plans from says nothing about what it plans.
-        values = values[:0] if controller.planning else values
-        return Reading(values, given, moves, running, opened)
-
-    def plan(self, controller: KLController, reading: Reading) -> None:
-        """Plans a coefficient from a batch, before its rewards are penalized with it."""
-        if reading.moves:
-            self.plan_from(controller, **({} if reading.values is None else reading.samples))
+        return Reading(running, values[:0] if planning else values, opened, moves)
 
     def plan_from(self, controller: KLController, **samples: Tensor | None) -> None:
-        """Gives samples (N,), or none, to a controller that plans; see `TargetKLController`."""
+        """Gives samples (N,) to a controller that plans; see `TargetKLController`.
+
+        A rank without samples calls it too, since others of its group may have some.
+        """
         if not controller.reads_rewards or self.frozen:
             return
         if controller.per != "step":

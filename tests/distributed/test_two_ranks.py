@@ -24,7 +24,7 @@ def test_controllers_are_equal_after_each_batch(found, kind):
 
 
 @pytest.mark.parametrize("way", ["adjustment", "stack", "hook", "responses", "loss"])
-@pytest.mark.parametrize("kind", ["exponential", "planned"])
+@pytest.mark.parametrize("kind", ["exponential", "planned", "planned per step"])
 def test_each_feed_gives_what_one_process_would(found, kind, way):
     (one, expected), (other, _) = (rank[kind, way] for rank in found["feeds"])
     assert one == other

@@ -69,6 +69,7 @@ RULES: dict[str, Callable[[], Any]] = {
     "exponential": lambda: ExponentialKLController(1.0, 0.5),
     "pid": lambda: PIDKLController("plan", 0.5),
     "planned": lambda: PlannedKLController(0.5),
+    "planned per step": lambda: PlannedKLController(0.5, per="step"),
     "own": OwnController,
 }
 
@@ -171,7 +172,7 @@ def feeds(rank: int, folder: Path) -> Any:
         return penalty.update_controller(batch)
 
     found = {}
-    for kind in ("exponential", "planned"):
+    for kind in ("exponential", "planned", "planned per step"):
 
         def of(group: Any, kind: str = kind) -> Any:
             controller = RULES[kind]()

@@ -20,7 +20,6 @@ from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.actors.top_k import RECORDED, record_top_k
 from torchrl_kl.batches import MASK_KEY
 from torchrl_kl.controllers import KLController
-from torchrl_kl.feeding import Reading
 from torchrl_kl.functional.numbers import check_count, check_finite
 from torchrl_kl.functional.sampler import (
     FEWEST,
@@ -212,9 +211,10 @@ class ResponseKLTransform(Penalizing, Transform):
         measured = measure(scored, None, self.keys)
         totals = measured._replace(kl=_sums(measured.kl, reward), fed=_sums(measured.fed, reward))
         self.penalty.check(totals, reward)
-        fed, moves = self._fed(steps, scored, measured, recorded), moves and not self.frozen
-        reading = Reading(fed, self._samples(steps, measured) if moves else {}, moves)
-        self.penalty.feed.plan(self.controller, reading)
+        moves, fed = moves and not self.frozen, self._fed(steps, scored, measured, recorded)
+        if moves:
+            samples = {} if fed is None else self._samples(steps, measured)
+            self.penalty.feed.plan_from(self.controller, **samples)
         self.penalty.apply(following, totals.kl, reward)
         following.set(self.keys.kl, totals.kl)
         if self.scorer.estimate is not None:
@@ -226,7 +226,8 @@ class ResponseKLTransform(Penalizing, Transform):
             following.set("sampler_kl", _sums(recorded - scored.log_prob, reward))
         if (kept := steps.get(KEPT, None)) is not None:
             places.write(batch, KEPT, kept)
-        self.penalty.feed.learn(self.controller, reading)
+        if moves:
+            self.penalty.feed.pool(self.controller, fed)
         return batch.set("next", following)
 
     def _score(self, steps: TensorDict) -> Scored:

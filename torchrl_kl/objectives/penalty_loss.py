@@ -307,8 +307,10 @@ class KLPenaltyLoss(LossModule):
         reward = log_ratio = None
         with evaluating(self.actor_network):
             steps, _, kl, share = self._terms(tensordict)
-            if self.controller.reads_rewards and not self.feed.frozen:
+            if self.controller.reads_rewards and not self.feed.frozen and share >= FEWEST:
                 reward, log_ratio = self._rewards(steps)
+        if reward is None:  # other ranks may have some
+            self.feed.plan_from(self.controller)
         reading = self.feed.read(
             self.controller,
             tensordict,
@@ -324,9 +326,7 @@ class KLPenaltyLoss(LossModule):
         values = reading.values if share >= FEWEST else None
         if values is not None and self.controller.per == "step":  # the mean over those who act
             values = values * (len(values) / steps.count)
-        reading = reading._replace(values=values)
-        self.feed.plan(self.controller, reading)
-        self.feed.learn(self.controller, reading)
+        self.feed.learn(self.controller, reading._replace(values=values))
         return self.controller.coeff.item()
 
     def _rewards(self, steps: Steps) -> tuple[Tensor | None, Tensor | None]:

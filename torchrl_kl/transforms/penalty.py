@@ -187,7 +187,7 @@ class Penalty(nn.Module):
     def _read(
         self, tensordict: TensorDictBase, measured: Measured, reward: Tensor, moves: bool
     ) -> Reading:
-        reading = self.feed.read(
+        return self.feed.read(
             self.controller,
             tensordict,
             measured.fed.detach(),
@@ -200,8 +200,6 @@ class Penalty(nn.Module):
             log_ratio=measured.kl.detach(),
             trace=moves,
         )
-        self.feed.plan(self.controller, reading)
-        return reading
 
     def refuse_penalized(self, entries: Composite | TensorDictBase, where: str) -> None:
         """RuntimeError if the coefficient is among the entries: the reward was penalized before."""
