@@ -53,7 +53,7 @@ PRIVATE_NAMES = {
     "_forward_pre_hooks": {"blocks.py", "cache.py"},
     "_modules": {"blocks.py", "cache.py"},
     "_parameters": {"cache.py"},
-    "_buffers": {"trajectories.py", "cache.py", "moving.py", "numbers.py"},
+    "_buffers": {"cache.py", "moving.py", "numbers.py"},
     "_version": {"cache.py"},
     "_param": {"densities.py", "distributions.py"},
     "_event_shape": {"distributions.py"},

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RECIPES = sorted(path.stem for path in (DOCS / "recipes").glob("*.py"))
 OPTIONS = {"checkpoint_and_resume": ["run.pt", "20"]}
+# How a program is started that is not run as `python FILE`.
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+START = {"several_learners": TORCHRUN}
 FIGURES: dict[str, Any] = {
     **{name: {} for name in ("estimators", "diagram")},
     "penalty": {"n_updates": 50},
@@ -50,12 +54,12 @@ def form(text: str) -> list[str]:
     return [re.sub(r"[-+]?\d+(\.\d+)?(e[-+]\d+)?", "#", " ".join(line.split())) for line in lines]
 
 
-def run(program: str, folder: Path, *options: str) -> str:
+def run(program: str, folder: Path, *options: str, start: Sequence[str] = ()) -> str:
     """Runs a program as `python FILE` would, in a new process and a folder; what it printed."""
     (folder / "program.py").write_text(program)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     result = subprocess.run(
-        [sys.executable, "program.py", *options],
+        [sys.executable, *start, "program.py", *options],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -67,7 +71,7 @@ def run(program: str, folder: Path, *options: str) -> str:
 
 
 def test_all_recipes_are_short_and_listed():
-    assert len(RECIPES) == 30
+    assert len(RECIPES) == 31
     pages = {path.stem for path in (DOCS / "recipes").glob("*.md")}
     assert pages == {*RECIPES, "index", "which_loop"}
     index, site = (DOCS / "recipes/index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
@@ -84,7 +88,9 @@ def test_a_recipe_runs_as_printed(recipe, tmp_path):
     if recipe == "trl_beta":
         pytest.importorskip("trl")
     program, expected = parts_of(recipe)
-    assert form(run(program, tmp_path, *OPTIONS.get(recipe, []))) == form(expected)
+    start = START.get(recipe, [])
+    found = run(program, tmp_path, *OPTIONS.get(recipe, []), start=start)
+    assert form(found) == form(expected)
 
 
 @slow

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_kl import batches
 from torchrl_kl.batches import expand_right
-from torchrl_kl.controllers import KLController, KLStatistics, TargetKLController
+from torchrl_kl.controllers import KLController, KLStatistics
 from torchrl_kl.functional.numbers import working_dtype
 from torchrl_kl.keys import ResolvedKeys
 from torchrl_kl.trajectories import Trajectories, rows_at
@@ -25,14 +26,19 @@ class Reading(NamedTuple):
     """What a batch tells a controller."""
 
     running: Tensor | None  # the measured KL up to each step, (*B, *A, 1); None: time is not known
-    values: Tensor | None  # KL of finished trajectories, or of steps, (N,); None: may not move it
+    values: Tensor | None  # KL of finished trajectories, or of steps, (N,); None: not to be used
     opened: dict[str, Tensor] | None  # the trajectories that are open after the batch
+    moves: bool  # whether it may move the controller
 
 
 class ControllerFeed(nn.Module):
     """Pools measured KL, and updates a controller with the mean and the count of the pool.
 
-    State: the pool since the last update, and the sums of the trajectories that batches left open.
+    If the controller has a group, each batch that may move it is all-reduced over the ranks, also
+    one without values, so that the pool and the controller are equal on all of them.
+
+    State: the pool since the last update, and the sums of the trajectories that batches left open,
+    which are of this rank.
     """
 
     def __init__(self, update_every: int | None = None):
@@ -44,7 +50,7 @@ class ControllerFeed(nn.Module):
         self.statistics, self.trajectories = KLStatistics(), Trajectories()
         self.frozen = False
         self._idle = dict.fromkeys(_PATIENCE, 0)  # batches and env steps since the last update
-        self._warned = False
+        self._warned = self._warned_alone = False
 
     def read(
         self,
@@ -94,44 +100,80 @@ class ControllerFeed(nn.Module):
             samples = columns[counts].reshape(-1, 3)
         values, log_ratios, rewards = samples.unbind(-1)
         if plans:
-            self.plan_from(controller, rewards, groups=groups, log_ratios=log_ratios)
+            self.plan_from(controller, rewards=rewards, groups=groups, log_ratios=log_ratios)
         # The KL of a batch that a controller plans from says nothing about what it plans.
-        values = values[:0] if planning else values
-        return Reading(running, values if moves else None, opened)
+        return Reading(running, values[:0] if planning else values, opened, moves)
 
-    def plan_from(
-        self, controller: KLController, rewards: Tensor, *, lengths: Any = None, **samples: Any
-    ) -> None:
-        """Gives samples (N,) to a controller that plans; see `TargetKLController`."""
-        if controller.reads_rewards and not self.frozen and rewards.numel():
-            lengths = lengths if controller.per == "step" else None
-            cast(TargetKLController, controller).observe_rewards(
-                rewards, lengths=lengths, **samples
-            )
+    def plan_from(self, controller: KLController, **samples: Tensor | None) -> None:
+        """Gives samples (N,) to a controller that plans; see `TargetKLController`.
+
+        A rank without samples calls it too, since others of its group may have some.
+        """
+        if not controller.reads_rewards or self.frozen:
+            return
+        if controller.per != "step":
+            samples["lengths"] = None
+        if (group := self._group(controller)) is not None:
+            samples = _of_all_ranks(group, samples)
+        rewards = samples.get("rewards")
+        if rewards is not None and len(rewards):
+            cast(Any, controller).observe_rewards(**samples)
 
     def learn(self, controller: KLController, reading: Reading) -> None:
         """Updates a controller with a batch, and keeps what is open after it."""
-        if reading.values is not None:
+        if reading.moves:
             self.pool(controller, reading.values)
         if reading.opened is not None:
             self.trajectories.keep(reading.opened)
 
-    def pool(self, controller: KLController, values: Tensor, *, in_env: bool = False) -> None:
-        """Adds values (N,), nats per trajectory or step, of a batch; may update the controller."""
-        if controller.planning:
-            values = values[:0]
+    def pool(
+        self, controller: KLController, values: Tensor | None, *, in_env: bool = False
+    ) -> None:
+        """Adds values (N,), nats per trajectory or step, of a batch; may update the controller.
+
+        None: the batch says nothing about the KL, but those of other ranks may.
+        """
+        group, idle = self._group(controller), values is not None
+        if values is None or controller.planning:
+            values = self.statistics.sum.new_zeros(0)
         if values.numel() and controller.coeff.item() == 0:  # an infinite KL is only measured
             values = values[values.isfinite()]
-        if values.numel():
-            if int(self.statistics.count) + values.numel() < self.needed(controller, in_env):
-                self.statistics.add(values)
-            else:
-                pool = KLStatistics().to(values.device).merge(self.statistics).add(values)
-                # One for each trajectory would, with a controller's clip, steer the median.
-                controller.update(pool.mean, int(pool.count))
-                self.statistics.reset()
-                self._idle = dict.fromkeys(_PATIENCE, 0)
-        self._count_idle(controller, "env steps" if in_env else "batches")
+        if values.numel() or group is not None:  # whose other ranks may have values
+            batch = KLStatistics().to(values.device).add(values)
+            batch = batch if group is None else batch.all_reduce(group)
+            self._add(controller, batch, in_env)
+        if idle:
+            self._count_idle(controller, "env steps" if in_env else "batches")
+
+    def _add(self, controller: KLController, batch: KLStatistics, in_env: bool) -> None:
+        count = int(batch.count)
+        if not count or int(self.statistics.count) + count < self.needed(controller, in_env):
+            self.statistics.merge(batch)
+            return
+        pool = batch.merge(self.statistics)
+        # One for each trajectory would, with a controller's clip, steer the median.
+        controller.update(pool.mean, int(pool.count))
+        self.statistics.reset()
+        self._idle = dict.fromkeys(_PATIENCE, 0)
+
+    def _group(self, controller: KLController) -> dist.ProcessGroup | None:
+        """The ranks with which it feeds a controller: by configuration, never by what data hold."""
+        if not controller.moves:
+            return None
+        alone = controller.group is None and dist.is_available() and dist.is_initialized()
+        if alone and not self._warned_alone and dist.is_torchelastic_launched():
+            self._warned_alone, size = True, dist.get_world_size()
+            if size > 1:
+                warnings.warn(_ALONE.format(size), stacklevel=2)
+        return controller.group
+
+    def get_extra_state(self) -> bytes:
+        """The open trajectories, for `state_dict`."""
+        return self.trajectories.pack()
+
+    def set_extra_state(self, state: bytes) -> None:
+        """Takes over the open trajectories of a `state_dict`."""
+        self.trajectories.unpack(state)
 
     def needed(self, controller: KLController, in_env: bool) -> int:
         """How many values an update waits for."""
@@ -150,6 +192,20 @@ class ControllerFeed(nn.Module):
             reason = cast(Any, controller.plan).reason
             waits = f"it plans its coefficient from the rewards of {unit}, but {reason}"
         warnings.warn(_IDLE.format(_PATIENCE[what], what, waits), stacklevel=2)
+
+
+def _of_all_ranks(group: dist.ProcessGroup, samples: dict[str, Tensor | None]) -> dict[str, Any]:
+    """The samples of all ranks, in their order; no group has those of two ranks."""
+    own = {name: values.cpu() for name, values in samples.items() if values is not None}
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, own, group)
+    parts, before = [part for part in parts if part], 0
+    for part in parts:
+        if "groups" in part:
+            part["groups"] = part["groups"].unique(return_inverse=True)[1] + before
+            before += len(part["groups"])
+    names = parts[0] if parts else ()
+    return {name: torch.cat([part[name] for part in parts]) for name in names}
 
 
 def _groups(
@@ -180,6 +236,10 @@ def _groups(
 _IDLE = (
     "the KL controller has not been updated for {:,} {}: {}. Lower `update_every`, collect longer "
     'batches, use a controller with per="step", or pass a number as `init_coeff`.'
+)
+_ALONE = (
+    "each of {} ranks feeds a KL controller alone, so that their coefficients will differ. Set "
+    "`controller.group = torch.distributed.group.WORLD` on all ranks that train one policy."
 )
 _NO_TIME = (
     "the controller is fed nats per trajectory, and in a batch of shape {} without a time dimension"

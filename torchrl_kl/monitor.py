@@ -110,7 +110,9 @@ class KLMonitor:
     An episode ends when its condition did not hold in `window` batches in a row. With `actor`,
     log-probs are recomputed in the first batch of each `window`, and in each one with a negative
     mean k1; they may differ by 1e-3 nats, or 0.05 in half precision. Of a batch of TorchRL's LLM
-    API, pass it `as_steps(batch, ...)`. State: `state_dict`, plain numbers and tensors.
+    API, pass it `as_steps(batch, ...)`. State: `state_dict`, plain numbers and bytes.
+
+    With several learners it sees the batches of its own rank, while the coefficient is of all.
 
     You may not rely on it to notice actions that were drawn from another distribution than the one
     whose log-probs are recorded.
@@ -222,14 +224,14 @@ class KLMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """The window, the episodes and counts, and the sums of open trajectories."""
-        return asdict(self._state) | {"trajectories": self._feed.trajectories.state_dict()}
+        return asdict(self._state) | {"trajectories": self._feed.trajectories.pack()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where another monitor was; KeyError if the state is not that of a KLMonitor."""
         if missing := sorted(set(self.state_dict()) - set(state_dict)):
             raise MissingKeyError(f"`state_dict` lacks {missing}, got {sorted(state_dict)}.")
         state = copy.deepcopy(dict(state_dict))
-        self._feed.trajectories.load_state_dict(state.pop("trajectories"))
+        self._feed.trajectories.unpack(state.pop("trajectories"))
         self._state = _State(**state)
 
     def _count(self, found: Mapping[str, Finding | None]) -> list[KLMessage]:

@@ -27,6 +27,8 @@ class KLControlHook(TrainerHookBase):
     - `sampler_kl`, `sampler_kl_error`: mean KL(sampler || policy), nats per step, and its standard
       error, of batches from `rescore`.
 
+    The figures are those of this process, also if the controller is fed by a group of ranks.
+
     You may rely on: padding (("collector", "mask") False) is in no mean; a trainer's checkpoint
     restores the controller, what it was fed, and the reference. A restarted collector begins new
     trajectories.

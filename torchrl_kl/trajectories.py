@@ -6,14 +6,14 @@ row by row, then those of the next one. K numbers are added up along each trajec
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from torchrl_kl.batches import Flags, same
-from torchrl_kl.functional.numbers import Float64State
 from torchrl_kl.functional.sums import running_sum
 
 _FEWEST_OPEN = 256  # so many trajectories may stay open at least, as of asynchronous workers
@@ -30,7 +30,7 @@ class TrajectorySums(NamedTuple):
     opened: dict[str, Tensor]  # for `Trajectories.keep`
 
 
-class Trajectories(Float64State):
+class Trajectories:
     """The sums of trajectories that batches left open: one table, of M entries.
 
     `add` equals this loop over the numbers of the steps, in each row of each agent:
@@ -55,21 +55,16 @@ class Trajectories(Float64State):
     begins behind an end in its row, and where its id comes for the first time and no entry has it
     but of an end. Without ids, nothing is left, and whatever is not resumed begins.
 
-    State: of each entry its id and agent; `named`, whether it goes on under this id, or under one
-    that is not known yet, (M,) each; its total, n and 0 if it is whole, (M, K + 2); the states in
-    which they were left, (M, ...) each.
+    State: `table`, of each entry its id and agent; `named`, whether it goes on under this id, or
+    under one that is not known yet, (M,) each; its total, n and 0 if it is whole, (M, K + 2); the
+    states in which they were left, (M, ...) each. Not buffers: DistributedDataParallel would give
+    all ranks those of the first, and a distributed checkpoint refuses other sizes.
     """
 
-    ids: Tensor
-    agents: Tensor
-    named: Tensor
-    sums: Tensor
-
     def __init__(self):
-        super().__init__()
-        for name, dtype in (("ids", torch.long), ("agents", torch.long), ("named", torch.bool)):
-            self.register_buffer(name, torch.zeros(0, dtype=dtype))
-        self.register_buffer("sums", torch.zeros(0, 0, dtype=torch.float64))
+        none = torch.zeros(0, dtype=torch.long)
+        self.table = {"ids": none, "agents": none, "named": none.bool()}
+        self.table["sums"] = torch.zeros(0, 0, dtype=torch.float64)
 
     def add(
         self, flags: Flags, states: Collection[tuple[Tensor, Tensor]], columns: Tensor
@@ -87,7 +82,7 @@ class Trajectories(Float64State):
             return entry.transpose(0, 1).flatten(0, 1)
 
         ends, counts, breaks = flat(flags.ends), flat(flags.counts), flat(flags.breaks)
-        self.to(ends.device)
+        self.table = {name: entry.to(ends.device) for name, entry in self.table.items()}
         # S parts of trajectories, of a row or up to an end or a break: their first and last steps.
         row_ends = (torch.arange(len(ends), device=ends.device) + 1) % shape[n_dims - 1] == 0
         apart = breaks | row_ends
@@ -114,9 +109,9 @@ class Trajectories(Float64State):
         values = torch.where(counts.unsqueeze(-1), flat(columns.detach().double()), 0.0)
         addends = torch.cat([values, more], -1)
         if matches:
-            addends[first[resumed]] += self.sums[entries]
+            addends[first[resumed]] += self.table["sums"][entries]
         sums = running_sum(addends.T, (ends | apart).expand(addends.shape[-1], -1)).T
-        opened = dict(self.named_buffers())
+        opened = self.table
         if ids is not None:
             # A collector may write an end into the last step of a batch, with padding behind it,
             # and go on; but not where steps that count follow.
@@ -136,12 +131,23 @@ class Trajectories(Float64State):
 
     def keep(self, opened: dict[str, Tensor]) -> None:
         """Makes what `add` has left open the state."""
-        self._buffers.clear()
-        self._buffers.update(opened)
+        self.table = opened
+
+    def pack(self) -> bytes:
+        """The state, for `unpack`."""
+        file = io.BytesIO()
+        torch.save({name: entry.cpu().clone() for name, entry in self.table.items()}, file)
+        return file.getvalue()
+
+    def unpack(self, state: bytes) -> None:
+        """Goes on where another table was packed."""
+        self.table = torch.load(io.BytesIO(state), weights_only=True)
 
     def _is_new(self, agents: Tensor, ids: Tensor) -> Tensor:
         """True where an id comes for the first time, and no unfinished entry has it, (S,)."""
-        known = torch.stack([self.agents, self.ids])[:, (self.sums[:, -2:] != 0).any(-1)]
+        table = self.table
+        known = torch.stack([table["agents"], table["ids"]])
+        known = known[:, (table["sums"][:, -2:] != 0).any(-1)]
         names = torch.cat([known, torch.stack([agents, ids])], 1)
         number = names.unique(dim=1, return_inverse=True)[1]
         place = torch.arange(len(number), device=number.device)
@@ -153,12 +159,14 @@ class Trajectories(Float64State):
     ) -> dict[int, int]:
         """The entry with which a part goes on, by the numbers of both; the newest one first."""
         found, taken = dict[int, int](), set[int]()
-        left: Any = [value for name, value in self._buffers.items() if name.startswith("left")]
+        table = self.table
+        left = [value for name, value in table.items() if name.startswith("left")]
         if [value.shape[1:] for value in left] != [value.shape[1:] for value in states]:
             return found
-        some = candidates & (torch.isin(ids, self.ids) | ~self.named.all())
+        some = candidates & (torch.isin(ids, table["ids"]) | ~table["named"].all())
         some = some.nonzero()  # (C, 1)
-        pairs = (agents[some] == self.agents) & ((ids[some] == self.ids) | ~self.named)
+        pairs = (ids[some] == table["ids"]) | ~table["named"]
+        pairs &= agents[some] == table["agents"]
         ones, twos = pairs.nonzero().unbind(-1)
         ones, equal = some[ones, 0], torch.ones_like(ones, dtype=torch.bool)
         for state, other in zip(states, left, strict=True):
@@ -172,19 +180,13 @@ class Trajectories(Float64State):
 
     def _table(self, resumed: list[int], new: dict[str, Tensor]) -> dict[str, Tensor]:
         """The entries that were not `resumed`, and the new ones; the oldest are dropped."""
-        old = dict(self.named_buffers())
+        old = self.table
         if {n: v.shape[1:] for n, v in old.items()} != {n: v.shape[1:] for n, v in new.items()}:
             return new
-        stay = torch.ones_like(self.named)
+        stay = torch.ones_like(old["named"])
         stay[resumed] = False
         limit = max(_FEWEST_OPEN, 4 * len(new["ids"]))
         return {name: torch.cat([old[name][stay], value])[-limit:] for name, value in new.items()}
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        if {"ids", "sums"} <= entries.keys():  # of other sizes than the present ones
-            self.keep({name: torch.empty_like(value) for name, value in entries.items()})
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def rows_at(entry: Tensor, places: Tensor) -> Tensor:

@@ -321,7 +321,7 @@ def test_before_the_plan_no_kl_is_pooled_and_it_gets_the_lengths():
     feed = ControllerFeed()
     controller: Any = PlannedKLController(0.3, per="step")
     feed.pool(controller, torch.ones(2))
-    feed.plan_from(controller, torch.ones(2), lengths=torch.tensor([3, 4]))
+    feed.plan_from(controller, rewards=torch.ones(2), lengths=torch.tensor([3, 4]))
     assert controller.plan.samples[:, 2].tolist() == [3, 4]
     assert (controller.planning, int(feed.statistics.count)) == (True, 0)
 
@@ -483,5 +483,5 @@ def test_a_plan_of_a_flat_batch_is_told_how_far_the_policy_has_moved():
     adding = RewardAdjustmentTransform(Listening(0.3, per="step"))
     adding(TensorDict(next=step, batch_size=2))
     adding.freeze()(TensorDict(next=step, batch_size=2))
-    adding.penalty.feed.plan_from(adding.controller, torch.ones(1))
+    adding.penalty.feed.plan_from(adding.controller, rewards=torch.ones(1))
     assert heard == [([1.0, 2.0], [0.5, 0.25])]

@@ -57,8 +57,8 @@ def loop(table: Trajectories, batch: Any, found: Flags, values: Any) -> tuple[An
     ends, counts, breaks, renamed = map(lines, found[:4])
     ids = lines(found.ids)
     before, after = (each["observation"].flatten().tolist() for each in (batch, batch["next"]))
-    old = dict(table.named_buffers())
-    entries = list(zip(*(old.get(n, torch.zeros(0)).tolist() for n in FIELDS), strict=True))
+    old = (table.table.get(name, torch.zeros(0)) for name in FIELDS)
+    entries = list(zip(*(entry.tolist() for entry in old), strict=True))
     unfinished = {(agent, i) for agent, i, _, s, _ in entries if s[-2] or s[-1]}
     first: dict[Any, int] = {}
     for t, i in enumerate(ids):
@@ -221,7 +221,7 @@ class Streams(Machine):
     def carry(self, how: str) -> None:
         def loaded(table: Trajectories) -> Trajectories:
             other = Trajectories()
-            other.load_state_dict(table.state_dict())
+            other.unpack(table.pack())
             return other
 
         if how == "pure":  # a batch that is read, but not learned from
@@ -291,6 +291,6 @@ def test_what_never_goes_on_is_dropped(seed, n_new):
         n += size
         add(table, batch, batch["value"], None)
         limit = max(256, 4 * size)
-        assert table.ids.tolist() == list(range(max(0, n - limit), n))[-len(table.ids) :]
-        assert len(table.ids) <= limit
-        assert len(table.ids) >= min(limit, size)
+        ids = table.table["ids"].tolist()
+        assert ids == list(range(max(0, n - limit), n))[-len(ids) :]
+        assert min(limit, size) <= len(ids) <= limit

@@ -46,7 +46,7 @@ def whole_state(run: runs.Run) -> dict[str, Any]:
     states = {name: part.state_dict() for name, part in run.parts.items() if name != "generator"}
     if isinstance(run, runs.Postproc):
         stack = states["stack"].items()
-        states["stack"] = {name: value for name, value in stack if ".trajectories." not in name}
+        states["stack"] = {name: value for name, value in stack if "feed._extra" not in name}
         del states["monitor"]["trajectories"]
     return states
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from torchrl_kl.controllers.plan import RewardPlan
 from torchrl_kl.functional.numbers import Float64State, check_count, check_number, uncompiled
@@ -36,6 +37,9 @@ class KLController(Float64State, ABC):
     Attributes:
         moves: whether `update` may change the coefficient; False in ConstantKLController only. A
             schedule derives from KLController.
+        group: the ranks that train one policy (`torch.distributed.group.WORLD`). Transforms and
+            losses then feed it with the KL of all of them, so that their controllers stay equal;
+            `update` itself takes what it is given. None: of this process. Copies have none.
 
     Raises:
         ValueError: if `init_coeff` is out of its range, or `per` is neither unit.
@@ -51,6 +55,7 @@ class KLController(Float64State, ABC):
 
     coeff: Tensor
     moves: ClassVar[bool] = True
+    group: ProcessGroup | None = None
     target: float = math.nan  # NaN for a rule without a target
     min_coeff: float = 0.0
     max_coeff: float = math.inf
@@ -73,6 +78,10 @@ class KLController(Float64State, ABC):
             self.coeff.fill_(check_number(name, value, at_least=0.0))
         else:
             super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # PyTorch can neither copy nor pickle a process group.
+        return self.__dict__ | {"group": None}
 
     @property
     def planning(self) -> bool:

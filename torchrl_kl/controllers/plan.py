@@ -152,13 +152,13 @@ class RewardPlan(Float64State):
         self.samples = self.samples[:0]
         self.made.clamp_(min=planned)
 
-    def get_extra_state(self) -> Tensor:
-        """The samples, for `state_dict`."""
-        return self.samples
+    def get_extra_state(self) -> list[list[float]]:
+        """The samples, for `state_dict`; a distributed checkpoint refuses tensors of any size."""
+        return self.samples.tolist()
 
-    def set_extra_state(self, state: Tensor) -> None:
+    def set_extra_state(self, state: list[list[float]]) -> None:
         """Takes over the samples of a `state_dict`."""
-        self.samples = state.clone()
+        self.samples = torch.tensor(state, dtype=torch.float64).reshape(-1, 4)
 
 
 def _compared(samples: Tensor) -> tuple[Tensor, Tensor]:

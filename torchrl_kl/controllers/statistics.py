@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchrl_kl.functional.numbers import Float64State, check_mask, check_tensor, uncompiled
@@ -84,6 +85,34 @@ class KLStatistics(Float64State):
             raise ValueError("`other` must be another KLStatistics, got this object.")
         for buffer, addend in zip(self.buffers(), other.buffers(), strict=True):
             buffer.add_(addend.to(buffer.device))
+        return self
+
+    @uncompiled
+    def all_reduce(self, group: dist.ProcessGroup | None = None) -> KLStatistics:
+        """Adds the values of all ranks of a process group, on each of them; returns this object.
+
+        A collective of three float64 numbers: each rank must call it, also one without values.
+        Reduce the statistics of one batch, then merge them: what is reduced twice counts twice.
+
+        Args:
+            group: as in `torch.distributed`; None: the default group.
+
+        Example:
+            >>> import torch
+            >>> import torch.distributed as dist
+            >>> from torchrl_kl import KLStatistics
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> KLStatistics().add(torch.tensor([0.5, 1.5])).all_reduce().mean
+            1.0
+            >>> dist.destroy_process_group()
+        """
+        backends = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+        device = "cpu" if "cpu:" in backends else backends.partition(":")[0]
+        numbers = [buffer.double() for buffer in self.buffers()]
+        totals = torch.stack(numbers).to(device)
+        dist.all_reduce(totals, group=group)
+        for buffer, total in zip(self.buffers(), totals, strict=True):
+            buffer.copy_(total)
         return self
 
     @uncompiled

@@ -209,10 +209,10 @@ class ResponseKLTransform(Penalizing, Transform):
         measured = measure(scored, None, self.keys, self._estimator)
         totals = measured._replace(kl=_sums(measured.kl, reward), fed=_sums(measured.fed, reward))
         self.penalty.check(totals, reward)
-        moves, planned = moves and not self.frozen, self.controller.planning
-        fed = self._fed(steps, scored, measured, recorded)
-        if moves and fed is not None:
-            self._plan_from(steps, measured)
+        moves, fed = moves and not self.frozen, self._fed(steps, scored, measured, recorded)
+        if moves:
+            samples = {} if fed is None else self._samples(steps, measured)
+            self.penalty.feed.plan_from(self.controller, **samples)
         self.penalty.apply(following, totals.kl, reward)
         following.set(self.keys.kl, totals.kl)
         if self._estimator != "k1":
@@ -224,9 +224,8 @@ class ResponseKLTransform(Penalizing, Transform):
             following.set("sampler_kl", _sums(recorded - scored.log_prob, reward))
         if (kept := steps.get(KEPT, None)) is not None:
             places.write(batch, KEPT, kept)
-        if moves and fed is not None:
-            # A KL from which a coefficient is planned says nothing about that coefficient.
-            self.penalty.feed.pool(self.controller, fed[: 0 if planned else None])
+        if moves:
+            self.penalty.feed.pool(self.controller, fed)
         return batch.set("next", following)
 
     def _score(self, steps: TensorDict) -> Scored:
@@ -268,20 +267,19 @@ class ResponseKLTransform(Penalizing, Transform):
         scored = self.scorer.batch(rows, rows.get(MASK_KEY))
         return [scored.log_prob, scored.ref_log_prob, *scored.estimates]
 
-    def _plan_from(self, steps: TensorDict, measured: Measured) -> None:
-        """Gives rewards to a controller that plans; responses to one prompt are a group."""
+    def _samples(self, steps: TensorDict, measured: Measured) -> dict[str, Tensor]:
+        """What a controller plans from; responses to one prompt are a group."""
         done, lengths = steps["next", "done"], steps.get(MASK_KEY).sum(1)
         tokens, start = steps["tokens"][:, 0], steps["position"][:, :1]
         places = torch.arange(tokens.shape[1], device=tokens.device)
         prompts = torch.where(places < start, tokens, -1)
         some = lengths > 0
-        self.penalty.feed.plan_from(
-            self.controller,
-            steps["next", "reward"][done],
-            groups=prompts[some].unique(dim=0, return_inverse=True)[1].double(),
-            log_ratios=measured.kl.sum((1, 2))[some],
-            lengths=lengths[some],
-        )
+        return {
+            "rewards": steps["next", "reward"][done],
+            "groups": prompts[some].unique(dim=0, return_inverse=True)[1].double(),
+            "log_ratios": measured.kl.sum((1, 2))[some],
+            "lengths": lengths[some],
+        }
 
     def _fed(
         self, steps: TensorDict, scored: Scored, measured: Measured, sampler: Tensor | None
@@ -298,7 +296,9 @@ class ResponseKLTransform(Penalizing, Transform):
             if share < FEWEST:
                 return None
             fed = fed * weights
-        return fed[mask] if by_step else fed.sum(1)[mask.any(1)]
+        fed = fed[mask] if by_step else fed.sum(1)[mask.any(1)]
+        # A KL from which a coefficient is planned says nothing about that coefficient.
+        return fed[:0] if self.controller.planning else fed
 
 
 def _sums(values: Tensor, reward: Tensor) -> Tensor:

@@ -143,7 +143,8 @@ class KLPenaltyLoss(LossModule):
         reference: as for KLConstrainedTransform, or its FrozenActor; by default a copy of `actor`.
         loss: an actor loss to add to; its outputs are returned too.
         sampler_weights, cap: None or "truncated", and the largest weight, at least 1; see above.
-        reduction: over the valid steps: "mean", "sum" or "none", shape (*B), 0 on padding.
+        reduction: over the valid steps: "mean", "sum" or "none", shape (*B), 0 on padding. Where
+            ranks of DDP have batches of unequal size, take "sum" and divide by the steps of all.
         time_dim: the last batch dimension, if it is time and the batch does not name it "time".
 
     Raises:
@@ -308,6 +309,8 @@ class KLPenaltyLoss(LossModule):
             steps, _, kl, share = self._terms(tensordict)
             if self.controller.reads_rewards and not self.feed.frozen and share >= FEWEST:
                 reward, log_ratio = self._rewards(steps)
+        if reward is None:  # other ranks may have some
+            self.feed.plan_from(self.controller)
         reading = self.feed.read(
             self.controller,
             tensordict,

@@ -127,7 +127,7 @@ class KLTransform(Transform, ABC):
             mask = torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device)
         else:
             mask = counted(batch, self.keys)
-        self.work(Steps(batch, following, mask, moves and not fake))
+        self.work(Steps(batch, following, mask, moves))
         self.drop_record(batch)
         return batch
 

@@ -24,6 +24,11 @@ _NO_SUM = (
     "the running sum is carried from step to step. Reset the env first, and let no later transform "
     "drop or rename that entry."
 )
+_GROUP_IN_ENV = (
+    "the controller has a `group`, but the envs of its ranks do not step together: one rank would "
+    "wait for another. Pass the stack as the collector's `postproc`, as kl_collector does "
+    'with `where="learner"`, or call freeze() first.'
+)
 
 
 class Penalty(nn.Module):
@@ -90,6 +95,8 @@ class Penalty(nn.Module):
         next_tensordict, in_batch = steps.following, steps.moves is not None
         if in_batch:
             self.refuse_sums(steps.data)
+        elif self.controller.moves and self.controller.group is not None and not self.feed.frozen:
+            raise RuntimeError(_GROUP_IN_ENV)
         reward = get_required(next_tensordict, self.keys.reward, _NO_REWARD)
         self.check(measured, reward)
         reading = None
@@ -122,7 +129,7 @@ class Penalty(nn.Module):
         planning = self.controller.planning
         if self.controller.reads_rewards and len(values):
             rewards, log_ratios = sums[taken.squeeze(-1)].double().unbind(-1)
-            self.feed.plan_from(self.controller, rewards, log_ratios=log_ratios)
+            self.feed.plan_from(self.controller, rewards=rewards, log_ratios=log_ratios)
         # That from which a coefficient is planned says nothing about it.
         self.feed.pool(self.controller, values[: 0 if planning else None], in_env=True)
 
