@@ -29,7 +29,8 @@ def in_wrapper(model: nn.Module, inner: nn.Module) -> nn.Module:
     if not isinstance(model, DistributedDataParallel):
         return inner
     view: Any = object.__new__(type(model))  # a copy would average the gradients once more
-    vars(view).update(vars(model), _modules={"module": inner})
+    # It finds no buffers in parts that were replaced; those of a language model do not change.
+    vars(view).update(vars(model), _modules={"module": inner}, forward_sync_buffers=False)
     return view
 
 
