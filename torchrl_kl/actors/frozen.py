@@ -21,6 +21,7 @@ from torchrl_kl.actors import reading
 from torchrl_kl.actors.densities import check_density
 from torchrl_kl.actors.log_probs import log_prob_of_actions
 from torchrl_kl.actors.moving import MasterWeights
+from torchrl_kl.actors.parallel import sharded_parts
 from torchrl_kl.actors.protocol import as_kl_actor
 from torchrl_kl.batches import MASK_KEY, expand_right, read_states, require_order
 from torchrl_kl.functional.numbers import is_floating, widened, working_dtype
@@ -99,6 +100,12 @@ class FrozenActor(nn.Module):
             )
 
     def _hold(self, actor: nn.Module) -> None:
+        if sharded_parts(actor):
+            raise ValueError(
+                "`actor` must have whole weights, or weights on the meta device, to be copied, got "
+                "a model of `fully_shard`: build FrozenActor(actor) before you shard its model, "
+                "shard that of the FrozenActor in the same way, and pass it as `reference`."
+            )
         with torch.no_grad():  # or TorchScript's weights would be a part of a graph
             copied = copy.deepcopy(as_kl_actor(actor).whole())
         self.actor: ProbabilisticTensorDictSequential = copied

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from torchrl_kl.actors.parallel import laid_out_as, sharded_parts
 from torchrl_kl.functional.numbers import Float64State, check_number
 
 
@@ -16,6 +17,7 @@ class MasterWeights(Float64State):
         """Moves `actor`, as `FrozenActor.update_reference` says."""
         check_number("tau", tau, above=0, at_most=1)
         own, new = entries_of(actor), entries_of(source)
+        new = {name: laid_out_as(new[name], own.get(name, new[name])) for name in new}
         _check_entries(own, new)
         weights = dict(actor.named_parameters())
         for name, value in own.items():
@@ -51,6 +53,8 @@ def entries_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, including those that are not in `state_dict`."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"`source` must be the policy, a module, got {type(module).__name__}.")
+    for part in sharded_parts(module):
+        part.reshard()  # of gathered weights, edits would be lost
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 

@@ -6,6 +6,8 @@ from typing import Any
 from tensordict import NestedKey
 from torch import nn
 
+from torchrl_kl.actors.parallel import unwrapped
+
 
 class KLActor:
     """The questions, with the answers of most actors; a class that answers otherwise inherits.
@@ -37,7 +39,7 @@ class _OtherActor(KLActor):
 
 def as_kl_actor(actor: nn.Module) -> KLActor:
     """The actor, also of `torch.compile`, or what answers for one that is not a KLActor."""
-    actor = getattr(actor, "_orig_mod", actor)
+    actor = unwrapped(actor)
     return actor if isinstance(actor, KLActor) else _OtherActor(actor)
 
 

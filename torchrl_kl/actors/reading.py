@@ -6,6 +6,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torchrl_kl.actors.protocol import as_kl_actor, wrappers
 from torchrl_kl.keys import RECORD_LOG_PROB, as_tuple
@@ -19,10 +20,12 @@ def check_actor(actor: nn.Module) -> None:
     has_dist = isinstance(actor, nn.Module) and {"get_dist", "log_prob"} <= {*dir(actor)}
     # A library's modules with another `get_dist` draw whole sequences.
     if not has_dist or (has_own(actor, "get_dist") and is_of_library(actor.get_dist)):
+        fix = f"wrap {wrappers()}; of an operator with a critic, pass `get_policy_operator()`."
+        if isinstance(actor, DistributedDataParallel):
+            fix = "wrap the network inside the actor, or the loss, in DistributedDataParallel."
         raise TypeError(
             "`actor` must be a probabilistic actor (with `get_dist` and `log_prob`) that acts step "
-            f"by step, got {type(actor).__name__}: wrap {wrappers()}; of an operator with a "
-            "critic, pass `get_policy_operator()`."
+            f"by step, got {type(actor).__name__}: {fix}"
         )
     entries = (*actor.named_parameters(), *actor.named_buffers())
     lazy = [name for name, entry in entries if nn.parameter.is_lazy(entry)]

@@ -84,7 +84,14 @@ def as_reference(
                 f"{reference.log_prob_key!r}, got {log_prob_key!r}."
             )
     elif reference is None or isinstance(reference, nn.Module):
-        reference = FrozenActor(actor if reference is None else reference, **options)
+        copied = actor if reference is None else reference
+        if any(weight.is_meta for weight in copied.parameters()):
+            raise ValueError(
+                "`actor` has weights on the meta device, of which a copy would stay empty: load "
+                "them first, or build FrozenActor(actor), load its weights, and pass it as "
+                "`reference`."
+            )
+        reference = FrozenActor(copied, **options)
     elif isinstance(reference, AbstractContextManager) or not callable(reference):
         raise TypeError(
             "`reference` must be an actor or a callable that returns a context manager, got "

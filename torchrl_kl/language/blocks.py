@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
+from torchrl_kl.actors.parallel import local
+
 # PyTorch multiplies matrices by a slow loop if they need fewer multiplications than that.
 _SMALL_PRODUCT = 400
 
@@ -115,6 +117,7 @@ def fast(module: Any) -> Any:
 
     To be used at once. Parts that are hooked, compiled or of another class are called as modules.
     """
+    module = local(module)
     kind = type(module)
     hooks = module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl
     if hooks or "forward" in vars(module) or _has_any_global_hook():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torchrl_kl.actors.parallel import without_gradients
 from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.language.blocks import fast
 from torchrl_kl.language.causal_lm import CausalLM, differ_by_rounding
@@ -112,7 +113,6 @@ class KeyValueCache:
         return self._width or query_length, 0
 
 
-@torch.inference_mode()
 def may_cache(lm: CausalLM, tokens: Tensor, last: Tensor, even: bool) -> bool:
     """Whether a model computes the same with a cache as without; if not, it warns and uses none.
 
@@ -278,7 +278,7 @@ class RolloutCache:
         """Outputs (N, n_out) at the end of texts (N, L); None if they may not be cached."""
         weights, modes = self._reader.weights(), self._reader.modes()
         texts = self._sets.pop(modes, None)
-        with torch.inference_mode():  # PyTorch's fastest
+        with without_gradients(self.lm):
             if texts is None or not texts.fits(tokens, weights):
                 texts = CachedTexts(self.lm, tokens, weights)
             output = texts.read(self.lm, tokens, length)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_kl.actors.parallel import in_wrapper, local, sharded_parts, unwrapped
 from torchrl_kl.actors.policy import evaluating
 
 READ_TOGETHER = 2048  # tokens, without gradients on a CPU
@@ -39,7 +40,7 @@ class CausalLM(nn.Module):
         self.model = model
         inner, config = innermost(model), _text_config(innermost(model))
         self._keywords = frozenset(inspect.signature(inner.forward).parameters)
-        adapters = stated("peft_config", _not_compiled(model), default={}).values()
+        adapters = stated("peft_config", unwrapped(model), default={}).values()
         adds_tokens = any(stated("is_prompt_learning", adapter) for adapter in adapters)
         if adds_tokens or "decoder_input_ids" in self._keywords:
             raise ValueError(
@@ -71,10 +72,10 @@ class CausalLM(nn.Module):
             options["use_cache"] = cache is not None
         if keep is not None and "logits_to_keep" in self._keywords:
             options["logits_to_keep"] = keep
-        model = self.model
+        model = self.model if torch.is_grad_enabled() else local(self.model)
         if cache is not None:  # torch.compile would compile each length anew
             options[self._cache_keyword] = cache
-            model = _not_compiled(model)
+            model = unwrapped(model)
         output = model(tokens, **options)
         output = stated("logits", output, default=output)
         if stated("ndim", output) != 3:
@@ -146,6 +147,8 @@ class SplitLM:
     def __init__(self, lm: CausalLM):
         self._decoder = innermost(lm.model).get_decoder()
         self._lm = _without_decoder(lm, self._decoder, self._answer)
+        self._whole = copy.copy(self._lm)  # it reads texts
+        vars(self._whole)["model"] = in_wrapper(lm.model, self._lm.model)
         self._hidden: Tensor | None = None  # what the decoder answers; None: it is asked
         self._output: Any = None  # that of the decoder, in whatever form
 
@@ -159,7 +162,7 @@ class SplitLM:
 
     def __call__(self, tokens: Tensor, keep: Tensor) -> Tensor:
         """The last hidden states of texts (N, T) at the positions `keep` (K,): (N, K, H)."""
-        self._lm(tokens)
+        self._whole(tokens)
         hidden = _hidden_of(self._output)
         self._output = _with_hidden(self._output, hidden.new_empty(0))
         return hidden[:, keep]
@@ -180,8 +183,10 @@ def can_split(lm: CausalLM, tokens: Tensor) -> bool:
     if lm.splits is None:
         text, problem = tokens[:1, :8], "its logits differ"
         with torch.autocast(text.device.type, enabled=False), evaluating(lm):
-            expected = lm(text)[0]
             try:
+                if sharded_parts(lm):  # not asked of it: a rank with a smaller batch would not
+                    raise NotImplementedError("its weights are sharded")
+                expected = lm(text)[0]
                 split = SplitLM(lm)
                 hidden = split(text, torch.arange(text.shape[1], device=text.device))[0]
                 parts = [split.logits(part) for part in hidden.split(3)]
@@ -203,7 +208,7 @@ def _without_decoder(lm: CausalLM, decoder: Any, answer: Callable[..., Any]) -> 
     for part in lm.modules():
         held = (*vars(part).values(), *part.parameters(False), *part.buffers(False))
         memo.update((id(value), value) for value in held if isinstance(value, Tensor))
-    memo[id(lm.model)] = copy.deepcopy(_not_compiled(lm.model), memo)
+    memo[id(lm.model)] = copy.deepcopy(unwrapped(lm.model), memo)
     view = copy.deepcopy(lm, memo)
     if not isinstance(decoder, nn.Module):  # a method
         setattr(memo[id(decoder.__self__)], decoder.__name__, answer)
@@ -220,14 +225,10 @@ def _with_hidden(output: Any, hidden: Tensor) -> Any:
 
 
 def innermost(model: nn.Module) -> Any:
-    """The module whose `forward` names its arguments, inside PEFT and torch.compile."""
-    model = _not_compiled(model)
+    """The module whose `forward` names its arguments, inside PEFT and other wrappers."""
+    model = unwrapped(model)
     base = stated("get_base_model", model)
     return model if base is None else innermost(base())
-
-
-def _not_compiled(model: nn.Module) -> nn.Module:
-    return stated("_orig_mod", model, default=model)
 
 
 def stated(name: str, *holders: Any, default: Any = None) -> Any:

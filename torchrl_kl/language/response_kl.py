@@ -14,6 +14,7 @@ from torchrl.envs.transforms import Transform
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_kl.actors.frozen import FrozenActor
+from torchrl_kl.actors.parallel import unwrapped
 from torchrl_kl.actors.policy import Acting, Borrowed, evaluating
 from torchrl_kl.actors.reading import scored_inputs
 from torchrl_kl.actors.references import Switch, as_reference
@@ -156,7 +157,8 @@ class ResponseKLTransform(Penalizing, Transform):
         estimate = make_estimate(estimator, actor, self._step_keys)
         self.scorer = Scorer(frozen, Acting.of(actor, frozen.recorded), estimate)
         self.penalty = Penalty(controller, resolved, update_every=update_every)
-        configs = stated("generation_config", model), stated("config", model)
+        inner = unwrapped(model)
+        configs = stated("generation_config", inner), stated("config", inner)
         self.pad_token = stated("pad_token_id", *configs) if pad_token is None else pad_token
         ends = stated("eos_token_id", *configs) if eos_token is None else eos_token
         self.eos_token = several(ends) or None

@@ -15,6 +15,7 @@ from tensordict import NestedKey, TensorDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchrl_kl.actors.parallel import without_gradients
 from torchrl_kl.functional.numbers import check_integers, working_dtype
 from torchrl_kl.keys import as_tuple
 from torchrl_kl.language.blocks import fast
@@ -89,7 +90,8 @@ def sample_responses(
     log_probs = torch.zeros_like(texts[:, -max_new_tokens:], dtype=dtype)
     spans = (start, start + max_new_tokens)
     write = partial(_write, actor, ends, pad_token, generator, return_logits)
-    parts = [*map(write, *(each.split(chunk_size) for each in (texts, *spans, log_probs)))]
+    with without_gradients(reader):
+        parts = [*map(write, *(each.split(chunk_size) for each in (texts, *spans, log_probs)))]
     asked = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     return _batch(actor, texts, *spans, ends, log_probs, asked, reward_fn)
 
@@ -133,7 +135,6 @@ def _reader_of(
     return actor.reader
 
 
-@torch.inference_mode()
 def _write(
     actor: CausalLMActor,
     ends: tuple[int, ...],

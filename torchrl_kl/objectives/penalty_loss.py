@@ -5,6 +5,7 @@ Axes: *B is the batch of steps; where its last dimension is time, *B is (*R, T),
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import reduce
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -19,6 +20,7 @@ from torchrl.objectives import LossModule
 
 from torchrl_kl import batches
 from torchrl_kl.actors.log_probs import log_prob_and_kl, log_probs_by_part, refuse_own_log_prob
+from torchrl_kl.actors.parallel import sharded_parts
 from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.actors.protocol import as_kl_actor
 from torchrl_kl.actors.reading import dist_module_of, scored_inputs
@@ -146,10 +148,13 @@ class KLPenaltyLoss(LossModule):
         reduction: over the valid steps: "mean", "sum" or "none", shape (*B), 0 on padding. Where
             ranks of DDP have batches of unequal size, take "sum" and divide by the steps of all.
         time_dim: the last batch dimension, if it is time and the batch does not name it "time".
+        functional: as for TorchRL's losses: False uses `actor` itself, whose weights are then under
+            `actor_network`. A model of `fully_shard` needs it.
 
     Raises:
         ValueError: if an option is unknown or "k1", actions are drawn one after another, time is
-            missing, `loss` writes an entry of the same name, or a log-prob or KL is not finite.
+            missing, `loss` writes an entry of the same name, a model of `fully_shard` is made
+            functional, or a log-prob or KL is not finite.
         RuntimeError: if the reward was penalized before, steps of trajectories are shuffled, or a
             recurrent state is not known.
 
@@ -198,12 +203,19 @@ class KLPenaltyLoss(LossModule):
         cap: float = 2.0,
         reduction: Reduction = "mean",
         time_dim: int | None = None,
+        functional: bool = True,
     ):
         weights = weights or ("trajectory" if gradient == "sequence" else "step")
         check_options(gradient, weights, reduction)
         check_sampler_weights(sampler_weights, cap)
         if loss is not None and not isinstance(loss, LossModule):
             raise TypeError(f"`loss` must be a LossModule or None, got {type(loss).__name__}.")
+        if functional and isinstance(actor, nn.Module) and sharded_parts(actor):
+            raise ValueError(
+                "`functional` must be False for a model of `fully_shard`, which replaces its "
+                "weights in each pass, got True: pass False here and to the `loss`."
+            )
+        self._functional = functional
         super().__init__()
         self.reference = as_reference(actor, reference)
         if self.reference is not reference:  # no stack has recorded its states
@@ -211,7 +223,11 @@ class KLPenaltyLoss(LossModule):
         actions = self.reference.action_keys
         if len(actions) > 1:  # drawn in turn, the parts have no joint distribution
             dist_module_of(actor)
-        self.convert_to_functional(cast(ProbabilisticTensorDictSequential, actor), "actor_network")
+        policy = cast(ProbabilisticTensorDictSequential, actor)
+        if functional:
+            self.convert_to_functional(policy, "actor_network")
+        else:
+            self.actor_network = policy
         self.controller, self.feed = as_controller(controller), ControllerFeed()
         self.loss = loss
         self.gradient, self.weights = gradient, weights
@@ -234,6 +250,11 @@ class KLPenaltyLoss(LossModule):
         super().set_keys(**{n: key for n, key in kwargs.items() if n in own or n not in others})
         if self.loss is not None:
             self.loss.set_keys(**{n: key for n, key in kwargs.items() if n in others})
+
+    @property
+    def functional(self) -> bool:
+        """Whether the weights of the policy are put into it at each call."""
+        return self._functional
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -261,10 +282,13 @@ class KLPenaltyLoss(LossModule):
         """The critic of `loss`, from which TorchRL's trainers make their GAE."""
         return self.loss.critic_network
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True):
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ):
         """The policy's parameters (and those of `loss`), never the reference's."""
         frozen = {id(parameter) for parameter in self.reference.parameters()}
-        for name, parameter in super().named_parameters(prefix, recurse):
+        # LossModule has no `remove_duplicate`, and leaves out names that are not here.
+        for name, parameter in nn.Module.named_parameters(self, prefix, recurse, remove_duplicate):
             if id(parameter) not in frozen:
                 yield name, parameter
 
@@ -453,7 +477,9 @@ class KLPenaltyLoss(LossModule):
             )
         network = self.actor_network
         inputs = scored_inputs(network, tensordict)
-        weights = self.actor_network_params.to_module(network, preserve_module_state=False)
+        weights: Any = nullcontext()
+        if self.functional:
+            weights = self.actor_network_params.to_module(network, preserve_module_state=False)
         # TorchRL runs losses in recurrent mode, which takes shuffled steps for one trajectory.
         with weights, set_recurrent_mode(timed):
             policy = network.get_dist(inputs)
