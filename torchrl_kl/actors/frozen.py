@@ -131,10 +131,8 @@ class FrozenActor(nn.Module):
             self._named = True
 
     def _find_keys(self, prefix: str) -> None:
-        # A state is what the actor reads, and writes into "next" for its next step. The policy's
-        # state is the memory of another network.
-        read, written = self.actor.in_keys, self.actor.out_keys
-        self.state_keys = [key for key in read if unravel_key(("next", key)) in written]
+        # The policy's state is the memory of another network.
+        self.state_keys = reading.recurrent_keys(self.actor)
         names = {key: f"{prefix}_{as_tuple(key)[-1]}" for key in self.state_keys}
         self.own_state_keys = [sibling(key, name) for key, name in names.items()]
         others = (*self.state_keys, *self.action_keys)

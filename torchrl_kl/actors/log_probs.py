@@ -116,13 +116,22 @@ def log_probs_by_part(dist: Any, data: Any, key: NestedKey) -> list[Tensor]:
 
 
 def log_prob_and_kl(
-    policy: Any, reference: Any, data: Any, key: NestedKey, mask: Tensor | None
+    policy: Any,
+    reference: Any,
+    data: Any,
+    key: NestedKey,
+    mask: Tensor | None,
+    *,
+    entropy: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
-    """The log-prob of the action `key` by parts, and KL(policy || reference), in one pass."""
+    """The log-prob of the action `key` by parts, and KL(policy || reference), in one pass.
+
+    `entropy`: whether tiles of the policy also keep these log-probs and the entropy.
+    """
     if not isinstance(policy, TiledCategorical):
         return log_probs_by_part(policy, data, key), kl_exact(policy, reference, mask=mask)
     action = get_required(data, key, _NO_ACTION)
-    log_prob, kl, _ = figures(policy, action, reference)
+    log_prob, *_, kl, _ = figures(policy, action, reference, entropy=entropy)
     return [log_prob], kl if mask is None else torch.where(mask, kl, 0.0)
 
 

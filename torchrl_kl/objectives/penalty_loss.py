@@ -35,6 +35,7 @@ from torchrl_kl.functional.sampler import (
     sampler_weights,
 )
 from torchrl_kl.functional.sums import sum_after, sum_before
+from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import (
     RECORD_LOG_PROB,
     KLKeys,
@@ -43,6 +44,7 @@ from torchrl_kl.keys import (
     get_required,
     sum_action_dims,
 )
+from torchrl_kl.objectives.one_pass import Pass
 
 Gradient = Literal["step", "sequence", "k2"]
 Weights = Literal["step", "trajectory"]
@@ -52,11 +54,16 @@ Reduction = Literal["mean", "sum", "none"]
 class Steps(NamedTuple):
     """The steps of a batch, with their distributions over actions."""
 
-    policy: Distribution
+    made: Pass  # of the policy
     reference: Distribution
     data: TensorDictBase  # (*B)
     action: NestedKey  # in the data; a composite one has keys of its parts
     acts: Tensor | None  # (*B, *A), of agents: True where one acts in a step that counts
+
+    @property
+    def policy(self) -> Distribution:
+        """That of the policy, (*B)."""
+        return self.made.dist
 
     def mask_for(self, shape: torch.Size) -> Tensor | None:
         """True where values of a `shape` (*B, ...) count, of that shape; None where all do."""
@@ -141,7 +148,8 @@ class KLPenaltyLoss(LossModule):
         gradient, weights: see above; by default `weights` is "trajectory" for "sequence", else
             "step".
         reference: as for KLConstrainedTransform, or its FrozenActor; by default a copy of `actor`.
-        loss: an actor loss to add to; its outputs are returned too.
+        loss: an actor loss to add to; its outputs are returned too. Built from the same `actor`, it
+            gets the distribution of the penalty's pass: add up all losses before `backward`.
         sampler_weights, cap: None or "truncated", and the largest weight, at least 1; see above.
         reduction: over the valid steps: "mean", "sum" or "none", shape (*B), 0 on padding.
         time_dim: the last batch dimension, if it is time and the batch does not name it "time".
@@ -284,7 +292,8 @@ class KLPenaltyLoss(LossModule):
         out = TensorDict(loss_kl=loss_kl, kl=kl, kl_coeff=coeff.detach().clone())
         if self.loss is None:
             return out
-        others = self.loss(tensordict)
+        with steps.made.given_to(self.loss):
+            others = self.loss(tensordict)
         if taken := sorted(set(out.keys()) & set(others.keys())):
             raise ValueError(
                 f"`loss` writes {taken} too, which KLPenaltyLoss would overwrite: call the two "
@@ -375,8 +384,7 @@ class KLPenaltyLoss(LossModule):
         if self._reads_actions:
             value, kl, numbers, share = self._weighted(steps)
         else:
-            mask = steps.mask_for(steps.policy.batch_shape)
-            value = kl = steps.summed(kl_exact(steps.policy, steps.reference, mask=mask))
+            value = kl = steps.summed(self._log_prob_and_kl(steps)[1])
         numbers |= {"kl": kl, "loss_kl": value}
         if self.controller.coeff.item() == 0:  # only measures, also where the KL is infinite
             value = torch.zeros_like(kl).requires_grad_()
@@ -397,8 +405,7 @@ class KLPenaltyLoss(LossModule):
             value = ratio.detach() * kl_k2(log_prob, ref_log_prob)
             kl = ratio * kl_k1(log_prob, ref_log_prob)
         else:
-            pair, mask = (steps.policy, steps.reference), steps.mask_for(steps.policy.batch_shape)
-            parts, kl = log_prob_and_kl(*pair, steps.data, steps.action, mask)
+            parts, kl = self._log_prob_and_kl(steps)
             log_prob, kl = steps.summed(*parts), steps.summed(kl)
             value = kl
         log_ratio = log_prob - recorded
@@ -423,6 +430,14 @@ class KLPenaltyLoss(LossModule):
             value, kl = weight * value, weight * kl
         return value, kl, numbers, share
 
+    def _log_prob_and_kl(self, steps: Steps) -> tuple[list[Tensor], Tensor]:
+        """The log-prob of the actions by parts, and the KL; where no action is read, the KL."""
+        pair, mask = (steps.policy, steps.reference), steps.mask_for(steps.policy.batch_shape)
+        asked_next = self.loss is not None and torch.is_grad_enabled()
+        if not self._reads_actions and not (asked_next and isinstance(pair[0], TiledCategorical)):
+            return [], kl_exact(*pair, mask=mask)
+        return log_prob_and_kl(*pair, steps.data, steps.action, mask, entropy=asked_next)
+
     def _recorded(self, steps: Steps) -> Tensor:
         """The recorded log-prob of the actions, (*B)."""
         refuse_own_log_prob(self.actor_network)
@@ -439,6 +454,7 @@ class KLPenaltyLoss(LossModule):
     def _steps(self, tensordict: TensorDictBase) -> Steps:
         key = batches.MASK_KEY if self.loss_mask_key == "auto" else self.loss_mask_key
         acts = batches.counted(tensordict, self._named_keys, mask_key=key)
+        given = tensordict
         if acts is not None:
             read = [*self.in_keys, *self.reference.own_state_keys]
             tensordict = finite_padding(tensordict, acts, read)
@@ -453,11 +469,11 @@ class KLPenaltyLoss(LossModule):
         weights = self.actor_network_params.to_module(network, preserve_module_state=False)
         # TorchRL runs losses in recurrent mode, which takes shuffled steps for one trajectory.
         with weights, set_recurrent_mode(timed):
-            policy = network.get_dist(inputs)
+            made = Pass.of(network, given, inputs)
         # A shared reference may receive gradients elsewhere.
         with torch.no_grad():
             reference = self.reference.get_dist(tensordict, timed=timed)
-        return Steps(policy, reference, tensordict, self.tensor_keys.action, acts)
+        return Steps(made, reference, tensordict, self.tensor_keys.action, acts)
 
 
 _NO_LOG_PROB = RECORD_LOG_PROB.replace("KLKeys(log_prob=", "set_keys(sample_log_prob=")
