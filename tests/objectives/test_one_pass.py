@@ -126,8 +126,7 @@ def test_a_critic_that_shares_the_trunk(head):
     actor = both.get_policy_operator()
     batch = batch_of(actor, 4, 6).exclude("hidden", "logits")
     read = both.get_value_head() if head else both.get_value_operator()
-    # The operator makes another sequence of the same parts each time.
-    loss = ClipPPOLoss(both.get_policy_operator(), read)
+    loss = ClipPPOLoss(actor, read)
     passes = (1, 2) if head else (2, 3)
     check(actor, loss, batch, trunk, passes=passes, reference=moved(actor), gradient="k2")
 
@@ -211,11 +210,13 @@ def test_rows_that_are_stacked_each_time():
     check(actor, ClipPPOLoss(actor, None), batch, actor.module[0], **options)
 
 
-def test_after_an_error_the_actor_is_as_before():
+def test_the_actor_is_as_before_after_an_error_or_if_it_was_changed():
     actor = actor_of("Categorical")
-    actor.get_dist = partial(type(actor).get_dist, actor)  # of a user
-    held, batch = actor.get_dist, batch_of(actor, 4, 6)
-    loss = KLPenaltyLoss(actor, 0.1, loss=ClipPPOLoss(actor, None))
+    batch, options = batch_of(actor, 4, 6), {"reference": actor_of("Categorical", 1)}
+    loss: Any = ClipPPOLoss(actor, None)
     with pytest.raises(KeyError, match="action_log_prob"):
-        loss(batch.exclude("action_log_prob"))
+        KLPenaltyLoss(actor, 0.1, loss=loss)(batch.exclude("action_log_prob"))
+    assert "get_dist" not in vars(actor)
+    actor.get_dist = held = partial(type(actor).get_dist, actor)
+    KLPenaltyLoss(actor, 0.1, **options, loss=loss)(batch)
     assert actor.get_dist is held

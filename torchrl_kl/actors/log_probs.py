@@ -116,22 +116,14 @@ def log_probs_by_part(dist: Any, data: Any, key: NestedKey) -> list[Tensor]:
 
 
 def log_prob_and_kl(
-    policy: Any,
-    reference: Any,
-    data: Any,
-    key: NestedKey,
-    mask: Tensor | None,
-    *,
-    entropy: bool = False,
+    policy: Any, reference: Any, data: Any, key: NestedKey, mask: Tensor | None
 ) -> tuple[list[Tensor], Tensor]:
-    """The log-prob of the action `key` by parts, and KL(policy || reference), in one pass.
-
-    `entropy`: whether tiles of the policy also keep these log-probs and the entropy.
-    """
+    """The log-prob of the action `key` by parts, and KL(policy || reference), in one pass."""
     if not isinstance(policy, TiledCategorical):
         return log_probs_by_part(policy, data, key), kl_exact(policy, reference, mask=mask)
     action = get_required(data, key, _NO_ACTION)
-    log_prob, *_, kl, _ = figures(policy, action, reference, entropy=entropy)
+    # A loss asks for log-prob and entropy next, which the policy then knows.
+    log_prob, *_, kl, _ = figures(policy, action, reference, entropy=torch.is_grad_enabled())
     return [log_prob], kl if mask is None else torch.where(mask, kl, 0.0)
 
 
