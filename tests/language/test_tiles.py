@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import peft
@@ -261,6 +262,33 @@ class TestCallers:
             losses = (terms.loss_objective, terms.loss_entropy, penalty(batch)["loss_kl"])
             found.append([x for loss in losses for x in (loss, *gradients(loss, model))])
         assert_equal(found[1], found[0])
+
+    @pytest.mark.parametrize("gradient", ["step", "sequence", "k2"])
+    @pytest.mark.parametrize("loss", [partial(ClipPPOLoss, critic_network=None), GRPOLoss])
+    def test_one_pass_for_the_penalty_and_its_loss(self, loss, gradient, batch):
+        """The decoder runs once; the head on one row, and on each tile, also in `backward`."""
+        # Models of Hugging Face would add up gradients in float32.
+        model, other, found, calls = make_model("gpt"), make_model("gpt", 1), [], []
+        for part in (model.norm, model.head):
+            part.register_forward_hook(lambda part, *_: calls.append(type(part).__name__))
+        for chunk, around in ((None, False), (None, True), (CHUNK, True)):
+            actor, reference = (CausalLMActor(m, head_chunk=chunk) for m in (model, other))
+            inner: Any = loss(actor)  # type: ignore[arg-type]
+            if loss is GRPOLoss:
+                inner.set_keys(action="action", sample_log_prob="action_log_prob")
+            options: Any = {"reference": reference, "gradient": gradient}
+            penalty = KLPenaltyLoss(actor, 0.5, **options, loss=inner if around else None)
+            dist_of(actor, batch)  # which compares the tiles once
+            calls.clear()
+            out = dict(penalty(batch).items())
+            out |= {} if around else dict(inner(batch).items())
+            losses = [out[key] for key in ("loss_kl", "loss_objective", "loss_entropy")]
+            found.append([*losses, *gradients(torch.stack(losses).sum(), model)])
+            n_heads = 1 if chunk is None else 1 + 2 * -(-batch.numel() // CHUNK)
+            if around:
+                assert [calls.count(name) for name in ("LayerNorm", "Linear")] == [1, n_heads]
+        assert_equal(found[1], found[0])
+        assert_equal(found[2], found[0])
 
     def test_adapters_that_are_off_in_the_reference(self, batch):
         """Also those of the head, whose tiles are computed after the switch."""

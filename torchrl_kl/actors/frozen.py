@@ -90,7 +90,7 @@ class FrozenActor(nn.Module):
         self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(actor))
         self.log_prob_key = self.recorded.key
         self._known: set[str] = set()  # names of distributions, and faults warned of
-        self._named = False
+        self.ref_log_prob_key: NestedKey | None = None  # where its first stack records, in "next"
         self._find_keys("ref")
         fits = type(chunk_size) is int and chunk_size >= 1 and not self.state_keys
         if chunk_size is not None and not fits:
@@ -133,15 +133,13 @@ class FrozenActor(nn.Module):
 
     def name_states(self, ref_log_prob_key: NestedKey) -> None:
         """Names its states after the entry that the first stack writes: two stacks share none."""
-        if not self._named:
+        if self.ref_log_prob_key is None:
             self._find_keys(as_tuple(ref_log_prob_key)[-1].removesuffix("_log_prob"))
-            self._named = True
+            self.ref_log_prob_key = ref_log_prob_key
 
     def _find_keys(self, prefix: str) -> None:
-        # A state is what the actor reads, and writes into "next" for its next step. The policy's
-        # state is the memory of another network.
-        read, written = self.actor.in_keys, self.actor.out_keys
-        self.state_keys = [key for key in read if unravel_key(("next", key)) in written]
+        # The policy's state is the memory of another network.
+        self.state_keys = reading.recurrent_keys(self.actor)
         names = {key: f"{prefix}_{as_tuple(key)[-1]}" for key in self.state_keys}
         self.own_state_keys = [sibling(key, name) for key, name in names.items()]
         others = (*self.state_keys, *self.action_keys)

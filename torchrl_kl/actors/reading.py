@@ -76,6 +76,11 @@ def read_keys(actor: Any) -> list[NestedKey]:
     return [key for key in actor.in_keys if not (key in params and as_tuple(key) in paths)]
 
 
+def recurrent_keys(actor: Any) -> list[NestedKey]:
+    """Its states: what an actor reads, and writes into "next" for its next step."""
+    return [key for key in actor.in_keys if unravel_key(("next", key)) in actor.out_keys]
+
+
 def scored_inputs(actor: Any, tensordict: TensorDictBase) -> TensorDictBase:
     """What an actor reads to score the actions of a batch, with what it recorded for that."""
     # Its other outputs are left out: parameters in the batch would be taken for inputs.

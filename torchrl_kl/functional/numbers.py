@@ -133,6 +133,13 @@ def is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
+def is_same(value: Any, other: Any) -> bool:
+    """Whether they are one object, or tensors of equal values."""
+    # A lazily stacked batch makes a new tensor each time that an entry is read.
+    tensors = isinstance(value, Tensor) and isinstance(other, Tensor)
+    return value is other or (tensors and torch.equal(value, other))
+
+
 def check_integers(name: str, tensor: Tensor) -> None:
     """TypeError unless it is a tensor of int64 or int32."""
     check_tensor(name, tensor)

@@ -16,7 +16,7 @@ from torch.distributions import Categorical, Distribution, OneHotCategorical, re
 from torch.utils.checkpoint import checkpoint
 
 from torchrl_kl.functional.distributions import columns_of, kl_of_log_probs, log_probs_of
-from torchrl_kl.functional.numbers import widened
+from torchrl_kl.functional.numbers import is_same, widened
 
 # Returns the gaps between tensors, in which no tile fits, to the system; elsewhere does nothing.
 _TRIM = getattr(ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim", int)
@@ -47,18 +47,20 @@ class TiledCategorical(Distribution):
                 return tile(rows)
 
         self.tiles = Tiles(hidden, now, size)
-        self._entropy: list[Tensor] = []
+        self.known: list[Any] = []  # actions, their log-probs, the entropy: of the last figures
         super().__init__(batch_shape, validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probs of actions (*B), nats."""
+        grad = torch.is_grad_enabled()
+        if grad and self.known and is_same(self.known[0], value):
+            return self.known[1]
         # A loss asks for the entropy next, which the same tiles give.
-        log_prob, *self._entropy = figures(self, value, entropy=torch.is_grad_enabled())
-        return log_prob
+        return figures(self, value, entropy=grad)[0]
 
     def entropy(self) -> Tensor:
         """Nats, (*B)."""
-        return (self._entropy or figures(self, entropy=True))[0]
+        return (self.known[2:] or figures(self, entropy=True))[0]
 
     @property
     def logits(self) -> Tensor:
@@ -173,10 +175,13 @@ def figures(
                 found.append(reference.log_prob(action))
         return found
 
-    parts = {"policy": as_tiled(policy)}
+    parts: dict[str, Any] = {"policy": as_tiled(policy)}
     parts |= {} if action is None else {"action": action}
     parts |= {} if reference is None else {"reference": as_tiled(reference)}
-    return over_tiles(compute, **parts)
+    found = over_tiles(compute, **parts)
+    if entropy and action is not None:
+        parts["policy"].known = [action, *found[:2]]
+    return found
 
 
 @register_kl(TiledCategorical, TiledCategorical)

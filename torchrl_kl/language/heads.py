@@ -143,6 +143,7 @@ class CausalLMActor(KLActor, ProbabilisticActor):
     """
 
     state_lengths: Mapping[NestedKey, NestedKey] = {"tokens": "position"}
+    replayed_keys: Sequence[NestedKey] = (MASK_KEY,)
     advice = (
         "a language model in CausalLMActor (on batches of whole responses, use "
         "ResponseKLTransform(wrapper.model, ...))"
@@ -208,7 +209,9 @@ class CausalLMActor(KLActor, ProbabilisticActor):
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         """The distribution of the next token; writes the logits into the states (*B), if whole."""
         # What the superclass does, without its general machinery, which takes longer than a token.
-        return self._dist(tensordict, drawn=True)
+        dist = self._dist(tensordict, drawn=True)
+        dist.mask = tensordict.get(MASK_KEY, True)  # which GRPOLoss reads
+        return dist
 
     def _dist(self, tensordict: TensorDictBase, *, drawn: bool) -> Any:
         """That of states (*B); `drawn`: whether they may have the next token."""
@@ -237,7 +240,7 @@ class CausalLMActor(KLActor, ProbabilisticActor):
         if self.truncation is None:
             return self
         view = copy.copy(self)
-        view.truncation, view.replayed_keys = None, ()
+        view.truncation, view.replayed_keys = None, (MASK_KEY,)
         view.out_keys = [key for key in self.out_keys if key != self.kept_key]
         return view
 

@@ -152,6 +152,7 @@ class ResponseKLTransform(Penalizing, Transform):
             reference = self._over(reference)
         self._policy = Borrowed(actor, refusal=_NOT_PICKLED)
         frozen = as_reference(actor, reference)
+        frozen.name_states(f"{named.prefix}ref_log_prob")  # as `as_steps` names its log-probs
         self._step_keys = KLKeys().resolve(frozen.log_prob_key)
         self._estimator = estimator
         estimate = make_estimate(estimator, actor, self._step_keys)

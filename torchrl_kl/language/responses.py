@@ -47,11 +47,11 @@ def as_steps(
         ("tokens", "response") where TorchRL has cut end tokens out of the prompt in the whole text;
         ("masks", "all_attention_mask"); ("next", "reward"), ("next", "kl_coeff"), "advantage" and
         entries of "next" whose names end in "kl" or "kl_estimate", one number per response;
-        ("log_probs", "full"), ("sampler_log_probs", "full") and ("kept", "ids"), from
-        ResponseKLTransform.
+        ("log_probs", "full"), ("sampler_log_probs", "full"), ("kept", "ids") and
+        ("next", "ref_log_probs", "full"), from ResponseKLTransform.
         writes the keys of `sample_responses`, "action_log_prob" (else `rescore` writes it),
-        "sampler_log_prob", "advantage", ("kept", "ids") and KLs only if those are there, and
-        ("next", "kl_coeff") if the reward was penalized. The reward, and the KL of a response, is
+        "sampler_log_prob", ("next", "ref_log_prob"), "advantage", ("kept", "ids") and KLs only if
+        those are there, and ("next", "kl_coeff") if the reward was penalized. The reward, and the KL of a response, is
         at the last token that counts. The last token of a turn has the next turn's first state as
         next state.
 
@@ -171,8 +171,13 @@ def read_responses(
     shape = (*size, stored.shape[-1]) if isinstance(stored, Tensor) else None
     places = Places(steps.get(MASK_KEY), torch.cat(marks), [*map(len, full)], shape)
     fix = "leave it out of the batch, and let ResponseKLTransform score the sampled tokens"
-    for key, name in _SCORES.items():
-        if values := _of_tokens(rows, key, full, fix):
+    following = rows.get("next", TensorDict(batch_size=rows.batch_size))
+    sources = [(rows, key, name) for key, name in _SCORES.items()]
+    for name in following.keys():
+        if name.endswith("ref_log_probs"):
+            sources.append((following, (name, "full"), ("next", name.removesuffix("s"))))
+    for source, key, name in sources:
+        if values := _of_tokens(source, key, full, fix):
             steps.set(name, places.to_steps(values))
     return steps, places
 

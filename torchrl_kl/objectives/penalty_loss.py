@@ -5,10 +5,11 @@ Axes: *B is the batch of steps; where its last dimension is time, *B is (*R, T),
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from functools import reduce
-from typing import Any, Literal, NamedTuple, cast, get_args
+from functools import cached_property, reduce
+from typing import Any, Literal, cast, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams, unravel_key
@@ -37,28 +38,36 @@ from torchrl_kl.functional.sampler import (
     sampler_weights,
 )
 from torchrl_kl.functional.sums import sum_after, sum_before
+from torchrl_kl.functional.tiles import TiledCategorical
 from torchrl_kl.keys import (
     RECORD_LOG_PROB,
     KLKeys,
     LogProbKeys,
     ResolvedKeys,
+    as_tuple,
     get_required,
     sum_action_dims,
 )
+from torchrl_kl.objectives.one_pass import Pass
 
 Gradient = Literal["step", "sequence", "k2"]
 Weights = Literal["step", "trajectory"]
 Reduction = Literal["mean", "sum", "none"]
 
 
-class Steps(NamedTuple):
-    """The steps of a batch, with their distributions over actions."""
+@dataclass
+class Steps:
+    """The steps of a batch; their distributions over actions are computed when first read."""
 
-    policy: Distribution
-    reference: Distribution
+    find_pass: Callable[[], Pass]  # of the policy
+    find_reference: Callable[[], Distribution]
     data: TensorDictBase  # (*B)
     action: NestedKey  # in the data; a composite one has keys of its parts
     acts: Tensor | None  # (*B, *A), of agents: True where one acts in a step that counts
+
+    made = cached_property(lambda steps: steps.find_pass())
+    policy = cached_property(lambda steps: steps.made.dist)
+    reference = cached_property(lambda steps: steps.find_reference())
 
     def mask_for(self, shape: torch.Size) -> Tensor | None:
         """True where values of a `shape` (*B, ...) count, of that shape; None where all do."""
@@ -143,7 +152,8 @@ class KLPenaltyLoss(LossModule):
         gradient, weights: see above; by default `weights` is "trajectory" for "sequence", else
             "step".
         reference: as for KLConstrainedTransform, or its FrozenActor; by default a copy of `actor`.
-        loss: an actor loss to add to; its outputs are returned too.
+        loss: an actor loss to add to; its outputs are returned too. Built from the same `actor`, it
+            gets the distribution of the penalty's pass: add up all losses before `backward`.
         sampler_weights, cap: None or "truncated", and the largest weight, at least 1; see above.
         reduction: over the valid steps: "mean", "sum" or "none", shape (*B), 0 on padding. Where
             ranks of DDP have batches of unequal size, take "sum" and divide by the steps of all.
@@ -309,7 +319,8 @@ class KLPenaltyLoss(LossModule):
         out = TensorDict(loss_kl=loss_kl, kl=kl, kl_coeff=coeff.detach().clone())
         if self.loss is None:
             return out
-        others = self.loss(tensordict)
+        with steps.made.given_to(self.loss):
+            others = self.loss(tensordict)
         if taken := sorted(set(out.keys()) & set(others.keys())):
             raise ValueError(
                 f"`loss` writes {taken} too, which KLPenaltyLoss would overwrite: call the two "
@@ -330,7 +341,7 @@ class KLPenaltyLoss(LossModule):
         """
         reward = log_ratio = None
         with evaluating(self.actor_network):
-            steps, _, kl, share = self._terms(tensordict)
+            steps, _, kl, share = self._terms(tensordict, acted=True)
             if self.controller.reads_rewards and not self.feed.frozen and share >= FEWEST:
                 reward, log_ratio = self._rewards(steps)
         if reward is None:  # other ranks may have some
@@ -365,7 +376,7 @@ class KLPenaltyLoss(LossModule):
             raise ValueError(f"a reward that is planned from must have shape {shape}, {got}.")
         if not planning:  # it then needs no log-ratios
             return reward, None
-        log_ratio = self._recorded(steps) - steps.log_prob_of(steps.reference)
+        log_ratio = self._recorded(steps) - self._ref_log_prob(steps)
         return reward, log_ratio.unsqueeze(-1)
 
     def _outcomes(self, steps: Steps) -> Tensor | None:
@@ -392,18 +403,20 @@ class KLPenaltyLoss(LossModule):
         shape = (*steps.data.batch_size, 1)
         return batches.flags(steps.data, self._named_keys, shape, steps.mask)
 
-    def _terms(self, tensordict: TensorDictBase) -> tuple[Steps, Tensor, Tensor, float]:
+    def _terms(
+        self, tensordict: TensorDictBase, *, acted: bool = False
+    ) -> tuple[Steps, Tensor, Tensor, float]:
         """The steps; what is minimised, before the coefficient, and the measured KL, (*B) each.
 
-        The last number is the effective share of the actions of a sampler, 1 without one.
+        The last number is the effective share of the actions of a sampler, 1 without one. `acted`:
+        whether the policy is the one that acted, whose log-probs are those recorded.
         """
         steps, share = self._steps(tensordict), 1.0
         numbers: dict[Any, Tensor] = {}
         if self._reads_actions:
-            value, kl, numbers, share = self._weighted(steps)
+            value, kl, numbers, share = self._weighted(steps, acted)
         else:
-            mask = steps.mask_for(steps.policy.batch_shape)
-            value = kl = steps.summed(kl_exact(steps.policy, steps.reference, mask=mask))
+            value = kl = steps.summed(self._log_prob_and_kl(steps)[1])
         numbers |= {"kl": kl, "loss_kl": value}
         if self.controller.coeff.item() == 0:  # only measures, also where the KL is infinite
             value = torch.zeros_like(kl).requires_grad_()
@@ -414,18 +427,20 @@ class KLPenaltyLoss(LossModule):
         n_agents = agents[tensordict.batch_dims :].numel()
         return steps, value / n_agents, kl.detach() / n_agents, share
 
-    def _weighted(self, steps: Steps) -> tuple[Tensor, Tensor, dict[Any, Tensor], float]:
+    def _weighted(
+        self, steps: Steps, acted: bool
+    ) -> tuple[Tensor, Tensor, dict[Any, Tensor], float]:
         """`_terms` where actions are read; log-probs that must be finite, by name; the share."""
         recorded, share = self._recorded(steps), 1.0
         ends = self._ends(steps) if self._reads_trajectories else None
-        if self.gradient == "k2":
-            log_prob, ref_log_prob = map(steps.log_prob_of, (steps.policy, steps.reference))
+        if self.gradient == "k2" or (acted and self._recorded_ref(steps) is not None):
+            log_prob = recorded if acted else steps.log_prob_of(steps.policy)
+            ref_log_prob = self._ref_log_prob(steps)
             ratio = (log_prob - recorded).exp()
             value = ratio.detach() * kl_k2(log_prob, ref_log_prob)
             kl = ratio * kl_k1(log_prob, ref_log_prob)
         else:
-            pair, mask = (steps.policy, steps.reference), steps.mask_for(steps.policy.batch_shape)
-            parts, kl = log_prob_and_kl(*pair, steps.data, steps.action, mask)
+            parts, kl = self._log_prob_and_kl(steps)
             log_prob, kl = steps.summed(*parts), steps.summed(kl)
             value = kl
         log_ratio = log_prob - recorded
@@ -450,11 +465,32 @@ class KLPenaltyLoss(LossModule):
             value, kl = weight * value, weight * kl
         return value, kl, numbers, share
 
+    def _log_prob_and_kl(self, steps: Steps) -> tuple[list[Tensor], Tensor]:
+        """The log-prob of the actions by parts, if it is read next, and the KL."""
+        pair, mask = (steps.policy, steps.reference), steps.mask_for(steps.policy.batch_shape)
+        # A loss reads it of whole distributions itself; of tiles, all is computed together.
+        reads = self.loss is not None and isinstance(pair[0], TiledCategorical)
+        if not (self._reads_actions or reads):
+            return [], kl_exact(*pair, mask=mask)
+        return log_prob_and_kl(*pair, steps.data, steps.action, mask)
+
     def _recorded(self, steps: Steps) -> Tensor:
         """The recorded log-prob of the actions, (*B)."""
         refuse_own_log_prob(self.actor_network)
         keys = LogProbKeys(self.tensor_keys.sample_log_prob).keys
         return steps.summed(*(get_required(steps.data, k, _NO_LOG_PROB).detach() for k in keys))
+
+    def _recorded_ref(self, steps: Steps) -> Tensor | None:
+        """What the stack of the reference recorded of the actions, if it is there."""
+        key = self.reference.ref_log_prob_key
+        return None if key is None else steps.data.get(("next", *as_tuple(key)), None)
+
+    def _ref_log_prob(self, steps: Steps) -> Tensor:
+        """The log-prob of the actions under the reference, (*B)."""
+        recorded = self._recorded_ref(steps)
+        if recorded is None:
+            return steps.log_prob_of(steps.reference)
+        return steps.summed(recorded.detach())
 
     def _ends(self, steps: Steps) -> Tensor:
         """True at the last steps of trajectories, (*B)."""
@@ -466,6 +502,7 @@ class KLPenaltyLoss(LossModule):
     def _steps(self, tensordict: TensorDictBase) -> Steps:
         key = batches.MASK_KEY if self.loss_mask_key == "auto" else self.loss_mask_key
         acts = batches.counted(tensordict, self._named_keys, mask_key=key)
+        given = tensordict
         if acts is not None:
             read = [*self.in_keys, *self.reference.own_state_keys]
             tensordict = finite_padding(tensordict, acts, read)
@@ -477,16 +514,20 @@ class KLPenaltyLoss(LossModule):
             )
         network = self.actor_network
         inputs = scored_inputs(network, tensordict)
-        weights: Any = nullcontext()
-        if self.functional:
-            weights = self.actor_network_params.to_module(network, preserve_module_state=False)
-        # TorchRL runs losses in recurrent mode, which takes shuffled steps for one trajectory.
-        with weights, set_recurrent_mode(timed):
-            policy = network.get_dist(inputs)
-        # A shared reference may receive gradients elsewhere.
-        with torch.no_grad():
-            reference = self.reference.get_dist(tensordict, timed=timed)
-        return Steps(policy, reference, tensordict, self.tensor_keys.action, acts)
+
+        def find_pass() -> Pass:
+            weights: Any = nullcontext()
+            if self.functional:
+                weights = self.actor_network_params.to_module(network, preserve_module_state=False)
+            # TorchRL runs losses in recurrent mode, which takes shuffled steps for one trajectory.
+            with weights, set_recurrent_mode(timed):
+                return Pass(network, given, inputs)
+
+        def find_reference() -> Distribution:
+            with torch.no_grad():  # a shared reference may receive gradients elsewhere
+                return self.reference.get_dist(tensordict, timed=timed)
+
+        return Steps(find_pass, find_reference, tensordict, self.tensor_keys.action, acts)
 
 
 _NO_LOG_PROB = RECORD_LOG_PROB.replace("KLKeys(log_prob=", "set_keys(sample_log_prob=")
