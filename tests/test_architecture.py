@@ -34,7 +34,7 @@ PUBLIC = {
     "torchrl_kl.exact": "Enumeration ExactValues PolicyValues enumerate_kl",
     "torchrl_kl.language": """
         GPT CausalLMActor CausalLMCritic CausalLMRewardModel
-        sample_responses as_steps ResponseKLTransform
+        sample_responses minibatches as_steps ResponseKLTransform
     """,
     "torchrl_kl.envs": "DigitLanguage DigitLanguageEnv DigitLanguageGymEnv",
 }

@@ -2,6 +2,7 @@
 
 from torchrl_kl.language.gpt import GPT
 from torchrl_kl.language.heads import CausalLMActor, CausalLMCritic, CausalLMRewardModel
+from torchrl_kl.language.minibatches import minibatches
 from torchrl_kl.language.response_kl import ResponseKLTransform
 from torchrl_kl.language.responses import as_steps
 from torchrl_kl.language.sampling import sample_responses
@@ -13,5 +14,6 @@ __all__ = [
     "CausalLMRewardModel",
     "ResponseKLTransform",
     "as_steps",
+    "minibatches",
     "sample_responses",
 ]
