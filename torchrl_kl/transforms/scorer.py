@@ -44,7 +44,10 @@ class Measured(NamedTuple):
 
 
 class Scorer(nn.Module):
-    """Scores the actions of a policy under a reference, and makes an `estimate` or none."""
+    """Scores the actions of a policy under a reference, and makes an `estimate` or none.
+
+    `copied`: the policy, if the reference is a copy of it that was not yet used.
+    """
 
     def __init__(
         self,
@@ -53,11 +56,12 @@ class Scorer(nn.Module):
         estimate: Estimate | None = None,
         *,
         time_dim: int | None = None,
+        copied: nn.Module | None = None,
     ):
         super().__init__()
         self.reference, self.acting, self.estimate = reference, acting, estimate
         self.time_dim = time_dim
-        self._policy: Any = None  # of which the reference is a copy that was not yet used
+        self.copied: Any = None if copied is None else _UnsavedPolicy(copied)
         self._first = (0.0, 0)  # of the first steps: the sum of k1, and their number
 
     def env_step(self, tensordict: TensorDictBase, env: EnvBase) -> Scored:
@@ -124,22 +128,21 @@ class Scorer(nn.Module):
         with torch.no_grad():
             return [self.estimate.compute(rows, log_prob.detach(), score, actor, mask)]
 
-    def watch_first_use(self, policy: nn.Module) -> None:
-        """Will warn if the policy's weights have changed when this is used."""
-        self._policy = _UnsavedPolicy(policy)
-        self.register_load_state_dict_post_hook(expect_any)  # a run that goes on
+    def _load_from_state_dict(self, *args):
+        self.copied = None  # a run that goes on
+        super()._load_from_state_dict(*args)
 
     def _check_first_use(self, scored: Scored, mask: Tensor | None, *, enough: int = 1) -> None:
         """Warns once if the policy's weights have changed between the copy and its first use."""
-        if self._policy is None or torch.compiler.is_compiling():
+        if self.copied is None or torch.compiler.is_compiling():
             return
-        policy = self._policy()
+        policy = self.copied()
         k1 = scored.log_prob.detach() - scored.ref_log_prob.detach()
         k1 = k1 if mask is None else k1[expand_right(mask, k1.shape)]
         total, count = self._first = self._first[0] + float(k1.sum()), self._first[1] + k1.numel()
         if count < enough:
             return
-        expect_any(self)
+        self.copied = None
         weights = [] if policy is None else policy.parameters()
         pairs = zip(weights, self.reference.actor.parameters(), strict=False)
         equal = (torch.equal(own.detach().to(other), other.detach()) for own, other in pairs)
@@ -163,11 +166,6 @@ class Scorer(nn.Module):
                 f"the policy ran (its {traces} are there) but recorded no {missing!r}: "
                 f"{RECORD_LOG_PROB} The data have {existing_keys(tensordict)}."
             )
-
-
-def expect_any(scorer: Scorer, _: object = None) -> None:
-    """Lets the first KL of a scorer be any, as that of a run that goes on."""
-    scorer._policy = None
 
 
 class _UnsavedPolicy(weakref.ref):

@@ -1,6 +1,7 @@
 """The transforms that score actions: what TorchRL sees of a `Scorer`."""
 
 from abc import ABC
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -14,7 +15,7 @@ from torchrl_kl.batches import AUTORESET_KEY
 from torchrl_kl.keys import KLKeys, ResolvedKeys
 from torchrl_kl.transforms.base import KLTransform, Leaf, Steps
 from torchrl_kl.transforms.estimates import Estimator, make_estimate
-from torchrl_kl.transforms.scorer import Scored, Scorer, expect_any
+from torchrl_kl.transforms.scorer import Scored, Scorer
 
 
 class ScoringTransform(KLTransform, ABC):
@@ -38,7 +39,7 @@ class ScoringTransform(KLTransform, ABC):
     def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
         """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
         self.reference.update_reference(source, tau)
-        expect_any(self.scorer)
+        self.scorer.copied = None
 
     def carried(self) -> list[NestedKey]:
         """The entries that go on from step to step."""
@@ -111,7 +112,5 @@ def make_scorer(
     resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
     frozen.name_states(resolved.ref_log_prob)
     estimate = make_estimate(estimator, actor, resolved)
-    scorer = Scorer(frozen, Acting.of(actor, frozen.recorded), estimate, time_dim=time_dim)
-    if is_copy:
-        scorer.watch_first_use(actor)
-    return scorer, resolved
+    options: Any = {"time_dim": time_dim, "copied": actor if is_copy else None}
+    return Scorer(frozen, Acting.of(actor, frozen.recorded), estimate, **options), resolved
