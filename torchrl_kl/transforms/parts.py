@@ -12,8 +12,7 @@ from torchrl_kl.keys import KLKeys, as_keys, get_required
 from torchrl_kl.transforms.base import KLTransform, Leaf, Steps
 from torchrl_kl.transforms.estimates import Estimator, check_estimator
 from torchrl_kl.transforms.penalty import NO_KL, Penalizing, Penalty, without_random
-from torchrl_kl.transforms.scorer import Scored, measure
-from torchrl_kl.transforms.scoring import ScoringTransform, make_scorer
+from torchrl_kl.transforms.scorer import Scored, ScoringTransform, make_scorer, measure
 
 
 class ReferenceModelLogProbTransform(ScoringTransform):

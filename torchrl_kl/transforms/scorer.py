@@ -1,9 +1,10 @@
-"""From actions to a KL: a `Scorer` gives the log-probs, `measure` the KL of each step."""
+"""From actions to a KL: scoring gives the log-probs, `measure` the KL of each step."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
+from abc import ABC
 from collections.abc import Sequence
 from multiprocessing import parent_process
 from typing import Any, NamedTuple
@@ -11,14 +12,24 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
+from torchrl.data import Composite
 from torchrl.envs import EnvBase
 
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
-from torchrl_kl.batches import expand_right, find_time_dim, of_values
+from torchrl_kl.actors.reading import require_recording
+from torchrl_kl.batches import AUTORESET_KEY, expand_right, find_time_dim, of_values
 from torchrl_kl.functional.estimators import ESTIMATORS
-from torchrl_kl.keys import RECORD_LOG_PROB, MissingKeyError, ResolvedKeys, as_tuple, existing_keys
-from torchrl_kl.transforms.estimates import Estimate
+from torchrl_kl.keys import (
+    RECORD_LOG_PROB,
+    KLKeys,
+    MissingKeyError,
+    ResolvedKeys,
+    as_tuple,
+    existing_keys,
+)
+from torchrl_kl.transforms.base import KLTransform, Leaf, Steps
+from torchrl_kl.transforms.estimates import Estimate, Estimator, make_estimate
 
 _FIRST_STEPS = 32  # of an env, over which the first KL is averaged; else of the first batch
 _HUGE = 0.1  # nats per step, where 0 is expected: a trained policy is usually held below that
@@ -214,3 +225,101 @@ def measure(
     values = [value.unsqueeze(-1) for value in values]
     sources = {keys.recorded.name: log_prob, keys.ref_log_prob: ref_log_prob}
     return Measured(values[0], values[-1], mask, sources)
+
+
+class ScoringTransform(KLTransform, ABC):
+    """Base of the transforms that own a `Scorer`, in an env with the reference's state."""
+
+    scorer: Scorer
+    records = True  # whether it writes more than its result
+    _scored: Scored | None = None  # of the action of an env step, until `_step`
+
+    @property
+    def reference(self) -> FrozenActor:
+        """The frozen reference."""
+        return self.scorer.reference
+
+    @property
+    def recorded_keys(self) -> list[NestedKey]:  # type: ignore[override]
+        """What its estimate reads that the policy recorded."""
+        estimate = self.scorer.estimate
+        return [] if estimate is None else estimate.policy_keys
+
+    def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
+        """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
+        self.reference.update_reference(source, tau)
+        self.scorer.copied = None
+
+    def carried(self) -> list[NestedKey]:
+        """The entries that go on from step to step."""
+        late = [AUTORESET_KEY] if self.resets_late else []
+        return [*super().carried(), *self.reference.own_state_keys, *late]
+
+    def _reset(self, tensordict, tensordict_reset):
+        """Also marks the rows whose next step only resets them."""
+        tensordict_reset = super()._reset(tensordict, tensordict_reset)
+        if self.resets_late:  # but not if all rows are reset, which it does at once
+            shape = (*tensordict_reset.batch_size, 1)
+            mark = torch.full(shape, not self._was_reset, device=tensordict_reset.device)
+            tensordict_reset.set(AUTORESET_KEY, mark)
+        return tensordict_reset
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        # A Compose inverts from last to first: action transforms before this one have not yet
+        # turned the policy's action into the env's.
+        if (env := self.env) is not None:
+            self._scored = self.scorer.env_step(tensordict, env)
+        return super()._inv_call(tensordict)
+
+    def score(self, steps: Steps) -> Scored:
+        """The log-probs; of an env step, also writes the next states, and what was not drawn."""
+        score, self._scored = self._scored, None
+        if steps.moves is not None or score is None:
+            return self.scorer.batch(steps.data, steps.mask)
+        tensordict, next_tensordict = steps.data, steps.following
+        for key, state in zip(self.reference.own_state_keys, score.states, strict=True):
+            next_tensordict.set(key, state)
+        if (mark := tensordict.get(AUTORESET_KEY, None)) is not None:
+            next_tensordict.set(AUTORESET_KEY, torch.zeros_like(mark))
+        if self.records:
+            # Of the trajectory so far; a reset sets it to False.
+            not_drawn = tensordict.get(self.keys.not_drawn, None)
+            if not_drawn is None or not score.drawn:
+                shape = (*score.log_prob.shape, 1)
+                full = torch.full(shape, not score.drawn, device=tensordict.device)
+                not_drawn = full if not_drawn is None else not_drawn | full
+            next_tensordict.set(self.keys.not_drawn, not_drawn)
+        return score
+
+    def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
+        """The reference's recurrent state, and what was not drawn."""
+        batch_size, shape = self.parent_env.batch_size, self.log_prob_shape()
+        leaves: dict[NestedKey, Leaf] = {
+            key: ((*batch_size, *leaf.shape), leaf.dtype)
+            for key, leaf in self.reference.state_specs().items()
+        }
+        if self.resets_late:
+            leaves[AUTORESET_KEY] = ((*batch_size, 1), torch.bool)
+        if self.records:
+            leaves[self.keys.not_drawn] = ((*shape, 1), torch.bool)
+        return leaves
+
+
+def make_scorer(
+    actor: nn.Module,
+    frozen: FrozenActor,
+    keys: KLKeys,
+    estimator: Estimator,
+    is_copy: bool,
+    *,
+    sum_agents: bool = False,
+    time_dim: int | None = None,
+) -> tuple[Scorer, ResolvedKeys]:
+    """A scorer for the actions of `actor`, and all keys; `is_copy`: whether `frozen` is one."""
+    if keys.log_prob is None:
+        require_recording(actor)
+    resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
+    frozen.name_states(resolved.ref_log_prob)
+    estimate = make_estimate(estimator, actor, resolved)
+    options: Any = {"time_dim": time_dim, "copied": actor if is_copy else None}
+    return Scorer(frozen, Acting.of(actor, frozen.recorded), estimate, **options), resolved

@@ -13,8 +13,7 @@ from torchrl_kl.keys import KLKeys, as_keys, as_tuple
 from torchrl_kl.transforms.base import Leaf, Steps
 from torchrl_kl.transforms.estimates import Estimator
 from torchrl_kl.transforms.penalty import Penalizing, Penalty
-from torchrl_kl.transforms.scorer import measure
-from torchrl_kl.transforms.scoring import ScoringTransform, make_scorer
+from torchrl_kl.transforms.scorer import ScoringTransform, make_scorer, measure
 
 
 class KLConstrainedTransform(Penalizing, ScoringTransform):
