@@ -18,6 +18,7 @@ from torchrl.envs import EnvBase
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.reading import require_recording
+from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import AUTORESET_KEY, expand_right, find_time_dim, of_values
 from torchrl_kl.functional.estimators import ESTIMATORS
 from torchrl_kl.keys import (
@@ -25,6 +26,7 @@ from torchrl_kl.keys import (
     KLKeys,
     MissingKeyError,
     ResolvedKeys,
+    as_keys,
     as_tuple,
     existing_keys,
 )
@@ -307,19 +309,21 @@ class ScoringTransform(KLTransform, ABC):
 
 def make_scorer(
     actor: nn.Module,
-    frozen: FrozenActor,
-    keys: KLKeys,
+    reference: nn.Module | Switch | None,
+    keys: KLKeys | None,
     estimator: Estimator,
-    is_copy: bool,
     *,
+    time_dim: int | None,
     sum_agents: bool = False,
-    time_dim: int | None = None,
+    chunk_size: int | None = None,
 ) -> tuple[Scorer, ResolvedKeys]:
-    """A scorer for the actions of `actor`, and all keys; `is_copy`: whether `frozen` is one."""
+    """A scorer for the actions of `actor`, and all keys; for the arguments of a transform."""
+    keys = as_keys(keys)
+    frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, chunk_size=chunk_size)
     if keys.log_prob is None:
         require_recording(actor)
     resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
     frozen.name_states(resolved.ref_log_prob)
-    estimate = make_estimate(estimator, actor, resolved)
-    options: Any = {"time_dim": time_dim, "copied": actor if is_copy else None}
-    return Scorer(frozen, Acting.of(actor, frozen.recorded), estimate, **options), resolved
+    estimate, acting = make_estimate(estimator, actor, resolved), Acting.of(actor, frozen.recorded)
+    copied = actor if reference is None else None
+    return Scorer(frozen, acting, estimate, time_dim=time_dim, copied=copied), resolved
