@@ -144,7 +144,7 @@ class ResolvedKeys:
         self.prefix = prefix = keys.prefix
 
         def near(key: NestedKey, name: str) -> NestedKey:
-            return unravel_key(getattr(keys, name) or sibling(key, f"{prefix}{name}"))
+            return unravel_key(vars(keys)[name] or sibling(key, f"{prefix}{name}"))
 
         log_prob = recorded.sibling("log_prob")
         self.ref_log_prob = near(log_prob, "ref_log_prob")

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -65,7 +65,8 @@ _NOT_UPDATED = (
     "MultiAsyncCollector use a copy of the stack, which has another controller: use `kl_collector`."
 )
 
-Finding = tuple[dict[str, float], dict[str, Any]]  # numbers in a text, and what else it needs
+# A condition, whether it holds, the numbers in its text, and what else that needs.
+Finding = tuple[str, bool, dict[str, float], dict[str, Any]]
 
 
 class KLMessage(str):
@@ -209,8 +210,8 @@ class KLMonitor:
             pools = [*pools, [buffer.item() for buffer in pool.buffers()]][-self.window :]
         applied = step.get(self.keys.kl_coeff, None)  # an update may have followed
         coeff = self.controller.coeff if applied is None else applied.flatten()[-1]
-        found = self._look_at_numbers(k1) | self._look_at_target(pools, coeffs, coeff.item())
-        found |= self._look_at_samples(batch, k1) | self._look_at_sampler(batch)
+        found = [*self._look_at_numbers(k1), *self._look_at_target(pools, coeffs, coeff.item())]
+        found += [*self._look_at_samples(batch, k1), *self._look_at_sampler(batch)]
         n_batches = self._state.n_batches + 1  # from here on the state changes
         self._state = _State(coeffs, self._state.conditions, n_batches, pools)
         if opened is not None:
@@ -234,47 +235,42 @@ class KLMonitor:
         self._feed.trajectories.unpack(state.pop("trajectories"))
         self._state = _State(**state)
 
-    def _count(self, found: Mapping[str, Finding | None]) -> list[KLMessage]:
+    def _count(self, found: list[Finding]) -> list[KLMessage]:
         """Counts what holds; returns what began. What was not looked for stays as it was."""
         begun = []
-        for name, finding in found.items():
+        for name, holds, figures, others in found:
             batches, episodes, absent = self._state.conditions[name]
-            if finding is None:
+            if not holds:
                 self._state.conditions[name] = [batches, episodes, absent + 1]
                 continue
             # The first time, or after a window in which it was looked for and not found.
             if episodes == 0 or absent >= self.window:
-                figures, others = finding
                 begun.append(KLMessage(_MESSAGES[name].format(**figures, **others)))
                 begun[-1].condition, begun[-1].figures = name, figures
                 episodes += 1
             self._state.conditions[name] = [batches + 1, episodes, 0]
         return begun
 
-    def _look_at_numbers(self, k1: Tensor) -> dict[str, Finding | None]:
+    def _look_at_numbers(self, k1: Tensor) -> Iterator[Finding]:
         """The KL of the steps that count, (N,), may not be finite; the coefficient at a bound."""
-        controller, figures = self.controller, {"coeff": self.controller.coeff.item()}
-        n_bad, count = int((~k1.isfinite()).sum()), k1.numel()
-        bad: Finding = {"steps": n_bad, "count": count}, {}
-        found: dict[str, Finding | None] = {"kl_not_finite": bad if n_bad else None}
+        controller, coeff = self.controller, self.controller.coeff.item()
+        n_bad = int((~k1.isfinite()).sum())
+        yield "kl_not_finite", n_bad > 0, {"steps": n_bad, "count": k1.numel()}, {}
         if not controller.planning:  # the bounds are those of a planned coefficient
             # Without bounds they are 0 and inf.
-            at_max = figures["coeff"] >= controller.max_coeff
-            at_min = 0 < figures["coeff"] <= controller.min_coeff
-            found["coeff_at_max"] = (figures, {}) if at_max else None
-            found["coeff_at_min"] = (figures, {}) if at_min else None
-        return found
+            yield "coeff_at_max", coeff >= controller.max_coeff, {"coeff": coeff}, {}
+            yield "coeff_at_min", 0 < coeff <= controller.min_coeff, {"coeff": coeff}, {}
 
     def _look_at_target(
         self, pools: list[list[float]], coeffs: list[float], applied: float
-    ) -> dict[str, Finding | None]:
+    ) -> Iterator[Finding]:
         """Compares the mean KL of a full window with the target."""
         controller, pool = self.controller, KLStatistics()
         # Sums and counts add up, so that a batch weighs as much as it has values.
         for buffer, values in zip(pool.buffers(), zip(*pools, strict=True), strict=False):
             buffer.fill_(sum(values))
         if len(pools) < self.window or pool.count == 0:
-            return {}
+            return
         target, coeff = controller.target, controller.coeff.item()
         mean, error = pool.mean, pool.standard_error
         count = int(pool.count)
@@ -294,29 +290,27 @@ class KLMonitor:
             "coeff": applied,
             "advice": (_ABOVE if above else _BELOW) if updated else _NOT_UPDATED,
         }
-        found = {"kl_above": above, "kl_below": below}
-        return {name: (figures, others) if holds else None for name, holds in found.items()}
+        yield "kl_above", above, figures, others
+        yield "kl_below", below, figures, others
 
-    def _look_at_samples(self, batch: TensorDictBase, k1: Tensor) -> dict[str, Finding | None]:
+    def _look_at_samples(self, batch: TensorDictBase, k1: Tensor) -> Iterator[Finding]:
         """Whether the policy can have drawn the samples; k1: of the steps that count, (N,)."""
         # The actor is evaluated once per window, and whenever the samples look wrong.
         negative = k1.nan_to_num(math.inf, math.inf).sum().item() < -_ROUNDING * k1.numel()
-        due = negative or self._state.n_batches % self.window == 0
-        found: dict[str, Finding | None] = {"negative_noise": None}
-        if due and self.actor is not None:
-            found["sampler_disagrees"] = self._unlike_actor(batch)
-        if negative and found.get("sampler_disagrees") is None:
-            count = k1.numel()
-            error = f" +- {k1.std().item() / math.sqrt(count):.2g}" if count > 1 else ""
-            found["negative_noise"] = {"kl": k1.mean().item(), "count": count}, {"error": error}
-        return found
+        differs, count = False, k1.numel()
+        if self.actor is not None and (negative or self._state.n_batches % self.window == 0):
+            differs, figures, others = self._unlike_actor(batch)
+            yield "sampler_disagrees", differs, figures, others
+        error = f" +- {k1.std().item() / math.sqrt(count):.2g}" if count > 1 else ""
+        figures = {"kl": k1.mean().item(), "count": count}
+        yield "negative_noise", negative and not differs, figures, {"error": error}
 
-    def _look_at_sampler(self, batch: TensorDictBase) -> dict[str, Finding | None]:
+    def _look_at_sampler(self, batch: TensorDictBase) -> Iterator[Finding]:
         """Whether a sampler that is not the policy is too far from it."""
         recorded, per = self.keys.recorded, self.controller.per
         sampler = batch.get(recorded.sibling("sampler_log_prob"), None)
         if sampler is None:
-            return {}
+            return
         ratios = (recorded.require(batch) - sampler).double()
         mask = counted_values(batch, self.keys, sampler)
         if per == "trajectory":
@@ -324,20 +318,17 @@ class KLMonitor:
         ratios = ratios[mask]
         share, pool = effective_share(ratios), KLStatistics().add(-ratios[ratios.isfinite()])
         figures = {"kl": pool.mean, "error": pool.standard_error, "share": share}
-        others = {"per": per, "count": ratios.numel()}
-        return {"sampler_far": (figures, others) if not share >= FEWEST else None}
+        yield "sampler_far", not share >= FEWEST, figures, {"per": per, "count": ratios.numel()}
 
     @torch.no_grad()
-    def _unlike_actor(self, batch: TensorDictBase) -> Finding | None:
-        """A finding if the recorded log-probs are not those that the actor gives the actions."""
+    def _unlike_actor(self, batch: TensorDictBase) -> tuple[bool, dict[str, float], dict[str, Any]]:
+        """Whether the recorded log-probs are not those that the actor gives the actions."""
         recorded = self.keys.recorded.require(batch).double()  # (*B, *A)
         timed = find_time_dim(batch, self.time_dim) is not None
         scored = policy_log_prob(self.actor, batch, timed)[0].double()
         gap = (recorded - scored).abs()
         gap = gap[counted_values(batch, self.keys, gap)]
         differs = ~(gap <= self._tolerance)  # NaN differs
-        if not bool(differs.any()):
-            return None
-        share = differs.double().mean().item()
-        largest = gap.nan_to_num(math.inf, math.inf).max().item()
-        return {"share": share, "largest_difference": largest}, {"count": gap.numel()}
+        largest = gap.nan_to_num(math.inf, math.inf).max().item() if gap.numel() else 0.0
+        figures = {"share": differs.double().mean().item(), "largest_difference": largest}
+        return bool(differs.any()), figures, {"count": gap.numel()}

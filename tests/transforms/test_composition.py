@@ -20,7 +20,7 @@ from torchrl_kl import (
 )
 from torchrl_kl.language import GPT, ResponseKLTransform
 from torchrl_kl.transforms.base import KLTransform
-from torchrl_kl.transforms.scoring import ScoringTransform
+from torchrl_kl.transforms.scorer import ScoringTransform
 
 ABSTRACT = [KLTransform, ScoringTransform]
 

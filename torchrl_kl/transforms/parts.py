@@ -5,15 +5,14 @@ from torch import nn
 from torchrl.data import Composite
 
 from torchrl_kl.actors.protocol import known_lengths
-from torchrl_kl.actors.references import Switch, as_reference
+from torchrl_kl.actors.references import Switch
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional.numbers import working_dtype
 from torchrl_kl.keys import KLKeys, as_keys, get_required
 from torchrl_kl.transforms.base import KLTransform, Leaf, Steps
 from torchrl_kl.transforms.estimates import Estimator, check_estimator
 from torchrl_kl.transforms.penalty import NO_KL, Penalizing, Penalty, without_random
-from torchrl_kl.transforms.scorer import Scored, measure
-from torchrl_kl.transforms.scoring import ScoringTransform, make_scorer
+from torchrl_kl.transforms.scorer import Scored, ScoringTransform, make_scorer, measure
 
 
 class ReferenceModelLogProbTransform(ScoringTransform):
@@ -62,10 +61,8 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         keys: KLKeys | None = None,
         time_dim: int | None = None,
     ):
-        keys = as_keys(keys)
-        frozen = as_reference(actor, reference, log_prob_key=keys.log_prob)
-        own = reference is None
-        scorer, self.keys = make_scorer(actor, frozen, keys, estimator, own, time_dim=time_dim)
+        scorer, self.keys = make_scorer(actor, reference, keys, estimator, time_dim=time_dim)
+        frozen = scorer.reference
         self._passed_key = self.keys.passed(estimator)
         # TorchRL wants each of the out_keys in the env's specs.
         super().__init__(

@@ -1,9 +1,10 @@
-"""From actions to a KL: a `Scorer` gives the log-probs, `measure` the KL of each step."""
+"""From actions to a KL: scoring gives the log-probs, `measure` the KL of each step."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
+from abc import ABC
 from collections.abc import Sequence
 from multiprocessing import parent_process
 from typing import Any, NamedTuple
@@ -11,14 +12,26 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
+from torchrl.data import Composite
 from torchrl.envs import EnvBase
 
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
-from torchrl_kl.batches import expand_right, find_time_dim, of_values
+from torchrl_kl.actors.reading import require_recording
+from torchrl_kl.actors.references import Switch, as_reference
+from torchrl_kl.batches import AUTORESET_KEY, expand_right, find_time_dim, of_values
 from torchrl_kl.functional.estimators import ESTIMATORS
-from torchrl_kl.keys import RECORD_LOG_PROB, MissingKeyError, ResolvedKeys, as_tuple, existing_keys
-from torchrl_kl.transforms.estimates import Estimate
+from torchrl_kl.keys import (
+    RECORD_LOG_PROB,
+    KLKeys,
+    MissingKeyError,
+    ResolvedKeys,
+    as_keys,
+    as_tuple,
+    existing_keys,
+)
+from torchrl_kl.transforms.base import KLTransform, Leaf, Steps
+from torchrl_kl.transforms.estimates import Estimate, Estimator, make_estimate
 
 _FIRST_STEPS = 32  # of an env, over which the first KL is averaged; else of the first batch
 _HUGE = 0.1  # nats per step, where 0 is expected: a trained policy is usually held below that
@@ -44,7 +57,10 @@ class Measured(NamedTuple):
 
 
 class Scorer(nn.Module):
-    """Scores the actions of a policy under a reference, and makes an `estimate` or none."""
+    """Scores the actions of a policy under a reference, and makes an `estimate` or none.
+
+    `copied`: the policy, if the reference is a copy of it that was not yet used.
+    """
 
     def __init__(
         self,
@@ -53,11 +69,12 @@ class Scorer(nn.Module):
         estimate: Estimate | None = None,
         *,
         time_dim: int | None = None,
+        copied: nn.Module | None = None,
     ):
         super().__init__()
         self.reference, self.acting, self.estimate = reference, acting, estimate
         self.time_dim = time_dim
-        self._policy: Any = None  # of which the reference is a copy that was not yet used
+        self.copied: Any = None if copied is None else _UnsavedPolicy(copied)
         self._first = (0.0, 0)  # of the first steps: the sum of k1, and their number
 
     def env_step(self, tensordict: TensorDictBase, env: EnvBase) -> Scored:
@@ -124,22 +141,21 @@ class Scorer(nn.Module):
         with torch.no_grad():
             return [self.estimate.compute(rows, log_prob.detach(), score, actor, mask)]
 
-    def watch_first_use(self, policy: nn.Module) -> None:
-        """Will warn if the policy's weights have changed when this is used."""
-        self._policy = _UnsavedPolicy(policy)
-        self.register_load_state_dict_post_hook(expect_any)  # a run that goes on
+    def _load_from_state_dict(self, *args):
+        self.copied = None  # a run that goes on
+        super()._load_from_state_dict(*args)
 
     def _check_first_use(self, scored: Scored, mask: Tensor | None, *, enough: int = 1) -> None:
         """Warns once if the policy's weights have changed between the copy and its first use."""
-        if self._policy is None or torch.compiler.is_compiling():
+        if self.copied is None or torch.compiler.is_compiling():
             return
-        policy = self._policy()
+        policy = self.copied()
         k1 = scored.log_prob.detach() - scored.ref_log_prob.detach()
         k1 = k1 if mask is None else k1[expand_right(mask, k1.shape)]
         total, count = self._first = self._first[0] + float(k1.sum()), self._first[1] + k1.numel()
         if count < enough:
             return
-        expect_any(self)
+        self.copied = None
         weights = [] if policy is None else policy.parameters()
         pairs = zip(weights, self.reference.actor.parameters(), strict=False)
         equal = (torch.equal(own.detach().to(other), other.detach()) for own, other in pairs)
@@ -163,11 +179,6 @@ class Scorer(nn.Module):
                 f"the policy ran (its {traces} are there) but recorded no {missing!r}: "
                 f"{RECORD_LOG_PROB} The data have {existing_keys(tensordict)}."
             )
-
-
-def expect_any(scorer: Scorer, _: object = None) -> None:
-    """Lets the first KL of a scorer be any, as that of a run that goes on."""
-    scorer._policy = None
 
 
 class _UnsavedPolicy(weakref.ref):
@@ -216,3 +227,103 @@ def measure(
     values = [value.unsqueeze(-1) for value in values]
     sources = {keys.recorded.name: log_prob, keys.ref_log_prob: ref_log_prob}
     return Measured(values[0], values[-1], mask, sources)
+
+
+class ScoringTransform(KLTransform, ABC):
+    """Base of the transforms that own a `Scorer`, in an env with the reference's state."""
+
+    scorer: Scorer
+    records = True  # whether it writes more than its result
+    _scored: Scored | None = None  # of the action of an env step, until `_step`
+
+    @property
+    def reference(self) -> FrozenActor:
+        """The frozen reference."""
+        return self.scorer.reference
+
+    @property
+    def recorded_keys(self) -> list[NestedKey]:  # type: ignore[override]
+        """What its estimate reads that the policy recorded."""
+        estimate = self.scorer.estimate
+        return [] if estimate is None else estimate.policy_keys
+
+    def update_reference(self, source: nn.Module, tau: float = 1.0) -> None:
+        """Moves the reference towards `source`; see `FrozenActor.update_reference`."""
+        self.reference.update_reference(source, tau)
+        self.scorer.copied = None
+
+    def carried(self) -> list[NestedKey]:
+        """The entries that go on from step to step."""
+        late = [AUTORESET_KEY] if self.resets_late else []
+        return [*super().carried(), *self.reference.own_state_keys, *late]
+
+    def _reset(self, tensordict, tensordict_reset):
+        """Also marks the rows whose next step only resets them."""
+        tensordict_reset = super()._reset(tensordict, tensordict_reset)
+        if self.resets_late:  # but not if all rows are reset, which it does at once
+            shape = (*tensordict_reset.batch_size, 1)
+            mark = torch.full(shape, not self._was_reset, device=tensordict_reset.device)
+            tensordict_reset.set(AUTORESET_KEY, mark)
+        return tensordict_reset
+
+    def begin_step(self, tensordict: TensorDictBase, env: EnvBase) -> None:
+        """Also scores the action, on the policy's side."""
+        # A Compose inverts from last to first: action transforms before this one have not yet
+        # turned the policy's action into the env's.
+        self._scored = self.scorer.env_step(tensordict, env)
+        super().begin_step(tensordict, env)
+
+    def score(self, steps: Steps) -> Scored:
+        """The log-probs; of an env step, also writes the next states, and what was not drawn."""
+        score, self._scored = self._scored, None
+        if steps.moves is not None or score is None:
+            return self.scorer.batch(steps.data, steps.mask)
+        tensordict, next_tensordict = steps.data, steps.following
+        for key, state in zip(self.reference.own_state_keys, score.states, strict=True):
+            next_tensordict.set(key, state)
+        if (mark := tensordict.get(AUTORESET_KEY, None)) is not None:
+            next_tensordict.set(AUTORESET_KEY, torch.zeros_like(mark))
+        if self.records:
+            # Of the trajectory so far; a reset sets it to False.
+            not_drawn = tensordict.get(self.keys.not_drawn, None)
+            if not_drawn is None or not score.drawn:
+                shape = (*score.log_prob.shape, 1)
+                full = torch.full(shape, not score.drawn, device=tensordict.device)
+                not_drawn = full if not_drawn is None else not_drawn | full
+            next_tensordict.set(self.keys.not_drawn, not_drawn)
+        return score
+
+    def leaves(self, spec: Composite) -> dict[NestedKey, Leaf]:
+        """The reference's recurrent state, and what was not drawn."""
+        batch_size, shape = self.parent_env.batch_size, self.log_prob_shape()
+        leaves: dict[NestedKey, Leaf] = {
+            key: ((*batch_size, *leaf.shape), leaf.dtype)
+            for key, leaf in self.reference.state_specs().items()
+        }
+        if self.resets_late:
+            leaves[AUTORESET_KEY] = ((*batch_size, 1), torch.bool)
+        if self.records:
+            leaves[self.keys.not_drawn] = ((*shape, 1), torch.bool)
+        return leaves
+
+
+def make_scorer(
+    actor: nn.Module,
+    reference: nn.Module | Switch | None,
+    keys: KLKeys | None,
+    estimator: Estimator,
+    *,
+    time_dim: int | None,
+    sum_agents: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Scorer, ResolvedKeys]:
+    """A scorer for the actions of `actor`, and all keys; for the arguments of a transform."""
+    keys = as_keys(keys)
+    frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, chunk_size=chunk_size)
+    if keys.log_prob is None:
+        require_recording(actor)
+    resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
+    frozen.name_states(resolved.ref_log_prob)
+    estimate, acting = make_estimate(estimator, actor, resolved), Acting.of(actor, frozen.recorded)
+    copied = actor if reference is None else None
+    return Scorer(frozen, acting, estimate, time_dim=time_dim, copied=copied), resolved

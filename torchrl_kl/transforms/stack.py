@@ -1,20 +1,21 @@
 """The whole stack as one transform, and the preset with the interface of TorchRL's former class."""
 
+from typing import Any
+
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
 from torchrl.data import Composite
 
 from torchrl_kl.actors.protocol import as_kl_actor
-from torchrl_kl.actors.references import Switch, as_reference
+from torchrl_kl.actors.references import Switch
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.functional.numbers import check_number
-from torchrl_kl.keys import KLKeys, as_keys, as_tuple
+from torchrl_kl.keys import KLKeys, as_tuple
 from torchrl_kl.transforms.base import Leaf, Steps
 from torchrl_kl.transforms.estimates import Estimator
 from torchrl_kl.transforms.penalty import Penalizing, Penalty
-from torchrl_kl.transforms.scorer import measure
-from torchrl_kl.transforms.scoring import ScoringTransform, make_scorer
+from torchrl_kl.transforms.scorer import ScoringTransform, make_scorer, measure
 
 
 class KLConstrainedTransform(Penalizing, ScoringTransform):
@@ -73,17 +74,9 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
         time_dim: int | None = None,
         chunk_size: int | None = None,
     ):
-        keys = as_keys(keys)
-        frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, chunk_size=chunk_size)
-        scorer, resolved = make_scorer(
-            actor,
-            frozen,
-            keys,
-            estimator,
-            reference is None,
-            sum_agents=sum_agents,
-            time_dim=time_dim,
-        )
+        options: Any = {"sum_agents": sum_agents, "time_dim": time_dim, "chunk_size": chunk_size}
+        scorer, resolved = make_scorer(actor, reference, keys, estimator, **options)
+        frozen = scorer.reference
         penalty = Penalty(
             controller,
             resolved,
