@@ -139,15 +139,21 @@ class ControllerFeed(nn.Module):
         if values.numel() and controller.coeff.item() == 0:  # an infinite KL is only measured
             values = values[values.isfinite()]
         if values.numel() or group is not None:  # whose other ranks may have values
-            batch = KLStatistics().to(values.device).add(values)
-            batch = batch if group is None else batch.all_reduce(group)
-            self._add(controller, batch, in_env)
+            self._add(controller, values, group, self.needed(controller, in_env))
         if idle:
             self._count_idle(controller, "env steps" if in_env else "batches")
 
-    def _add(self, controller: KLController, batch: KLStatistics, in_env: bool) -> None:
-        count = int(batch.count)
-        if not count or int(self.statistics.count) + count < self.needed(controller, in_env):
+    def _add(
+        self, controller: KLController, values: Tensor, group: dist.ProcessGroup | None, needed: int
+    ) -> None:
+        """Adds the values of all ranks to the pool; updates the controller if they are enough."""
+        before = int(self.statistics.count)
+        if group is None and before + values.numel() < needed:  # as in most env steps
+            self.statistics.add(values)
+            return
+        batch = KLStatistics().to(values.device).add(values)
+        batch = batch if group is None else batch.all_reduce(group)
+        if not batch.count or before + int(batch.count) < needed:
             self.statistics.merge(batch)
             return
         pool = batch.merge(self.statistics)
