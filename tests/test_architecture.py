@@ -47,7 +47,7 @@ PRIVATE_NAMES = {
     "_functorch": {"gpt.py"},
     "_has_any_global_hook": {"blocks.py"},
     "_python_dispatch": {"cache.py"},
-    "_orig_mod": {"causal_lm.py", "protocol.py"},  # of torch.compile
+    "_orig_mod": {"parallel.py"},  # of torch.compile
     "_compiled_call_impl": {"blocks.py"},
     "_forward_hooks": {"blocks.py", "cache.py"},
     "_forward_pre_hooks": {"blocks.py", "cache.py"},

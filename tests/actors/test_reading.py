@@ -194,6 +194,11 @@ ERRORS: dict[str, tuple[Any, Any, str]] = {
         ValueError,
         r"uninitialised weights \(module.*run it once on data first",
     ),
+    "weights on the meta device": (
+        lambda: as_reference(lazy(nn.Linear(3, 2, device="meta")), None),
+        ValueError,
+        r"`actor` has weights on the meta device.*build FrozenActor\(actor\), load its weights",
+    ),
     "log-probs that share a key": (
         sharing,
         ValueError,

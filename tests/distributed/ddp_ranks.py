@@ -54,7 +54,7 @@ def gradients(rank: int, folder: Path) -> Any:
                 if kind == "loss" and len(rows) < len(batch):
                     loss = DistributedDataParallel(loss)
                 losses = loss(rows.clone())
-                sum(losses[f"loss_{name}"] for name in ("kl", "objective", "critic")).backward()
+                (losses["loss_kl"] + losses["loss_objective"] + losses["loss_critic"]).backward()
                 pair.append([weight.grad for weight in model.parameters()])
             found[way, gradient] = pair
     return found

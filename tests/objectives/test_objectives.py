@@ -72,6 +72,19 @@ class TestParameters:
         assert all(parameter.grad is None for parameter in loss.reference.parameters())
         assert not loss.reference.actor.training
 
+    @pytest.mark.parametrize("gradient", ["step", "sequence", "k2"])
+    def test_without_functional_calls_the_actor_is_used_itself(self, gradient):
+        batch, found = rollout(), []
+        for functional in (True, False):
+            loss = make_loss(gradient=gradient, functional=functional)
+            out = loss(batch)
+            out["loss_kl"].backward()
+            found.append((dict(out.detach()), [weight.grad for weight in loss.parameters()]))
+            assert loss.functional == functional
+        assert_close(found[1], found[0], rtol=0, atol=0)
+        names = [name for name, _ in loss.named_parameters(remove_duplicate=False)]
+        assert names == [f"actor_network.module.0.module.{name}" for name in ("weight", "bias")]
+
     def test_a_restart_restores_reference_and_controller(self):
         batch, actor = rollout(), moved(make_actor())
         controllers = [SpyController(0.1, step=0.2) for _ in range(2)]

@@ -56,8 +56,8 @@ class FrozenActor(nn.Module):
 
     Raises:
         TypeError: if the actor has no distribution.
-        ValueError: if it has uninitialised weights; if `chunk_size` is less than 1, or given for a
-            recurrent actor; of a call, if its distribution has no density.
+        ValueError: if it has uninitialised or sharded weights; if `chunk_size` is less than 1, or
+            given for a recurrent actor; of a call, if its distribution has no density.
 
     Example:
         >>> from torchrl_kl import FrozenActor

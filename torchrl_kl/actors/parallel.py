@@ -47,8 +47,8 @@ def without_gradients(module: nn.Module) -> AbstractContextManager:
 
 def laid_out_as(value: Tensor, like: Tensor) -> Tensor:
     """A weight that is split over the ranks as another one is; all ranks call it."""
-    if isinstance(value, DTensor) == isinstance(like, DTensor):
-        return value
     if isinstance(value, DTensor):
-        return value.full_tensor()
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+        return value if isinstance(like, DTensor) else value.full_tensor()
+    if isinstance(like, DTensor):
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return value

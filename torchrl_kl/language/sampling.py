@@ -44,6 +44,10 @@ def sample_responses(
     The batch is (N, T), with time last; each text is read once. KL stacks, KLMonitor, KLPenaltyLoss
     and GAE (no `average_gae`) take it whole; other losses need `batch[batch["collector", "mask"]]`.
 
+    A model of `fully_shard` makes each pass wait for the other ranks: let each rank hold all of its
+    weights for the time (`unshard`, and `set_reshard_after_forward(False)`), or a rank whose
+    responses end earlier leaves the others waiting.
+
     Keys (under the names that the actor has):
         "tokens": (N, T, L), whole texts: prompt, response, then `pad_token`; "position": (N, T),
         the number of tokens before the action; both also in "next".
