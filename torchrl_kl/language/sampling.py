@@ -40,8 +40,9 @@ def sample_responses(
 ) -> TensorDict:
     """Samples a response to each prompt, in the layout that collectors of a text env return.
 
-    The batch is (N, T), with time last; each text is read once. KL stacks, KLMonitor, KLPenaltyLoss
-    and GAE (no `average_gae`) take it whole; other losses need `batch[batch["collector", "mask"]]`.
+    The batch is (N, T), with time last; each text is stored and read once. KL stacks, KLMonitor,
+    losses and GAE (no `average_gae`) take it whole, or in the parts that `minibatches` makes: an
+    index such as `batch[rows]` copies a text for each of its tokens, as GAE does for its states.
 
     Keys (under the names that the actor has):
         "tokens": (N, T, L), whole texts: prompt, response, then `pad_token`; "position": (N, T),
