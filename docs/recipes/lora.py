@@ -38,7 +38,7 @@ for _ in range(4):
     batch = stack(sample_responses(actor, prompts, 12, pad_token=0, reward_fn=reward_fn))
     with torch.no_grad(), set_recurrent_mode(True):
         gae(batch)
-    for part in minibatches(batch, n_tokens=16 * 18):  # without padding after end tokens
+    for part in minibatches(batch, n_tokens=16 * 18):  # whole responses
         losses = loss(part)
         optimizer.zero_grad()
         (losses["loss_objective"] + losses["loss_critic"]).backward()
