@@ -48,6 +48,7 @@ from torchrl_kl.language import (
     CausalLMActor,
     CausalLMCritic,
     CausalLMRewardModel,
+    minibatches,
     sample_responses,
 )
 
@@ -218,8 +219,8 @@ class PPO:
         with torch.no_grad(), set_recurrent_mode(True):  # a response in one pass of the critic
             self.gae(batch)
         for _ in range(self.args.ppo_epochs):
-            for minibatch in batch[torch.randperm(len(batch))].split(self.args.ppo_minibatch):
-                losses = self.loss(minibatch)
+            for part in minibatches(batch, self.args.ppo_minibatch * batch["tokens"].shape[-1]):
+                losses = self.loss(part)
                 self.optimizer.zero_grad()
                 (losses["loss_objective"] + losses["loss_critic"]).backward()
                 self.optimizer.step()

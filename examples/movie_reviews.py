@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from transformers.utils import logging
 
 from torchrl_kl import KLConstrainedTransform, KLPenaltyLoss, PlannedKLController
-from torchrl_kl.language import CausalLMActor, CausalLMCritic, sample_responses
+from torchrl_kl.language import CausalLMActor, CausalLMCritic, minibatches, sample_responses
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -231,8 +231,8 @@ def train(name: str, row: int, base: Base, args: Args) -> dict[str, Any]:
             metrics["coeff"] = loss.update_controller(batch)
         with torch.no_grad(), set_recurrent_mode(True):  # a response in one pass of the critic
             gae(batch)
-        for rows in torch.randperm(len(batch)).split(args.minibatch):
-            losses = loss(batch[rows])
+        for part in minibatches(batch, args.minibatch * batch["tokens"].shape[-1]):
+            losses = loss(part)
             optimizer.zero_grad()
             parts = [losses[key] for key in losses.keys() if key.startswith("loss_")]
             torch.stack(parts).sum().backward()

@@ -8,7 +8,7 @@ from torchrl.objectives.value import GAE
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
 from torchrl_kl import AdaptiveKLController, KLConstrainedTransform
-from torchrl_kl.language import CausalLMActor, CausalLMCritic, sample_responses
+from torchrl_kl.language import CausalLMActor, CausalLMCritic, minibatches, sample_responses
 
 torch.manual_seed(0)
 # In practice: AutoModelForCausalLM.from_pretrained(...)
@@ -38,9 +38,8 @@ for _ in range(4):
     batch = stack(sample_responses(actor, prompts, 12, pad_token=0, reward_fn=reward_fn))
     with torch.no_grad(), set_recurrent_mode(True):
         gae(batch)
-    for rows in torch.randperm(32).split(16):
-        steps = batch[rows]
-        losses = loss(steps[steps["collector", "mask"]])  # without padding after end tokens
+    for part in minibatches(batch, n_tokens=16 * 18):  # whole responses
+        losses = loss(part)
         optimizer.zero_grad()
         (losses["loss_objective"] + losses["loss_critic"]).backward()
         optimizer.step()

@@ -7,7 +7,7 @@ from torchrl.objectives.value import GAE
 
 from torchrl_kl import KLConstrainedTransform, PlannedKLController, rescore
 from torchrl_kl.envs import DigitLanguage
-from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic, sample_responses
+from torchrl_kl.language import GPT, CausalLMActor, CausalLMCritic, minibatches, sample_responses
 
 torch.manual_seed(0)
 language = DigitLanguage()
@@ -35,8 +35,8 @@ for n in range(40):
     ratios = f"ratio {ratio(actor, batch):.4f}, ignored {ratio(actor.whole(), batch):.4f}"
     with torch.no_grad(), set_recurrent_mode(True):
         gae(batch)
-    for rows in torch.randperm(256).split(64):
-        losses = loss(batch[rows])
+    for part in minibatches(batch, n_tokens=64 * 9):
+        losses = loss(part)
         optimizer.zero_grad()
         (losses["loss_objective"] + losses["loss_critic"]).backward()
         optimizer.step()

@@ -160,6 +160,29 @@ class TestOrder:
         assert (max(n_groups) == 1) == together
 
 
+class TestCopies:
+    def test_texts_copied_for_each_token_are_warned_of_once(self, recwarn):
+        """The copy is in a large storage, of which the rest is never touched."""
+        actor = make_actor()
+        batch, other = make_batch(actor), torch.empty(2**24, dtype=torch.long)
+        loss = KLPenaltyLoss(actor, 0.1)
+
+        def stored(steps):
+            tokens = steps["tokens"]
+            return steps.copy().set("tokens", other[: tokens.numel()].view_as(tokens).copy_(tokens))
+
+        expected = loss(batch)["loss_kl"]
+        states = stored(batch)
+        places = torch.arange(batch["tokens"].shape[-1])
+        states["tokens"].masked_fill_(places >= states["position"].unsqueeze(-1), 9)
+        assert_close(loss(states)["loss_kl"], expected)  # a collector's states are no copies
+        loss(batch[torch.randperm(len(batch))])  # small
+        with pytest.warns(UserWarning, match="square of the length.* the parts that `minibatches`"):
+            assert_close(loss(stored(batch))["loss_kl"], expected)
+        loss(stored(batch))
+        assert not recwarn.list
+
+
 class TestErrors:
     @pytest.mark.parametrize("n_tokens", [0, 2.0])
     def test_a_budget(self, n_tokens):

@@ -8,7 +8,9 @@ A state consists of `tokens` (*B, L), the text so far and then padding (any toke
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from torchrl_kl.functional.numbers import check_integers
 from torchrl_kl.language.cache import RolloutCache
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.gpt import values_hidden
+
+_LARGE = 2**27  # bytes
 
 
 class StateReader(nn.Module):
@@ -124,7 +128,21 @@ def _find_texts(tokens: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         rows = tokens[..., 0, :].reshape(-1, tokens.shape[-1])
         states = tokens.shape[-2]
         return rows, torch.arange(len(rows), device=rows.device).repeat_interleave(states)
-    return _segments(tokens.reshape(-1, tokens.shape[-1]), length)
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    large = tokens.untyped_storage().nbytes() >= _LARGE
+    if large and len(rows) > 3 and not rows[:4].diff(dim=0).any():
+        _warn_of_copies()
+    return _segments(rows, length)
+
+
+@cache
+def _warn_of_copies() -> None:
+    warnings.warn(
+        "a text is stored again for each of its tokens, so that memory grows with the square of "
+        "the length: an index such as `batch[rows]` or `batch[mask]` copies texts, and so does GAE "
+        "for the states it is given. Give losses and GAE the parts that `minibatches` makes.",
+        stacklevel=2,
+    )
 
 
 def _segments(tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:

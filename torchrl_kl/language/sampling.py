@@ -41,8 +41,9 @@ def sample_responses(
 ) -> TensorDict:
     """Samples a response to each prompt, in the layout that collectors of a text env return.
 
-    The batch is (N, T), with time last; each text is read once. KL stacks, KLMonitor, KLPenaltyLoss
-    and GAE (no `average_gae`) take it whole; other losses need `batch[batch["collector", "mask"]]`.
+    The batch is (N, T), with time last; each text is stored and read once. KL stacks, KLMonitor,
+    losses and GAE (no `average_gae`) take it whole, or in the parts that `minibatches` makes: an
+    index such as `batch[rows]` copies a text for each of its tokens, as GAE does for its states.
 
     A model of `fully_shard` makes each pass wait for the other ranks: let each rank hold all of its
     weights for the time (`unshard`, and `set_reshard_after_forward(False)`), or a rank whose
