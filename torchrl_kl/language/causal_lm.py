@@ -49,7 +49,8 @@ class CausalLM(nn.Module):
             )
         # Its cache is used until an output has differed; see `differs`.
         self._cache_keyword = next(filter(self._keywords.__contains__, CACHE_KEYWORDS), "")
-        self.caches = bool(self._cache_keyword) and "use_cache" in self._keywords
+        makes = "use_cache" in self._keywords or hasattr(inner, "new_cache")
+        self.caches = bool(self._cache_keyword) and makes
         # From how many tokens to how many; of rows that stayed in place, and of others.
         self.compared: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
         self.causal = 0  # the longest text that was looked at
@@ -72,13 +73,17 @@ class CausalLM(nn.Module):
 
         It is of the model's own making, from None; it is None if the model makes none.
         """
-        options: dict[str, Any] = {"use_cache": True}
+        options: dict[str, Any] = {}
+        if "use_cache" in self._keywords:
+            options["use_cache"] = True
+        elif cache is None:
+            cache = innermost(next(self.children())).new_cache()
         if cache is not None:
             options[self._cache_keyword] = cache
         if "logits_to_keep" in self._keywords:
             options["logits_to_keep"] = 1
         made = _not_compiled(self.model)(tokens, **options)  # compiled, each length would be anew
-        return _logits_of(made, tokens)[:, -1], stated(self._cache_keyword, made)
+        return _logits_of(made, tokens)[:, -1], stated(self._cache_keyword, made, default=cache)
 
     def at(self, tokens: Tensor, row: Tensor, last: Tensor) -> Tensor:
         """Outputs of texts (N, T) at pairs of a row and a position, (K,) each: (K, n_out).
