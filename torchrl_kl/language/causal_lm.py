@@ -49,8 +49,7 @@ class CausalLM(nn.Module):
             )
         # Its cache is used until an output has differed; see `differs`.
         self._cache_keyword = next(filter(self._keywords.__contains__, CACHE_KEYWORDS), "")
-        makes = "use_cache" in self._keywords or hasattr(inner, "new_cache")
-        self.caches = bool(self._cache_keyword) and makes
+        self.caches = bool(self._cache_keyword)
         # From how many tokens to how many; of rows that stayed in place, and of others.
         self.compared: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
         self.causal = 0  # the longest text that was looked at
@@ -71,13 +70,11 @@ class CausalLM(nn.Module):
     def read(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
         """The outputs (N, n_out) after tokens (N, T) that follow those in a cache; and the cache.
 
-        It is of the model's own making, from None; it is None if the model makes none.
+        It is of the model's own making, from None; None if the model makes none.
         """
-        options: dict[str, Any] = {}
-        if "use_cache" in self._keywords:
-            options["use_cache"] = True
-        elif cache is None:
-            cache = innermost(next(self.children())).new_cache()
+        options: dict[str, Any] = {"use_cache": True} if "use_cache" in self._keywords else {}
+        make = stated("new_cache", innermost(next(self.children())))
+        cache = make() if cache is None and make is not None else cache
         if cache is not None:
             options[self._cache_keyword] = cache
         if "logits_to_keep" in self._keywords:
