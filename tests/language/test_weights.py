@@ -226,10 +226,10 @@ class TestCompared:
 
     def test_a_long_prompt_says_nothing_about_steps_after_a_short_one(self):
         actor, right = made_of(Late), made_of(GPT)
-        actor.reader.lm.model.right = 19
+        vars(actor.reader.lm.model)["right"] = 19
         prompts = random_texts(3)
         check_same(sampled(actor, prompts[:, :16], 4), sampled(right, prompts[:, :16], 4))
-        actor.reader.lm.model.right = 9
+        vars(actor.reader.lm.model)["right"] = 9
         with pytest.warns(UserWarning, match="is not used from now on"):
             batch = sampled(actor, prompts[:, :4], 8)
         check_same(batch, sampled(right, prompts[:, :4], 8))

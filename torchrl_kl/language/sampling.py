@@ -232,7 +232,8 @@ class _Draft:
         try:
             self._compare(False)
         except NotCachedError as error:
-            raise ValueError(NOT_CAUSAL.format(int(self.start[0]), int(self.end.max()) - 1)) from error
+            sizes = int(self.start[0]), int(self.end.max()) - 1
+            raise ValueError(NOT_CAUSAL.format(*sizes)) from error
         if problem is not None:
             stop_caching(lm, problem)
         return self.log_probs.gather(1, self.at)
