@@ -98,17 +98,6 @@ class CausalLM(nn.Module):
         parts = tokens.split(max(1, READ_TOGETHER // (final + 1)))
         return torch.cat([self(part, keep) for part in parts])[row, last - first]
 
-    def after(self, tokens: Tensor, length: Tensor) -> Tensor:
-        """Outputs at the end of texts (N, L) of several lengths (N,), each without padding."""
-        output = tokens.new_empty(0)
-        for n in length.unique().tolist():
-            rows = (length == n).nonzero()[:, 0]
-            last = torch.full_like(rows, n - 1)
-            found = self.at(tokens[rows], torch.arange(len(rows), device=rows.device), last)
-            output = output if len(output) else found.new_empty(len(tokens), found.shape[1])
-            output[rows] = found
-        return output
-
     @torch.no_grad()
     def check_causal(self, text: Tensor) -> None:
         """ValueError if outputs depend on later tokens, looked at once for each length of a text.
