@@ -62,16 +62,16 @@ class InStep:
         """Reads texts (R, L) up to `end`; the outputs (R, n_out) there."""
         self.start = self.start or end
         if self.lm.caches:
-            output = self._read_new(texts[:, self.n_read : end])
+            output = self._read_new(texts, end)
         else:
             rows = torch.arange(len(texts), device=texts.device)
             output = self.lm.at(texts, rows, torch.full_like(rows, end - 1))
         self.n_read = end
         return output
 
-    def _read_new(self, tokens: Tensor) -> Tensor:
+    def _read_new(self, texts: Tensor, end: int) -> Tensor:
         try:
-            output, self._cache = self.lm.read(tokens, self._cache)
+            output, self._cache = self.lm.read(texts[:, self.n_read : end], self._cache)
         except Exception as error:  # the model's code may raise anything
             raise NotCachedError(f"it raised {type(error).__name__}: {error}") from error
         if self._cache is None:  # as in gradient checkpointing, while a model trains
@@ -82,6 +82,7 @@ class InStep:
             for layer in getattr(self._cache, "layers", ()):
                 if type(layer).__name__ == "DynamicLayer" and stated("ndim", layer.keys) == 4:
                     layer.__class__ = _growing(type(layer))
+                layer.room = texts.shape[1]
         return output
 
     def select(self, index: Tensor) -> None:
@@ -117,7 +118,7 @@ class InStep:
 @cache
 def _growing(kind: type) -> type:
     """A class of layers whose objects become growing ones by a change of class."""
-    names = ("update", "reorder_cache", "_buffers")
+    names = ("update", "reorder_cache", "room", "_buffers")
     return type("Growing", (kind,), {name: vars(Growing)[name] for name in names})
 
 

@@ -201,11 +201,10 @@ class _Draft:
         steps = InStep(self.reader.lm)
         try:
             self._write(steps)
-            end = int(self.end.max()) - 1
-            steps.compare(end, self._scores)
+            steps.compare(int(self.end.max()) - 1, self._scores)
         except NotCachedError as problem:
             if not steps.lm.caches:
-                raise ValueError(NOT_CAUSAL.format(first, end)) from problem
+                raise ValueError(NOT_CAUSAL.format(first, int(self.end.max()) - 1)) from problem
             with without_cache(self.reader.lm, problem):
                 return self.write()
         return self.log_probs.gather(1, self.at)
