@@ -42,8 +42,9 @@ def sample_responses(
 ) -> TensorDict:
     """Samples a response to each prompt, in the layout that collectors of a text env return.
 
-    The batch is (N, T), with time last; each text is read once. KL stacks, KLMonitor, KLPenaltyLoss
-    and GAE (no `average_gae`) take it whole; other losses need `batch[batch["collector", "mask"]]`.
+    The batch is (N, T), with time last. Texts are read with the cache that the model makes for
+    itself, equal prompts once. KL stacks, KLMonitor, KLPenaltyLoss and GAE (no `average_gae`) take
+    it whole; other losses need `batch[batch["collector", "mask"]]`.
 
     Keys (under the names that the actor has):
         "tokens": (N, T, L), whole texts: prompt, response, then `pad_token`; "position": (N, T),
@@ -62,7 +63,7 @@ def sample_responses(
         pad_token: id that fills texts after the response; it may be `eos_token`.
         eos_token: id that ends a response and belongs to it; or several. None: all have T tokens.
         reward_fn: maps whole texts (N, L), padded after responses, to rewards (N,). None: 0.
-        generator: of the samples.
+        generator: of the samples, which do not depend on what is sampled together.
         return_logits: whether to record the logits, for `estimator="exact"`.
         chunk_size: how many texts are sampled together; keys and values are kept for so many.
 
