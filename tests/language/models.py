@@ -87,7 +87,7 @@ def make_critic(kind: str) -> Any:
 
 def first_layer(model: torch.nn.Module) -> torch.nn.Module:
     """The first block, in whatever it is wrapped."""
-    names = ("blocks.0", "transformer.h.0", "model.layers.0")
+    names = ("blocks.0", "transformer.h.0", "model.layers.0", "backbone.layers.0")
     return next(m for name, m in model.named_modules() if name.endswith(names))
 
 
@@ -107,6 +107,13 @@ class Passes(list[tuple[int, int]]):
         taken = list(self)
         self.clear()
         return taken
+
+
+def trust(actor: Any) -> Any:
+    """As if the outputs of all texts had been compared, so that none is read for that."""
+    lm = actor.reader.lm
+    lm.causal, lm.compared = LENGTH, {moved: [(0, LENGTH)] for moved in (False, True)}
+    return actor
 
 
 def random_texts(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -5,8 +5,8 @@ Axes: N texts, P tokens of a prompt, T tokens of a response at most, L = P + T.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,14 @@ from torch.nn import functional as F
 from torchrl_kl.actors.parallel import without_gradients
 from torchrl_kl.functional.numbers import check_integers, working_dtype
 from torchrl_kl.keys import as_tuple
-from torchrl_kl.language.blocks import fast
-from torchrl_kl.language.cache import KeyValueCache, may_cache
+from torchrl_kl.language.cache import InStep, NotCachedError, Scores, without_cache
+from torchrl_kl.language.causal_lm import NOT_CAUSAL
 from torchrl_kl.language.distribution import draw
 from torchrl_kl.language.heads import CausalLMActor, CausalLMRewardModel, LogitsReader
 from torchrl_kl.language.responses import EndTokens, several
 from torchrl_kl.language.truncation import restrict
+
+_PASS = 16  # rows of one more position that cost as much as a pass does, whatever it reads
 
 
 @torch.no_grad()
@@ -41,9 +43,10 @@ def sample_responses(
 ) -> TensorDict:
     """Samples a response to each prompt, in the layout that collectors of a text env return.
 
-    The batch is (N, T), with time last; each text is stored and read once. KL stacks, KLMonitor,
-    losses and GAE (no `average_gae`) take it whole, or in the parts that `minibatches` makes: an
-    index such as `batch[rows]` copies a text for each of its tokens, as GAE does for its states.
+    The batch is (N, T), with time last. Texts are read with the cache that the model makes for
+    itself, equal prompts once, and each is stored once. KL stacks, KLMonitor, losses and GAE (no
+    `average_gae`) take the batch whole, or in the parts that `minibatches` makes: an index such as
+    `batch[rows]` copies a text for each of its tokens, as GAE does for its states.
 
     A model of `fully_shard` makes each pass wait for the other ranks: let each rank hold all of its
     weights for the time (`unshard`, and `set_reshard_after_forward(False)`), or a rank whose
@@ -66,7 +69,7 @@ def sample_responses(
         pad_token: id that fills texts after the response; it may be `eos_token`.
         eos_token: id that ends a response and belongs to it; or several. None: all have T tokens.
         reward_fn: maps whole texts (N, L), padded after responses, to rewards (N,). None: 0.
-        generator: of the samples.
+        generator: of the samples, which do not depend on what is sampled together.
         return_logits: whether to record the logits, for `estimator="exact"`.
         chunk_size: how many texts are sampled together; keys and values are kept for so many.
 
@@ -92,13 +95,21 @@ def sample_responses(
     texts = F.pad(padded, (0, max_new_tokens), value=pad_token)
     floating = (p.dtype for p in reader.parameters() if p.is_floating_point())
     dtype = working_dtype(next(floating, torch.float32))
-    log_probs = torch.zeros_like(texts[:, -max_new_tokens:], dtype=dtype)
-    spans = (start, start + max_new_tokens)
-    write = partial(_write, actor, ends, pad_token, generator, return_logits)
-    with without_gradients(reader):
-        parts = [*map(write, *(each.split(chunk_size) for each in (texts, *spans, log_probs)))]
-    asked = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-    return _batch(actor, texts, *spans, ends, log_probs, asked, reward_fn)
+    size, device = (max_new_tokens, len(texts)), texts.device
+    # Of each text its own, whatever is sampled together.
+    drawn = torch.rand(size, dtype=torch.float64, device=device, generator=generator).T
+    end, log_probs = start.clone(), torch.zeros_like(drawn, dtype=dtype)
+    asked: dict[NestedKey, Tensor] = {}
+    for rows, lead in _parts(padded, start, max_new_tokens, chunk_size):
+        draft = _Draft(actor, ends, return_logits, texts[rows], start[rows], lead, drawn[rows])
+        with without_gradients(reader):
+            found = draft.write()
+        texts[rows], end[rows], log_probs[rows] = draft.texts, draft.end, found.to(dtype)
+        for key, values in draft.asked.items():
+            if key not in asked:
+                asked[key] = values.new_zeros(len(texts), *values.shape[1:])
+            asked[key][rows] = values
+    return _batch(actor, texts, start, end, ends, log_probs, asked, reward_fn)
 
 
 def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Tensor]:
@@ -140,68 +151,161 @@ def _reader_of(
     return actor.reader
 
 
-def _write(
-    actor: CausalLMActor,
-    ends: tuple[int, ...],
-    pad_token: int,
-    generator: torch.Generator | None,
-    return_logits: bool,
-    texts: Tensor,
-    start: Tensor,
-    end: Tensor,
-    log_probs: Tensor,
-) -> dict[NestedKey, Tensor]:
-    """Writes responses into texts (N, L), their ends (N,) and log-probs (N, T), in place.
+def _parts(
+    prompts: Tensor, start: Tensor, n_new: int, chunk_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Which of the prompts (N, P) are sampled together, shorter ones first, and their leads.
 
-    Returns the logits, (N, T, V), 0 after the end, and the kept ids, (N, T, K), as asked for.
+    The lead of a prompt is the first of them that is equal to it, if many are equal; or itself.
     """
-    reader = actor.reader
-    shortest, longest = int(start.min()), int(start.max())
-    lm = copy.copy(reader.lm)
-    vars(lm)["model"] = fast(reader.lm.model)
-    cache = KeyValueCache(*texts.shape) if lm.caches else None
-    even = shortest == longest
-    rows, last = torch.arange(len(texts), device=texts.device), start - 1
-    token = texts[:, :0]  # (N, 1) after the first step
-    ended = torch.zeros_like(start, dtype=torch.bool)
-    asked: dict[NestedKey, list[Tensor]] = {}
-    for t in range(log_probs.shape[1]):
-        width = longest + t
-        if not reader.lm.causal:
-            reader.lm.check_causal(texts[last.argmax(), :width])
-        if t == 1 and cache is not None and not may_cache(reader.lm, texts[:, :width], last, even):
-            cache = None
-        if cache is None:
-            output = lm.at(texts[:, :width], rows, last)
-        elif t == 0:
-            output = cache.read_texts(lm, texts[:, :width], last)
-            cache = cache if cache.buffers else None  # not used in gradient checkpointing
-        else:
-            output = cache.read_next(lm, token[:, 0], width - 1 if even else last, width)
-        logits = reader.scale(output)
-        if actor.truncation is not None:
-            ids = actor.truncation.keep(logits, bounded=True)
+    order, lengths = torch.arange(len(start), device=start.device), start.tolist()
+    # Equal ones become neighbours by a hash, modulo 2**64.
+    hashes = (prompts * torch.full_like(prompts[0], 0x5DEECE66D).cumprod(0)).sum(1)
+    found, by_hash = hashes.sort()
+    grouped = 8 * int((found[1:] == found[:-1]).sum()) >= len(order)  # else moving takes as long
+    if grouped or len({*lengths}) > 1:
+        order = by_hash[start[by_hash].argsort(stable=True)]
+        lengths = start[order].tolist()
+    for first in range(0, len(order), chunk_size):
+        for i, j in _cut(lengths, n_new, first, min(first + chunk_size, len(order))):
+            rows, lead = order[i:j], torch.arange(j - i, device=order.device)
+            if grouped:
+                texts, size = prompts[rows], start[rows]
+                same = (texts[1:] == texts[:-1]).all(1) & (size[1:] == size[:-1])
+                lead = lead.where(F.pad(~same, (1, 0), value=True), 0).cummax(0)[0]
+            yield rows, lead
+
+
+def _cut(lengths: Sequence[int], n_new: int, i: int, j: int) -> list[tuple[int, int]]:
+    """Parts of the texts i to j, ordered by the lengths of their prompts, that take less time."""
+
+    def cost(i: int, j: int) -> int:  # of a pass for each token: as many rows more as it has
+        return (n_new + lengths[j - 1] - lengths[i]) * (_PASS + j - i)
+
+    cuts = (k for k in range(i + 1, j) if lengths[k - 1] < lengths[k])
+    best = min(cuts, key=lambda k: cost(i, k) + cost(k, j), default=i)
+    if best == i or cost(i, best) + cost(best, j) >= cost(i, j):
+        return [(i, j)]
+    return _cut(lengths, n_new, i, best) + _cut(lengths, n_new, best, j)
+
+
+@dataclass
+class _Draft:
+    """N texts that are written in step; those with longer prompts are given their own tokens."""
+
+    actor: CausalLMActor
+    ends: tuple[int, ...]
+    return_logits: bool
+    prompts: Tensor  # (N, L), with padding
+    start: Tensor  # (N,), lengths of the prompts, shorter ones first
+    lead: Tensor  # (N,), the first text with the same prompt, which is read for all of them
+    uniform: Tensor  # (N, T), numbers by which tokens are drawn
+
+    def write(self) -> Tensor:
+        """Writes the responses, and returns their log-probs (N, T), 0 after the end."""
+        self.reader, (first, last) = self.actor.reader, self.start[[0, -1]].tolist()
+        self.reader.lm.check_causal(self.prompts[-1, :last])
+        steps = InStep(self.reader.lm)
+        try:
+            self._write(steps)
+            steps.compare(int(self.end.max()) - 1, self._scores)
+        except NotCachedError as problem:
+            if not steps.lm.caches:
+                raise ValueError(NOT_CAUSAL.format(first, int(self.end.max()) - 1)) from problem
+            with without_cache(self.reader.lm, problem):
+                return self.write()
+        return self.log_probs.gather(1, self.at)
+
+    def _write(self, steps: InStep) -> None:
+        self.texts, n_new = self.prompts.clone(), self.uniform.shape[1]
+        self.at = self.start[:, None] + torch.arange(n_new, device=self.start.device)  # (N, T)
+        self.drawn = torch.zeros_like(self.texts, dtype=torch.float64)
+        self.drawn.scatter_(1, self.at, self.uniform)
+        self.log_probs, self.asked = torch.zeros_like(self.drawn), {}
+        self.end, begins = self.start + n_new, {*self.start.tolist()}
+        self.events = begins | {start + n_new for start in begins}  # where rows begin or end
+        self.numbers = torch.arange(len(self.start), device=self.start.device)
+        self.rows = (self.lead == self.numbers).nonzero()[:, 0]  # that are read
+        n = int(self.start[0])
+        while self._leave(steps, n):
+            output = steps.read(self.texts[self.rows], n)
+            self._append(n, self._join(steps, n, output))
+            n += 1
+
+    def _leave(self, steps: InStep, n: int) -> bool:
+        """Drops rows that have ended before token `n`, once they are many; whether any is left."""
+        if n not in self.events:
+            return True
+        rows = self.numbers[self.rows]
+        index = (self.end[rows] > n).nonzero()[:, 0]
+        if 0 < 8 * len(index) < 7 * len(rows):
+            steps.select(index)
+            self.rows = rows[index]
+        return len(index) > 0
+
+    def _join(self, steps: InStep, n: int, output: Tensor) -> Tensor:
+        """Adds the rows whose prompts have just been read; the outputs of those that are drawn."""
+        if n in self.events:
+            rows = self.numbers[self.rows]
+            new = ((self.start == n) & (self.lead != self.numbers)).nonzero()[:, 0]
+            if len(new):
+                index = torch.cat(
+                    [self.numbers[: len(rows)], torch.searchsorted(rows, self.lead[new])]
+                )
+                rows, order = torch.cat([rows, new]).sort()
+                steps.select(index[order])
+                output = output[index[order]]
+            drawn = (self.start[rows] <= n) & (self.end[rows] > n)
+            all_read, all_drawn, whole = len(rows) == len(self.start), drawn.all(), slice(None)
+            self.rows = whole if all_read else rows
+            self.picked = whole if all_drawn else drawn.nonzero()[:, 0]  # of these
+            self.who = whole if all_read and all_drawn else rows[self.picked]
+        return output[self.picked]
+
+    def _append(self, n: int, output: Tensor) -> None:
+        """Draws token `n` of the rows `who` from the model's outputs."""
+        who, truncation = self.who, self.actor.truncation
+        logits = self.reader.scale(output)
+        if truncation is not None:
+            ids = truncation.keep(logits, bounded=True)
             logits = restrict(logits, ids)
-            asked.setdefault(actor.kept_key, []).append(ids)
+            self._record(self.actor.kept_key, n, ids)
         log_prob = logits.log_softmax(-1)
-        token = draw(log_prob, generator)
-        torch.gather(log_prob, 1, token, out=log_probs[:, t : t + 1])
-        if return_logits:
-            asked.setdefault("logits", []).append(log_prob.masked_fill(ended[:, None], 0.0))
-        last = last + 1
-        if ends:
-            token[ended], log_probs[ended, t] = pad_token, 0.0
-            said = torch.isin(token[:, 0], token.new_tensor(ends)) & ~ended
-            torch.where(said, last + 1, end, out=end)
-            ended |= said
-        texts.scatter_(1, last[:, None], token)
-        if ends and ended.all():
-            break
-    n_steps = log_probs.shape[1]
-    return {
-        key: F.pad(torch.stack(each, 1), (0, 0, 0, n_steps - len(each)))
-        for key, each in asked.items()
-    }
+        token = draw(log_prob, self.drawn[who, n, None])
+        self.log_probs[who, n] = log_prob.gather(1, token)[:, 0].to(self.log_probs.dtype)
+        self.texts[who, n] = token[:, 0]
+        if self.return_logits:
+            self._record("logits", n, log_prob)
+        if self.ends:
+            said = torch.isin(token[:, 0], token.new_tensor(self.ends))
+            if said.any():
+                self.end[who] = torch.where(said, n + 1, self.end[who])
+                self.events.add(n + 1)
+
+    def _record(self, key: NestedKey, n: int, values: Tensor) -> None:
+        """Keeps values (R, K) of token `n` of the rows `who`."""
+        if key not in self.asked:
+            self.asked[key] = values.new_zeros(*self.at.shape, values.shape[1])
+        self.asked[key][self.numbers[self.who], n - self.start[self.who]] = values
+
+    def _scores(self) -> Scores:
+        """The log-probs of eight responses, from the shortest to the longest, and by one pass."""
+        places = torch.linspace(0, len(self.end) - 1, min(8, len(self.end)))
+        rows = self.end.argsort()[places.long().to(self.end.device)].tolist()
+        recorded, scored, size = zip(*map(self._score, rows), strict=True)
+        return torch.cat(recorded), torch.cat(scored), max(size)
+
+    def _score(self, row: int) -> Scores:
+        """The log-probs of a response, those by one pass, and the largest logit."""
+        reader, start, end = self.reader, int(self.start[row]), int(self.end[row])
+        last = torch.arange(start - 1, end - 1, device=self.end.device)
+        text = self.texts[row : row + 1]
+        logits = reader.scale(reader.lm.at(text, torch.zeros_like(last), last))
+        size = logits[logits.isfinite()].abs().max().item()
+        if self.actor.truncation is not None:
+            logits = restrict(logits, self.asked[self.actor.kept_key][row, : end - start])
+        found = logits.log_softmax(-1).gather(1, text[0, start:end, None])[:, 0]
+        return self.log_probs[row, start:end], found.to(self.log_probs.dtype), size
 
 
 def _rewards(reward_fn: Callable[[Tensor], Tensor] | None, texts: Tensor, end: Tensor) -> Tensor:
