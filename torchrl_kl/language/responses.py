@@ -51,9 +51,9 @@ def as_steps(
         ("next", "ref_log_probs", "full"), from ResponseKLTransform.
         writes the keys of `sample_responses`, "action_log_prob" (else `rescore` writes it),
         "sampler_log_prob", ("next", "ref_log_prob"), "advantage", ("kept", "ids") and KLs only if
-        those are there, and ("next", "kl_coeff") if the reward was penalized. The reward, and the KL of a response, is
-        at the last token that counts. The last token of a turn has the next turn's first state as
-        next state.
+        those are there, and ("next", "kl_coeff") if the reward was penalized. The reward, and the
+        KL of a response, is at the last token that counts. The last token of a turn has the next
+        turn's first state as next state.
 
     Args:
         batch: any batch size, of N elements.
