@@ -1,6 +1,7 @@
 """`as_steps` on batches of TorchRL's LLM API, and where ResponseKLTransform takes them."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ class TestSteps:
         scored = torch.where(steps["collector", "mask"], rows_of_log_probs(reference, steps), 0.0)
         assert_close(steps["next", "ref_log_prob"], scored, atol=1e-5, rtol=0)
         expected = KLPenaltyLoss(actor, 1.0, gradient="k2", reference=reference)(steps)["loss_kl"]
-        loss = KLPenaltyLoss(actor, 1.0, gradient="k2", reference=transform.reference)
+        loss: Any = KLPenaltyLoss(actor, 1.0, gradient="k2", reference=transform.reference)
         loss.reference.get_dist = None  # it is not asked
         assert_close(loss(steps)["loss_kl"], expected, atol=1e-5, rtol=0)
 
