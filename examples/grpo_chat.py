@@ -1,10 +1,11 @@
 """GRPO on chats with TorchRL's LLM API, and a coefficient that holds the KL at a target.
 
 A tiny Llama with random weights answers questions, and is rewarded for the share of words of praise
-in its answers. ResponseKLTransform scores each batch once: it writes the log-probs that GRPOLoss
-reads, and the KL of each response. Its coefficient of 0 leaves the rewards as they are, since GRPO
-would divide a penalty by the standard deviation of its group. KLPenaltyLoss adds the KL to the
-loss, and its controller steers the coefficient. It prints means of the last quarter of the batches.
+in its answers. ResponseKLTransform scores each batch once: it writes the log-probs of policy and
+reference, and the KL of each response. Its coefficient of 0 leaves the rewards as they are, since
+GRPO would divide a penalty by the standard deviation of its group. KLPenaltyLoss adds the KL to
+GRPOLoss, in one pass of the policy and none of the reference; its controller, which steers the
+coefficient, needs neither. It prints means of the last quarter of the batches.
 """
 
 from __future__ import annotations
@@ -108,10 +109,10 @@ def main() -> None:
     measure = ResponseKLTransform(model := make_model(tokenizer), 0.0)
     controller = PlannedKLController(args.target_kl)
     actor, reference = CausalLMActor(model), measure.reference
-    penalty = KLPenaltyLoss(actor, controller, gradient="sequence", reference=reference)
-    reads = {"tokenizer": tokenizer, "input_mode": "tokens", "generate": False}
-    scorer: Any = TransformersWrapper(model, pad_output=True, **reads)
-    objective = GRPOLoss(scorer, kl_to_ref_coeff=None, entropy_bonus=False)
+    objective: Any = GRPOLoss(actor, entropy_bonus=False)  # type: ignore[arg-type]
+    objective.set_keys(action="action", sample_log_prob="action_log_prob")
+    options: Any = {"gradient": "k2", "reference": reference, "loss": objective}
+    penalty = KLPenaltyLoss(actor, controller, **options)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     collector, seen = make_collector(model, tokenizer, measure, args), []
     for batch in (bar := tqdm(collector, total=args.batches, disable=None)):
@@ -124,7 +125,8 @@ def main() -> None:
         means = (float(batch["next", key].mean()) for key in ("reward", "kl"))
         seen.append((*means, penalty.update_controller(steps)))
         optimizer.zero_grad()
-        (objective(data).loss_objective + penalty(steps)["loss_kl"]).backward()
+        losses = penalty(steps)
+        (losses["loss_objective"] + losses["loss_kl"]).backward()
         optimizer.step()
         bar.set_postfix_str("reward {:.2f}, KL {:.2f} nats, coeff {:.3f}".format(*seen[-1]))
     last = torch.tensor(seen[-max(len(seen) // 4, 1) :]).mean(0).tolist()

@@ -1,6 +1,7 @@
 """`as_steps` on batches of TorchRL's LLM API, and where ResponseKLTransform takes them."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +144,19 @@ class TestSteps:
         exact = ResponseKLTransform(model, COEFF, reference=reference, estimator="exact")
         total = exact(batch)["next", "kl_estimate"].sum() / mask.sum()
         assert_close(loss(steps)["kl"], total, atol=1e-4, rtol=0)
+
+    def test_a_loss_reads_the_log_probs_of_the_reference_of_a_transform(self):
+        tokenizer = make_tokenizer()
+        model, other = (make_model("llama", tokenizer, seed) for seed in (0, 1))
+        transform = ResponseKLTransform(model, 0.0, reference=other)
+        steps = as_steps(transform(sample_chats(model, tokenizer, pad_output=True)), pad_token=0)
+        actor, reference = CausalLMActor(model), CausalLMActor(other)
+        scored = torch.where(steps["collector", "mask"], rows_of_log_probs(reference, steps), 0.0)
+        assert_close(steps["next", "ref_log_prob"], scored, atol=1e-5, rtol=0)
+        expected = KLPenaltyLoss(actor, 1.0, gradient="k2", reference=reference)(steps)["loss_kl"]
+        loss: Any = KLPenaltyLoss(actor, 1.0, gradient="k2", reference=transform.reference)
+        loss.reference.get_dist = None  # it is not asked
+        assert_close(loss(steps)["loss_kl"], expected, atol=1e-5, rtol=0)
 
     @pytest.mark.parametrize("lazy", [False, True])
     def test_the_advantage_of_a_response_is_at_all_its_steps(self, lazy):

@@ -362,6 +362,14 @@ class TestTiles:
         # And again in the backward pass, the last one first.
         assert seen == [7, 7, 7, 7, 7, 7, 6, 6, 7, 7, 7, 7, 7, 7]
 
+    def test_by_default_what_a_loss_holds_decides(self):
+        """Four numbers for each logit, of which 1024 x 32,000 fill 524 MB; by default 256 MB."""
+        model, lengths = GPT(32_000, 40, n_layer=1, n_head=1, n_embd=4), torch.arange(1, 33)
+        for n, tiled in ((16, False), (32, True)):
+            tokens = torch.zeros(n, 32, 40, dtype=torch.long)
+            steps = TensorDict(tokens=tokens, position=lengths.expand(n, 32), batch_size=(n, 32))
+            assert isinstance(dist_of(CausalLMActor(model), steps), TiledCategorical) == tiled
+
     def test_nothing_is_left_without_garbage_collection(self, batch):
         actor, reference = (CausalLMActor(make_model("gpt", i), head_chunk=CHUNK) for i in (0, 1))
         gc.collect()
@@ -421,8 +429,8 @@ class TestTiles:
         with pytest.raises(ValueError, match="`head_chunk` must be an int of at least 1"):
             CausalLMActor(GPT(11, 8), head_chunk=chunk)
 
-    def test_the_default_is_256_megabytes(self):
+    def test_the_default_is_64_megabytes(self):
         with torch.device("meta"):
             actor = CausalLMActor(GPT(151_936, 8, n_embd=3))
-        assert actor.reader.head_chunk == 441
-        assert CausalLMActor(GPT(11, 8)).reader.head_chunk == 2**26 // 11
+        assert actor.reader.head_chunk == 110
+        assert CausalLMActor(GPT(11, 8)).reader.head_chunk == 2**24 // 11

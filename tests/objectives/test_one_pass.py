@@ -27,6 +27,7 @@ from tests.adapters import adapted_actor
 from tests.helpers import (
     N_ACTIONS,
     N_OBS,
+    SpyController,
     WalkEnv,
     make_actor,
     memory_of,
@@ -35,7 +36,7 @@ from tests.helpers import (
     sharp,
     with_transforms,
 )
-from torchrl_kl import KLPenaltyLoss
+from torchrl_kl import KLPenaltyLoss, ReferenceModelLogProbTransform
 
 IN_TURN = ("one draw after another", "its own log-prob")
 EXACT: Any = {"rtol": 1e-10, "atol": 1e-10}
@@ -220,3 +221,64 @@ def test_the_actor_is_as_before_after_an_error_or_if_it_was_changed():
     actor.get_dist = held = partial(type(actor).get_dist, actor)
     KLPenaltyLoss(actor, 0.1, **options, loss=loss)(batch)
     assert actor.get_dist is held
+
+
+class TestRecorded:
+    """What the policy and the stack of the reference have recorded takes the place of passes."""
+
+    def prepared(self, gradient: Any, recorded: bool) -> Any:
+        """A loss, a batch, counts of the passes of policy and reference, and log-ratios (4, 6)."""
+        actor, other = actor_of("Categorical"), actor_of("Categorical", 1)
+        batch = batch_of(actor, 4, 6)
+        stack = ReferenceModelLogProbTransform(other)
+        log_ratio = batch["action_log_prob"] - stack(batch)["next", "ref_log_prob"]
+        options: Any = {"gradient": gradient, "reference": stack.reference}
+        loss = KLPenaltyLoss(actor, SpyController(per="step"), **options)
+        counts = Count(actor.module[0]), Count(stack.reference.actor.module[0])
+        return loss, stack(batch) if recorded else batch, counts, log_ratio
+
+    @pytest.mark.parametrize("recorded", [True, False])
+    @pytest.mark.parametrize("gradient", ["step", "sequence", "k2"])
+    def test_the_controller_is_fed_k1_of_the_policy_that_acted(self, gradient, recorded):
+        loss, batch, counts, log_ratio = self.prepared(gradient, recorded)
+        exact = loss(batch)["kl"].item()
+        n = [count.n for count in counts]
+        loss.update_controller(batch)
+        passes = [count.n - before for count, before in zip(counts, n, strict=True)]
+        k1 = gradient == "k2" or (recorded and gradient == "sequence")
+        assert passes == ([0, 0 if recorded else 1] if k1 else [1, 1])
+        fed = log_ratio.mean().item() if k1 else exact
+        assert loss.controller.calls == [(pytest.approx(fed, rel=1e-10), 24)]
+        with torch.no_grad():
+            next(loss.parameters()).mul_(2.0)  # the policy moves on
+        loss.update_controller(batch)
+        same = loss.controller.calls[1][0] == loss.controller.calls[0][0]
+        assert same == k1
+
+    def test_a_loss_of_the_actions_alone_needs_no_reference(self):
+        found = []
+        for recorded in (True, False):
+            loss, batch, counts, _ = self.prepared("k2", recorded)
+            n = counts[1].n
+            out = loss(batch)
+            assert counts[1].n - n == (0 if recorded else 1)
+            parameters = list(loss.parameters())
+            found.append([out["loss_kl"], *torch.autograd.grad(out["loss_kl"], parameters)])
+        assert_close(*found, **EXACT)
+
+    def test_the_record_of_another_reference_is_not_read(self):
+        loss, batch, _, _ = self.prepared("k2", True)
+        expected = loss(batch)["loss_kl"]
+        batch["next", "ref_log_prob"] = torch.zeros(4, 6)
+        assert loss(batch)["loss_kl"] != expected
+        own = KLPenaltyLoss(
+            loss.actor_network, 0.1, gradient="k2", reference=actor_of("Categorical", 1)
+        )
+        assert_close(own(batch)["loss_kl"], expected, **EXACT)
+
+    def test_padding_of_the_record_does_not_count(self):
+        loss, batch, _, _ = self.prepared("k2", True)
+        batch["collector", "mask"] = torch.arange(6).expand(4, 6) < 4
+        expected = loss(batch)["loss_kl"]
+        batch["next", "ref_log_prob"][:, 4:] = torch.nan
+        assert_close(loss(batch)["loss_kl"], expected, rtol=0, atol=0)

@@ -30,7 +30,7 @@ from torchrl_kl.language.truncation import Truncation, restrict
 
 Keys = Sequence[NestedKey]
 HeadChunk = int | Literal["auto"] | None
-_TILE = 2**26  # logits: 256 MB in float32
+_TILE = 2**24  # logits: a loss holds four numbers for each, 256 MB in float32
 _NO_TEXT = "it is a part of the text that is scored; see the `in_keys` of CausalLMActor."
 
 
@@ -124,8 +124,9 @@ class CausalLMActor(KLActor, ProbabilisticActor):
         return_logits: whether to write the logits (*B, V) under "logits". For a large vocabulary
             they fill the memory of a batch; the exact estimator needs them, the others do not.
         head_chunk: how many positions have logits at a time where a whole batch is scored, as in
-            losses; the backward pass computes them again. "auto": as many as fill 256 MB. None:
-            all. The model needs `get_decoder`, which those of Hugging Face have.
+            losses; the backward pass computes them again. "auto": as many as have 64 MB of logits,
+            for which a loss holds 256 MB. None: all. The model needs `get_decoder`, which those of
+            Hugging Face have.
 
     Raises:
         TypeError: `model` is not a module, or tokens or position are not int64 or int32.

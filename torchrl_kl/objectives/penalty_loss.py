@@ -141,6 +141,9 @@ class KLPenaltyLoss(LossModule):
         are "step"; "sampler_log_prob" for `sampler_weights`; ("next", "done") for "sequence" and
         "trajectory"; the mask ("collector", "mask"), or `loss_mask_key`; ("next", "kl_coeff"), the
         sign of a penalized reward.
+        reads, if the stack or ResponseKLTransform of the FrozenActor `reference` recorded it there,
+        ("next", "ref_log_prob"): "k2" then makes no pass of the reference. The other gradients need
+        distributions: they make one in each call, which holds less than what would be kept.
         writes, without batch size, "loss_kl"; "kl", nats per step, detached: exact, or for "k2" the
         weighted k1, which may be negative; "kl_coeff", reward per nat; what `loss` writes.
 
@@ -333,7 +336,9 @@ class KLPenaltyLoss(LossModule):
         """Updates the controller, once, with the KL measured on a batch; returns the coefficient.
 
         Call it once per batch, before the updates on it: the KL is then that of the policy that
-        acted. It is the `kl` of `forward` in eval mode, of each step for a controller of steps; for
+        acted. It is the `kl` of `forward` in eval mode; for "k2" from the recorded log-probs, with
+        no pass of the policy; and where those of the reference are recorded, k1 with no pass at
+        all, unless no actions are read. It is that of each step for a controller of steps; for
         others summed over the trajectories of (*R, T) that are now complete, of which earlier
         batches may have had the beginning; RuntimeError without a time dimension or if steps are
         shuffled. A controller plans from ("next", "reward"), the task reward; or, in its unit, from
