@@ -85,7 +85,7 @@ def positions(rank: int, folder: Path) -> Any:
 def messages(rank: int, folder: Path) -> Any:
     """What is refused."""
     actor = make_actor("llama")
-    inside = CausalLMActor(DistributedDataParallel(make_model("llama")))
+    inside = CausalLMActor(DistributedDataParallel(make_model("gpt")))
     prompts, said = torch.full((2, 20), 5), []
     attempts: list[Any] = [
         lambda: KLConstrainedTransform(DistributedDataParallel(actor), 0.1),
