@@ -144,7 +144,10 @@ class SplitLM:
     """
 
     def __init__(self, lm: CausalLM):
-        self._decoder = innermost(lm.model).get_decoder()
+        inner = innermost(lm.model)
+        decoder = inner.get_decoder()
+        # That of Llama 4 returns the whole model.
+        self._decoder = inner.model if decoder is inner else decoder
         self._lm = _without_decoder(lm, self._decoder, self._answer)
         self._hidden: Tensor | None = None  # what the decoder answers; None: it is asked
         self._output: Any = None  # that of the decoder, in whatever form
@@ -199,7 +202,7 @@ def can_split(lm: CausalLM, tokens: Tensor) -> bool:
 
 def _without_decoder(lm: CausalLM, decoder: Any, answer: Callable[..., Any]) -> CausalLM:
     """A model with `answer` for its decoder, and the tensors and settings that it has now."""
-    memo: dict[int, Any] = {id(decoder): answer}  # and all that is not copied
+    memo: dict[int, Any] = {id(decoder): _Answering(decoder, answer)}  # and all that is not copied
     for part in lm.modules():
         held = (*vars(part).values(), *part.parameters(False), *part.buffers(False))
         memo.update((id(value), value) for value in held if isinstance(value, Tensor))
@@ -208,6 +211,17 @@ def _without_decoder(lm: CausalLM, decoder: Any, answer: Callable[..., Any]) -> 
     if not isinstance(decoder, nn.Module):  # a method
         setattr(memo[id(decoder.__self__)], decoder.__name__, answer)
     return view
+
+
+class _Answering(nn.Module):
+    """A decoder whose calls a function answers; wrappers may ask for all else that it has."""
+
+    def __init__(self, decoder: Any, answer: Callable[..., Any]):
+        super().__init__()
+        vars(self).update(decoder=decoder, forward=answer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.decoder, name)
 
 
 def _hidden_of(output: Any) -> Tensor:
