@@ -1,4 +1,7 @@
-"""The blocks of a GPT. Axes: N texts, T new tokens, S cached ones, H heads, D width of a head."""
+"""The blocks of a GPT, and the keys and values that they keep.
+
+Axes: N texts, T new tokens, S tokens up to the last new one, H heads, D width of a head.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,61 @@ from torch.nn.modules.module import _has_any_global_hook
 _SMALL_PRODUCT = 400
 
 Keep = Tensor | slice | None  # positions whose outputs are wanted; None: all of them
+
+
+class Growing:
+    """Keys and values of an attention layer, (N, H, S, D), with room for those of later tokens.
+
+    The layers of GPT's cache. Plain attention layers of Hugging Face's caches, which concatenate at
+    each token, become such ones.
+    """
+
+    keys: Any = None
+    values: Any = None
+    _buffers: tuple[Tensor, ...] = ()  # of which they are the first part; none before it is needed
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Appends those of new tokens (N, H, T, D); returns all."""
+        if self.keys is None:
+            self.keys, self.values = keys, values
+            return keys, values
+        start, new = self.keys.shape[2], (keys, values)
+        end = start + keys.shape[2]
+        if not self._buffers or end > self._buffers[0].shape[2]:
+            self._buffers = tuple(_with_room(x, end) for x in (self.keys, self.values))
+        for buffer, part in zip(self._buffers, new, strict=True):
+            buffer.narrow(2, start, end - start).copy_(part)
+        self.keys, self.values = (buffer.narrow(2, 0, end) for buffer in self._buffers)
+        return self.keys, self.values
+
+    def reorder_cache(self, index: Tensor) -> None:
+        """Keeps those of the texts `index`, in this order."""
+        self.keys, self.values = (x.index_select(0, index) for x in (self.keys, self.values))
+        self._buffers = ()
+
+
+def _with_room(held: Tensor, n_tokens: int) -> Tensor:
+    n_texts, n_head, n_read, width = held.shape
+    buffer = held.new_empty(n_texts, n_head, 16 + 3 * n_tokens // 2, width)
+    buffer[:, :, :n_read] = held
+    return buffer
+
+
+class KeyValues:
+    """The cache of a GPT; it is used as Hugging Face's are."""
+
+    def __init__(self, n_layer: int):
+        self.layers = [Growing() for _ in range(n_layer)]
+
+    def __len__(self) -> int:
+        """How many tokens were read."""
+        keys = self.layers[0].keys
+        return 0 if keys is None else keys.shape[2]
+
+    def reorder_cache(self, index: Tensor) -> None:
+        """Keeps the texts `index`, in this order."""
+        for layer in self.layers:
+            layer.reorder_cache(index)
 
 
 class Attention(nn.Module):
@@ -39,18 +97,20 @@ class Attention(nn.Module):
         joint = joint.view(n_texts, n_tokens, 3, self.n_head, head_width)
         return joint.permute(2, 0, 3, 1, 4).unbind(0)
 
-    def forward(
-        self, x: Tensor, cache: Any = None, mask: Tensor | None = None, keep: Keep = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValues | None = None, keep: Keep = None) -> Tensor:
         """What the positions `keep` attend to, of the new ones and of those in the cache."""
         query, key, value = self.heads(x)
         if cache is not None:
-            key, value = cache.update(key, value, self.layer)
-        drop, one = self.dropout if self.training else 0.0, x.shape[1] == 1
-        if one and not drop:
-            mixed = _attend_one(query, key, value, mask)
+            key, value = cache.layers[self.layer].update(key, value)
+        drop, n_new, n_all = self.dropout if self.training else 0.0, x.shape[1], key.shape[2]
+        if n_new == 1 and not drop:
+            mixed = _attend_one(query, key, value)
         else:
-            causal = mask is None and not one
+            mask = None
+            if 1 < n_new < n_all:
+                mask = torch.ones(n_new, n_all, dtype=torch.bool, device=x.device)
+                mask = mask.tril(n_all - n_new)
+            causal = n_new == n_all
             mixed = F.scaled_dot_product_attention(query, key, value, mask, drop, is_causal=causal)
             mixed = mixed.transpose(1, 2).reshape(x.shape)
         return self.project(mixed if keep is None else mixed[:, keep])
@@ -63,7 +123,7 @@ class Attention(nn.Module):
         return scores.masked_fill(future, -math.inf).softmax(-1)
 
 
-def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def _attend_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention of one position, (N, H, 1, D), to S keys and values (N, H, S, D): (N, 1, H * D).
 
     It is faster on a CPU than the fused kernel, which is made for many positions.
@@ -73,14 +133,9 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
     if key.shape[2] * width < _SMALL_PRODUCT:
         key, value = key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)  # (S, N, H, D)
         scores = (key * query.squeeze(2)).sum(-1).mul_(scale)
-        scores = scores if mask is None else scores + mask[:, :, 0].permute(2, 0, 1)
         return (scores.softmax(0).unsqueeze(-1) * value).sum(0).view(shape)
     query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
-    if mask is None:
-        scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scale)
-    else:
-        mask = mask.expand(n_texts, n_head, -1, -1).flatten(0, 1)
-        scores = torch.baddbmm(mask, query, key.mT, alpha=scale)
+    scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scale)
     return torch.bmm(scores.softmax(-1), value).view(shape)
 
 
@@ -98,12 +153,10 @@ class Block(nn.Module):
         self.project = nn.Linear(4 * n_embd, n_embd)
         self.dropout = dropout
 
-    def forward(
-        self, x: Tensor, cache: Any = None, mask: Tensor | None = None, keep: Keep = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValues | None = None, keep: Keep = None) -> Tensor:
         """(N, T, H * D) to the positions `keep`, (N, K, H * D)."""
         drop = self.dropout if self.training else 0.0
-        mixed = self.attention(self.attention_norm(x), cache, mask, keep)
+        mixed = self.attention(self.attention_norm(x), cache, keep)
         x = x if keep is None else x[:, keep]
         x = x + (F.dropout(mixed, drop) if drop else mixed)
         hidden = self.project(F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh"))

@@ -1,149 +1,116 @@
-"""Keys and values of the texts of a rollout, so that a step computes one new position per text.
+"""Texts that are read in step with a model's own cache: a new token costs one new position.
 
-Axes: N texts (rows), R some of them, L length of a whole text, W the longest prefix that is read,
-H heads, D width of a head.
+All rows of a cache have the same number of tokens, so that there is no padding, and no mask. Rows
+that end or repeat a prompt are moved by the cache's own `reorder_cache`.
+
+Axes: N texts (rows), R rows in step, L length of a whole text.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
+from functools import cache
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchrl_kl.actors.policy import evaluating
-from torchrl_kl.language.blocks import fast
-from torchrl_kl.language.causal_lm import CausalLM, differ_by_rounding
+from torchrl_kl.language.blocks import Growing, fast
+from torchrl_kl.language.causal_lm import CausalLM, differ_by_rounding, stated
 
 
-class KeyValueCache:
-    """Preallocated keys and values of N texts, which the attention layers of a model share.
-
-    A model takes it as `past_key_values` or `cache`. Each text begins in slot 0, so that texts of
-    any lengths up to `capacity` share the buffers, of 2 * layers * H * D numbers per row and token.
-    """
-
-    is_compileable = False  # asked by Hugging Face's models
-
-    def __init__(self, n_rows: int, capacity: int):
-        self.n_rows, self.capacity = n_rows, capacity
-        self.buffers: list[tuple[Tensor, Tensor]] = []  # of each layer: (N, H, capacity, D)
-        self._rows: Tensor | None = None  # those that are read from slot 0; None: all of them
-        self._slots: int | Tensor | None = None  # of the next position; None: read from slot 0
-        self._width = 0  # how many slots attention reads
-
-    def read_texts(
-        self, lm: CausalLM, tokens: Tensor, last: Tensor, rows: Tensor | None = None
-    ) -> Tensor:
-        """Reads texts (R, W) into `rows`; the outputs (R, n_out) at their positions `last`."""
-        self._rows = rows
-        self._slots = None
-        self._width = 0
-        every = torch.arange(len(tokens), device=tokens.device)
-        return lm.at(tokens, every, last, cache=self)
-
-    def read_next(self, lm: CausalLM, token: Tensor, slots: int | Tensor, width: int) -> Tensor:
-        """Reads one more token (N,) of each text into its slot; the outputs (N, n_out) there.
-
-        `slots`: one number where all texts are equally long. `width`: the largest slot plus 1.
-        """
-        self._rows = None
-        self._slots = slots
-        self._width = width
-        options: dict[str, Any] = {"cache": self}
-        if isinstance(slots, int):
-            options["position_ids"] = token.new_full((1, 1), slots)
-        else:
-            options["position_ids"] = slots[:, None]
-            unread = torch.arange(width, device=token.device) > slots[:, None]
-            dtype = self.buffers[0][0].dtype
-            # Added to the scores: 0, or the lowest number where nothing may be read.
-            mask = torch.zeros_like(unread, dtype=dtype)
-            mask.masked_fill_(unread, torch.finfo(dtype).min)
-            options["attention_mask"] = mask[:, None, None]
-        return lm(token[:, None], **options)[:, 0]
-
-    def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Writes new keys and values (R, H, T, D); returns those that attention reads."""
-        if layer_idx == len(self.buffers):
-            # Zeros, since slots that a mask hides must not hold NaN.
-            pair = (keys, values)
-            # Slots come first in memory, where attention of one position reads them faster.
-            new = [
-                x.new_zeros(self.capacity, self.n_rows, x.shape[1], x.shape[3]).permute(1, 2, 0, 3)
-                if self.capacity <= 48
-                else x.new_zeros(self.n_rows, x.shape[1], self.capacity, x.shape[3])
-                for x in pair
-            ]
-            self.buffers.append((new[0], new[1]))
-        held = self.buffers[layer_idx]
-        for buffer, new in zip(held, (keys, values), strict=True):
-            if isinstance(self._slots, int):
-                buffer.narrow(2, self._slots, 1).copy_(new)
-            elif self._slots is not None:
-                every = torch.arange(self.n_rows, device=new.device)
-                buffer[every, :, self._slots] = new[:, :, 0]
-            elif self._rows is None:
-                buffer[:, :, : new.shape[2]] = new
-            else:
-                buffer[self._rows, :, : new.shape[2]] = new
-        if self._slots is None:
-            return keys, values
-        return held[0].narrow(2, 0, self._width), held[1].narrow(2, 0, self._width)
-
-    # Hugging Face's models build their masks from these.
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many positions are before the new one."""
-        return max(self._width - 1, 0)
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """The slot of the first new position."""
-        return self.get_seq_length()
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """How many positions attention reads, and the first of them."""
-        return self._width or query_length, 0
+class NotCachedError(Exception):
+    """A model's cache cannot be used, with the reason; without one, only in the present mode."""
 
 
-@torch.inference_mode()
-def may_cache(lm: CausalLM, tokens: Tensor, last: Tensor, even: bool) -> bool:
-    """Whether a model computes the same with a cache as without; if not, it warns and uses none.
+class InStep:
+    """R texts that are read together, with the cache that the model makes for them."""
 
-    Compared once for texts of equal lengths (`even`) and once for others, with the shortest and the
-    longest of the texts (N, W) at hand, in eval mode. `last` (N,): the positions that are read.
-    """
-    if not lm.caches or even in lm.compared or tokens.shape[1] < 2:
-        return lm.caches
-    rows = torch.stack([last.argmin(), last.argmax()])
-    tokens, last = tokens[rows], last[rows]
-    every = torch.arange(2, device=rows.device)
-    cache, width = KeyValueCache(*tokens.shape), tokens.shape[1]
-    with torch.autocast(tokens.device.type, enabled=False), evaluating(lm):
-        expected = lm.at(tokens, every, last)
+    def __init__(self, lm: CausalLM):
+        self.lm = copy.copy(lm)
+        vars(self.lm)["model"] = fast(lm.model)
+        self.start = self.n_read = 0  # tokens of each text: in the first pass, and in all
+        self.moved = False
+        self._cache: Any = None
+
+    def read(self, texts: Tensor, end: int) -> Tensor:
+        """Reads texts (R, L) up to `end`; the outputs (R, n_out) there."""
         try:
-            cache.read_texts(lm, tokens[:, :-1], (last - 1).clamp(min=0))
-            new = tokens.gather(1, last[:, None])[:, 0]
-            output = cache.read_next(lm, new, width - 1 if even else last, width)
+            output, self._cache = self.lm.read(texts[:, self.n_read : end], self._cache)
         except Exception as error:  # the model's code may raise anything
-            lm.caches, problem = False, f"raised {type(error).__name__}: {error}"
-        else:
-            lm.caches = differ_by_rounding(output, expected, lm)
-            problem = f"differed by {(output - expected).abs().max().item():.2g}"
-    lm.compared.add(even)
-    if not lm.caches:
+            raise NotCachedError(f"it raised {type(error).__name__}: {error}") from error
+        if not hasattr(self._cache, "reorder_cache"):
+            # None in gradient checkpointing.
+            off = self._cache is None and self.lm.training
+            raise NotCachedError(*[] if off else [f"it is a {type(self._cache).__name__}"])
+        if not self.n_read:
+            self.start = end
+            for layer in getattr(self._cache, "layers", ()):
+                if type(layer).__name__ == "DynamicLayer" and stated("ndim", layer.keys) == 4:
+                    layer.__class__ = _growing(type(layer))
+        self.n_read = end
+        return output
+
+    def select(self, index: Tensor) -> None:
+        """Keeps the rows `index`, in this order; some may be repeated."""
+        self._cache.reorder_cache(index)
+        self.moved = True
+
+
+def is_compared(lm: CausalLM, moved: bool, start: int, end: int) -> bool:
+    """Whether texts that were read in step from `start` to `end` have been compared before.
+
+    `moved`: whether rows were.
+    """
+    return any(first <= start and end <= last for first, last in lm.compared[moved])
+
+
+def compare(
+    lm: CausalLM,
+    moved: bool,
+    start: int,
+    end: int,
+    output: Tensor,
+    score: Callable[[], tuple[Tensor, float]],
+) -> None:
+    """NotCachedError if outputs of texts that were read in step are not those of one pass.
+
+    Where dropout makes two passes differ, it says nothing. `score`: returns the outputs of one
+    pass, and the size of numbers from which they were made; see `differ_by_rounding`.
+    """
+    with torch.random.fork_rng([output.device] if output.is_cuda else []):
+        expected, size = score()
+        if not differ_by_rounding(output, expected, lm, size):
+            if not differ_by_rounding(score()[0], expected, lm, size):
+                return
+            error = (output - expected).abs().max().item()
+            raise NotCachedError(f"outputs of texts of {end} tokens are off by {error:.2g} with it")
+    for kind in {False, moved}:
+        pairs = lm.compared[kind]
+        pairs[:] = [pair for pair in pairs if pair[0] < start or pair[1] > end]
+        pairs.append((start, end))
+
+
+@cache
+def _growing(kind: type) -> type:
+    """A class of layers whose objects become growing ones by a change of class."""
+    names = ("update", "reorder_cache", "_buffers")
+    return type("Growing", (kind,), {name: vars(Growing)[name] for name in names})
+
+
+def stop_caching(lm: CausalLM, problem: NotCachedError) -> None:
+    """Warns that a model reads whole texts from now on; to be called after it could."""
+    if problem.args:
+        lm.caches = False
         warnings.warn(
-            f"keys and values of this model cannot be cached, since a pass with them {problem}: "
-            "each step of a rollout reads whole texts.",
+            f"the cache of this model is not used from now on, since {problem}: each new token of "
+            "a rollout or a response reads the whole text.",
             stacklevel=2,
         )
-    return lm.caches
 
 
 class WeightsReader:
@@ -206,62 +173,81 @@ class WeightsReader:
             self._views.setdefault(kind, []).append(view.reshape(-1))
 
 
-class CachedTexts:
-    """N texts and what was read of them: one that goes on by a token costs one position.
+class _Rows(NamedTuple):
+    """Rows of a rollout that go on in step."""
 
-    Others are read anew, alone. Texts are compared in full: it does not matter where they are from.
+    rows: Tensor  # (R,), in ascending order
+    steps: InStep
+    output: Tensor  # (R, n_out), after the last token
+
+
+class CachedTexts:
+    """N texts and what was read of them: those that go on by a token cost one position.
+
+    Others are read anew. Texts are compared in full: it does not matter where they are from.
     """
 
     def __init__(self, lm: CausalLM, tokens: Tensor, weights: list[Any]):
-        self.weights = weights  # that read the texts
-        self.lm = copy.copy(lm)  # another one if modules or hooks have changed
-        vars(self.lm)["model"] = fast(lm.model)
-        n_rows, capacity = tokens.shape
-        self.cache = KeyValueCache(n_rows, capacity)
-        self._tokens = torch.full_like(tokens, -1)  # the texts that were read
-        self._lengths = tokens.new_zeros(len(tokens))  # how much was read of them
+        self.lm, self.weights = lm, weights  # that read the texts
+        self._texts = torch.full_like(tokens, -1)
+        self._parts: list[_Rows] = []
 
     def fits(self, tokens: Tensor, weights: list[Any]) -> bool:
         """Whether it holds texts of this shape, read with these weights."""
-        held = self._tokens
+        held = self._texts
         same = (held.shape, held.dtype, held.device) == (tokens.shape, tokens.dtype, tokens.device)
         return same and WeightsReader.equal(self.weights, weights)
 
-    def read(self, lm: CausalLM, tokens: Tensor, length: Tensor) -> Tensor | None:
-        """Texts (N, L) and their lengths (N,), at least 1, to outputs (N, n_out).
-
-        None if the model does not compute the same with a cache.
-        """
-        last = length - 1
-        shortest, longest = (int(value) for value in length.aminmax())
-        even = shortest == longest
-        if not may_cache(lm, tokens[:, :longest], last, even):
-            return None
-        new = tokens[:, longest - 1 : longest] if even else tokens.gather(1, last[:, None])
-        stale = self._find_stale(tokens[:, :longest], last, new)
-        if len(stale) == len(tokens):
-            self._tokens.copy_(tokens)
-            output = self.cache.read_texts(self.lm, tokens[:, :longest], last)
-        else:
-            if len(stale):
-                width = int(length[stale].max())
-                self._tokens[stale] = tokens[stale]
-                self.cache.read_texts(self.lm, tokens[stale, :width], last[stale], stale)
-            slots = longest - 1 if even else last
-            output = self.cache.read_next(self.lm, new[:, 0], slots, longest)
-        self._lengths.copy_(length)
+    def read(self, tokens: Tensor, length: Tensor) -> Tensor:
+        """Texts (N, L) and their lengths (N,), at least 1, to outputs (N, n_out)."""
+        if len(self._parts) > 2 and len(self._parts) > 2 * len(length.unique()):
+            self._parts = []  # rows of one length become one part again
+        going = (self._go_on(part, tokens, length) for part in self._parts)
+        parts = [part for part in going if part is not None]
+        waiting = torch.ones_like(length, dtype=torch.bool)
+        for part in parts:
+            waiting[part.rows] = False
+        for n in length[waiting].unique().tolist():
+            rows, steps = (waiting & (length == n)).nonzero()[:, 0], InStep(self.lm)
+            parts.append(_Rows(rows, steps, steps.read(tokens[rows], n)))
+        self._parts = parts
+        self._texts.copy_(tokens)
+        if len(parts) == 1:
+            return parts[0].output
+        output = parts[0].output.new_empty(len(tokens), parts[0].output.shape[1])
+        for part in parts:
+            output[part.rows] = part.output
         return output
 
-    def _find_stale(self, tokens: Tensor, last: Tensor, new: Tensor) -> Tensor:
-        """The rows of which not all but the last token, `new` (N, 1), was read."""
-        held, unread = self._tokens[:, : tokens.shape[1]], self._lengths < last
-        # What is held of a text that goes on differs in the new token only.
-        held.scatter_(1, last[:, None], new)
-        if held.equal(tokens) and not unread.any():
-            return last.new_empty(0)
-        before = torch.arange(tokens.shape[1], device=tokens.device) < last[:, None]
-        other = (held != tokens) & before
-        return (unread | other.any(1)).nonzero()[:, 0]
+    def _go_on(self, part: _Rows, tokens: Tensor, length: Tensor) -> _Rows | None:
+        """Reads the next token of rows that have one; None if none has."""
+        rows, steps, _ = part
+        n, held = steps.n_read, self._texts
+        if len(rows) < len(tokens):
+            tokens, length, held = tokens[rows], length[rows], held[rows]
+        same = (tokens[:, :n] == held[:, :n]).all(1)
+        going = same & (length == n + 1)
+        n_going = int(going.sum())
+        if n_going == 0:
+            return part if (same & (length == n)).all() else None
+        if n_going < len(rows):
+            index = going.nonzero()[:, 0]
+            steps.select(index)
+            rows, tokens = rows[index], tokens[index]
+        output = steps.read(tokens, n + 1)
+        self._compare(steps, tokens, output)
+        return _Rows(rows, steps, output)
+
+    def _compare(self, steps: InStep, tokens: Tensor, output: Tensor) -> None:
+        """Compares one text: at its first lengths, then at each that is longer by a sixteenth."""
+        n, span = steps.n_read, (steps.moved, steps.start)
+        soon = n if n >= tokens.shape[1] - 1 else n - n // 17
+        if not is_compared(self.lm, *span, soon):
+            text = tokens[-1:, :n]
+            row = torch.zeros(1, dtype=torch.long, device=text.device)
+            compare(
+                self.lm, *span, n, output[-1:], lambda: (self.lm.at(text, row, row + n - 1), 1.0)
+            )
 
 
 class RolloutCache:
@@ -274,17 +260,16 @@ class RolloutCache:
         self.lm, self._reader = lm, WeightsReader(lm)
         self._sets: dict[tuple[Any, ...], CachedTexts] = {}  # by modes, the latest one last
 
-    def read(self, tokens: Tensor, length: Tensor) -> Tensor | None:
-        """Outputs (N, n_out) at the end of texts (N, L); None if they may not be cached."""
+    def read(self, tokens: Tensor, length: Tensor) -> Tensor:
+        """Outputs (N, n_out) at the end of texts (N, L); NotCachedError if it finds a fault."""
         weights, modes = self._reader.weights(), self._reader.modes()
         texts = self._sets.pop(modes, None)
         with torch.inference_mode():  # PyTorch's fastest
             if texts is None or not texts.fits(tokens, weights):
                 texts = CachedTexts(self.lm, tokens, weights)
-            output = texts.read(self.lm, tokens, length)
+            output = texts.read(tokens, length)
         # Kept only after a pass that ended: one that raised may have written half of its keys.
-        if texts.cache.buffers:  # none if the model used no cache, as in gradient checkpointing
-            self._sets[modes] = texts
+        self._sets[modes] = texts
         while len(self._sets) > 2:
             del self._sets[next(iter(self._sets))]
-        return None if output is None else output.clone()  # a tensor that a loss may use
+        return output.clone()  # a tensor that a loss may use

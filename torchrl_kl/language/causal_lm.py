@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchrl_kl.actors.policy import evaluating
 
 READ_TOGETHER = 2048  # tokens, without gradients on a CPU
-CACHE_KEYWORDS = ("past_key_values", "cache")  # the second since transformers 5.24
+CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")  # the first since transformers 5.24
 
 
 class CausalLM(nn.Module):
@@ -47,50 +47,40 @@ class CausalLM(nn.Module):
                 f"{type(inner).__name__} has an encoder, or an adapter that adds virtual tokens: "
                 "use a Hugging Face `...ForCausalLM`, and adapters of the weights, such as LoRA."
             )
-        # Its keys and values may be cached until its outputs have differed.
+        # Its cache is used until an output has differed; see `differs`.
         self._cache_keyword = next(filter(self._keywords.__contains__, CACHE_KEYWORDS), "")
-        needed = {self._cache_keyword, "position_ids", "attention_mask"}
-        self.caches = self._keywords >= needed and _attends_to_all(config)
-        self.compared: set[bool] = set()  # for texts of equal lengths, and of different ones
-        self.causal = False  # not known yet
+        self.caches = bool(self._cache_keyword) and "use_cache" in self._keywords
+        # From how many tokens to how many; of rows that stayed in place, and of others.
+        self.compared: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+        self.causal = 0  # the longest text that was looked at
         self.splits: bool | None = None  # whether its head works apart; see `SplitLM`
         # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
         self.n_out: int | None = stated("n_out", inner)
         self.vocab_size: int | None = stated("vocab_size", inner, config)
-        limit = stated("block_size", inner) or stated("max_position_embeddings", config)
-        self.max_tokens: int | None = limit if limit is None or limit > 0 else None
+        self.max_tokens: int | None = stated("block_size", inner) or _most_positions(inner, config)
 
-    def forward(
-        self, tokens: Tensor, keep: Tensor | None = None, cache: Any = None, **options: Any
-    ) -> Tensor:
-        """Outputs at the positions `keep` (K,), or at all: (N, K, n_out), at least float32.
-
-        `cache`, and `options`, position_ids and attention_mask, are for models that cache.
-        """
-        if "use_cache" in self._keywords:
-            options["use_cache"] = cache is not None
+    def forward(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Outputs at the positions `keep` (K,), or at all: (N, K, n_out), at least float32."""
+        options: dict[str, Any] = {"use_cache": False} if "use_cache" in self._keywords else {}
         if keep is not None and "logits_to_keep" in self._keywords:
             options["logits_to_keep"] = keep
-        model = self.model
-        if cache is not None:  # torch.compile would compile each length anew
-            options[self._cache_keyword] = cache
-            model = _not_compiled(model)
-        output = model(tokens, **options)
-        output = stated("logits", output, default=output)
-        if stated("ndim", output) != 3:
-            shape = f" of {tuple(stated('shape', output, default=()))}"
-            raise ValueError(
-                "`model` must return outputs (N, T, n_out), or an object that has them as "
-                f"`.logits`, got {type(output).__name__}{shape} for ids {tuple(tokens.shape)}: use "
-                "a Hugging Face `...ForCausalLM`, or `...ForTokenClassification` with num_labels=1 "
-                "in place of `...ForSequenceClassification`."
-            )
-        if keep is not None and "logits_to_keep" not in options:
-            output = output[:, keep]
-        # A log-softmax in bfloat16 would be off by a hundredth of a nat.
-        return output.float() if output.element_size() < 4 else output
+        output = _logits_of(self.model(tokens, **options), tokens)
+        return output if keep is None or "logits_to_keep" in options else output[:, keep]
 
-    def at(self, tokens: Tensor, row: Tensor, last: Tensor, **options: Any) -> Tensor:
+    def read(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """The outputs (N, n_out) after tokens (N, T) that follow those in a cache; and the cache.
+
+        It is of the model's own making, from None; it is None if the model makes none.
+        """
+        options: dict[str, Any] = {"use_cache": True}
+        if cache is not None:
+            options[self._cache_keyword] = cache
+        if "logits_to_keep" in self._keywords:
+            options["logits_to_keep"] = 1
+        made = _not_compiled(self.model)(tokens, **options)  # compiled, each length would be anew
+        return _logits_of(made, tokens)[:, -1], stated(self._cache_keyword, made)
+
+    def at(self, tokens: Tensor, row: Tensor, last: Tensor) -> Tensor:
         """Outputs of texts (N, T) at pairs of a row and a position, (K,) each: (K, n_out).
 
         Only positions from the first to the last one asked for go through the output layer.
@@ -100,38 +90,83 @@ class CausalLM(nn.Module):
         first, final = (int(value) for value in last.aminmax())
         keep = torch.arange(first, final + 1, device=tokens.device)
         tokens = tokens[:, : final + 1]
-        if options or torch.is_grad_enabled() or tokens.device.type != "cpu":
-            return self(tokens, keep, **options)[row, last - first]
+        if torch.is_grad_enabled() or tokens.device.type != "cpu":
+            return self(tokens, keep)[row, last - first]
         # What a few texts compute stays in the processor's cache.
         parts = tokens.split(max(1, READ_TOGETHER // (final + 1)))
         return torch.cat([self(part, keep) for part in parts])[row, last - first]
 
+    def after(self, tokens: Tensor, length: Tensor) -> Tensor:
+        """Outputs at the end of texts (N, L) of several lengths (N,), each without padding."""
+        output = tokens.new_empty(0)
+        for n in length.unique().tolist():
+            rows = (length == n).nonzero()[:, 0]
+            last = torch.full_like(rows, n - 1)
+            found = self.at(tokens[rows], torch.arange(len(rows), device=rows.device), last)
+            output = output if len(output) else found.new_empty(len(tokens), found.shape[1])
+            output[rows] = found
+        return output
+
     @torch.no_grad()
     def check_causal(self, text: Tensor) -> None:
-        """ValueError if outputs depend on later tokens, looked at once, on a text (T,)."""
-        if self.causal or len(text) < 2:
+        """ValueError if outputs depend on later tokens, looked at once for each length of a text.
+
+        A text (T,) is compared with what of it is as long as the last one, or shorter by a token.
+        """
+        if len(text) < 2 or len(text) <= self.causal:
             return
+        n_read = self.causal or len(text) - 1
         with torch.autocast(text.device.type, enabled=False), evaluating(self):
-            longer, shorter = self(text[None])[:, :-1], self(text[None, :-1])
+            longer, shorter = self(text[None])[:, :n_read], self(text[None, :n_read])
         if not differ_by_rounding(longer, shorter, self):
-            raise ValueError(
-                "`model` must be causal, but its outputs depend on later tokens: use a decoder, in "
-                "Hugging Face's configurations of encoders `is_decoder=True`, and no quantization "
-                "with one scale for all tokens, as by `quantize_dynamic`."
-            )
-        self.causal = True
+            raise ValueError(NOT_CAUSAL.format(n_read, len(text)))
+        self.causal = len(text)
 
 
-def differ_by_rounding(output: Tensor, expected: Tensor, model: nn.Module) -> bool:
-    """Whether outputs (*B, n_out) of a model differ by no more than the rounding of its weights."""
-    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+NOT_CAUSAL = (
+    "`model` must be causal, but its outputs depend on later tokens: those of the first {} tokens "
+    "of a text are others where it has {}. Use a decoder, in Hugging Face's configurations of "
+    "encoders `is_decoder=True`; texts that a scaling of positions by their length (longrope, "
+    "dynamic) leaves alone; and no quantization with one scale for all tokens, as by "
+    "`quantize_dynamic`."
+)
+
+
+def _logits_of(output: Any, tokens: Tensor) -> Tensor:
+    """Outputs (N, K, n_out) for ids (N, T), at least float32."""
+    output = stated("logits", output, default=output)
+    if stated("ndim", output) != 3:
+        shape = f" of {tuple(stated('shape', output, default=()))}"
+        raise ValueError(
+            "`model` must return outputs (N, T, n_out), or an object that has them as "
+            f"`.logits`, got {type(output).__name__}{shape} for ids {tuple(tokens.shape)}: use "
+            "a Hugging Face `...ForCausalLM`, or `...ForTokenClassification` with num_labels=1 "
+            "in place of `...ForSequenceClassification`."
+        )
+    # A log-softmax in bfloat16 would be off by a hundredth of a nat.
+    return output.float() if output.element_size() < 4 else output
+
+
+def differ_by_rounding(
+    output: Tensor, expected: Tensor, model: nn.Module, size: float = 1.0
+) -> bool:
+    """Whether outputs (*B, n_out) of a model differ by no more than the rounding of its weights.
+
+    `size`: the least largest number of which digits were rounded.
+    """
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()][:1]
+    device = output.device.type
+    if torch.is_autocast_enabled(device):
+        dtypes.append(torch.get_autocast_dtype(device))
     # Models of Hugging Face compute some parts in float32 where their weights are float64.
-    eps = max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes[:1]))
+    eps = max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes))
     # A token that is never drawn, such as a banned one, may be any distance below the others.
     drawn = [logits > logits.amax(-1, keepdim=True) - 60 for logits in (output, expected)]
     output, expected = (logits[drawn[0] | drawn[1]] for logits in (output, expected))
     sizes = expected[expected.isfinite()].abs()
-    atol = eps**0.5 * sizes.max().item() if len(sizes) else 0.0
+    size = max(size, sizes.max().item()) if len(sizes) else size
+    # Right models were off by 1e-6 times their largest logit in float32, wrong ones by 1e-3.
+    atol = 2 * eps ** (2 / 3) * size
     return bool(output.isclose(expected, rtol=eps, atol=atol, equal_nan=True).all())
 
 
@@ -257,10 +292,19 @@ def _text_config(model: nn.Module) -> Any:
     return config if find is None else find(decoder=True)
 
 
-def _attends_to_all(config: Any) -> bool:
-    """Whether all layers attend to the whole text, as a model without a `config` is taken to do."""
-    layers = [*stated("layer_types", config, default=()), "full_attention"]
-    layers += stated("attention_layers", config, default=())  # GPT-Neo's name
-    slides = stated("sliding_window", config) and stated("use_sliding_window", config, default=True)
-    masks = stated("_attn_implementation", config, default="sdpa") in ("sdpa", "eager")
-    return masks and not slides and set(layers) <= {"full_attention", "global"}
+def _most_positions(model: nn.Module, config: Any) -> int | None:
+    """How many tokens a table of positions has room for; None if a model has no such table."""
+    names = ("max_position_embeddings", "max_target_positions")
+    limit = next((found for name in names if (found := stated(name, config))), None)
+    if limit is None:  # that of MPT's biases
+        return stated("max_seq_len", config)
+    for name, table in (*model.named_modules(), *model.named_buffers()):
+        if "pos" not in name and "wpe" not in name:
+            continue
+        if isinstance(table, nn.Embedding):
+            if table.num_embeddings - stated("offset", table, default=0) == limit:
+                padding = table.padding_idx  # RoBERTa's positions begin after it
+                return limit if padding is None else limit - padding - 1
+        elif isinstance(table, Tensor) and table.shape[:1] == (limit,):
+            return limit
+    return None

@@ -46,8 +46,10 @@ class NextToken(Categorical):
         return NextToken(self.logits.expand(*batch_shape, self._num_events))
 
 
-def draw(log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def draw(log_probs: Tensor, threshold: Tensor | None = None) -> Tensor:
     """One token per row of log-probs (N, V): (N, 1), by inverting the cumulative distribution.
+
+    `threshold`: uniform numbers (N, 1), in float64; else they are drawn, too.
 
     It needs one random number per row, where `torch.multinomial` needs V. In float64, in which the
     sum of the probabilities before a rare token leaves room for it.
@@ -61,9 +63,8 @@ def draw(log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
             f"the logits must be numbers, got NaN, or infinity for all tokens, in rows {rows[:5]} "
             f"({len(rows)} of {len(total)}): the model's weights may have diverged."
         )
-    threshold = torch.rand(
-        total.shape, dtype=torch.float64, device=log_probs.device, generator=generator
-    )
+    if threshold is None:
+        threshold = torch.rand(total.shape, dtype=torch.float64, device=log_probs.device)
     # Scaled by the total, which rounding keeps from being 1.
-    drawn = torch.searchsorted(cumulative, threshold.mul_(total), right=True)
+    drawn = torch.searchsorted(cumulative, threshold * total, right=True)
     return drawn.clamp_(max=log_probs.shape[-1] - 1)

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchrl_kl.functional.numbers import check_integers
-from torchrl_kl.language.blocks import Block, Keep
+from torchrl_kl.language.blocks import Block, Keep, KeyValues
 
 _FILE = "model.safetensors"
 
@@ -27,6 +27,13 @@ def values_hidden(tensor: Tensor) -> bool:
     """True under torch.compile and torch.vmap: decisions must not depend on values."""
     vmapped: Any = torch._C._functorch  # type: ignore[attr-defined]
     return torch.compiler.is_compiling() or vmapped.is_batchedtensor(tensor)
+
+
+class Cached(NamedTuple):
+    """Outputs (N, K, n_out), and what a next pass needs of the tokens that were read."""
+
+    logits: Tensor
+    cache: KeyValues
 
 
 class GPT(nn.Module):
@@ -105,31 +112,34 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         *,
-        past_key_values: Any = None,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        cache: KeyValues | None = None,
+        use_cache: bool = False,
         logits_to_keep: int | Tensor = 0,
-    ) -> Tensor:
+    ) -> Any:
         """Outputs at every position: ids (*B, T) -> (*B, T, n_out), T from 1 to block_size.
 
-        The keywords are those of Hugging Face's causal language models. `attention_mask`
-        (N, 1, T, S) is added to the scores of the S positions in the cache `past_key_values`;
+        The keywords are those of Hugging Face's causal language models. With `use_cache`, outputs
+        come as `.logits`, with a `.cache` to be passed along with the tokens that follow;
         `logits_to_keep`: how many of the last positions, or which ones (K,), have outputs.
         """
         keep: Keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
         if keep is None and logits_to_keep:
             keep = slice(-logits_to_keep, None)
-        output = self.head(self.hidden(tokens, past_key_values, position_ids, attention_mask, keep))
+        if use_cache and cache is None:
+            cache = KeyValues(len(self.blocks))
+        output = self.head(self.hidden(tokens, cache, keep))
+        if cache is not None:
+            return Cached(output, cache)
         return output if tokens.ndim == 2 else output.view(*tokens.shape[:-1], *output.shape[1:])
 
-    def hidden(self, tokens: Tensor, cache: Any, places: Any, mask: Any, keep: Keep) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: KeyValues | None, keep: Keep) -> Tensor:
         """The last hidden states at the positions `keep`, of which `head` makes the outputs."""
-        x = self._embed(tokens, places)
+        x = self._embed(tokens, 0 if cache is None else len(cache))
         # Of the last block, only keys and values are needed at the other positions.
         *blocks, last = self.blocks
         for block in blocks:
-            x = block(x, cache, mask)
-        return self.norm(last(x, cache, mask, keep))
+            x = block(x, cache)
+        return self.norm(last(x, cache, keep))
 
     def get_decoder(self) -> Any:
         """What makes the last hidden states, as Hugging Face's models name it."""
@@ -145,12 +155,10 @@ class GPT(nn.Module):
         stacked = torch.stack(maps, dim=1)
         return stacked.view(*tokens.shape[:-1], *stacked.shape[1:])
 
-    def _embed(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def _embed(self, tokens: Tensor, n_read: int = 0) -> Tensor:
         """Embeddings of the flattened texts: (*B, T) -> (N, T, n_embd)."""
-        self._check_shape(tokens)
-        n_tokens = tokens.shape[-1]
-        if position_ids is None:
-            position_ids = torch.arange(n_tokens, device=tokens.device)
+        n_tokens = self._check_shape(tokens, n_read)
+        places = torch.arange(n_read, n_read + n_tokens, device=tokens.device)
         if not (tokens.device.type == "cpu" or values_hidden(tokens)):
             self._check_ids(tokens)  # a bad index ends the process on an accelerator
         try:
@@ -158,16 +166,19 @@ class GPT(nn.Module):
         except IndexError:
             self._check_ids(tokens)
             raise
-        x = x + self.position_embedding(position_ids)
+        x = x + self.position_embedding(places)
         return F.dropout(x, self.dropout) if self.dropout and self.training else x
 
-    def _check_shape(self, tokens: Tensor) -> None:
+    def _check_shape(self, tokens: Tensor, n_read: int) -> int:
         check_integers("tokens", tokens)
-        if tokens.ndim == 0 or not 1 <= tokens.shape[-1] <= self.block_size:
+        n_tokens = tokens.shape[-1] if tokens.ndim else 0
+        if not 1 <= n_tokens <= self.block_size - n_read:
+            after = f", after the {n_read} in the cache" if n_read else ""
             raise ValueError(
-                f"`tokens` must have a last dimension of 1 to `block_size` = {self.block_size}, "
-                f"got shape {tuple(tokens.shape)}: build a larger GPT."
+                f"`tokens` must have a last dimension of 1 to `block_size` = {self.block_size}"
+                f"{after}, got shape {tuple(tokens.shape)}: build a larger GPT."
             )
+        return n_tokens
 
     def _check_ids(self, tokens: Tensor) -> None:
         low, high = (int(value) for value in tokens.aminmax()) if tokens.numel() else (0, 0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrl.modules import recurrent_mode
 
 from torchrl_kl.functional.numbers import check_integers
-from torchrl_kl.language.cache import RolloutCache
+from torchrl_kl.language.cache import NotCachedError, RolloutCache, stop_caching
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.gpt import values_hidden
 
@@ -57,7 +57,6 @@ class StateReader(nn.Module):
         n_tokens = self._check_state(tokens, position, hidden)
         # Rows that split_trajs padded are all zeros: position 0 is treated as 1.
         length = position.clamp(1, n_tokens).flatten()
-        output = None
         if not len(length):
             output = self.lm.at(tokens.new_zeros(0, 1), length, length)
         elif hidden:
@@ -67,21 +66,27 @@ class StateReader(nn.Module):
             output = at(*_find_texts(tokens[..., :n_tokens], length), length - 1)
         else:
             rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
-            if not torch.is_grad_enabled():
-                output = self._read_cached(rows, length)
-            if output is None:
+            if torch.is_grad_enabled():
                 every = torch.arange(len(rows), device=rows.device)
                 output = at(rows, every, length - 1)
+            else:
+                output = self._read_next(rows, length)
         return output.view(*position.shape, output.shape[-1])
 
-    def _read_cached(self, rows: Tensor, length: Tensor) -> Tensor | None:
-        if not self.lm.causal:
-            row = int(length.argmax())
-            self.lm.check_causal(rows[row, : length[row]])
+    def _read_next(self, rows: Tensor, length: Tensor) -> Tensor:
+        """The outputs of a step of a rollout, (N, n_out)."""
+        longest = int(length.max())
+        if longest > 17 * self.lm.causal // 16 or longest == rows.shape[1]:
+            self.lm.check_causal(rows[int(length.argmax()), :longest])
         if not self.lm.caches:
-            return None
+            return self.lm.after(rows, length)
         self._cache = self._cache or RolloutCache(self.lm)
-        return self._cache.read(rows, length)
+        try:
+            return self._cache.read(rows, length)
+        except NotCachedError as problem:
+            output = self.lm.after(rows, length)
+            stop_caching(self.lm, problem)
+            return output
 
     def clear_cache(self) -> None:
         """Drops the cached keys and values."""

@@ -5,8 +5,7 @@ Axes: N texts, P tokens of a prompt, T tokens of a response at most, L = P + T.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,12 +16,20 @@ from torch.nn import functional as F
 
 from torchrl_kl.functional.numbers import check_integers, working_dtype
 from torchrl_kl.keys import as_tuple
-from torchrl_kl.language.blocks import fast
-from torchrl_kl.language.cache import KeyValueCache, may_cache
+from torchrl_kl.language.cache import (
+    InStep,
+    NotCachedError,
+    compare,
+    is_compared,
+    stop_caching,
+)
+from torchrl_kl.language.causal_lm import NOT_CAUSAL
 from torchrl_kl.language.distribution import draw
 from torchrl_kl.language.heads import CausalLMActor, CausalLMRewardModel, LogitsReader
 from torchrl_kl.language.responses import EndTokens, several
 from torchrl_kl.language.truncation import restrict
+
+_PASS = 16  # rows of one more position that cost as much as a pass does, whatever it reads
 
 
 @torch.no_grad()
@@ -86,12 +93,20 @@ def sample_responses(
     texts = F.pad(padded, (0, max_new_tokens), value=pad_token)
     floating = (p.dtype for p in reader.parameters() if p.is_floating_point())
     dtype = working_dtype(next(floating, torch.float32))
-    log_probs = torch.zeros_like(texts[:, -max_new_tokens:], dtype=dtype)
-    spans = (start, start + max_new_tokens)
-    write = partial(_write, actor, ends, pad_token, generator, return_logits)
-    parts = [*map(write, *(each.split(chunk_size) for each in (texts, *spans, log_probs)))]
-    asked = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-    return _batch(actor, texts, *spans, ends, log_probs, asked, reward_fn)
+    size, device = (max_new_tokens, len(texts)), texts.device
+    # Of each text its own, whatever is sampled together.
+    drawn = torch.rand(size, dtype=torch.float64, device=device, generator=generator).T
+    end, log_probs = start.clone(), torch.zeros_like(drawn, dtype=dtype)
+    asked: dict[NestedKey, Tensor] = {}
+    for rows, lead in _parts(padded, start, max_new_tokens, chunk_size):
+        draft = _Draft(actor, ends, return_logits, texts[rows], start[rows], lead, drawn[rows])
+        found = draft.write()
+        texts[rows], end[rows], log_probs[rows] = draft.texts, draft.end, found.to(dtype)
+        for key, values in draft.asked.items():
+            if key not in asked:
+                asked[key] = values.new_zeros(len(texts), *values.shape[1:])
+            asked[key][rows] = values
+    return _batch(actor, texts, start, end, ends, log_probs, asked, reward_fn)
 
 
 def _pad(prompts: Tensor | Sequence[Tensor], pad_token: int) -> tuple[Tensor, Tensor]:
@@ -133,69 +148,201 @@ def _reader_of(
     return actor.reader
 
 
-@torch.inference_mode()
-def _write(
-    actor: CausalLMActor,
-    ends: tuple[int, ...],
-    pad_token: int,
-    generator: torch.Generator | None,
-    return_logits: bool,
-    texts: Tensor,
-    start: Tensor,
-    end: Tensor,
-    log_probs: Tensor,
-) -> dict[NestedKey, Tensor]:
-    """Writes responses into texts (N, L), their ends (N,) and log-probs (N, T), in place.
-
-    Returns the logits, (N, T, V), 0 after the end, and the kept ids, (N, T, K), as asked for.
+def _parts(
+    prompts: Tensor, start: Tensor, n_new: int, chunk_size: int
+) -> Iterator[tuple[Tensor | slice, Tensor]]:
+    """Which of the prompts (N, P) are sampled together, shorter ones first; of each, the first of
+    them that is equal to it.
     """
-    reader = actor.reader
-    shortest, longest = int(start.min()), int(start.max())
-    lm = copy.copy(reader.lm)
-    vars(lm)["model"] = fast(reader.lm.model)
-    cache = KeyValueCache(*texts.shape) if lm.caches else None
-    even = shortest == longest
-    rows, last = torch.arange(len(texts), device=texts.device), start - 1
-    token = texts[:, :0]  # (N, 1) after the first step
-    ended = torch.zeros_like(start, dtype=torch.bool)
-    asked: dict[NestedKey, list[Tensor]] = {}
-    for t in range(log_probs.shape[1]):
-        width = longest + t
-        if not reader.lm.causal:
-            reader.lm.check_causal(texts[last.argmax(), :width])
-        if t == 1 and cache is not None and not may_cache(reader.lm, texts[:, :width], last, even):
-            cache = None
-        if cache is None:
-            output = lm.at(texts[:, :width], rows, last)
-        elif t == 0:
-            output = cache.read_texts(lm, texts[:, :width], last)
-            cache = cache if cache.buffers else None  # not used in gradient checkpointing
-        else:
-            output = cache.read_next(lm, token[:, 0], width - 1 if even else last, width)
-        logits = reader.scale(output)
-        if actor.truncation is not None:
-            ids = actor.truncation.keep(logits, bounded=True)
+    weights = torch.full_like(prompts[0], 0x5DEECE66D).cumprod(0)  # of a hash, modulo 2**64
+    real = torch.arange(prompts.shape[1], device=prompts.device) < start[:, None]
+    order = (prompts * weights * real).sum(1).argsort(stable=True)
+    order = order[start[order].argsort(stable=True)]
+    same = ((prompts[order[1:]] == prompts[order[:-1]]) | ~real[order[1:]]).all(1)
+    same &= start[order[1:]] == start[order[:-1]]
+    if not same.any() and start[order[0]] == start[order[-1]]:
+        order = order.sort()[0]
+    lengths = start[order].tolist()
+    new = F.pad(~same, (1, 0), value=True)
+    for first in range(0, len(order), chunk_size):
+        last = min(first + chunk_size, len(order))
+        for i, j in _cut(lengths, n_new, first, last):
+            leads = new[i:j].index_fill(0, order.new_zeros(1), True)
+            places = leads.nonzero()[:, 0][leads.cumsum(0) - 1]
+            yield order[i:j], places
+
+
+def _cut(lengths: Sequence[int], n_new: int, i: int, j: int) -> list[tuple[int, int]]:
+    """Parts of the texts i to j, ordered by the lengths of their prompts, that take less time."""
+
+    def cost(i: int, j: int) -> int:  # of a pass for each token: as many rows more as it has
+        return (n_new + lengths[j - 1] - lengths[i]) * (_PASS + j - i)
+
+    cuts = (k for k in range(i + 1, j) if lengths[k - 1] < lengths[k])
+    best = min(cuts, key=lambda k: cost(i, k) + cost(k, j), default=i)
+    if best == i or cost(i, best) + cost(best, j) >= cost(i, j):
+        return [(i, j)]
+    return _cut(lengths, n_new, i, best) + _cut(lengths, n_new, best, j)
+
+
+class _Draft:
+    """N texts that are written in step; those with longer prompts are given their own tokens.
+
+    Args:
+        texts: (N, L), prompts and padding, which are written in place.
+        start: (N,), lengths of the prompts.
+        lead: (N,), the first text with the same prompt, which is read for all of them.
+        drawn: (N, T), uniform numbers for the tokens.
+    """
+
+    def __init__(
+        self,
+        actor: CausalLMActor,
+        ends: tuple[int, ...],
+        return_logits: bool,
+        texts: Tensor,
+        start: Tensor,
+        lead: Tensor,
+        drawn: Tensor,
+    ):
+        self.actor, self.ends, self.return_logits = actor, ends, return_logits
+        self.blank, self.start, self.lead = texts, start, lead
+        self.n_new = drawn.shape[1]
+        self.at = start[:, None] + torch.arange(self.n_new, device=start.device)  # (N, T)
+        self.drawn = torch.zeros_like(texts, dtype=drawn.dtype).scatter_(1, self.at, drawn)
+        self.begins = {*start.tolist()}
+        self._numbers = torch.arange(len(start), device=start.device)
+
+    @torch.inference_mode()
+    def write(self) -> Tensor:
+        """Writes the responses, and returns their log-probs (N, T), 0 after the end."""
+        lm, problem = self.actor.reader.lm, None
+        lm.check_causal(self.blank[-1, : int(self.start[-1])])
+        if lm.caches:
+            steps = InStep(lm)
+            try:
+                self._write(steps)
+                self._compare(steps.moved)
+                return self.log_probs.gather(1, self.at)
+            except NotCachedError as error:
+                problem = error
+        self._write(None)
+        try:
+            self._compare(False)
+        except NotCachedError as error:
+            raise ValueError(NOT_CAUSAL.format(int(self.start[0]), int(self.end.max()))) from error
+        if problem is not None:
+            stop_caching(lm, problem)
+        return self.log_probs.gather(1, self.at)
+
+    def _write(self, steps: InStep | None) -> None:
+        self.texts, self.end = self.blank.clone(), self.start + self.n_new
+        self.log_probs, self.asked = torch.zeros_like(self.drawn), {}
+        # At these numbers of tokens, rows begin or end.
+        self.events = self.begins | {start + self.n_new for start in self.begins}
+        self.rows = self.lead.unique()  # that are read
+        self.who = self.picked = slice(None)  # rows that are drawn, and where they are
+        n = int(self.start[0])
+        while self._leave(steps, n):
+            if steps is None:
+                texts = self.texts[self.who, :n]
+                every = torch.arange(len(texts), device=texts.device)
+                output = self.actor.reader.lm.at(texts, every, torch.full_like(every, n - 1))
+            else:
+                output = self._join(steps, n, steps.read(self.texts[self.rows], n))
+            self._append(n, output)
+            n += 1
+
+    def _leave(self, steps: InStep | None, n: int) -> bool:
+        """Drops rows that have ended before token `n`, once they are many; whether any is left."""
+        if n in self.events:
+            live = self.end > n
+            if steps is None:
+                self.who = (live & (self.start <= n)).nonzero()[:, 0]
+            else:
+                rows = self._numbers[self.rows]
+                index = live[rows].nonzero()[:, 0]
+                if 8 * len(index) < 7 * len(rows):
+                    steps.select(index)
+                    self.rows = rows[index]
+            return bool(live.any())
+        return True
+
+    def _join(self, steps: InStep, n: int, output: Tensor) -> Tensor:
+        """Adds the rows whose prompts have just been read; the outputs of those that are drawn."""
+        if n in self.events:
+            rows = self._numbers[self.rows]
+            new = ((self.start == n) & (self.lead != self._numbers)).nonzero()[:, 0]
+            if len(new):
+                places = torch.zeros_like(self.start)
+                places[rows] = self._numbers[: len(rows)]
+                index = torch.cat([self._numbers[: len(rows)], places[self.lead[new]]])
+                rows, order = torch.cat([rows, new]).sort()
+                steps.select(index[order])
+                output = output[index[order]]
+            drawn = (self.start[rows] <= n) & (self.end[rows] > n)
+            everything = len(rows) == len(self.start)
+            self.rows = slice(None) if everything else rows
+            self.picked = slice(None) if drawn.all() else drawn.nonzero()[:, 0]
+            self.who = slice(None) if everything and drawn.all() else rows[self.picked]
+        return output[self.picked]
+
+    def _append(self, n: int, output: Tensor) -> None:
+        """Draws token `n` of the rows `who` from the model's outputs."""
+        who, truncation = self.who, self.actor.truncation
+        logits = self.actor.reader.scale(output)
+        if truncation is not None:
+            ids = truncation.keep(logits, bounded=True)
             logits = restrict(logits, ids)
-            asked.setdefault(actor.kept_key, []).append(ids)
+            self._record(self.actor.kept_key, n, ids)
         log_prob = logits.log_softmax(-1)
-        token = draw(log_prob, generator)
-        torch.gather(log_prob, 1, token, out=log_probs[:, t : t + 1])
-        if return_logits:
-            asked.setdefault("logits", []).append(log_prob.masked_fill(ended[:, None], 0.0))
-        last = last + 1
-        if ends:
-            token[ended], log_probs[ended, t] = pad_token, 0.0
-            said = torch.isin(token[:, 0], token.new_tensor(ends)) & ~ended
-            torch.where(said, last + 1, end, out=end)
-            ended |= said
-        texts.scatter_(1, last[:, None], token)
-        if ends and ended.all():
-            break
-    n_steps = log_probs.shape[1]
-    return {
-        key: F.pad(torch.stack(each, 1), (0, 0, 0, n_steps - len(each)))
-        for key, each in asked.items()
-    }
+        token = draw(log_prob, self.drawn[who, n, None])
+        self.log_probs[who, n] = log_prob.gather(1, token)[:, 0].to(self.log_probs.dtype)
+        self.texts[who, n] = token[:, 0]
+        if self.return_logits:
+            self._record("logits", n, log_prob)
+        if self.ends:
+            said = torch.isin(token[:, 0], token.new_tensor(self.ends))
+            if said.any():
+                self.end[who] = torch.where(said, n + 1, self.end[who])
+                self.events.add(n + 1)
+
+    def _record(self, key: NestedKey, n: int, values: Tensor) -> None:
+        """Keeps values (R, K) of token `n` of the rows `who`."""
+        if key not in self.asked:
+            shape = (len(self.start), self.n_new, values.shape[1])
+            self.asked[key] = values.new_zeros(shape)
+        self.asked[key][self._numbers[self.who], n - self.start[self.who]] = values
+
+    def _compare(self, moved: bool) -> None:
+        """Compares log-probs with those of one pass, where texts are longer than any before.
+
+        The shortest of eight texts is the shortest of all, and the longest the longest.
+        """
+        reader, span = self.actor.reader, (int(self.start[0]), int(self.end.max()) - 1)
+        if is_compared(reader.lm, moved, *span):
+            return
+        places = torch.linspace(0, len(self.end) - 1, min(8, len(self.end)))
+        rows = self.end.argsort()[places.long().to(self.end.device)].tolist()
+        recorded = [self.log_probs[row, self.start[row] : self.end[row]] for row in rows]
+
+        def score() -> tuple[Tensor, float]:
+            found, size = zip(*(self._score(row) for row in rows), strict=True)
+            return torch.cat(found), max(size)
+
+        compare(reader.lm, moved, *span, torch.cat(recorded), score)
+
+    def _score(self, row: int) -> tuple[Tensor, float]:
+        """The log-probs of a response by one pass; and the largest logit."""
+        reader, start, end = self.actor.reader, int(self.start[row]), int(self.end[row])
+        text = self.texts[row : row + 1]
+        last = torch.arange(start - 1, end - 1, device=text.device)
+        logits = reader.scale(reader.lm.at(text, torch.zeros_like(last), last))
+        size = logits[logits.isfinite()].abs().max().item()
+        if self.actor.truncation is not None:
+            logits = restrict(logits, self.asked[self.actor.kept_key][row, : end - start])
+        found = logits.log_softmax(-1).gather(1, text[0, start:end, None])
+        return found[:, 0].to(self.log_probs.dtype), size
 
 
 def _rewards(reward_fn: Callable[[Tensor], Tensor] | None, texts: Tensor, end: Tensor) -> Tensor:
