@@ -23,7 +23,6 @@ from torchrl_kl.language.cache import (
     is_compared,
     stop_caching,
 )
-from torchrl_kl.language.causal_lm import NOT_CAUSAL
 from torchrl_kl.language.distribution import draw
 from torchrl_kl.language.heads import CausalLMActor, CausalLMRewardModel, LogitsReader
 from torchrl_kl.language.responses import EndTokens, several
@@ -89,7 +88,9 @@ def sample_responses(
             raise ValueError(f"`{name}` must be an int of at least 1, got {count}.")
     padded, start = _pad(prompts, pad_token)
     ends = several(eos_token)
-    reader = _reader_of(actor, padded.shape[1] + max_new_tokens - 1, pad_token, ends)
+    n_read = padded.shape[1] + max_new_tokens - 1
+    reader = _reader_of(actor, n_read, pad_token, ends)
+    reader.lm.check_causal(padded[start.argmax()], n_read)
     texts = F.pad(padded, (0, max_new_tokens), value=pad_token)
     floating = (p.dtype for p in reader.parameters() if p.is_floating_point())
     dtype = working_dtype(next(floating, torch.float32))
@@ -217,7 +218,6 @@ class _Draft:
     def write(self) -> Tensor:
         """Writes the responses, and returns their log-probs (N, T), 0 after the end."""
         lm, problem = self.actor.reader.lm, None
-        lm.check_causal(self.blank[-1, : int(self.start[-1])])
         if lm.caches:
             steps = InStep(lm)
             try:
@@ -227,10 +227,6 @@ class _Draft:
             except NotCachedError as error:
                 problem = error
         self._write(None)
-        try:
-            self._compare(False)
-        except NotCachedError as error:
-            raise ValueError(NOT_CAUSAL.format(int(self.start[0]), int(self.end.max()))) from error
         if problem is not None:
             stop_caching(lm, problem)
         return self.log_probs.gather(1, self.at)
