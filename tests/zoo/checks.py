@@ -63,13 +63,27 @@ def sample(actor: Any, lengths: tuple[int, ...], length: int, seed: int = 0) -> 
     return sample_responses(actor, prompts, n_new, pad_token=0, generator=generator)
 
 
+def uncached(model: Any) -> dict[str, bool]:
+    """The keyword for a pass without a cache, with which `blt` raises."""
+    inner = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    known = "use_cache" in inspect.signature(inner.forward).parameters
+    return {"use_cache": False} if known else {}
+
+
+def learns(model: Any) -> bool:
+    """Whether the model itself can be differentiated in eval mode."""
+    try:
+        ids = torch.arange(3, 7)[None]
+        return model(ids, **uncached(model)).logits.requires_grad
+    except AssertionError:  # of Reformer
+        return False
+
+
 @torch.no_grad()
 def alone(model: Any, batch: Any) -> torch.Tensor:
     """The log-probs (N, T, V) of a model that has read nothing, for each prefix of each text."""
-    # `blt` has no cache, and raises where one is used.
-    uncached = "use_cache" in inspect.signature(model.forward).parameters
-    options = {"use_cache": False} if uncached else {}
     model, position = copy.deepcopy(model), batch["position"]
+    options = uncached(model)
     found = torch.empty(*position.shape, VOCAB)
     for n in position.unique().tolist():  # those that remember the longest text have not yet
         here = position == n
@@ -125,8 +139,12 @@ class Checks:
             for length in (LENGTH, window):
                 if self._try("sampling", self._sampling, window, length):
                     self.read = True
-                    self._try("loss", self._losses, window, length)
-                    self.lora &= self._try("LoRA", self._lora, window, length)
+                    if learns(build(self.name, window)):
+                        self._try("loss", self._losses, window, length)
+                        self.lora &= self._try("LoRA", self._lora, window, length)
+                    else:
+                        self.tiles = self.lora = False
+                        self.remarks = ["it has no gradient in eval mode", *self.remarks[-1:]]
                     break
         return self
 

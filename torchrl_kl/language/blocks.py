@@ -53,7 +53,11 @@ class Growing:
 
 def _with_room(held: Tensor, n_tokens: int) -> Tensor:
     n_texts, n_head, n_read, width = held.shape
-    buffer = held.new_empty(n_texts, n_head, 16 + 3 * n_tokens // 2, width)
+    n_slots = 16 + 3 * n_tokens // 2
+    if n_slots <= 48:  # slots come first in memory, where attention of one position is faster
+        buffer = held.new_empty(n_slots, n_texts, n_head, width).permute(1, 2, 0, 3)
+    else:
+        buffer = held.new_empty(n_texts, n_head, n_slots, width)
     buffer[:, :, :n_read] = held
     return buffer
 

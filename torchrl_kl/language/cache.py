@@ -204,12 +204,13 @@ class CachedTexts:
             self._parts = []  # rows of one length become one part again
         going = (self._go_on(part, tokens, length) for part in self._parts)
         parts = [part for part in going if part is not None]
-        waiting = torch.ones_like(length, dtype=torch.bool)
-        for part in parts:
-            waiting[part.rows] = False
-        for n in length[waiting].unique().tolist():
-            rows, steps = (waiting & (length == n)).nonzero()[:, 0], InStep(self.lm)
-            parts.append(_Rows(rows, steps, steps.read(tokens[rows], n)))
+        if sum(len(part.rows) for part in parts) < len(tokens):
+            waiting = torch.ones_like(length, dtype=torch.bool)
+            for part in parts:
+                waiting[part.rows] = False
+            for n in length[waiting].unique().tolist():
+                rows, steps = (waiting & (length == n)).nonzero()[:, 0], InStep(self.lm)
+                parts.append(_Rows(rows, steps, steps.read(tokens[rows], n)))
         self._parts = parts
         self._texts.copy_(tokens)
         if len(parts) == 1:

@@ -151,26 +151,27 @@ def _reader_of(
 
 def _parts(
     prompts: Tensor, start: Tensor, n_new: int, chunk_size: int
-) -> Iterator[tuple[Tensor | slice, Tensor]]:
-    """Which of the prompts (N, P) are sampled together, shorter ones first; of each, the first of
-    them that is equal to it.
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Which of the prompts (N, P) are sampled together, shorter ones first, and their leads.
+
+    The lead of a prompt is the first of them that is equal to it, if many are equal; or itself.
     """
-    weights = torch.full_like(prompts[0], 0x5DEECE66D).cumprod(0)  # of a hash, modulo 2**64
-    real = torch.arange(prompts.shape[1], device=prompts.device) < start[:, None]
-    order = (prompts * weights * real).sum(1).argsort(stable=True)
-    order = order[start[order].argsort(stable=True)]
-    same = ((prompts[order[1:]] == prompts[order[:-1]]) | ~real[order[1:]]).all(1)
-    same &= start[order[1:]] == start[order[:-1]]
-    if not same.any() and start[order[0]] == start[order[-1]]:
-        order = order.sort()[0]
-    lengths = start[order].tolist()
-    new = F.pad(~same, (1, 0), value=True)
+    order, lengths = torch.arange(len(start), device=start.device), start.tolist()
+    # Equal ones become neighbours by a hash, modulo 2**64.
+    hashes = (prompts * torch.full_like(prompts[0], 0x5DEECE66D).cumprod(0)).sum(1)
+    found, by_hash = hashes.sort()
+    grouped = 8 * int((found[1:] == found[:-1]).sum()) >= len(order)  # else moving takes as long
+    if grouped or len({*lengths}) > 1:
+        order = by_hash[start[by_hash].argsort(stable=True)]
+        lengths = start[order].tolist()
     for first in range(0, len(order), chunk_size):
-        last = min(first + chunk_size, len(order))
-        for i, j in _cut(lengths, n_new, first, last):
-            leads = new[i:j].index_fill(0, order.new_zeros(1), True)
-            places = leads.nonzero()[:, 0][leads.cumsum(0) - 1]
-            yield order[i:j], places
+        for i, j in _cut(lengths, n_new, first, min(first + chunk_size, len(order))):
+            rows, lead = order[i:j], torch.arange(j - i, device=order.device)
+            if grouped:
+                texts, size = prompts[rows], start[rows]
+                same = (texts[1:] == texts[:-1]).all(1) & (size[1:] == size[:-1])
+                lead = lead.where(F.pad(~same, (1, 0), value=True), 0).cummax(0)[0]
+            yield rows, lead
 
 
 def _cut(lengths: Sequence[int], n_new: int, i: int, j: int) -> list[tuple[int, int]]:
@@ -206,7 +207,8 @@ class _Draft:
         lead: Tensor,
         drawn: Tensor,
     ):
-        self.actor, self.ends, self.return_logits = actor, ends, return_logits
+        self.actor, self.reader, self.truncation = actor, actor.reader, actor.truncation
+        self.ends, self.return_logits = ends, return_logits
         self.blank, self.start, self.lead = texts, start, lead
         self.n_new = drawn.shape[1]
         self.at = start[:, None] + torch.arange(self.n_new, device=start.device)  # (N, T)
@@ -217,7 +219,7 @@ class _Draft:
     @torch.inference_mode()
     def write(self) -> Tensor:
         """Writes the responses, and returns their log-probs (N, T), 0 after the end."""
-        lm, problem = self.actor.reader.lm, None
+        lm, problem = self.reader.lm, None
         if lm.caches:
             steps = InStep(lm)
             try:
@@ -236,14 +238,14 @@ class _Draft:
         self.log_probs, self.asked = torch.zeros_like(self.drawn), {}
         # At these numbers of tokens, rows begin or end.
         self.events = self.begins | {start + self.n_new for start in self.begins}
-        self.rows = self.lead.unique()  # that are read
+        self.rows = (self.lead == self._numbers).nonzero()[:, 0]  # that are read
         self.who = self.picked = slice(None)  # rows that are drawn, and where they are
         n = int(self.start[0])
         while self._leave(steps, n):
             if steps is None:
                 texts = self.texts[self.who, :n]
                 every = torch.arange(len(texts), device=texts.device)
-                output = self.actor.reader.lm.at(texts, every, torch.full_like(every, n - 1))
+                output = self.reader.lm.at(texts, every, torch.full_like(every, n - 1))
             else:
                 output = self._join(steps, n, steps.read(self.texts[self.rows], n))
             self._append(n, output)
@@ -285,8 +287,8 @@ class _Draft:
 
     def _append(self, n: int, output: Tensor) -> None:
         """Draws token `n` of the rows `who` from the model's outputs."""
-        who, truncation = self.who, self.actor.truncation
-        logits = self.actor.reader.scale(output)
+        who, truncation = self.who, self.truncation
+        logits = self.reader.scale(output)
         if truncation is not None:
             ids = truncation.keep(logits, bounded=True)
             logits = restrict(logits, ids)
@@ -315,7 +317,7 @@ class _Draft:
 
         The shortest of eight texts is the shortest of all, and the longest the longest.
         """
-        reader, span = self.actor.reader, (int(self.start[0]), int(self.end.max()) - 1)
+        reader, span = self.reader, (int(self.start[0]), int(self.end.max()) - 1)
         if is_compared(reader.lm, moved, *span):
             return
         places = torch.linspace(0, len(self.end) - 1, min(8, len(self.end)))
@@ -330,12 +332,12 @@ class _Draft:
 
     def _score(self, row: int) -> tuple[Tensor, float]:
         """The log-probs of a response by one pass; and the largest logit."""
-        reader, start, end = self.actor.reader, int(self.start[row]), int(self.end[row])
+        reader, start, end = self.reader, int(self.start[row]), int(self.end[row])
         text = self.texts[row : row + 1]
         last = torch.arange(start - 1, end - 1, device=text.device)
         logits = reader.scale(reader.lm.at(text, torch.zeros_like(last), last))
         size = logits[logits.isfinite()].abs().max().item()
-        if self.actor.truncation is not None:
+        if self.truncation is not None:
             logits = restrict(logits, self.asked[self.actor.kept_key][row, : end - start])
         found = logits.log_softmax(-1).gather(1, text[0, start:end, None])
         return found[:, 0].to(self.log_probs.dtype), size
