@@ -71,10 +71,10 @@ def uncached(model: Any) -> dict[str, bool]:
 
 
 def learns(model: Any) -> bool:
-    """Whether the model itself can be differentiated in eval mode."""
+    """Whether the model itself has a gradient in eval mode."""
     try:
-        ids = torch.arange(3, 7)[None]
-        return model(ids, **uncached(model)).logits.requires_grad
+        logits = model(torch.arange(3, 7)[None], **uncached(model)).logits
+        return bool(gradient(logits.sum(), model).any())
     except AssertionError:  # of Reformer
         return False
 
@@ -144,7 +144,9 @@ class Checks:
                         self.lora &= self._try("LoRA", self._lora, window, length)
                     else:
                         self.tiles = self.lora = False
-                        self.remarks = ["it has no gradient in eval mode", *self.remarks[-1:]]
+                        self._remark(
+                            "its own backward pass raises in eval mode: it cannot be trained so"
+                        )
                     break
         return self
 
@@ -164,12 +166,14 @@ class Checks:
             raised = f"{what}: {type(error).__name__}: {said[0][:150]} (line {where.lineno})"
             self.faults.append(raised)
         for text in warned:
-            # Those of both windows differ in numbers; after its colon, a message explains itself.
-            words = [re.sub(r"\d+", "", remark) for remark in self.remarks]
-            short = re.match(r"(refused: )?.*?(?=: |$)", text)
-            if short and re.sub(r"\d+", "", short[0]) not in words:
-                self.remarks.append(short[0])
+            self._remark(text)
         return raised is None
+
+    def _remark(self, text: str) -> None:
+        """Adds what a message says before its colon; those of both windows differ in numbers."""
+        short = re.sub(r"(?<!refused): .*", "", text, flags=re.S)
+        if re.sub(r"\d+", "", short) not in [re.sub(r"\d+", "", each) for each in self.remarks]:
+            self.remarks.append(short)
 
     def _close(self, what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
         difference = (got - expected).abs().max().item()

@@ -132,7 +132,7 @@ class CausalLM(nn.Module):
             while self.causal < length:
                 n = length if sharded else min(2 * self.causal, most)
                 if not all(lm._reads_alike(texts[:, :n], part) for part in (n // 2, 3 * n // 4)):
-                    message = _NOT_CAUSAL if n == 2 else _READ_OTHERWISE
+                    message = _NOT_CAUSAL if n <= 4 else _READ_OTHERWISE
                     raise ValueError(message.format(self.causal, length))
                 self.causal = sys.maxsize if sharded else n
 
