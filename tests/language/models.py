@@ -109,6 +109,13 @@ class Passes(list[tuple[int, int]]):
         return taken
 
 
+def trust(actor: Any) -> Any:
+    """As if the outputs of all texts had been compared, so that none is read for that."""
+    lm = actor.reader.lm
+    lm.causal, lm.compared = LENGTH, {moved: [(0, LENGTH)] for moved in (False, True)}
+    return actor
+
+
 def random_texts(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(VOCAB, (*shape, LENGTH), generator=torch.Generator().manual_seed(seed))
 

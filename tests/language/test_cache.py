@@ -23,6 +23,7 @@ from tests.language.models import (
     states,
     step,
     true_logits,
+    trust,
 )
 
 Stream = Iterator[tuple[Tensor, Tensor]]
@@ -103,30 +104,43 @@ class TestNumbers:
 class TestCost:
     @every_kind
     def test_one_position_per_step(self, kind):
-        actor = make_actor(kind)
+        actor = trust(make_actor(kind))
         passes = Passes(actor)
         texts = random_texts(6)
         step(actor, texts, torch.full((6,), 4))
-        assert passes.take()[-1] == (6, 4)  # after a comparison
+        assert passes.take() == [(6, 4)]
         for n in range(5, 8):
             step(actor, texts, torch.full((6,), n))
             assert passes.take() == [(6, 1)]
+        step(actor, texts, torch.full((6,), n))
+        assert passes.take() == []  # the state is the same
 
     @every_kind
     def test_rows_are_rebuilt_alone(self, kind):
-        actor = make_actor(kind)
+        actor = trust(make_actor(kind))
         passes = Passes(actor)
         texts, position = random_texts(6), torch.tensor([4, 5, 6, 4, 5, 6])
         step(actor, texts, position)
-        passes.take()
+        assert passes.take() == [(2, 4), (2, 5), (2, 6)]
         texts, position = texts.clone(), position + 1
         texts[[1, 4]] = random_texts(2, seed=3)
         position[1], position[4] = 3, 7
         step(actor, texts, position)
-        assert passes.take() == [(2, 7), (6, 1)]
+        assert passes.take() == [(2, 1), (2, 1), (1, 3), (1, 7)]
+        texts[0] = random_texts(1, seed=4)[0]  # and a row of two goes on alone
         step(actor, texts, position + 1)
-        step(actor, texts, position)  # a rollback needs nothing anew
-        assert passes.take() == [(6, 1), (6, 1)]
+        assert passes.take() == [(1, 1), (2, 1), (1, 1), (1, 1), (1, 6)]
+
+    def test_rows_of_one_length_become_one_part_again(self):
+        actor = trust(make_actor("gpt"))
+        passes, texts = Passes(actor), random_texts(4)
+        for n in range(3):  # rows begin one after the other
+            texts[n] = random_texts(1, seed=9 + n)[0]
+            step(actor, texts, torch.full((4,), 4 + n))
+        passes.take()
+        step(actor, texts, torch.full((4,), 7))
+        assert passes.take() == [(4, 7)]
+        check_step(actor, texts, torch.full((4,), 8))
 
 
 class TestOff:

@@ -230,7 +230,7 @@ class TestErrors:
         ):
             actor(states(texts, torch.tensor([5, 6])))
 
-    @every_kind
+    @pytest.mark.parametrize("kind", ["gpt", "gpt2"])
     def test_texts_that_are_too_long(self, kind):
         actor = make_actor(kind)
         long = torch.zeros(2, LENGTH + 5).long()
@@ -238,6 +238,34 @@ class TestErrors:
             step(actor, long, [4, 21])
         full = torch.cat([random_texts(2), random_texts(2)[:, :1]], 1)  # by one token
         assert step(actor, full, [4, LENGTH + 1]).shape == (2, VOCAB)
+
+    def test_rotary_positions_have_no_limit(self):
+        check_step(make_actor("llama"), random_texts(2).repeat(1, 3), [LENGTH + 1, 3 * LENGTH])
+
+    @pytest.mark.parametrize(
+        ("kind", "sizes", "most"),
+        [
+            ("Roberta", {**SIZES, "is_decoder": True, "pad_token_id": 1}, LENGTH - 2),
+            ("OPT", {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32}, LENGTH),
+            ("GPTJ", {"n_embd": 32, "n_head": 4, "n_layer": 1, "rotary_dim": 4}, LENGTH),
+            ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": LENGTH}, LENGTH),
+        ],
+    )
+    def test_tables_of_positions(self, kind, sizes, most):
+        """One token more raises an error of the model itself."""
+        sizes = {"vocab_size": VOCAB, "max_position_embeddings": LENGTH, **sizes}
+        if kind == "OPT":
+            sizes |= {"num_attention_heads": 4, "num_hidden_layers": 1}
+        if kind == "Mpt":
+            del sizes["max_position_embeddings"]
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        actor, texts = CausalLMActor(model), torch.full((2, most + 1), 5)
+        assert model(texts[:, :most]).logits.shape[1] == most
+        with pytest.raises((IndexError, RuntimeError)):
+            model(texts)
+        with pytest.raises(ValueError, match=rf"must leave at most {most} tokens to be read"):
+            sample_responses(actor, texts[:, :most], 2, pad_token=0)
 
 
 def returns_nothing() -> None:

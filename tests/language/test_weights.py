@@ -21,8 +21,10 @@ from tests.language.models import (
     seeded,
     step,
     true_logits,
+    trust,
 )
 from torchrl_kl.language import GPT, CausalLMActor, sample_responses
+from torchrl_kl.language.blocks import KeyValues
 
 
 def matrix_of(model: nn.Module) -> torch.Tensor:
@@ -139,64 +141,118 @@ class TestModes:
 
 
 class Moved(GPT):
-    """It numbers the positions of new tokens as if they were the first ones."""
+    """From the second pass on, it numbers the positions of new tokens as if they were the first."""
 
-    def forward(self, tokens, past_key_values=None, attention_mask=None, position_ids=None):
-        return super().forward(
-            tokens, past_key_values=past_key_values, attention_mask=attention_mask
-        )
+    right = 0  # up to so many tokens, it is right
+
+    def _embed(self, tokens, n_read=0):
+        return super()._embed(tokens, n_read if n_read < self.right else 0)
+
+
+class Late(Moved):
+    right = 9
 
 
 class Picky(GPT):
-    def forward(self, tokens, past_key_values=None, attention_mask=None, position_ids=None):
-        if past_key_values is not None and tokens.shape[1] == 1:
-            raise KeyError("masks of two dimensions only")
-        return super().forward(tokens, past_key_values=past_key_values)
+    def forward(self, tokens, *, cache=None):
+        if cache is not None and tokens.shape[1] == 1:
+            raise KeyError("no single tokens")
+        return super().forward(tokens, cache=cache)
 
 
-class Even(GPT):
-    """It takes all new tokens for those of equally long texts."""
+class Still(GPT):
+    """Its rows cannot be moved."""
 
-    def forward(self, tokens, past_key_values=None, attention_mask=None, position_ids=None):
-        return super().forward(
-            tokens,
-            past_key_values=past_key_values,
-            attention_mask=attention_mask,
-            position_ids=None if position_ids is None else position_ids[:1],
-        )
+    def new_cache(self):
+        cache = super().new_cache()
+        cache.reorder_cache = lambda index: KeyValues.reorder_cache(cache, index.sort()[0] * 0)
+        return cache
 
 
-class TestFirstCachedStep:
-    """It is compared with an uncached pass: some models compute something else with a cache."""
+class Scaled(GPT):
+    """It reads the first tokens of a text otherwise once there are more than nine."""
+
+    def _embed(self, tokens, n_read=0):
+        return super()._embed(tokens, n_read) * (1 + (n_read + tokens.shape[1] > 9))
+
+
+def made_of(kind: type[GPT]) -> CausalLMActor:
+    return CausalLMActor(sharp(kind(VOCAB, 20)).eval())
+
+
+def sampled(actor: CausalLMActor, prompts: torch.Tensor, n: int) -> Any:
+    return sample_responses(actor, prompts, n, pad_token=0, generator=seeded())
+
+
+def check_same(batch: Any, expected: Any) -> None:
+    assert batch["tokens"].equal(expected["tokens"])
+    assert_close(batch["action_log_prob"], expected["action_log_prob"], atol=2e-5, rtol=0.0)
+
+
+class TestCompared:
+    """Cached outputs are compared with those of one pass, again where texts are longer."""
 
     @pytest.mark.parametrize(
         ("kind", "problem"),
-        [(Moved, r"differed by"), (Picky, r"raised KeyError: 'masks of two")],
+        [(Moved, r"outputs of texts of 5 .* off by"), (Picky, "it raised KeyError: 'no single")],
     )
     @pytest.mark.parametrize("ragged", [False, True])
     def test_models_that_compute_something_else(self, kind, problem, ragged):
-        actor, texts = CausalLMActor(sharp(kind(VOCAB, 20)).eval()), random_texts(3)
-        with pytest.warns(UserWarning, match=f"cannot be cached, since a pass with them {problem}"):
-            check_step(actor, texts, [4, 4 + ragged, 4])
-        for n in (5, 6):
+        actor, texts = made_of(kind), random_texts(3)
+        check_step(actor, texts, [4, 4 + ragged, 4])
+        with pytest.warns(UserWarning, match=f"is not used from now on, since {problem}"):
+            check_step(actor, texts, [5, 5 + ragged, 5])
+        for n in (6, 7):
             check_step(actor, texts, [n, n + 1, n])
 
-    def test_texts_of_equal_and_of_other_lengths_are_compared_each(self):
-        actor, texts = CausalLMActor(sharp(Even(VOCAB, 20)).eval()), random_texts(3)
-        check_step(actor, texts, [4, 4, 4])
-        with pytest.warns(UserWarning, match="cannot be cached"):
-            check_step(actor, texts, [5, 6, 4])
+    def test_a_fault_of_longer_texts_in_a_rollout(self):
+        actor, texts = made_of(Late), random_texts(3)
+        for n in range(4, 10):
+            check_step(actor, texts, [n] * 3)
+        with pytest.warns(UserWarning, match="texts of 10 tokens are off by"):
+            check_step(actor, texts, [10] * 3)
+        check_step(actor, texts, [11] * 3)
 
-    @pytest.mark.parametrize("kind", [Moved, Picky])
+    @pytest.mark.parametrize("kind", [Moved, Picky, Late])
     def test_sampled_responses(self, kind):
-        actors = [CausalLMActor(sharp(cls(VOCAB, 20)).eval()) for cls in (kind, GPT)]
+        actor, right = made_of(kind), made_of(GPT)
         prompts = random_texts(3)[:, :4]
-        with pytest.warns(UserWarning, match="cannot be cached"):
-            batch, expected = (
-                sample_responses(a, prompts, 6, pad_token=0, generator=seeded()) for a in actors
-            )
-        assert batch["tokens"].equal(expected["tokens"])
-        assert_close(batch["action_log_prob"], expected["action_log_prob"], atol=2e-5, rtol=0.0)
+        if kind is Late:
+            check_same(sampled(actor, prompts, 5), sampled(right, prompts, 5))
+        with pytest.warns(UserWarning, match="is not used from now on"):
+            batch = sampled(actor, prompts, 8)
+        check_same(batch, sampled(right, prompts, 8))
+        check_same(sampled(actor, prompts, 8), sampled(right, prompts, 8))  # no second warning
+
+    def test_a_long_prompt_says_nothing_about_steps_after_a_short_one(self):
+        actor, right = made_of(Late), made_of(GPT)
+        actor.reader.lm.model.right = 19
+        prompts = random_texts(3)
+        check_same(sampled(actor, prompts[:, :16], 4), sampled(right, prompts[:, :16], 4))
+        actor.reader.lm.model.right = 9
+        with pytest.warns(UserWarning, match="is not used from now on"):
+            batch = sampled(actor, prompts[:, :4], 8)
+        check_same(batch, sampled(right, prompts[:, :4], 8))
+
+    def test_rows_that_cannot_be_moved(self):
+        actor, right = made_of(Still), made_of(GPT)
+        prompts = random_texts(2)[:, :4]
+        check_same(sampled(actor, prompts, 8), sampled(right, prompts, 8))
+        groups = prompts.repeat_interleave(2, 0)
+        with pytest.warns(UserWarning, match="is not used from now on"):
+            batch = sampled(actor, groups, 8)
+        check_same(batch, sampled(right, groups, 8))
+
+    def test_prefixes_that_are_read_otherwise_in_longer_texts(self):
+        prompts = random_texts(3)
+        check_same(*(sampled(made_of(Scaled), prompts[:, :4], 6) for _ in range(2)))
+        with pytest.raises(ValueError, match="those of the first 4 tokens .* where it has 11"):
+            sampled(made_of(Scaled), prompts[:, :4], 8)
+        actor = made_of(Scaled)
+        for n in range(4, 10):
+            check_step(actor, prompts, [n] * 3)
+        with pytest.raises(ValueError, match="those of the first 9 tokens .* where it has 10"):
+            step(actor, prompts, torch.tensor([10] * 3))
 
     def test_it_leaves_modes_and_random_numbers_alone(self):
         model = make_model("gpt", dropout=0.3).train()
@@ -204,9 +260,10 @@ class TestFirstCachedStep:
         modes = [m.training for m in model.modules()]
         actor = CausalLMActor(model)
         torch.manual_seed(1)
-        first = step(actor, random_texts(3), torch.tensor([4, 4, 4]))  # with a comparison
+        first = [step(actor, random_texts(3), torch.tensor([n] * 3)) for n in (4, 5)]
         actor.clear_cache()
+        trust(actor)
         torch.manual_seed(1)
-        again = step(actor, random_texts(3), torch.tensor([4, 4, 4]))
-        assert torch.equal(first, again)
+        again = [step(actor, random_texts(3), torch.tensor([n] * 3)) for n in (4, 5)]
+        assert torch.equal(torch.stack(first), torch.stack(again))
         assert [m.training for m in model.modules()] == modes

@@ -50,7 +50,7 @@ class CausalLM(nn.Module):
             )
         # Its cache is used until an output has differed; see `differs`.
         self._cache_keyword = next(filter(self._keywords.__contains__, CACHE_KEYWORDS), "")
-        self.caches = bool(self._cache_keyword) and "use_cache" in self._keywords
+        self.caches = bool(self._cache_keyword)
         # From how many tokens to how many; of rows that stayed in place, and of others.
         self.compared: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
         self.causal = 1  # up to how many tokens texts were compared
@@ -71,15 +71,17 @@ class CausalLM(nn.Module):
     def read(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
         """The outputs (N, n_out) after tokens (N, T) that follow those in a cache; and the cache.
 
-        It is of the model's own making, from None; it is None if the model makes none.
+        It is of the model's own making, from None; None if the model makes none.
         """
-        options: dict[str, Any] = {"use_cache": True}
+        options: dict[str, Any] = {"use_cache": True} if "use_cache" in self._keywords else {}
+        make = stated("new_cache", innermost(next(self.children())))
+        cache = make() if cache is None and make is not None else cache
         if cache is not None:
             options[self._cache_keyword] = cache
         if "logits_to_keep" in self._keywords:
             options["logits_to_keep"] = 1
         made = _not_compiled(self.model)(tokens, **options)  # compiled, each length would be anew
-        return _logits_of(made, tokens)[:, -1], stated(self._cache_keyword, made)
+        return _logits_of(made, tokens)[:, -1], stated(self._cache_keyword, made, default=cache)
 
     def at(self, tokens: Tensor, row: Tensor, last: Tensor) -> Tensor:
         """Outputs of texts (N, T) at pairs of a row and a position, (K,) each: (K, n_out).

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,13 +27,6 @@ def values_hidden(tensor: Tensor) -> bool:
     """True under torch.compile and torch.vmap: decisions must not depend on values."""
     vmapped: Any = torch._C._functorch  # type: ignore[attr-defined]
     return torch.compiler.is_compiling() or vmapped.is_batchedtensor(tensor)
-
-
-class Cached(NamedTuple):
-    """Outputs (N, K, n_out), and what a next pass needs of the tokens that were read."""
-
-    logits: Tensor
-    cache: KeyValues
 
 
 class GPT(nn.Module):
@@ -113,24 +106,23 @@ class GPT(nn.Module):
         tokens: Tensor,
         *,
         cache: KeyValues | None = None,
-        use_cache: bool = False,
         logits_to_keep: int | Tensor = 0,
-    ) -> Any:
+    ) -> Tensor:
         """Outputs at every position: ids (*B, T) -> (*B, T, n_out), T from 1 to block_size.
 
-        The keywords are those of Hugging Face's causal language models. With `use_cache`, outputs
-        come as `.logits`, with a `.cache` to be passed along with the tokens that follow;
-        `logits_to_keep`: how many of the last positions, or which ones (K,), have outputs.
+        The keywords are those of Hugging Face's causal language models: tokens follow those in the
+        `cache`, which begins as `new_cache()` and takes them in; `logits_to_keep`: how many of the
+        last positions, or which ones (K,), have outputs.
         """
         keep: Keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
         if keep is None and logits_to_keep:
             keep = slice(-logits_to_keep, None)
-        if use_cache and cache is None:
-            cache = KeyValues(len(self.blocks))
         output = self.head(self.hidden(tokens, cache, keep))
-        if cache is not None:
-            return Cached(output, cache)
         return output if tokens.ndim == 2 else output.view(*tokens.shape[:-1], *output.shape[1:])
+
+    def new_cache(self) -> KeyValues:
+        """An empty cache. Without gradients, tokens can be read part by part with it."""
+        return KeyValues(len(self.blocks))
 
     def hidden(self, tokens: Tensor, cache: KeyValues | None, keep: Keep) -> Tensor:
         """The last hidden states at the positions `keep`, of which `head` makes the outputs."""

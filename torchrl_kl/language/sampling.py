@@ -253,18 +253,18 @@ class _Draft:
 
     def _leave(self, steps: InStep | None, n: int) -> bool:
         """Drops rows that have ended before token `n`, once they are many; whether any is left."""
-        if n in self.events:
-            live = self.end > n
-            if steps is None:
-                self.who = (live & (self.start <= n)).nonzero()[:, 0]
-            else:
-                rows = self._numbers[self.rows]
-                index = live[rows].nonzero()[:, 0]
-                if 8 * len(index) < 7 * len(rows):
-                    steps.select(index)
-                    self.rows = rows[index]
+        if n not in self.events:
+            return True
+        live = self.end > n
+        if steps is None:
+            self.who = (live & (self.start <= n)).nonzero()[:, 0]
             return bool(live.any())
-        return True
+        rows = self._numbers[self.rows]
+        index = live[rows].nonzero()[:, 0]
+        if 0 < 8 * len(index) < 7 * len(rows):
+            steps.select(index)
+            self.rows = rows[index]
+        return len(index) > 0
 
     def _join(self, steps: InStep, n: int, output: Tensor) -> Tensor:
         """Adds the rows whose prompts have just been read; the outputs of those that are drawn."""
