@@ -87,7 +87,7 @@ def make_critic(kind: str) -> Any:
 
 def first_layer(model: torch.nn.Module) -> torch.nn.Module:
     """The first block, in whatever it is wrapped."""
-    names = ("blocks.0", "transformer.h.0", "model.layers.0")
+    names = ("blocks.0", "transformer.h.0", "model.layers.0", "backbone.layers.0")
     return next(m for name, m in model.named_modules() if name.endswith(names))
 
 

@@ -112,7 +112,7 @@ class TestCost:
         for n in range(5, 8):
             step(actor, texts, torch.full((6,), n))
             assert passes.take() == [(6, 1)]
-        step(actor, texts, torch.full((6,), n))
+        step(actor, texts, torch.full((6,), 7))
         assert passes.take() == []  # the state is the same
 
     @every_kind

@@ -129,7 +129,7 @@ class TestLengths:
     @pytest.mark.parametrize("recurrent", [False, True])
     def test_a_beginning_that_is_read_otherwise_in_longer_texts(self, recurrent):
         actor, texts = longrope(4.0), random_texts(3)
-        text = r"those of more than 8 tokens otherwise, and one of 9 .*`short_factor`"
+        text = r"texts of up to 8 tokens, but not of 16, and one of 9 .*`short_factor`"
         with pytest.raises(ValueError, match=text):
             sample_responses(actor, texts[:, :4], 6, pad_token=0)
         with pytest.raises(ValueError, match=text), set_recurrent_mode(recurrent):

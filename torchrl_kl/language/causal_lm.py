@@ -135,7 +135,7 @@ class CausalLM(nn.Module):
                 n = length if sharded else min(2 * self.causal, most)
                 if not all(lm._reads_alike(texts[:, :n], part) for part in (n // 2, 3 * n // 4)):
                     message = _NOT_CAUSAL if n <= 4 else _READ_OTHERWISE
-                    raise ValueError(message.format(self.causal, length))
+                    raise ValueError(message.format(self.causal, n, length))
                 self.causal = sys.maxsize if sharded else n
 
     def _reads_alike(self, texts: Tensor, n: int) -> bool:
@@ -157,10 +157,10 @@ _NOT_CAUSAL = (
     "all tokens, as by `quantize_dynamic`."
 )
 _READ_OTHERWISE = (
-    "`model` must read a text alike whatever follows, but reads those of more than {0} tokens "
-    "otherwise, and one of {1} is asked for: keep texts within {0} tokens, or load the model with "
-    "a configuration that reads all lengths alike, such as a `short_factor` that is equal to "
-    "`long_factor` in the `rope_parameters` of longrope."
+    "`model` must read the beginning of a text alike whatever follows, which it does in texts of "
+    "up to {0} tokens, but not of {1}, and one of {2} is to be read: keep texts within {0} tokens, "
+    "or load the model with a configuration that reads all lengths alike, such as a `short_factor` "
+    "that is equal to `long_factor` in the `rope_parameters` of longrope."
 )
 
 
