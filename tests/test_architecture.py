@@ -59,7 +59,6 @@ PRIVATE_NAMES = {
     "_event_shape": {"distributions.py"},
     "_unbroadcasted_": {"distributions.py"},  # a prefix
     "_capacitance_tril": {"distributions.py"},
-    "_attn_implementation": {"causal_lm.py"},  # of transformers
     "_reset": {"base.py", "scorer.py"},
     "_step": {"batches.py", "digit_language_env.py"},
 }

@@ -37,13 +37,16 @@ from torchrl_kl.language import (
 every_kind = pytest.mark.parametrize("kind", KINDS)
 TOKENS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
 # Of each family: the class, the changes to its sizes, and whether it can be cached.
+BAMBA: dict[str, Any] = {**SIZES, "attn_layer_indices": [1], "mamba_n_heads": 8}
+BAMBA |= {"mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "gpt-neox": ("GPTNeoX", SIZES, True),
     "mixture of experts": ("Mixtral", {**SIZES, "num_local_experts": 4}, True),
-    "some layers slide": ("Gemma2", {**SIZES, "head_dim": 8, "sliding_window": 4}, False),
-    "state space": ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, False),
+    "some layers slide": ("Gemma2", {**SIZES, "head_dim": 8, "sliding_window": 4}, True),
+    "state space": ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, True),
+    "positions by distance": ("Falcon", {**SIZES, "alibi": True}, True),
     # Found by the comparison:
-    "positions by distance": ("Falcon", {**SIZES, "alibi": True}, False),
+    "states by position": ("Bamba", BAMBA, False),
 }
 
 
@@ -54,7 +57,7 @@ def make_family(name: str) -> Any:
     return sharp(transformers.AutoModelForCausalLM.from_config(config)).eval()
 
 
-@pytest.mark.filterwarnings("ignore:keys and values of this model cannot be cached:UserWarning")
+@pytest.mark.filterwarnings("ignore:the cache of this model is not used:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
@@ -129,7 +132,7 @@ class TestLengths:
     @pytest.mark.parametrize("recurrent", [False, True])
     def test_a_beginning_that_is_read_otherwise_in_longer_texts(self, recurrent):
         actor, texts = longrope(4.0), random_texts(3)
-        text = r"texts of up to 8 tokens, but not of 16, and one of 9 .*`short_factor`"
+        text = "those of the first 8 tokens of a text are others where it has 16.*`short_factor`"
         with pytest.raises(ValueError, match=text):
             sample_responses(actor, texts[:, :4], 6, pad_token=0)
         with pytest.raises(ValueError, match=text), set_recurrent_mode(recurrent):

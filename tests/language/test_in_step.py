@@ -91,7 +91,7 @@ class TestWhatIsRead:
         assert rows[0] == 32
         for t, n in enumerate(rows):
             assert live[t] <= n <= max(live[t] * 8 / 7, 1)
-        assert rows[-1] < 20
+        assert rows[-1] < 32
         check_numbers(actor, batch)
 
     @every_kind

@@ -29,6 +29,7 @@ class Growing:
 
     keys: Any = None
     values: Any = None
+    room = 0  # how many tokens there will be, if that is known
     _buffers: tuple[Tensor, ...] = ()  # of which they are the first part; none before it is needed
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -39,7 +40,8 @@ class Growing:
         start, new = self.keys.shape[2], (keys, values)
         end = start + keys.shape[2]
         if not self._buffers or end > self._buffers[0].shape[2]:
-            self._buffers = tuple(_with_room(x, end) for x in (self.keys, self.values))
+            n_slots = self.room if end <= self.room else 2 * end
+            self._buffers = tuple(_with_room(x, n_slots) for x in (self.keys, self.values))
         for buffer, part in zip(self._buffers, new, strict=True):
             buffer.narrow(2, start, end - start).copy_(part)
         self.keys, self.values = (buffer.narrow(2, 0, end) for buffer in self._buffers)
@@ -51,9 +53,8 @@ class Growing:
         self._buffers = ()
 
 
-def _with_room(held: Tensor, n_tokens: int) -> Tensor:
+def _with_room(held: Tensor, n_slots: int) -> Tensor:
     n_texts, n_head, n_read, width = held.shape
-    n_slots = 16 + 3 * n_tokens // 2
     if n_slots <= 48:  # slots come first in memory, where attention of one position is faster
         buffer = held.new_empty(n_slots, n_texts, n_head, width).permute(1, 2, 0, 3)
     else:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from operator import is_
 from typing import Any, NamedTuple
@@ -22,13 +23,33 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchrl_kl.language.blocks import Growing, fast
 from torchrl_kl.language.causal_lm import CausalLM, differ_by_rounding, stated
 
+# Outputs, those that were expected, and the size of numbers from which these were made.
+Scores = tuple[Tensor, Tensor, float]
+
 
 class NotCachedError(Exception):
     """A model's cache cannot be used, with the reason; without one, only in the present mode."""
 
 
+@contextmanager
+def without_cache(lm: CausalLM, problem: NotCachedError) -> Iterator[None]:
+    """Reads whole texts; also from now on, with a warning, if there is a reason and it works."""
+    lm.caches, works = False, False
+    try:
+        yield
+        works = True
+    finally:
+        lm.caches = not (works and problem.args)
+    if problem.args:
+        warnings.warn(
+            f"the cache of this model is not used from now on, since {problem}: each new token of "
+            "a rollout or a response reads the whole text.",
+            stacklevel=3,
+        )
+
+
 class InStep:
-    """R texts that are read together, with the cache that the model makes for them."""
+    """R texts that are read together, with the cache that the model makes for them, if it does."""
 
     def __init__(self, lm: CausalLM):
         self.lm = copy.copy(lm)
@@ -39,6 +60,16 @@ class InStep:
 
     def read(self, texts: Tensor, end: int) -> Tensor:
         """Reads texts (R, L) up to `end`; the outputs (R, n_out) there."""
+        self.start = self.start or end
+        if self.lm.caches:
+            output = self._read_new(texts, end)
+        else:
+            rows = torch.arange(len(texts), device=texts.device)
+            output = self.lm.at(texts, rows, torch.full_like(rows, end - 1))
+        self.n_read = end
+        return output
+
+    def _read_new(self, texts: Tensor, end: int) -> Tensor:
         try:
             output, self._cache = self.lm.read(texts[:, self.n_read : end], self._cache)
         except Exception as error:  # the model's code may raise anything
@@ -48,69 +79,47 @@ class InStep:
         if not hasattr(self._cache, "reorder_cache"):
             raise NotCachedError(f"rows of a {type(self._cache).__name__} cannot be moved")
         if not self.n_read:
-            self.start = end
             for layer in getattr(self._cache, "layers", ()):
                 if type(layer).__name__ == "DynamicLayer" and stated("ndim", layer.keys) == 4:
                     layer.__class__ = _growing(type(layer))
-        self.n_read = end
+                layer.room = texts.shape[1]
         return output
 
     def select(self, index: Tensor) -> None:
         """Keeps the rows `index`, in this order; some may be repeated."""
-        self._cache.reorder_cache(index)
         self.moved = True
+        if self._cache is not None:
+            self._cache.reorder_cache(index)
 
+    def compare(self, end: int, score: Callable[[], Scores], until: int | None = None) -> None:
+        """NotCachedError if outputs of texts of `end` tokens are not those of one pass.
 
-def is_compared(lm: CausalLM, moved: bool, start: int, end: int) -> bool:
-    """Whether texts that were read in step from `start` to `end` have been compared before.
-
-    `moved`: whether rows were.
-    """
-    return any(first <= start and end <= last for first, last in lm.compared[moved])
-
-
-def compare(
-    lm: CausalLM,
-    moved: bool,
-    start: int,
-    end: int,
-    output: Tensor,
-    score: Callable[[], tuple[Tensor, float]],
-) -> None:
-    """NotCachedError if outputs of texts that were read in step are not those of one pass.
-
-    Where dropout makes two passes differ, it says nothing. `score`: returns the outputs of one
-    pass, and the size of numbers from which they were made; see `differ_by_rounding`.
-    """
-    with torch.random.fork_rng([output.device] if output.is_cuda else []):
-        expected, size = score()
-        if not differ_by_rounding(output, expected, lm, size):
-            if not differ_by_rounding(score()[0], expected, lm, size):
-                return
-            error = (output - expected).abs().max().item()
-            raise NotCachedError(f"outputs of texts of {end} tokens are off by {error:.2g} with it")
-    for kind in {False, moved}:
-        pairs = lm.compared[kind]
-        pairs[:] = [pair for pair in pairs if pair[0] < start or pair[1] > end]
-        pairs.append((start, end))
+        Nothing is done where such texts, or those of `until` tokens, have been compared before:
+        with as short a first pass, and with rows that were moved, if these were. Nor where dropout
+        makes two passes differ. `score`: the outputs and those of one pass.
+        """
+        pairs, until = self.lm.compared[self.moved], until or end
+        if any(start <= self.start and until <= last for start, last in pairs):
+            return
+        cuda = [p.device for p in self.lm.parameters() if p.is_cuda][:1]
+        with torch.random.fork_rng(cuda):
+            output, expected, size = score()
+            if not differ_by_rounding(output, expected, self.lm, size):
+                if not differ_by_rounding(score()[1], expected, self.lm, size):
+                    return
+                error = (output - expected).abs().max().item()
+                raise NotCachedError(f"outputs of texts of {end} tokens are off by {error:.2g}")
+        for kind in {False, self.moved}:
+            pairs = self.lm.compared[kind]
+            pairs[:] = [pair for pair in pairs if pair[0] < self.start or pair[1] > end]
+            pairs.append((self.start, end))
 
 
 @cache
 def _growing(kind: type) -> type:
     """A class of layers whose objects become growing ones by a change of class."""
-    names = ("update", "reorder_cache", "_buffers")
+    names = ("update", "reorder_cache", "room", "_buffers")
     return type("Growing", (kind,), {name: vars(Growing)[name] for name in names})
-
-
-def stop_caching(lm: CausalLM, problem: NotCachedError) -> None:
-    """Warns that a model reads whole texts from now on; to be called after it could."""
-    if problem.args:
-        lm.caches = False
-        warnings.warn(
-            f"the cache of this model is not used from now on, since {problem}: each new token of "
-            "a rollout or a response reads the whole text.",
-            stacklevel=2,
-        )
 
 
 class WeightsReader:
@@ -230,8 +239,9 @@ class CachedTexts:
         going = same & (length == n + 1)
         n_going = int(going.sum())
         if n_going == 0:
-            noisy = self.lm.model.training  # each reading may have its own dropout
-            return None if noisy or not (same & (length == n)).all() else part
+            # Else each reading may have its own dropout, or changes that were not looked for.
+            kept = self.lm.caches and not self.lm.model.training
+            return part if kept and (same & (length == n)).all() else None
         if n_going < len(rows):
             index = going.nonzero()[:, 0]
             steps.select(index)
@@ -242,15 +252,14 @@ class CachedTexts:
 
     def _compare(self, steps: InStep, tokens: Tensor, output: Tensor) -> None:
         """Compares four rows: at their first lengths, then where they are longer by a sixteenth."""
-        n, span = steps.n_read, (steps.moved, steps.start)
-        soon = n if n >= tokens.shape[1] - 1 else n - n // 17
-        if is_compared(self.lm, *span, soon):
-            return
-        some = slice(None, None, -(-len(tokens) // 4))
+        n, some = steps.n_read, slice(None, None, -(-len(tokens) // 4))
         texts = tokens[some, :n]
         rows = torch.arange(len(texts), device=texts.device)
-        last = torch.full_like(rows, n - 1)
-        compare(self.lm, *span, n, output[some], lambda: (self.lm.at(texts, rows, last), 1.0))
+
+        def score() -> Scores:
+            return output[some], self.lm.at(texts, rows, torch.full_like(rows, n - 1)), 1.0
+
+        steps.compare(n, score, n if n >= tokens.shape[1] - 1 else n - n // 17)
 
 
 class RolloutCache:
@@ -264,7 +273,15 @@ class RolloutCache:
         self._sets: dict[tuple[Any, ...], CachedTexts] = {}  # by modes, the latest one last
 
     def read(self, tokens: Tensor, length: Tensor) -> Tensor:
-        """Outputs (N, n_out) at the end of texts (N, L); NotCachedError if it finds a fault."""
+        """Outputs (N, n_out) at the end of texts (N, L), of lengths (N,)."""
+        try:
+            return self._read(tokens, length)
+        except NotCachedError as problem:
+            self._sets.clear()
+            with without_cache(self.lm, problem):
+                return self._read(tokens, length)
+
+    def _read(self, tokens: Tensor, length: Tensor) -> Tensor:
         weights, modes = self._reader.weights(), self._reader.modes()
         texts = self._sets.pop(modes, None)
         with torch.inference_mode():  # PyTorch's fastest

@@ -99,17 +99,6 @@ class CausalLM(nn.Module):
         parts = tokens.split(max(1, READ_TOGETHER // (final + 1)))
         return torch.cat([self(part, keep) for part in parts])[row, last - first]
 
-    def after(self, tokens: Tensor, length: Tensor) -> Tensor:
-        """Outputs at the end of texts (N, L) of several lengths (N,), each without padding."""
-        output = tokens.new_empty(0)
-        for n in length.unique().tolist():
-            rows = (length == n).nonzero()[:, 0]
-            last = torch.full_like(rows, n - 1)
-            found = self.at(tokens[rows], torch.arange(len(rows), device=rows.device), last)
-            output = output if len(output) else found.new_empty(len(tokens), found.shape[1])
-            output[rows] = found
-        return output
-
     @torch.no_grad()
     def check_causal(self, text: Tensor, length: int) -> None:
         """ValueError unless texts of up to `length` tokens are read alike, whatever follows.
@@ -134,8 +123,7 @@ class CausalLM(nn.Module):
             while self.causal < length:
                 n = length if sharded else min(2 * self.causal, most)
                 if not all(lm._reads_alike(texts[:, :n], part) for part in (n // 2, 3 * n // 4)):
-                    message = _NOT_CAUSAL if n <= 4 else _READ_OTHERWISE
-                    raise ValueError(message.format(self.causal, n, length))
+                    raise ValueError(NOT_CAUSAL.format(self.causal, n))
                 self.causal = sys.maxsize if sharded else n
 
     def _reads_alike(self, texts: Tensor, n: int) -> bool:
@@ -151,16 +139,12 @@ class CausalLM(nn.Module):
         return min(map(sum, differ)) <= (0 if precise else len(last) // 2)
 
 
-_NOT_CAUSAL = (
-    "`model` must be causal, but its outputs depend on later tokens: use a decoder, in Hugging "
-    "Face's configurations of encoders `is_decoder=True`, and no quantization with one scale for "
-    "all tokens, as by `quantize_dynamic`."
-)
-_READ_OTHERWISE = (
-    "`model` must read the beginning of a text alike whatever follows, which it does in texts of "
-    "up to {0} tokens, but not of {1}, and one of {2} is to be read: keep texts within {0} tokens, "
-    "or load the model with a configuration that reads all lengths alike, such as a `short_factor` "
-    "that is equal to `long_factor` in the `rope_parameters` of longrope."
+NOT_CAUSAL = (
+    "`model` must be causal, but its outputs depend on later tokens: those of the first {0} tokens "
+    "of a text are others where it has {1}. Use a decoder, in Hugging Face's configurations of "
+    "encoders `is_decoder=True`; texts of at most {0} tokens, or a configuration that reads texts "
+    "of all lengths alike, for longrope one with a `short_factor` that is equal to `long_factor`; "
+    "and no quantization with one scale for all tokens, as by `quantize_dynamic`."
 )
 
 

@@ -92,13 +92,13 @@ class CausalLMActor(KLActor, ProbabilisticActor):
 
     - In TorchRL's recurrent mode, which losses set, a trajectory is scored in one pass. The
       log-probs are the same as step by step, and states may be shuffled.
-    - In rollouts without gradients, as of collectors, keys and values are cached: of N texts,
-      N * L * 2 * layers * heads * (width of a head) numbers. A step computes one new position of
-      each text. Texts that do not continue those of the last step are read anew, and so are all
-      texts after weights, adapters or modes of the model have changed. After an edit of single rows
-      or elements through `.data`, or of a layer's attributes, call `clear_cache`. If the first
-      cached step differs from an uncached pass by more than rounding, a warning is issued and the
-      cache is disabled.
+    - In rollouts without gradients, as of collectors, a step computes one new position of each
+      text, with the cache that the model makes for itself, one for texts of the same length. Texts
+      that do not continue those of the last step are read anew, and so are all texts after weights,
+      adapters or modes of the model have changed. After an edit of single rows or elements through
+      `.data`, or of a layer's attributes, call `clear_cache`. Cached outputs are compared with
+      those of one pass, on the first texts and again on longer ones. If they differ by more than
+      rounding, or the model raises an error, a warning is issued, and whole texts are read.
     - With `top_k`, `top_p` or `min_p` the policy is truncated: its distribution is that of the kept
       tokens, renormalized, and "logits" are -inf for others. The ids of the kept tokens are
       recorded under ("kept", "ids") next to the action (int32, (*B, `top_k`), most likely first,

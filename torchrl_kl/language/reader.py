@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrl.modules import recurrent_mode
 
 from torchrl_kl.functional.numbers import check_integers
-from torchrl_kl.language.cache import NotCachedError, RolloutCache, stop_caching
+from torchrl_kl.language.cache import RolloutCache
 from torchrl_kl.language.causal_lm import CausalLM
 from torchrl_kl.language.gpt import values_hidden
 
@@ -75,15 +75,8 @@ class StateReader(nn.Module):
 
     def _read_next(self, rows: Tensor, length: Tensor) -> Tensor:
         """The outputs of a step of a rollout, (N, n_out)."""
-        if not self.lm.caches:
-            return self.lm.after(rows, length)
         self._cache = self._cache or RolloutCache(self.lm)
-        try:
-            return self._cache.read(rows, length)
-        except NotCachedError as problem:
-            output = self.lm.after(rows, length)
-            stop_caching(self.lm, problem)
-            return output
+        return self._cache.read(rows, length)
 
     def clear_cache(self) -> None:
         """Drops the cached keys and values."""

@@ -6,6 +6,7 @@ Axes: N texts, P tokens of a prompt, T tokens of a response at most, L = P + T.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,8 @@ from torch.nn import functional as F
 
 from torchrl_kl.functional.numbers import check_integers, working_dtype
 from torchrl_kl.keys import as_tuple
-from torchrl_kl.language.cache import (
-    InStep,
-    NotCachedError,
-    compare,
-    is_compared,
-    stop_caching,
-)
+from torchrl_kl.language.cache import InStep, NotCachedError, Scores, without_cache
+from torchrl_kl.language.causal_lm import NOT_CAUSAL
 from torchrl_kl.language.distribution import draw
 from torchrl_kl.language.heads import CausalLMActor, CausalLMRewardModel, LogitsReader
 from torchrl_kl.language.responses import EndTokens, several
@@ -46,8 +42,9 @@ def sample_responses(
 ) -> TensorDict:
     """Samples a response to each prompt, in the layout that collectors of a text env return.
 
-    The batch is (N, T), with time last; each text is read once. KL stacks, KLMonitor, KLPenaltyLoss
-    and GAE (no `average_gae`) take it whole; other losses need `batch[batch["collector", "mask"]]`.
+    The batch is (N, T), with time last. Texts are read with the cache that the model makes for
+    itself, equal prompts once. KL stacks, KLMonitor, KLPenaltyLoss and GAE (no `average_gae`) take
+    it whole; other losses need `batch[batch["collector", "mask"]]`.
 
     Keys (under the names that the actor has):
         "tokens": (N, T, L), whole texts: prompt, response, then `pad_token`; "position": (N, T),
@@ -66,7 +63,7 @@ def sample_responses(
         pad_token: id that fills texts after the response; it may be `eos_token`.
         eos_token: id that ends a response and belongs to it; or several. None: all have T tokens.
         reward_fn: maps whole texts (N, L), padded after responses, to rewards (N,). None: 0.
-        generator: of the samples.
+        generator: of the samples, which do not depend on what is sampled together.
         return_logits: whether to record the logits, for `estimator="exact"`.
         chunk_size: how many texts are sampled together; keys and values are kept for so many.
 
@@ -187,80 +184,56 @@ def _cut(lengths: Sequence[int], n_new: int, i: int, j: int) -> list[tuple[int, 
     return _cut(lengths, n_new, i, best) + _cut(lengths, n_new, best, j)
 
 
+@dataclass
 class _Draft:
-    """N texts that are written in step; those with longer prompts are given their own tokens.
+    """N texts that are written in step; those with longer prompts are given their own tokens."""
 
-    Args:
-        texts: (N, L), prompts and padding, which are written in place.
-        start: (N,), lengths of the prompts.
-        lead: (N,), the first text with the same prompt, which is read for all of them.
-        drawn: (N, T), uniform numbers for the tokens.
-    """
-
-    def __init__(
-        self,
-        actor: CausalLMActor,
-        ends: tuple[int, ...],
-        return_logits: bool,
-        texts: Tensor,
-        start: Tensor,
-        lead: Tensor,
-        drawn: Tensor,
-    ):
-        self.actor, self.reader, self.truncation = actor, actor.reader, actor.truncation
-        self.ends, self.return_logits = ends, return_logits
-        self.blank, self.start, self.lead = texts, start, lead
-        self.n_new = drawn.shape[1]
-        self.at = start[:, None] + torch.arange(self.n_new, device=start.device)  # (N, T)
-        self.drawn = torch.zeros_like(texts, dtype=drawn.dtype).scatter_(1, self.at, drawn)
-        self.begins = {*start.tolist()}
-        self._numbers = torch.arange(len(start), device=start.device)
+    actor: CausalLMActor
+    ends: tuple[int, ...]
+    return_logits: bool
+    prompts: Tensor  # (N, L), with padding
+    start: Tensor  # (N,), lengths of the prompts, shorter ones first
+    lead: Tensor  # (N,), the first text with the same prompt, which is read for all of them
+    uniform: Tensor  # (N, T), numbers by which tokens are drawn
 
     @torch.inference_mode()
     def write(self) -> Tensor:
         """Writes the responses, and returns their log-probs (N, T), 0 after the end."""
-        lm, problem = self.reader.lm, None
-        if lm.caches:
-            steps = InStep(lm)
-            try:
-                self._write(steps)
-                self._compare(steps.moved)
-                return self.log_probs.gather(1, self.at)
-            except NotCachedError as error:
-                problem = error
-        self._write(None)
-        if problem is not None:
-            stop_caching(lm, problem)
+        self.reader = self.actor.reader
+        steps = InStep(self.reader.lm)
+        try:
+            self._write(steps)
+            steps.compare(int(self.end.max()) - 1, self._scores)
+        except NotCachedError as problem:
+            if not steps.lm.caches:
+                sizes = int(self.start[0]), int(self.end.max()) - 1
+                raise ValueError(NOT_CAUSAL.format(*sizes)) from problem
+            with without_cache(self.reader.lm, problem):
+                return self.write()
         return self.log_probs.gather(1, self.at)
 
-    def _write(self, steps: InStep | None) -> None:
-        self.texts, self.end = self.blank.clone(), self.start + self.n_new
+    def _write(self, steps: InStep) -> None:
+        self.texts, n_new = self.prompts.clone(), self.uniform.shape[1]
+        self.at = self.start[:, None] + torch.arange(n_new, device=self.start.device)  # (N, T)
+        self.drawn = torch.zeros_like(self.texts, dtype=torch.float64)
+        self.drawn.scatter_(1, self.at, self.uniform)
         self.log_probs, self.asked = torch.zeros_like(self.drawn), {}
-        # At these numbers of tokens, rows begin or end.
-        self.events = self.begins | {start + self.n_new for start in self.begins}
-        self.rows = (self.lead == self._numbers).nonzero()[:, 0]  # that are read
-        self.who = self.picked = slice(None)  # rows that are drawn, and where they are
+        self.end, begins = self.start + n_new, {*self.start.tolist()}
+        self.events = begins | {start + n_new for start in begins}  # where rows begin or end
+        self.numbers = torch.arange(len(self.start), device=self.start.device)
+        self.rows = (self.lead == self.numbers).nonzero()[:, 0]  # that are read
         n = int(self.start[0])
         while self._leave(steps, n):
-            if steps is None:
-                texts = self.texts[self.who, :n]
-                every = torch.arange(len(texts), device=texts.device)
-                output = self.reader.lm.at(texts, every, torch.full_like(every, n - 1))
-            else:
-                output = self._join(steps, n, steps.read(self.texts[self.rows], n))
-            self._append(n, output)
+            output = steps.read(self.texts[self.rows], n)
+            self._append(n, self._join(steps, n, output))
             n += 1
 
-    def _leave(self, steps: InStep | None, n: int) -> bool:
+    def _leave(self, steps: InStep, n: int) -> bool:
         """Drops rows that have ended before token `n`, once they are many; whether any is left."""
         if n not in self.events:
             return True
-        live = self.end > n
-        if steps is None:
-            self.who = (live & (self.start <= n)).nonzero()[:, 0]
-            return bool(live.any())
-        rows = self._numbers[self.rows]
-        index = live[rows].nonzero()[:, 0]
+        rows = self.numbers[self.rows]
+        index = (self.end[rows] > n).nonzero()[:, 0]
         if 0 < 8 * len(index) < 7 * len(rows):
             steps.select(index)
             self.rows = rows[index]
@@ -269,25 +242,25 @@ class _Draft:
     def _join(self, steps: InStep, n: int, output: Tensor) -> Tensor:
         """Adds the rows whose prompts have just been read; the outputs of those that are drawn."""
         if n in self.events:
-            rows = self._numbers[self.rows]
-            new = ((self.start == n) & (self.lead != self._numbers)).nonzero()[:, 0]
+            rows = self.numbers[self.rows]
+            new = ((self.start == n) & (self.lead != self.numbers)).nonzero()[:, 0]
             if len(new):
-                places = torch.zeros_like(self.start)
-                places[rows] = self._numbers[: len(rows)]
-                index = torch.cat([self._numbers[: len(rows)], places[self.lead[new]]])
+                index = torch.cat(
+                    [self.numbers[: len(rows)], torch.searchsorted(rows, self.lead[new])]
+                )
                 rows, order = torch.cat([rows, new]).sort()
                 steps.select(index[order])
                 output = output[index[order]]
             drawn = (self.start[rows] <= n) & (self.end[rows] > n)
-            everything = len(rows) == len(self.start)
-            self.rows = slice(None) if everything else rows
-            self.picked = slice(None) if drawn.all() else drawn.nonzero()[:, 0]
-            self.who = slice(None) if everything and drawn.all() else rows[self.picked]
+            all_read, all_drawn, whole = len(rows) == len(self.start), drawn.all(), slice(None)
+            self.rows = whole if all_read else rows
+            self.picked = whole if all_drawn else drawn.nonzero()[:, 0]  # of these
+            self.who = whole if all_read and all_drawn else rows[self.picked]
         return output[self.picked]
 
     def _append(self, n: int, output: Tensor) -> None:
         """Draws token `n` of the rows `who` from the model's outputs."""
-        who, truncation = self.who, self.truncation
+        who, truncation = self.who, self.actor.truncation
         logits = self.reader.scale(output)
         if truncation is not None:
             ids = truncation.keep(logits, bounded=True)
@@ -308,39 +281,27 @@ class _Draft:
     def _record(self, key: NestedKey, n: int, values: Tensor) -> None:
         """Keeps values (R, K) of token `n` of the rows `who`."""
         if key not in self.asked:
-            shape = (len(self.start), self.n_new, values.shape[1])
-            self.asked[key] = values.new_zeros(shape)
-        self.asked[key][self._numbers[self.who], n - self.start[self.who]] = values
+            self.asked[key] = values.new_zeros(*self.at.shape, values.shape[1])
+        self.asked[key][self.numbers[self.who], n - self.start[self.who]] = values
 
-    def _compare(self, moved: bool) -> None:
-        """Compares log-probs with those of one pass, where texts are longer than any before.
-
-        The shortest of eight texts is the shortest of all, and the longest the longest.
-        """
-        reader, span = self.reader, (int(self.start[0]), int(self.end.max()) - 1)
-        if is_compared(reader.lm, moved, *span):
-            return
+    def _scores(self) -> Scores:
+        """The log-probs of eight responses, from the shortest to the longest, and by one pass."""
         places = torch.linspace(0, len(self.end) - 1, min(8, len(self.end)))
         rows = self.end.argsort()[places.long().to(self.end.device)].tolist()
-        recorded = [self.log_probs[row, self.start[row] : self.end[row]] for row in rows]
+        recorded, scored, size = zip(*map(self._score, rows), strict=True)
+        return torch.cat(recorded), torch.cat(scored), max(size)
 
-        def score() -> tuple[Tensor, float]:
-            found, size = zip(*(self._score(row) for row in rows), strict=True)
-            return torch.cat(found), max(size)
-
-        compare(reader.lm, moved, *span, torch.cat(recorded), score)
-
-    def _score(self, row: int) -> tuple[Tensor, float]:
-        """The log-probs of a response by one pass; and the largest logit."""
+    def _score(self, row: int) -> Scores:
+        """The log-probs of a response, those by one pass, and the largest logit."""
         reader, start, end = self.reader, int(self.start[row]), int(self.end[row])
+        last = torch.arange(start - 1, end - 1, device=self.end.device)
         text = self.texts[row : row + 1]
-        last = torch.arange(start - 1, end - 1, device=text.device)
         logits = reader.scale(reader.lm.at(text, torch.zeros_like(last), last))
         size = logits[logits.isfinite()].abs().max().item()
-        if self.truncation is not None:
+        if self.actor.truncation is not None:
             logits = restrict(logits, self.asked[self.actor.kept_key][row, : end - start])
-        found = logits.log_softmax(-1).gather(1, text[0, start:end, None])
-        return found[:, 0].to(self.log_probs.dtype), size
+        found = logits.log_softmax(-1).gather(1, text[0, start:end, None])[:, 0]
+        return self.log_probs[row, start:end], found.to(self.log_probs.dtype), size
 
 
 def _rewards(reward_fn: Callable[[Tensor], Tensor] | None, texts: Tensor, end: Tensor) -> Tensor:
