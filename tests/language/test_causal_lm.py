@@ -114,6 +114,41 @@ class TestCalls:
         assert seen[-1] == 12
 
 
+def longrope(long_factor: float) -> CausalLMActor:
+    """With other rotary embeddings for texts of more than 8 tokens."""
+    rope: Any = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+    rope |= {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [long_factor] * 4}
+    config = transformers.LlamaConfig(**SIZES, rope_parameters=rope)
+    return CausalLMActor(sharp(transformers.LlamaForCausalLM(config)).eval())
+
+
+class TestLengths:
+    @pytest.mark.parametrize(("long_factor", "n_new"), [(4.0, 5), (1.0, 12)])
+    def test_texts_that_are_read_alike(self, long_factor, n_new):
+        actor = longrope(long_factor)
+        batch = sample_responses(actor, random_texts(3)[:, :4], n_new, pad_token=0)
+        assert KLConstrainedTransform(actor, 0.1)(batch)["next", "kl"].abs().max() < 1e-4
+
+    @pytest.mark.parametrize("recurrent", [False, True])
+    def test_a_beginning_that_is_read_otherwise_in_longer_texts(self, recurrent):
+        actor, texts = longrope(4.0), random_texts(3)
+        text = "those of the first 8 tokens of a text are others where it has 16.*`short_factor`"
+        with pytest.raises(ValueError, match=text):
+            sample_responses(actor, texts[:, :4], 6, pad_token=0)
+        with pytest.raises(ValueError, match=text), set_recurrent_mode(recurrent):
+            step(actor, texts, [3, 9, 4])
+
+    def test_lengths_that_double_are_compared_once(self):
+        actor = make_actor("llama")
+        seen: list[int] = []
+        step(actor, random_texts(2), [9, 9])
+        actor.reader.lm.model.register_forward_pre_hook(lambda _, ids: seen.append(ids[0].shape[0]))
+        for n in range(10, LENGTH + 1):
+            with set_recurrent_mode(True):
+                step(actor, random_texts(3), [n, n, n])
+        assert seen == [3] * 7 + [2] * 6 + [3] * 4  # up to 16, then up to 32
+
+
 class TestCriticsAndRewardModels:
     @pytest.mark.parametrize(
         ("position", "error", "text"),
@@ -144,7 +179,7 @@ class TestErrors:
     def test_one_output_per_text(self, make):
         config = transformers.LlamaConfig(**{**SIZES, **TOKENS, "num_labels": 1})
         module = make(transformers.LlamaForSequenceClassification(config).eval())
-        with pytest.raises(ValueError, match=r"got Tensor of \(3, 1\) for ids .*TokenClassif"):
+        with pytest.raises(ValueError, match=r"got Tensor of \(\d, 1\) for ids .*TokenClassif"):
             module(tokens=random_texts(3)[:, :9], position=torch.tensor([5, 8, 6]))
 
     def test_encoders(self):

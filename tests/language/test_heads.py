@@ -78,7 +78,8 @@ LAYOUTS = [
 
 
 def rows_read(actor, states, recurrent):
-    """How many rows the GPT was run on."""
+    """How many rows the GPT was run on, after its first texts."""
+    logits_of(actor, states, recurrent)
     blocks, rows = actor[0].module.lm.model.blocks[0], []
     handle = blocks.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
     logits_of(actor, states, recurrent)

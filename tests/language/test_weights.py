@@ -170,10 +170,10 @@ class Still(GPT):
 
 
 class Scaled(GPT):
-    """It reads the first tokens of a text otherwise once there are more than nine."""
+    """It reads the first tokens of a text otherwise once there are more than eight."""
 
     def _embed(self, tokens, n_read=0):
-        return super()._embed(tokens, n_read) * (1 + (n_read + tokens.shape[1] > 9))
+        return super()._embed(tokens, n_read) * (1 + (n_read + tokens.shape[1] > 8))
 
 
 def made_of(kind: type[GPT]) -> CausalLMActor:
@@ -245,14 +245,14 @@ class TestCompared:
 
     def test_prefixes_that_are_read_otherwise_in_longer_texts(self):
         prompts = random_texts(3)
-        check_same(*(sampled(made_of(Scaled), prompts[:, :4], 6) for _ in range(2)))
-        with pytest.raises(ValueError, match="those of the first 4 tokens .* where it has 11"):
+        check_same(*(sampled(made_of(Scaled), prompts[:, :4], 5) for _ in range(2)))
+        with pytest.raises(ValueError, match="those of the first 8 tokens .* where it has 16"):
             sampled(made_of(Scaled), prompts[:, :4], 8)
         actor = made_of(Scaled)
-        for n in range(4, 10):
+        for n in range(4, 9):
             check_step(actor, prompts, [n] * 3)
-        with pytest.raises(ValueError, match="those of the first 9 tokens .* where it has 10"):
-            step(actor, prompts, torch.tensor([10] * 3))
+        with pytest.raises(ValueError, match="those of the first 8 tokens .* where it has 16"):
+            step(actor, prompts, torch.tensor([9] * 3))
 
     def test_it_leaves_modes_and_random_numbers_alone(self):
         model = make_model("gpt", dropout=0.3).train()

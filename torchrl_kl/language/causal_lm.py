@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,7 +54,7 @@ class CausalLM(nn.Module):
         self.caches = bool(self._cache_keyword)
         # From how many tokens to how many; of rows that stayed in place, and of others.
         self.compared: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
-        self.causal = 0  # the longest text that was looked at
+        self.causal = 1  # up to how many tokens texts were compared
         self.splits: bool | None = None  # whether its head works apart; see `SplitLM`
         # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
         self.n_out: int | None = stated("n_out", inner)
@@ -101,27 +102,51 @@ class CausalLM(nn.Module):
         return torch.cat([self(part, keep) for part in parts])[row, last - first]
 
     @torch.no_grad()
-    def check_causal(self, text: Tensor) -> None:
-        """ValueError if outputs depend on later tokens, looked at once for each length of a text.
+    def check_causal(self, text: Tensor, length: int) -> None:
+        """ValueError unless texts of up to `length` tokens are read alike, whatever follows.
 
-        A text (T,) is compared with what of it is as long as the last one, or shorter by a token.
+        Texts of lengths that double, from the longest one so far on, are compared with their first
+        half and their first three quarters alone. Those of arbitrary ids are used, or of the ids of
+        a text (T,) if the vocabulary is not known. There are two, since rounding may, rarely, send
+        a token to another expert. All ranks have to read a sharded model equally often, so that it
+        is compared once.
         """
-        if len(text) < 2 or len(text) <= self.causal:
+        most = self.max_tokens or (2 * length if self.vocab_size else length)
+        length = min(length, most)
+        if length <= self.causal:
             return
-        n_read = self.causal or len(text) - 1
+        pool = torch.arange(min(self.vocab_size, 5)) if self.vocab_size else text.cpu()
+        generator = torch.Generator().manual_seed(0)
+        texts = pool[torch.randint(len(pool), (2, most), generator=generator)].to(text.device)
+        sharded = any(hasattr(p, "device_mesh") for p in self.parameters())
+        lm = copy.copy(self)
+        vars(lm)["model"] = _not_compiled(self.model)  # compiled, each length would be anew
         with torch.autocast(text.device.type, enabled=False), evaluating(self):
-            longer, shorter = self(text[None])[:, :n_read], self(text[None, :n_read])
-        if not differ_by_rounding(longer, shorter, self):
-            raise ValueError(NOT_CAUSAL.format(n_read, len(text)))
-        self.causal = len(text)
+            while self.causal < length:
+                n = length if sharded else min(2 * self.causal, most)
+                if not all(lm._reads_alike(texts[:, :n], part) for part in (n // 2, 3 * n // 4)):
+                    raise ValueError(NOT_CAUSAL.format(self.causal, n))
+                self.causal = sys.maxsize if sharded else n
+
+    def _reads_alike(self, texts: Tensor, n: int) -> bool:
+        """Whether the first `n` tokens of texts (N, T) are read as they are alone."""
+        last = torch.arange(max(0, n - 64), n, device=texts.device)
+        alone, within = self(texts[:, :n], last), self(texts, last)
+        self(texts[:, :1])  # dynamic NTK remembers the longest text until it reads a short one
+        differ = [
+            [not differ_by_rounding(*pair, self) for pair in zip(*rows, strict=True)]
+            for rows in zip(within, alone, strict=True)
+        ]
+        precise = all(p.element_size() >= 4 for p in self.parameters())
+        return min(map(sum, differ)) <= (0 if precise else len(last) // 2)
 
 
 NOT_CAUSAL = (
-    "`model` must be causal, but its outputs depend on later tokens: those of the first {} tokens "
-    "of a text are others where it has {}. Use a decoder, in Hugging Face's configurations of "
-    "encoders `is_decoder=True`; texts that a scaling of positions by their length (longrope, "
-    "dynamic) leaves alone; and no quantization with one scale for all tokens, as by "
-    "`quantize_dynamic`."
+    "`model` must be causal, but its outputs depend on later tokens: those of the first {0} tokens "
+    "of a text are others where it has {1}. Use a decoder, in Hugging Face's configurations of "
+    "encoders `is_decoder=True`; texts of at most {0} tokens, or a configuration that reads texts "
+    "of all lengths alike, for longrope one with a `short_factor` that is equal to `long_factor`; "
+    "and no quantization with one scale for all tokens, as by `quantize_dynamic`."
 )
 
 
@@ -172,7 +197,10 @@ class SplitLM:
     """
 
     def __init__(self, lm: CausalLM):
-        self._decoder = innermost(lm.model).get_decoder()
+        inner = innermost(lm.model)
+        decoder = inner.get_decoder()
+        # That of Llama 4 returns the whole model.
+        self._decoder = inner.model if decoder is inner else decoder
         self._lm = _without_decoder(lm, self._decoder, self._answer)
         self._whole = copy.copy(self._lm)  # it reads texts
         vars(self._whole)["model"] = in_wrapper(lm.model, self._lm.model)
@@ -231,7 +259,7 @@ def can_split(lm: CausalLM, tokens: Tensor) -> bool:
 
 def _without_decoder(lm: CausalLM, decoder: Any, answer: Callable[..., Any]) -> CausalLM:
     """A model with `answer` for its decoder, and the tensors and settings that it has now."""
-    memo: dict[int, Any] = {id(decoder): answer}  # and all that is not copied
+    memo: dict[int, Any] = {id(decoder): _Answering(decoder, answer)}  # and all that is not copied
     for part in lm.modules():
         held = (*vars(part).values(), *part.parameters(False), *part.buffers(False))
         memo.update((id(value), value) for value in held if isinstance(value, Tensor))
@@ -240,6 +268,17 @@ def _without_decoder(lm: CausalLM, decoder: Any, answer: Callable[..., Any]) -> 
     if not isinstance(decoder, nn.Module):  # a method
         setattr(memo[id(decoder.__self__)], decoder.__name__, answer)
     return view
+
+
+class _Answering(nn.Module):
+    """A decoder whose calls a function answers; wrappers may ask for all else that it has."""
+
+    def __init__(self, decoder: Any, answer: Callable[..., Any]):
+        super().__init__()
+        vars(self).update(decoder=decoder, forward=answer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.decoder, name)
 
 
 def _hidden_of(output: Any) -> Tensor:

@@ -130,8 +130,8 @@ class CausalLMActor(KLActor, ProbabilisticActor):
 
     Raises:
         TypeError: `model` is not a module, or tokens or position are not int64 or int32.
-        ValueError: `temperature` is out of range, the model has one output, is not causal (seen in
-            a rollout), or cannot read a state; or the exploration type is MEAN.
+        ValueError: `temperature` is out of range, the model has one output, does not read texts
+            of all lengths alike, or cannot read a state; or the exploration type is MEAN.
 
     Example:
         >>> import torch

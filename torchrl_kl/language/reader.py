@@ -79,9 +79,6 @@ class StateReader(nn.Module):
 
     def _read_next(self, rows: Tensor, length: Tensor) -> Tensor:
         """The outputs of a step of a rollout, (N, n_out)."""
-        longest = int(length.max())
-        if longest > 17 * self.lm.causal // 16 or longest == rows.shape[1]:
-            self.lm.check_causal(rows[int(length.argmax()), :longest])
         self._cache = self._cache or RolloutCache(self.lm)
         return self._cache.read(rows, length)
 
@@ -103,6 +100,9 @@ class StateReader(nn.Module):
                 f"`position` must lie in 0..{most}, got {low} to {high}: it counts tokens before "
                 f"padding, `tokens` have length {length} and the model reads at most {limit}."
             )
+        if high > self.lm.causal:
+            longest = tokens[torch.unravel_index(position.argmax(), position.shape)]
+            self.lm.check_causal(longest[:high], high)
         return most
 
 

@@ -251,8 +251,6 @@ class ResponseKLTransform(Penalizing, Transform):
     def _score_rows(self, rows: TensorDictBase) -> list[Tensor]:
         """The log-probs, and the estimates, of all `rows` at once."""
         actor, action = self._policy.held, rows.get("action")
-        if len(rows):
-            actor.reader.lm.check_causal(rows.get("tokens")[0, 0, :-1])
         inputs = scored_inputs(actor, rows)
         with evaluating(actor), set_recurrent_mode(True):
             dist = actor.get_dist(inputs)

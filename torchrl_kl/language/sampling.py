@@ -91,7 +91,9 @@ def sample_responses(
             raise ValueError(f"`{name}` must be an int of at least 1, got {count}.")
     padded, start = _pad(prompts, pad_token)
     ends = several(eos_token)
-    reader = _reader_of(actor, padded.shape[1] + max_new_tokens - 1, pad_token, ends)
+    n_read = padded.shape[1] + max_new_tokens - 1
+    reader = _reader_of(actor, n_read, pad_token, ends)
+    reader.lm.check_causal(padded[start.argmax()], n_read)
     texts = F.pad(padded, (0, max_new_tokens), value=pad_token)
     floating = (p.dtype for p in reader.parameters() if p.is_floating_point())
     dtype = working_dtype(next(floating, torch.float32))
@@ -203,15 +205,15 @@ class _Draft:
 
     def write(self) -> Tensor:
         """Writes the responses, and returns their log-probs (N, T), 0 after the end."""
-        self.reader, (first, last) = self.actor.reader, self.start[[0, -1]].tolist()
-        self.reader.lm.check_causal(self.prompts[-1, :last])
+        self.reader = self.actor.reader
         steps = InStep(self.reader.lm)
         try:
             self._write(steps)
             steps.compare(int(self.end.max()) - 1, self._scores)
         except NotCachedError as problem:
             if not steps.lm.caches:
-                raise ValueError(NOT_CAUSAL.format(first, int(self.end.max()) - 1)) from problem
+                sizes = int(self.start[0]), int(self.end.max()) - 1
+                raise ValueError(NOT_CAUSAL.format(*sizes)) from problem
             with without_cache(self.reader.lm, problem):
                 return self.write()
         return self.log_probs.gather(1, self.at)
