@@ -118,9 +118,9 @@ class CausalLM(nn.Module):
         pool = torch.arange(min(self.vocab_size, 5)) if self.vocab_size else text.cpu()
         generator = torch.Generator().manual_seed(0)
         texts = pool[torch.randint(len(pool), (2, most), generator=generator)].to(text.device)
-        sharded = any(hasattr(p, "device_mesh") for p in self.parameters())
+        sharded = bool(sharded_parts(self))
         lm = copy.copy(self)
-        vars(lm)["model"] = _not_compiled(self.model)  # compiled, each length would be anew
+        vars(lm)["model"] = unwrapped(self.model)  # compiled, each length would be anew
         with torch.autocast(text.device.type, enabled=False), evaluating(self):
             while self.causal < length:
                 n = length if sharded else min(2 * self.causal, most)
