@@ -76,7 +76,7 @@ class StateReader(nn.Module):
     def _read_next(self, rows: Tensor, length: Tensor) -> Tensor:
         """The outputs of a step of a rollout, (N, n_out)."""
         longest = int(length.max())
-        if longest > 17 * self.lm.causal // 16 or longest == rows.shape[1]:
+        if longest > 65 * self.lm.causal // 64 or longest == rows.shape[1]:
             self.lm.check_causal(rows[int(length.argmax()), :longest])
         self._cache = self._cache or RolloutCache(self.lm)
         return self._cache.read(rows, length)
