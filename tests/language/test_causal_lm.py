@@ -1,5 +1,6 @@
 """Calling any causal language model: families, wrappers, precisions, and what is refused."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -147,6 +148,28 @@ class TestLengths:
             with set_recurrent_mode(True):
                 step(actor, random_texts(3), [n, n, n])
         assert seen == [3] * 7 + [2] * 6 + [3] * 4  # up to 16, then up to 32
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_few_positions_that_differ_in_half_precision_are_rounding(self, dtype):
+        actor = make_actor("llama").to(dtype)
+
+        def change(_, ids, output):  # the first of those that are asked for
+            output.logits[:, 0] += (ids[0].shape[1] > 8) * torch.arange(VOCAB)
+
+        actor.reader.lm.model.register_forward_hook(change)
+        half = dtype == torch.bfloat16
+        with nullcontext() if half else pytest.raises(ValueError, match="first 8 tokens"):
+            step(actor, random_texts(2), [9, 9])
+
+    def test_sharded_models_are_compared_once(self):
+        actor, seen = make_actor("llama"), []
+        model = actor.reader.lm.model
+        model.lm_head.weight.device_mesh = None
+        model.register_forward_pre_hook(lambda _, ids: seen.append(tuple(ids[0].shape)))
+        for n in (9, 18):
+            with set_recurrent_mode(True):
+                step(actor, random_texts(3), [n] * 3)
+        assert seen == [(2, 4), (2, 9), (2, 1), (2, 6), (2, 9), (2, 1), (3, 9), (3, 18)]
 
 
 class TestCriticsAndRewardModels:

@@ -160,6 +160,13 @@ class Picky(GPT):
         return super().forward(tokens, cache=cache)
 
 
+class Unread(GPT):
+    def forward(self, tokens, *, cache=None):
+        if cache is not None:
+            raise AttributeError("no number of layers")
+        return super().forward(tokens)
+
+
 class Still(GPT):
     """Its rows cannot be moved."""
 
@@ -213,7 +220,7 @@ class TestCompared:
             check_step(actor, texts, [10] * 3)
         check_step(actor, texts, [11] * 3)
 
-    @pytest.mark.parametrize("kind", [Moved, Picky, Late])
+    @pytest.mark.parametrize("kind", [Moved, Picky, Unread, Late])
     def test_sampled_responses(self, kind):
         actor, right = made_of(kind), made_of(GPT)
         prompts = random_texts(3)[:, :4]

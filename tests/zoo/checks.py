@@ -151,29 +151,29 @@ class Checks:
         return self
 
     def _try(self, what: str, check: Any, window: int, length: int) -> bool:
-        """Whether a check did not raise; only errors of this package are no fault."""
+        """Whether a check did not raise; errors of this package are no fault."""
         warned: list[str] = []
-        raised = None
+        raised = True
         try:
             with heard(warned):
                 check(window, length)
+            raised = False
         except Refused as error:
-            raised = f"refused: {error}"
-            warned.append(raised)
+            self._remark("refused: " + str(error).split(". ")[0])
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = str(error).splitlines() or [""]
-            raised = f"{what}: {type(error).__name__}: {said[0][:150]} (line {where.lineno})"
-            self.faults.append(raised)
+            name = type(error).__name__
+            self.faults.append(f"{what}: {name}: {said[0][:150]} (line {where.lineno})")
         for text in warned:
-            self._remark(text)
-        return raised is None
+            self._remark(text.split(": ")[0])
+        return not raised
 
     def _remark(self, text: str) -> None:
-        """Adds what a message says before its colon; those of both windows differ in numbers."""
-        short = re.sub(r"(?<!refused): .*", "", text, flags=re.S)
-        if re.sub(r"\d+", "", short) not in [re.sub(r"\d+", "", each) for each in self.remarks]:
-            self.remarks.append(short)
+        """Adds a remark; those of the two windows differ in numbers."""
+        words = [re.sub(r"[\d.]+", "", each) for each in (text, *self.remarks)]
+        if words[0] not in words[1:]:
+            self.remarks.append(text)
 
     def _close(self, what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
         difference = (got - expected).abs().max().item()

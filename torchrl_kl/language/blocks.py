@@ -51,7 +51,8 @@ class Growing:
 
     def reorder_cache(self, index: Tensor) -> None:
         """Keeps those of the texts `index`, in this order."""
-        self.keys, self.values = (x.index_select(0, index) for x in (self.keys, self.values))
+        both = (self.keys, self.values)  # layers may be on several devices
+        self.keys, self.values = (x.index_select(0, index.to(x.device)) for x in both)
         self._buffers = ()
 
 

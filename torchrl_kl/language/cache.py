@@ -252,7 +252,7 @@ class CachedTexts:
         return _Rows(rows, steps, output)
 
     def _compare(self, steps: InStep, tokens: Tensor, output: Tensor) -> None:
-        """Compares four rows: at their first lengths, then where they are longer by a sixteenth."""
+        """Compares four rows: at their first lengths, then where they are longer by a 64th."""
         n, some = steps.n_read, slice(None, None, -(-len(tokens) // 4))
         texts = tokens[some, :n]
         rows = torch.arange(len(texts), device=texts.device)
@@ -260,7 +260,7 @@ class CachedTexts:
         def score() -> Scores:
             return output[some], self.lm.at(texts, rows, torch.full_like(rows, n - 1)), 1.0
 
-        steps.compare(n, score, n if n >= tokens.shape[1] - 1 else n - n // 17)
+        steps.compare(n, score, n if n >= tokens.shape[1] - 1 else n - n // 65)
 
 
 class RolloutCache:

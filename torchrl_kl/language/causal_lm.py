@@ -102,26 +102,25 @@ class CausalLM(nn.Module):
         return torch.cat([self(part, keep) for part in parts])[row, last - first]
 
     @torch.no_grad()
-    def check_causal(self, text: Tensor, length: int) -> None:
+    def check_causal(self, tokens: Tensor, length: int) -> None:
         """ValueError unless texts of up to `length` tokens are read alike, whatever follows.
 
         Texts of lengths that double, from the longest one so far on, are compared with their first
-        half and their first three quarters alone. Those of arbitrary ids are used, or of the ids of
-        a text (T,) if the vocabulary is not known. There are two, since rounding may, rarely, send
-        a token to another expert. All ranks have to read a sharded model equally often, so that it
-        is compared once.
+        half and their first three quarters alone: two texts, since rounding may, rarely, send a
+        token to another expert, of arbitrary ids, or of these `tokens` if the vocabulary is not
+        known. All ranks have to read a sharded model equally often, so that it is compared once.
         """
         most = self.max_tokens or (2 * length if self.vocab_size else length)
         length = min(length, most)
         if length <= self.causal:
             return
-        pool = torch.arange(min(self.vocab_size, 5)) if self.vocab_size else text.cpu()
+        pool = torch.arange(min(self.vocab_size, 5)) if self.vocab_size else tokens.unique().cpu()
         generator = torch.Generator().manual_seed(0)
-        texts = pool[torch.randint(len(pool), (2, most), generator=generator)].to(text.device)
+        texts = pool[torch.randint(len(pool), (2, most), generator=generator)].to(tokens.device)
         sharded = bool(sharded_parts(self))
         lm = copy.copy(self)
         vars(lm)["model"] = unwrapped(self.model)  # compiled, each length would be anew
-        with torch.autocast(text.device.type, enabled=False), evaluating(self):
+        with torch.autocast(tokens.device.type, enabled=False), evaluating(self):
             while self.causal < length:
                 n = length if sharded else min(2 * self.causal, most)
                 if not all(lm._reads_alike(texts[:, :n], part) for part in (n // 2, 3 * n // 4)):

@@ -101,8 +101,7 @@ class StateReader(nn.Module):
                 f"padding, `tokens` have length {length} and the model reads at most {limit}."
             )
         if high > self.lm.causal:
-            longest = tokens[torch.unravel_index(position.argmax(), position.shape)]
-            self.lm.check_causal(longest[:high], high)
+            self.lm.check_causal(tokens, high)
         return most
 
 

@@ -93,7 +93,7 @@ def sample_responses(
     ends = several(eos_token)
     n_read = padded.shape[1] + max_new_tokens - 1
     reader = _reader_of(actor, n_read, pad_token, ends)
-    reader.lm.check_causal(padded[start.argmax()], n_read)
+    reader.lm.check_causal(padded, n_read)
     texts = F.pad(padded, (0, max_new_tokens), value=pad_token)
     floating = (p.dtype for p in reader.parameters() if p.is_floating_point())
     dtype = working_dtype(next(floating, torch.float32))
