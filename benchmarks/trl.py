@@ -5,10 +5,8 @@ with the KL in the loss, `KLPenaltyLoss(gradient="k2")` around ClipPPOLoss, and 
 have the same Llama (4 layers, width 256), sizes of batches, rewards, coefficient and optimizer, and
 learn from 16 responses at a time. `--check` compares their gradients on a batch of TRL's.
 
-    pip install -e ".[trl]"
-    python benchmarks/trl.py --vocab 4000 32000
-    python benchmarks/trl.py --kl loss --shapes 16x128
-    python benchmarks/trl.py --check
+    pip install -e ".[trl]" && python benchmarks/trl.py
+    python benchmarks/trl.py --vocab 4000 32000 --kl loss --shapes 16x128
 
 Seconds are of the processor, with one thread: medians over steps that both make in turns. MB are
 the growth of resident memory (Linux) from construction to the peak, in a process for each. FLOPs
@@ -22,7 +20,6 @@ import ctypes
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -40,10 +37,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 from torch.utils.flop_counter import FlopCounterMode
-from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 
-from torchrl_kl import KLConstrainedTransform, KLPenaltyLoss
+from torchrl_kl import KLConstrainedTransform, KLPenaltyLoss, rescore
 from torchrl_kl.language import CausalLMActor, as_steps, minibatches, sample_responses
 
 HERE = str(Path(__file__).parent)
@@ -58,13 +54,9 @@ SHAPES: dict[str, dict[str, int]] = {
     "prompts": {"responses": 16, "tokens": 128, "prompt": 512, "group": 8},
     "ends": {"responses": 64, "tokens": 128, "mean": 40},
 }
-BARS = {  # the least ratios of seconds and of MB
-    ("reward", "32x32"): (1.4, None),
-    ("reward", "16x128"): (1.4, None),
-    ("reward", "prompts"): (3.0, 2.5),
-    ("loss", "16x128"): (1.25, 1.2),
-    ("loss", "prompts"): (3.0, 2.5),
-    ("loss", "ends"): (2.5, None),
+BARS: dict[str, dict[str, tuple[float, float | None]]] = {  # least ratios of seconds and of MB
+    "reward": {"32x32": (1.4, None), "16x128": (1.4, None), "prompts": (3.0, 2.5)},
+    "loss": {"16x128": (1.25, 1.2), "prompts": (3.0, 2.5), "ends": (2.5, None)},
 }
 
 
@@ -74,9 +66,7 @@ class Args:
 
     vocab: tuple[int, ...] = arg((4000,), "Entries of the vocabulary.", quick=(168,))
     kl: tuple[str, ...] = arg(tuple(RIVALS), "Where the KL is.", choices=tuple(RIVALS))
-    shapes: tuple[str, ...] = arg(
-        tuple(SHAPES), "Sizes of batches.", quick=("16x128",), choices=tuple(SHAPES)
-    )
+    shapes: tuple[str, ...] = arg(tuple(SHAPES), "Sizes.", quick=("16x128",), choices=[*SHAPES])
     steps: int = arg(5, "Timed steps of both, after one to warm up.", quick=1)
     check: bool = arg(False, "Compare the gradients of a batch, and nothing else.")
     quick: bool = quick_flag()
@@ -142,25 +132,21 @@ def counting() -> Any:
     return counter
 
 
-Hook = Callable[[int], None]  # gets the number of a step
-
-
 class Ours:
     """A job with this package."""
 
     def __init__(self, job: Job, n_steps: int):
         self.job, self.n_steps, self.model = job, n_steps, job.model()
         self.actor = CausalLMActor(self.model, return_logits=False)
-        self.loss: Any = ClipPPOLoss(self.actor, None, entropy_bonus=False)  # type: ignore[arg-type]
-        self.stack: Any = None
+        ppo: Any = ClipPPOLoss(self.actor, None, entropy_bonus=False)  # type: ignore[arg-type]
         if job.kl == "reward":
-            self.stack = KLConstrainedTransform(self.actor, COEFF)
+            self.stack, self.loss = KLConstrainedTransform(self.actor, COEFF), ppo
         else:
-            self.loss = KLPenaltyLoss(self.actor, COEFF, gradient="k2", loss=self.loss)
+            self.loss = KLPenaltyLoss(self.actor, COEFF, gradient="k2", loss=ppo)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
 
-    def run(self, begin: Hook, end: Hook) -> None:
-        """Makes all steps, each between two calls."""
+    def run(self, begin: Any, end: Any) -> None:
+        """Makes all steps, each between two calls, which get its number."""
         for n, prompts in enumerate(self.job.prompts(self.n_steps)):
             begin(n)
             self.step(prompts)
@@ -171,10 +157,10 @@ class Ours:
         job, prompts = self.job, prompts.repeat_interleave(self.job.group, 0)
         options: Any = {"eos_token": job.eos or None, "reward_fn": self.rewards}
         batch: Any = sample_responses(self.actor, prompts, job.tokens, pad_token=PAD, **options)
-        batch = batch if self.stack is None else self.stack(batch)
+        batch = self.stack(batch) if job.kl == "reward" else batch
         rewards = batch["next", "reward"].sum(1).view(-1, job.group)
         gain = rewards - rewards.mean(1, keepdim=True)
-        if self.stack is None:
+        if job.kl == "loss":
             gain = gain / (rewards.std(1, keepdim=True) + 1e-4)
         else:  # the baseline is the mean of the others
             gain = gain * (job.group / (job.group - 1))
@@ -225,8 +211,8 @@ class Theirs:
         )
         self.trainer.remove_callback(transformers.PrinterCallback)
 
-    def run(self, begin: Hook, end: Hook, learn: Hook = lambda n: None) -> None:
-        """Makes all steps, each between two calls; `learn` is called before an update."""
+    def run(self, begin: Any, end: Any, learn: Any = lambda n: None) -> None:
+        """The same; `learn` is called before an update."""
         calls = transformers.TrainerCallback()
         vars(calls).update(
             on_step_begin=lambda args, state, *_, **__: begin(state.global_step),
@@ -285,9 +271,7 @@ def gradient_error(job: Job) -> float:
         texts: Any = {"full": torch.cat([prompts, inputs["completion_ids"]], 1), "prompt": prompts}
         masks = {"all_attention_mask": torch.cat([inputs["prompt_mask"].bool(), mask], 1)}
         data = TensorDict({"tokens": texts, "masks": masks}, batch_size=len(mask))
-        batch = as_steps(data, pad_token=PAD)
-        with torch.no_grad(), set_recurrent_mode(True):
-            batch["action_log_prob"] = ours.actor.log_prob(batch.copy())
+        batch = rescore(ours.actor, as_steps(data, pad_token=PAD))
         ours.add_gradients(batch, inputs["advantages"])
         both = (ours.model, theirs.trainer.model)
         own, other = (parameters_to_vector(p.grad for p in each.parameters()) for each in both)
@@ -301,32 +285,30 @@ def gradient_error(job: Job) -> float:
 
 
 def results_of(args: Args, kl: str, name: str, vocab: int) -> list[Result]:
-    """The answers about one job."""
-    sizes, bars = dict(SHAPES[name]), (None, None) if args.quick else BARS.get((kl, name))
-    sizes |= {"responses": 8, "tokens": 8} if args.quick else {}
+    """The answers about one job; each measurement has a process of its own."""
+    sizes, bars = dict(SHAPES[name]), BARS[kl].get(name, (None, None))
+    if args.quick:
+        sizes, bars = {**sizes, "responses": 8, "tokens": 8}, (None, None)
     sizes |= {"responses": MICRO_BATCH} if args.check else {}
-    with tempfile.TemporaryDirectory() as folder:
+    options: Any = {"mp_context": get_context("spawn"), "max_tasks_per_child": 1}
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, **options) as pool:
         job = Job(folder, kl, vocab, **sizes)
         job.save()
         size = f"{RIVALS[kl]}Trainer, V = {vocab}, {job.responses} x {job.tokens} tokens"
         size += f" (on average {job.mean})" if job.mean else ""
         size += f", prompts of {job.prompt}, groups of {job.group}"
         if args.check:
-            return [Result.error(f"gradients, {size}", alone(gradient_error, job), 1e-5, "")]
-        (peak, flops), (their_peak, their_flops) = (alone(measure, n, job) for n in (Ours, Theirs))
-        (theirs, ours), floor = alone(time_turns, job, args.steps), job.floor()
-    time_bar, memory_bar = bars or (None, None)
+            error = pool.submit(gradient_error, job).result()
+            return [Result.error(f"gradients, {size}", error, 1e-5, "")]
+        own, their = (pool.submit(measure, side, job).result() for side in (Ours, Theirs))
+        theirs, ours = pool.submit(time_turns, job, args.steps).result()
+        floor = job.floor()
+    peaks, flops = zip(own, their, strict=True)
     return [
-        Result.speed(f"seconds, {size}", ours, theirs, time_bar),
-        Result(f"peak, {size}", peak, their_peak, their_peak / peak, memory_bar, unit="MB"),
-        Result(f"FLOPs, {size}", flops / floor, their_flops / floor, their_flops / flops),
+        Result.speed(f"seconds, {size}", ours, theirs, bars[0]),
+        Result(f"peak, {size}", *peaks, peaks[1] / peaks[0], bars[1], unit="MB"),
+        Result(f"FLOPs, {size}", flops[0] / floor, flops[1] / floor, flops[1] / flops[0]),
     ]
-
-
-def alone(function: Callable[..., Any], *given: Any) -> Any:
-    """Calls a function in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *given).result()
 
 
 def main() -> None:
