@@ -96,7 +96,7 @@ def make_call(args: Args, case: str, chunk: int | None) -> Callable[[TensorDict]
     def by_hand(batch: TensorDict) -> torch.Tensor:
         texts = batch["tokens", "full"]
         places = torch.arange(PROMPT - 1, texts.shape[1] - 1, device=texts.device)
-        hidden = model.hidden(texts[:, :-1], None, None, None, places).flatten(0, 1)
+        hidden = model.hidden(texts[:, :-1], None, places).flatten(0, 1)
         size, actions = chunk or len(hidden), texts[:, PROMPT:].reshape(-1, 1)
         parts = zip(hidden.split(size), actions.split(size), strict=True)
         return torch.cat([model.head(h).log_softmax(-1).gather(-1, a) for h, a in parts])

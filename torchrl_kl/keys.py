@@ -65,7 +65,7 @@ def get_required(holder: Any, key: NestedKey, fix: str, where: str = "data") -> 
     value = holder.get(key, None)
     if value is None:
         there = existing_keys(holder)
-        raise MissingKeyError(f"{key!r} is not in the {where}: {fix} It has {there}.")
+        raise MissingKeyError(f"{key!r} is not in the {where}: {fix} You have {there}.")
     return value
 
 

@@ -60,13 +60,14 @@ class FrozenActor(nn.Module):
             given for a recurrent actor; of a call, if its distribution has no density.
 
     Example:
+        >>> import torch
         >>> from torchrl_kl import FrozenActor
         >>> from torchrl_kl.language import GPT, CausalLMActor
         >>> from torchrl_kl.envs import DigitLanguageEnv
         >>> actor = CausalLMActor(GPT(vocab_size=11, block_size=8))
         >>> reference = FrozenActor(actor)
         >>> step = actor(DigitLanguageEnv(batch_size=(5,)).reset())
-        >>> reference.score(step, timed=False).log_prob.equal(step["action_log_prob"])
+        >>> torch.allclose(reference.score(step, timed=False).log_prob, step["action_log_prob"])
         True
         >>> reference.update_reference(actor, tau=0.1)  # a tenth of the way
     """

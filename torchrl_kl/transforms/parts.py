@@ -5,7 +5,7 @@ from torch import nn
 from torchrl.data import Composite
 
 from torchrl_kl.actors.protocol import known_lengths
-from torchrl_kl.actors.references import Switch
+from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import KLController
 from torchrl_kl.functional.numbers import working_dtype
 from torchrl_kl.keys import KLKeys, as_keys, get_required
@@ -61,8 +61,11 @@ class ReferenceModelLogProbTransform(ScoringTransform):
         keys: KLKeys | None = None,
         time_dim: int | None = None,
     ):
-        scorer, self.keys = make_scorer(actor, reference, keys, estimator, time_dim=time_dim)
-        frozen = scorer.reference
+        keys = as_keys(keys)
+        frozen = as_reference(actor, reference, log_prob_key=keys.log_prob)
+        scorer, self.keys = make_scorer(
+            actor, frozen, keys, estimator, time_dim=time_dim, is_copy=reference is None
+        )
         self._passed_key = self.keys.passed(estimator)
         # TorchRL wants each of the out_keys in the env's specs.
         super().__init__(

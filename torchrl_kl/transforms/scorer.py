@@ -18,7 +18,6 @@ from torchrl.envs import EnvBase
 from torchrl_kl.actors.frozen import FrozenActor
 from torchrl_kl.actors.policy import Acting
 from torchrl_kl.actors.reading import require_recording
-from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.batches import AUTORESET_KEY, expand_right, find_time_dim, of_values
 from torchrl_kl.functional.estimators import ESTIMATORS
 from torchrl_kl.keys import (
@@ -26,7 +25,6 @@ from torchrl_kl.keys import (
     KLKeys,
     MissingKeyError,
     ResolvedKeys,
-    as_keys,
     as_tuple,
     existing_keys,
 )
@@ -309,21 +307,19 @@ class ScoringTransform(KLTransform, ABC):
 
 def make_scorer(
     actor: nn.Module,
-    reference: nn.Module | Switch | None,
-    keys: KLKeys | None,
+    frozen: FrozenActor,
+    keys: KLKeys,
     estimator: Estimator,
     *,
     time_dim: int | None,
+    is_copy: bool,
     sum_agents: bool = False,
-    chunk_size: int | None = None,
 ) -> tuple[Scorer, ResolvedKeys]:
-    """A scorer for the actions of `actor`, and all keys; for the arguments of a transform."""
-    keys = as_keys(keys)
-    frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, chunk_size=chunk_size)
+    """A scorer for the actions of `actor`, and all keys; `is_copy`: whether `frozen` is one."""
     if keys.log_prob is None:
         require_recording(actor)
     resolved = keys.resolve(frozen.log_prob_key, sum_agents=sum_agents)
     frozen.name_states(resolved.ref_log_prob)
     estimate, acting = make_estimate(estimator, actor, resolved), Acting.of(actor, frozen.recorded)
-    copied = actor if reference is None else None
+    copied = actor if is_copy else None
     return Scorer(frozen, acting, estimate, time_dim=time_dim, copied=copied), resolved

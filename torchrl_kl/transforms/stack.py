@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 
 from torchrl_kl.actors.protocol import as_kl_actor
-from torchrl_kl.actors.references import Switch
+from torchrl_kl.actors.references import Switch, as_reference
 from torchrl_kl.controllers import ConstantKLController, KLController
 from torchrl_kl.functional.numbers import check_number
-from torchrl_kl.keys import KLKeys, as_tuple
+from torchrl_kl.keys import KLKeys, as_keys, as_tuple
 from torchrl_kl.transforms.base import Leaf, Steps
 from torchrl_kl.transforms.estimates import Estimator
 from torchrl_kl.transforms.penalty import Penalizing, Penalty
@@ -74,9 +74,12 @@ class KLConstrainedTransform(Penalizing, ScoringTransform):
         time_dim: int | None = None,
         chunk_size: int | None = None,
     ):
-        options: Any = {"sum_agents": sum_agents, "time_dim": time_dim, "chunk_size": chunk_size}
-        scorer, resolved = make_scorer(actor, reference, keys, estimator, **options)
-        frozen = scorer.reference
+        keys = as_keys(keys)
+        frozen = as_reference(actor, reference, log_prob_key=keys.log_prob, chunk_size=chunk_size)
+        options: Any = {"time_dim": time_dim, "is_copy": reference is None}
+        scorer, resolved = make_scorer(
+            actor, frozen, keys, estimator, sum_agents=sum_agents, **options
+        )
         penalty = Penalty(
             controller,
             resolved,
