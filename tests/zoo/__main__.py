@@ -3,7 +3,8 @@
     python -m tests.zoo FOLDER [NAME ...]
 
 Results go to FOLDER, one file for each name; those that are there are not made again, so that
-several processes may share a folder. The page is written when all of them are there.
+several processes may share a folder; an empty one is of a run that was stopped, to be removed. The
+page is written when all of them are there. It takes from ten to forty minutes.
 """
 
 import json

@@ -144,9 +144,7 @@ class Checks:
                         self.lora &= self._try("LoRA", self._lora, window, length)
                     else:
                         self.tiles = self.lora = False
-                        self._remark(
-                            "its own backward pass raises in eval mode: it cannot be trained so"
-                        )
+                        self._remark("its own backward pass raises in eval mode")
                     break
         return self
 

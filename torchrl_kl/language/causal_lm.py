@@ -80,8 +80,9 @@ class CausalLM(nn.Module):
         cache = make() if cache is None and make is not None else cache
         if cache is not None:
             options[self._cache_keyword] = cache
-        if "logits_to_keep" in self._keywords:
-            options["logits_to_keep"] = 1
+        last = tokens.shape[1] - 1
+        if last and "logits_to_keep" in self._keywords:  # as `at` does, to the last digit
+            options["logits_to_keep"] = torch.arange(last, last + 1, device=tokens.device)
         made = unwrapped(self.model)(tokens, **options)  # compiled, each length would be anew
         return _logits_of(made, tokens)[:, -1], stated(self._cache_keyword, made, default=cache)
 
