@@ -300,7 +300,9 @@ def results_of(args: Args, kl: str, name: str, vocab: int) -> list[Result]:
     return [
         Result.speed(f"seconds, {size}", ours, theirs, bars[0]),
         Result(f"peak, {size}", peak, their_peak, their_peak / peak, bars[1], unit="MB"),
-        Result(f"FLOPs, {size}", flops / floor, their_flops / floor, their_flops / flops),
+        Result(
+            f"FLOPs, {size}", flops / floor, their_flops / floor, their_flops / flops, unit="floor"
+        ),
     ]
 
 
