@@ -1,17 +1,16 @@
 """Whole jobs of RL on a language model with KL control, against the trainers of TRL.
 
+    pip install -e ".[trl]" && python benchmarks/trl.py
+    python benchmarks/trl.py --vocab 4000 32000 --kl loss --shapes 16x128
+
 With the KL in the reward, ours is `KLConstrainedTransform` with ClipPPOLoss, the rival RLOOTrainer;
 with the KL in the loss, `KLPenaltyLoss(gradient="k2")` around ClipPPOLoss, and GRPOTrainer. Both
 have the same Llama (4 layers, width 256), sizes of batches, rewards, coefficient and optimizer, and
 learn from 16 responses at a time. `--check` compares their gradients on a batch of TRL's.
-
-    pip install -e ".[trl]" && python benchmarks/trl.py
-    python benchmarks/trl.py --vocab 4000 32000 --kl loss --shapes 16x128
-
 Seconds are of the processor, with one thread: medians over steps that both make in turns. MB are
-the growth of resident memory (Linux) from construction to the peak, in a process for each. FLOPs
-are those that PyTorch counts in a step, as a multiple of the floor: one generation, one pass of the
-reference and one with gradients, each of whole texts. Ratios are TRL's figure divided by ours.
+the growth of resident memory (Linux) from construction to the peak. FLOPs are those that PyTorch
+counts in a step, as a multiple of the floor: one generation, one pass of the reference and one with
+gradients, each of whole texts. Ratios are TRL's figure divided by ours.
 """
 
 from __future__ import annotations
@@ -115,6 +114,11 @@ class Job:
         size, end = (n_steps * n_groups, self.prompt), self.vocab - len(self.eos)
         return torch.randint(PAD + 1, end, size, generator=draws).split(n_groups)
 
+    def rewards(self, texts: Tensor) -> Tensor:
+        """The share of even tokens in the responses of whole texts."""
+        responses = texts[:, self.prompt :].tolist()
+        return torch.tensor(share_of_even([[i for i in ids if i != PAD] for ids in responses]))
+
     def floor(self) -> int:
         """FLOPs that a step needs, of plain PyTorch."""
         counter, n_tokens = counting(), self.mean or self.tokens
@@ -122,6 +126,11 @@ class Job:
         with torch.no_grad(), counter:
             self.model()(texts, logits_to_keep=n_tokens)
         return 5 * counter.get_total_flops()  # gradients take as much as two passes
+
+
+def share_of_even(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The rewards of responses."""
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
 
 def counting() -> Any:
@@ -145,17 +154,15 @@ class Ours:
             self.loss = KLPenaltyLoss(self.actor, COEFF, gradient="k2", loss=ppo)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
 
-    def run(self, begin: Any, end: Any) -> None:
-        """Makes all steps, each between two calls, which get its number."""
-        for n, prompts in enumerate(self.job.prompts(self.n_steps)):
-            begin(n)
+    def run(self) -> None:
+        """Makes all steps."""
+        for prompts in self.job.prompts(self.n_steps):
             self.step(prompts)
-            end(n)
 
     def step(self, prompts: Tensor) -> None:
         """Samples, scores and learns."""
         job, prompts = self.job, prompts.repeat_interleave(self.job.group, 0)
-        options: Any = {"eos_token": job.eos or None, "reward_fn": self.rewards}
+        options: Any = {"eos_token": job.eos or None, "reward_fn": job.rewards}
         batch: Any = sample_responses(self.actor, prompts, job.tokens, pad_token=PAD, **options)
         batch = self.stack(batch) if job.kl == "reward" else batch
         rewards = batch["next", "reward"].sum(1).view(-1, job.group)
@@ -168,11 +175,6 @@ class Ours:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def rewards(self, texts: Tensor) -> Tensor:
-        """The share of even tokens in responses."""
-        response = texts[:, self.job.prompt :]
-        return (response % 2 == 0).sum(1) / (response != PAD).sum(1)
 
     def add_gradients(self, batch: Any, advantage: Tensor) -> None:
         """Those of the mean over all tokens of a batch."""
@@ -197,10 +199,6 @@ class Theirs:
         options |= {"logging_strategy": "no", "disable_tqdm": True, "output_dir": job.folder}
         prompts = torch.cat(job.prompts(n_steps)).tolist()
         texts = {"prompt": [" ".join(f"<{i}>" for i in prompt) for prompt in prompts]}
-
-        def share_of_even(completion_ids: list[list[int]], **_: Any) -> list[float]:
-            return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
-
         config = getattr(trl, f"{RIVALS[job.kl]}Config")
         self.trainer: Any = getattr(trl, f"{RIVALS[job.kl]}Trainer")(
             model=job.model(),
@@ -211,49 +209,44 @@ class Theirs:
         )
         self.trainer.remove_callback(transformers.PrinterCallback)
 
-    def run(self, begin: Any, end: Any, learn: Any = lambda n: None) -> None:
-        """The same; `learn` is called before an update."""
-        calls = transformers.TrainerCallback()
-        vars(calls).update(
-            on_step_begin=lambda args, state, *_, **__: begin(state.global_step),
-            on_step_end=lambda args, state, *_, **__: end(state.global_step - 1),
-            on_pre_optimizer_step=lambda args, state, *_, **__: learn(state.global_step),
-        )
-        self.trainer.add_callback(calls)
+    def run(self, **calls: Any) -> None:
+        """Makes all steps; calls are made at these events of a callback."""
+        callback = transformers.TrainerCallback()
+        for event, call in calls.items():
+            setattr(callback, event, lambda *_, call=call, **__: call())
+        self.trainer.add_callback(callback)
         self.trainer.train()
 
 
 def time_turns(job: Job, n_steps: int) -> list[float]:
     """Median seconds of a step, theirs and ours, which are made in turns."""
     torch.set_num_threads(1)
-    ours, theirs, prompts = Ours(job, 0), Theirs(job, n_steps + 1), job.prompts(n_steps + 1)
+    ours, theirs, prompts = Ours(job, 0), Theirs(job, n_steps + 1), iter(job.prompts(n_steps + 1))
     clock: list[float] = []  # before a step of theirs, after it, and after one of ours
 
-    def end(n: int) -> None:
+    def end() -> None:
         clock.append(time.process_time())
-        ours.step(prompts[n])
+        ours.step(next(prompts))
         clock.append(time.process_time())
 
-    theirs.run(lambda n: clock.append(time.process_time()), end)
+    theirs.run(on_step_begin=lambda: clock.append(time.process_time()), on_step_end=end)
     seconds = torch.tensor(clock, dtype=torch.float64).view(-1, 3).diff(dim=1)
     return seconds[1:].median(0).values.tolist()
 
 
-def measure(side: type[Ours] | type[Theirs], job: Job) -> tuple[float, float]:
-    """The growth of memory over two steps, MB, and the FLOPs of a third one."""
+def measure(side: type[Ours] | type[Theirs], job: Job, count: bool) -> float:
+    """The FLOPs of a step, after one to warm up, or the growth of memory over two, MB."""
     torch.set_num_threads(1)
-    contestant, counter, peaks = side(job, 3), counting(), []
+    contestant, counter = side(job, 1 if count else 2), counting()
     ctypes.CDLL(None).malloc_trim(0)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-
-    def begin(n: int) -> None:
-        peaks.append(resident("VmHWM"))
-        if n == 2:
-            counter.__enter__()
-
-    contestant.run(begin, lambda n: counter.__exit__(None, None, None) if n == 2 else None)
-    return (peaks[2] - before) / 1e6, counter.get_total_flops()
+    contestant.run()
+    if not count:
+        return (resident("VmHWM") - before) / 1e6
+    with counter:
+        contestant.run()
+    return counter.get_total_flops()
 
 
 def gradient_error(job: Job) -> float:
@@ -265,7 +258,7 @@ def gradient_error(job: Job) -> float:
         seen.append(inputs)
         return compute_loss(model, inputs, *args, **kwargs)
 
-    def compare(n: int) -> None:
+    def compare() -> None:
         (inputs,) = seen
         prompts, mask = inputs["prompt_ids"], inputs["completion_mask"].bool()
         texts: Any = {"full": torch.cat([prompts, inputs["completion_ids"]], 1), "prompt": prompts}
@@ -280,7 +273,7 @@ def gradient_error(job: Job) -> float:
         errors.append((own - other).abs().max() / other.abs().max())
 
     theirs.trainer.compute_loss = watched
-    theirs.run(lambda n: None, lambda n: None, compare)
+    theirs.run(on_pre_optimizer_step=compare)
     return errors[0].item()
 
 
@@ -300,14 +293,16 @@ def results_of(args: Args, kl: str, name: str, vocab: int) -> list[Result]:
         if args.check:
             error = pool.submit(gradient_error, job).result()
             return [Result.error(f"gradients, {size}", error, 1e-5, "")]
-        own, their = (pool.submit(measure, side, job).result() for side in (Ours, Theirs))
+        sides, floor = (Ours, Theirs), job.floor()
+        peak, their_peak = (pool.submit(measure, side, job, False).result() for side in sides)
+        flops, their_flops = (pool.submit(measure, side, job, True).result() for side in sides)
         theirs, ours = pool.submit(time_turns, job, args.steps).result()
-        floor = job.floor()
-    peaks, flops = zip(own, their, strict=True)
     return [
         Result.speed(f"seconds, {size}", ours, theirs, bars[0]),
-        Result(f"peak, {size}", *peaks, peaks[1] / peaks[0], bars[1], unit="MB"),
-        Result(f"FLOPs, {size}", flops[0] / floor, flops[1] / floor, flops[1] / flops[0]),
+        Result(f"peak, {size}", peak, their_peak, their_peak / peak, bars[1], unit="MB"),
+        Result(
+            f"FLOPs, {size}", flops / floor, their_flops / floor, their_flops / flops, unit="floor"
+        ),
     ]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -165,3 +166,11 @@ def test_truncated_sampling(tmp_path):
     assert float(rows["counted"][2]) > 0.1
     assert float(rows["ignored"][2]) > 0.1
     assert printed.count("| True |") == 4  # all ratios are 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is an extra of its own")
+def test_gradients_are_those_of_trl(tmp_path):
+    rows = rows_of(run_command("benchmarks/trl.py", tmp_path, "--quick --check"))
+    verdicts = [cells[-1] for name, cells in rows.items() if name.startswith("gradients")]
+    assert verdicts == ["yes", "yes"]

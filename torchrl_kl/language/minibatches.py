@@ -24,9 +24,8 @@ def minibatches(
 ) -> Iterator[TensorDictBase]:
     """Splits a batch (N, T) into parts of responses of similar length, each cut to its longest.
 
-    Responses to one prompt are kept together where that leaves a tenth fewer tokens to read, a
-    prompt counted once in a part. A part stores each text once; `batch[rows]` copies it for every
-    token.
+    Responses to one prompt are kept together if reading it once would save a tenth of all tokens. A
+    part stores each text once; `batch[rows]` copies it for every token.
 
     TorchRL's losses are means over the steps that count. The mean of a batch, and its gradient, is
     the sum over parts of `part["collector", "mask"].sum() / batch["collector", "mask"].sum()` times
@@ -66,45 +65,28 @@ def minibatches(
     sizes = torch.stack([torch.where(mask, n, 1).amax(1) for n in (steps, position + 1)], 1)
     in_prompt = torch.arange(tokens.shape[-1], device=mask.device) < start[:, None]
     _, groups = tokens[:, 0].where(in_prompt, -1).unique(dim=0, return_inverse=True)
-    prompts = [*zip(groups.tolist(), start.tolist(), strict=True)]
+    lengths = sizes[:, 1]
+    longest = torch.zeros_like(lengths).scatter_reduce(0, groups, lengths, "amax")[groups]
+    read_once = (start * (1 - 1 / groups.bincount()[groups])).sum()
+    pays = read_once - (longest - lengths).sum() > 0.1 * lengths.sum()
 
-    def order(n: int) -> list[int]:
+    def order(n: int) -> Tensor:
         device = None if generator is None else generator.device
-        at = torch.randperm(n, generator=generator, device=device) if shuffle else torch.arange(n)
-        return at.tolist()
+        rows = torch.randperm(n, generator=generator, device=device) if shuffle else torch.arange(n)
+        return rows.to(mask.device)
 
-    parts = _arrange(order(len(batch)), sizes[:, 1].tolist(), prompts, n_tokens)
-    rows = (torch.tensor(parts[i], device=mask.device) for i in order(len(parts)))
-    return (_take(batch, each, sizes[each].amax(0).tolist(), in_keys) for each in rows)
-
-
-def _arrange(
-    rows: list[int], lengths: list[int], prompts: list[tuple[int, int]], n_tokens: int
-) -> list[list[int]]:
-    """Parts of rows sorted by length or by prompt; `prompts`: (its number, its length) of a row."""
-
-    def n_read(parts: list[list[int]]) -> int:
-        read = 0
-        for part in parts:
-            read += len(part) * max(lengths[row] for row in part)
-            own = [prompts[row] for row in part]
-            read -= sum(n for _, n in own) - sum(n for _, n in {*own})
-        return read
-
-    def filled(rows: list[int]) -> list[list[int]]:
-        parts, longest = [], 0
-        for row in rows:
-            longest = max(longest, lengths[row])
-            if not parts or (len(parts[-1]) + 1) * longest > n_tokens:
-                parts.append([])
-                longest = lengths[row]
-            parts[-1].append(row)
-        return parts
-
-    rows = sorted(rows, key=lambda row: -lengths[row])
-    rank = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts[row] for row in rows))}
-    by_length, by_prompt = filled(rows), filled(sorted(rows, key=lambda row: rank[prompts[row]]))
-    return by_prompt if n_read(by_prompt) < 0.9 * n_read(by_length) else by_length
+    rows = order(len(batch))
+    for key in (lengths, groups, longest) if pays else (lengths,):  # the last one counts most
+        rows = rows[key[rows].argsort(descending=True, stable=True)]
+    parts, widest = [], 0
+    for row, length in zip(rows, lengths[rows].tolist(), strict=True):
+        widest = max(widest, length)
+        if not parts or (len(parts[-1]) + 1) * widest > n_tokens:
+            parts.append([])
+            widest = length
+        parts[-1].append(row)
+    chosen = (torch.stack(parts[i]) for i in order(len(parts)))
+    return (_take(batch, each, sizes[each].amax(0).tolist(), in_keys) for each in chosen)
 
 
 def _take(
