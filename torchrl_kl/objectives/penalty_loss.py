@@ -142,8 +142,9 @@ class KLPenaltyLoss(LossModule):
         "trajectory"; the mask ("collector", "mask"), or `loss_mask_key`; ("next", "kl_coeff"), the
         sign of a penalized reward.
         reads, if the stack or ResponseKLTransform of the FrozenActor `reference` recorded it there,
-        ("next", "ref_log_prob"): "k2" then makes no pass of the reference. The other gradients need
-        distributions: they make one in each call, which holds less than what would be kept.
+        ("next", "ref_log_prob"): "k2" then makes no pass of the reference, and means the weights
+        that it had then. The other gradients need distributions: they make one in each call, which
+        holds less than what would be kept.
         writes, without batch size, "loss_kl"; "kl", nats per step, detached: exact, or for "k2" the
         weighted k1, which may be negative; "kl_coeff", reward per nat; what `loss` writes.
 
