@@ -1,5 +1,7 @@
 """KL control for reinforcement learning on TorchRL: measures the KL and adapts its penalty."""
 
+import sys as _sys
+from importlib import util as _util
 from os import path as _path
 
 import torchrl_kl.language  # noqa: F401 (its actors answer what the other rooms ask)
@@ -56,6 +58,11 @@ __all__ = [
 __version__ = "0.1.0"
 
 # In a checkout, `envs` is a symbolic link to a folder next to the package. Where files came without
-# such links (sdists, some file systems), the package is also looked for next to this one.
+# such links (sdists, some file systems), it is loaded from that folder.
 if not _path.isdir(_path.join(__path__[0], "envs")):
-    __path__.append(_path.dirname(__path__[0]))
+    _file = _path.join(_path.dirname(__path__[0]), "envs", "__init__.py")
+    _spec = _util.spec_from_file_location("torchrl_kl.envs", _file)
+    assert _spec is not None
+    assert _spec.loader is not None
+    envs = _sys.modules["torchrl_kl.envs"] = _util.module_from_spec(_spec)
+    _spec.loader.exec_module(envs)
