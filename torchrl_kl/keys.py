@@ -150,11 +150,10 @@ class ResolvedKeys:
         self.ref_log_prob = near(log_prob, "ref_log_prob")
         # Agents that share a reward have one KL, (*B, 1) at the root, else (*B, *A, 1).
         self.kl = near("kl" if sum_agents else log_prob, "kl")
-        self.kl_estimate, self.episode_kl = (
-            near(self.kl, "kl_estimate"),
-            near(self.kl, "episode_kl"),
-        )
-        self.reward, self.task_reward = unravel_key(reward), near(reward, "task_reward")
+        self.kl_estimate = near(self.kl, "kl_estimate")
+        self.episode_kl = near(self.kl, "episode_kl")
+        self.reward = unravel_key(reward)
+        self.task_reward = near(reward, "task_reward")
         self.penalized = unravel_key(penalized)  # the result of the penalty
         self.kl_coeff = near(penalized, "kl_coeff")
         self.done = unravel_key(keys.done or sibling(reward, "done"))

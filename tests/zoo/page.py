@@ -23,7 +23,7 @@ logits and on tiles, are within {tolerance} of what a new model says of each pre
 alone, unless the remark says otherwise.
 
 - cached ({cached} families): a response of n tokens reads at most 1.1 n positions after the prompt.
-  Other models read whole texts at each step.
+  Other models read whole texts at each step; those without a remark take no `past_key_values`.
 - tiles ({tiles}): `head_chunk` works, see [Large vocabularies](concepts/large_vocabularies.md).
   Elsewhere, the logits of a batch are held in whole.
 - LoRA ({lora}): an adapted model, whose reference is itself without adapters. These are on all
