@@ -276,6 +276,21 @@ class TestRecorded:
         )
         assert_close(own(batch)["loss_kl"], expected, **EXACT)
 
+    def test_a_record_of_weights_that_have_moved_is_not_read(self):
+        loss, batch, counts, log_ratio = self.prepared("k2", True)
+        loss.reference.update_reference(actor_of("Categorical", 2))
+        expected = loss(batch.exclude(("next", "ref_log_prob")))["loss_kl"]
+        assert_close(loss(batch)["loss_kl"], expected, **EXACT)
+        loss.update_controller(batch)
+        assert loss.controller.calls[0][0] != pytest.approx(log_ratio.mean().item(), rel=1e-3)
+        batch["next", "ref_log_prob"] = loss.reference.score(batch, timed=True).log_prob
+        n = counts[1].n
+        assert_close(loss(batch)["loss_kl"], expected, **EXACT)
+        assert counts[1].n == n
+        loss.reference.load_state_dict(loss.reference.state_dict())
+        assert_close(loss(batch)["loss_kl"], expected, **EXACT)
+        assert counts[1].n == n + 1
+
     def test_padding_of_the_record_does_not_count(self):
         loss, batch, _, _ = self.prepared("k2", True)
         batch["collector", "mask"] = torch.arange(6).expand(4, 6) < 4
