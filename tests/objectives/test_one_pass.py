@@ -37,6 +37,7 @@ from tests.helpers import (
     with_transforms,
 )
 from torchrl_kl import KLPenaltyLoss, ReferenceModelLogProbTransform
+from torchrl_kl.actors.policy import evaluating
 
 IN_TURN = ("one draw after another", "its own log-prob")
 EXACT: Any = {"rtol": 1e-10, "atol": 1e-10}
@@ -193,9 +194,14 @@ class TestWhereItIsAnother:
 
     @pytest.mark.parametrize(
         "change",
-        [other_data, lambda self, _: hold_out_net(self.actor_network), lambda *_: torch.no_grad()],
+        [
+            other_data,
+            lambda self, _: hold_out_net(self.actor_network),
+            lambda self, _: evaluating(self.actor_network),
+            lambda *_: torch.no_grad(),
+        ],
     )
-    def test_data_or_a_graph(self, change):
+    def test_data_a_mode_or_a_graph(self, change):
         def changed(actor: Any) -> Any:
             loss = Changed(actor, None, entropy_bonus=False)
             loss.change = change
