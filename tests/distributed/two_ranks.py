@@ -20,6 +20,7 @@ from torchrl.collectors import Collector
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
+from tests.distributed.ranks import n_collectives
 from tests.helpers import (
     N_OBS,
     WalkEnv,
@@ -46,8 +47,6 @@ from torchrl_kl import (
     kl_collector,
 )
 from torchrl_kl.language import CausalLMActor, ResponseKLTransform, as_steps
-
-from tests.distributed.ranks import n_collectives  # isort: skip
 
 
 class OwnController(TargetKLController):

@@ -37,6 +37,7 @@ from tests.helpers import (
     with_transforms,
 )
 from torchrl_kl import KLPenaltyLoss, ReferenceModelLogProbTransform
+from torchrl_kl.actors.policy import evaluating
 
 IN_TURN = ("one draw after another", "its own log-prob")
 EXACT: Any = {"rtol": 1e-10, "atol": 1e-10}
@@ -193,9 +194,14 @@ class TestWhereItIsAnother:
 
     @pytest.mark.parametrize(
         "change",
-        [other_data, lambda self, _: hold_out_net(self.actor_network), lambda *_: torch.no_grad()],
+        [
+            other_data,
+            lambda self, _: hold_out_net(self.actor_network),
+            lambda self, _: evaluating(self.actor_network),
+            lambda *_: torch.no_grad(),
+        ],
     )
-    def test_data_or_a_graph(self, change):
+    def test_data_a_mode_or_a_graph(self, change):
         def changed(actor: Any) -> Any:
             loss = Changed(actor, None, entropy_bonus=False)
             loss.change = change
@@ -275,6 +281,21 @@ class TestRecorded:
             loss.actor_network, 0.1, gradient="k2", reference=actor_of("Categorical", 1)
         )
         assert_close(own(batch)["loss_kl"], expected, **EXACT)
+
+    def test_a_record_of_weights_that_have_moved_is_not_read(self):
+        loss, batch, counts, log_ratio = self.prepared("k2", True)
+        loss.reference.update_reference(actor_of("Categorical", 2))
+        expected = loss(batch.exclude(("next", "ref_log_prob")))["loss_kl"]
+        assert_close(loss(batch)["loss_kl"], expected, **EXACT)
+        loss.update_controller(batch)
+        assert loss.controller.calls[0][0] != pytest.approx(log_ratio.mean().item(), rel=1e-3)
+        batch["next", "ref_log_prob"] = loss.reference.score(batch, timed=True).log_prob
+        n = counts[1].n
+        assert_close(loss(batch)["loss_kl"], expected, **EXACT)
+        assert counts[1].n == n
+        loss.reference.load_state_dict(loss.reference.state_dict())
+        assert_close(loss(batch)["loss_kl"], expected, **EXACT)
+        assert counts[1].n == n + 1
 
     def test_padding_of_the_record_does_not_count(self):
         loss, batch, _, _ = self.prepared("k2", True)

@@ -86,6 +86,7 @@ class FrozenActor(nn.Module):
         self._hold(actor)
         self.master = MasterWeights()
         self.version = 0  # raised whenever the weights change
+        self.moved = False  # since it last scored a batch, whose log-probs are then of old weights
         self.action_keys = [unravel_key(key) for key in self.actor.dist_sample_keys]
         self._policy_dtypes = {reading.weight_dtype(actor)}
         self.recorded = LogProbKeys(log_prob_key or reading.find_log_prob_keys(actor))
@@ -170,10 +171,14 @@ class FrozenActor(nn.Module):
                 or NaN among them; the reference is then unchanged.
         """
         self.master.move(self.actor, source, tau)
+        self._count_move()
+
+    def _count_move(self) -> None:
         self.version += 1
+        self.moved = True
 
     def _load_from_state_dict(self, *args):
-        self.version += 1
+        self._count_move()
         super()._load_from_state_dict(*args)
 
     def train(self, mode: bool = True) -> FrozenActor:
@@ -189,6 +194,7 @@ class FrozenActor(nn.Module):
         inputs, timed = self._inputs(tensordict, timed=timed, fake=fake)
         with self.scoring(timed):
             found = log_prob_of_actions(self.actor, inputs, self.action_keys, self.recorded)
+        self.moved = False
         states = [inputs.get(("next", *as_tuple(key))) for key in self.state_keys]
         # The difference of two log-probs would be mostly rounding in half precision.
         return Score(widened(found[0]), states, inputs, self._scored(found[1], timed))

@@ -78,14 +78,15 @@ def minibatches(
     rows = order(len(batch))
     for key in (lengths, groups, longest) if pays else (lengths,):  # the last one counts most
         rows = rows[key[rows].argsort(descending=True, stable=True)]
-    parts, widest = [], 0
-    for row, length in zip(rows, lengths[rows].tolist(), strict=True):
+    counts, widest = [], 0
+    for length in lengths[rows].tolist():
         widest = max(widest, length)
-        if not parts or (len(parts[-1]) + 1) * widest > n_tokens:
-            parts.append([])
+        if not counts or (counts[-1] + 1) * widest > n_tokens:
+            counts.append(0)
             widest = length
-        parts[-1].append(row)
-    chosen = (torch.stack(parts[i]) for i in order(len(parts)))
+        counts[-1] += 1
+    parts = rows.split(counts)
+    chosen = (parts[i] for i in order(len(parts)).tolist())
     return (_take(batch, each, sizes[each].amax(0).tolist(), in_keys) for each in chosen)
 
 

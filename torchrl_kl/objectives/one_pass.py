@@ -28,10 +28,10 @@ class Pass:
         self.weights, self.buffers = self._weights(), [*network.buffers()]
 
     def _weights(self) -> list[Any]:
-        """The weights, where gradients go and, of a recurrent network, in which mode it runs."""
+        """The weights, where gradients go and in which modes it runs."""
         mode = recurrent_mode() if recurrent_keys(self.network) else None
         weights = [(id(each), each.requires_grad) for each in self.network.parameters()]
-        return [torch.is_grad_enabled(), mode, weights]
+        return [torch.is_grad_enabled(), self.network.training, mode, weights]
 
     def _is_of(self, tensordict: TensorDictBase) -> bool:
         """Whether the network would now compute the same of a batch."""

@@ -142,9 +142,10 @@ class KLPenaltyLoss(LossModule):
         "trajectory"; the mask ("collector", "mask"), or `loss_mask_key`; ("next", "kl_coeff"), the
         sign of a penalized reward.
         reads, if the stack or ResponseKLTransform of the FrozenActor `reference` recorded it there,
-        ("next", "ref_log_prob"): "k2" then makes no pass of the reference, and means the weights
-        that it had then. The other gradients need distributions: they make one in each call, which
-        holds less than what would be kept.
+        ("next", "ref_log_prob"): "k2" then makes no pass of the reference, unless that has moved
+        since it scored a batch in this process. An older batch means the weights that it had then.
+        The other gradients need distributions: they make one in each call, which holds less than
+        what would be kept.
         writes, without batch size, "loss_kl"; "kl", nats per step, detached: exact, or for "k2" the
         weighted k1, which may be negative; "kl_coeff", reward per nat; what `loss` writes.
 
@@ -488,8 +489,8 @@ class KLPenaltyLoss(LossModule):
         return steps.summed(*(get_required(steps.data, k, _NO_LOG_PROB).detach() for k in keys))
 
     def _recorded_ref(self, steps: Steps) -> Tensor | None:
-        """What the stack of the reference recorded of the actions, if it is there."""
-        key = self.reference.ref_log_prob_key
+        """What the stack of the reference recorded of the actions, if it holds for its weights."""
+        key = None if self.reference.moved else self.reference.ref_log_prob_key
         return None if key is None else steps.data.get(("next", *as_tuple(key)), None)
 
     def _ref_log_prob(self, steps: Steps) -> Tensor:
