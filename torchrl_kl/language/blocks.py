@@ -110,7 +110,9 @@ class Attention(nn.Module):
         query, key, value = self.heads(x)
         if cache is not None:
             key, value = cache.layers[self.layer].update(key, value)
-        drop, n_new, n_all = self.dropout if self.training else 0.0, x.shape[1], key.shape[2]
+        drop = self.dropout if self.training else 0.0
+        n_new = x.shape[1]
+        n_all = key.shape[2]
         if n_new == 1 and not drop:
             mixed = _attend_one(query, key, value)
         else:
@@ -131,10 +133,11 @@ class Attention(nn.Module):
         return scores.masked_fill(future, -math.inf).softmax(-1)
 
 
+# With the fused kernel, responses of a small GPT took 1.02 to 1.17 times as long on a CPU.
 def _attend_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention of one position, (N, H, 1, D), to S keys and values (N, H, S, D): (N, 1, H * D).
 
-    It is faster on a CPU than the fused kernel, which is made for many positions.
+    The fused kernel is made for many positions.
     """
     n_texts, n_head, _, width = query.shape
     scale, shape = width**-0.5, (n_texts, 1, n_head * width)
@@ -171,8 +174,9 @@ class Block(nn.Module):
         return x + (F.dropout(hidden, drop) if drop else hidden)
 
 
+# Without it, responses of a small GPT took 1.00 to 1.14 times as long, 64 texts of 4 tokens 1.08.
 def fast(module: Any) -> Any:
-    """What a module computes, with fewer calls of modules, which take a sixth of a token's time.
+    """What a module computes, with fewer calls of modules.
 
     To be used at once. Parts that are hooked, compiled or of another class are called as modules.
     """

@@ -161,6 +161,7 @@ class WeightsReader:
 
     def _find_tensors(self) -> None:
         self._modules = list(self.model.modules())
+        self.without_gradients = without_gradients(self.model)
         kinds = [(m, getattr(type(m), "disable_adapters", None)) for m in self._modules]
         self._adapters: list[Any] = [m for m, switch in kinds if isinstance(switch, property)]
         names = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
@@ -235,7 +236,9 @@ class CachedTexts:
         rows, steps, _ = part
         n, held = steps.n_read, self._texts
         if len(rows) < len(tokens):
-            tokens, length, held = tokens[rows], length[rows], held[rows]
+            tokens = tokens[rows]
+            length = length[rows]
+            held = held[rows]
         same = (tokens[:, :n] == held[:, :n]).all(1)
         going = same & (length == n + 1)
         n_going = int(going.sum())
@@ -285,7 +288,7 @@ class RolloutCache:
     def _read(self, tokens: Tensor, length: Tensor) -> Tensor:
         weights, modes = self._reader.weights(), self._reader.modes()
         texts = self._sets.pop(modes, None)
-        with without_gradients(self.lm):
+        with self._reader.without_gradients:
             if texts is None or not texts.fits(tokens, weights):
                 texts = CachedTexts(self.lm, tokens, weights)
             output = texts.read(tokens, length)

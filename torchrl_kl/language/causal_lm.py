@@ -63,7 +63,9 @@ class CausalLM(nn.Module):
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
         """Outputs at the positions `keep` (K,), or at all: (N, K, n_out), at least float32."""
-        options: dict[str, Any] = {"use_cache": False} if "use_cache" in self._keywords else {}
+        options: dict[str, Any] = {}
+        if "use_cache" in self._keywords:
+            options["use_cache"] = False
         if keep is not None and "logits_to_keep" in self._keywords:
             options["logits_to_keep"] = keep
         model = self.model if torch.is_grad_enabled() else local(self.model)
@@ -75,9 +77,11 @@ class CausalLM(nn.Module):
 
         It is of the model's own making, from None; None if the model makes none.
         """
-        options: dict[str, Any] = {"use_cache": True} if "use_cache" in self._keywords else {}
-        make = stated("new_cache", innermost(next(self.children())))
-        cache = make() if cache is None and make is not None else cache
+        options: dict[str, Any] = {}
+        if "use_cache" in self._keywords:
+            options["use_cache"] = True
+        if cache is None and (make := stated("new_cache", innermost(next(self.children())))):
+            cache = make()
         if cache is not None:
             options[self._cache_keyword] = cache
         last = tokens.shape[1] - 1

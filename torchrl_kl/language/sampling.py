@@ -258,7 +258,9 @@ class _Draft:
                 steps.select(index[order])
                 output = output[index[order]]
             drawn = (self.start[rows] <= n) & (self.end[rows] > n)
-            all_read, all_drawn, whole = len(rows) == len(self.start), drawn.all(), slice(None)
+            all_read = len(rows) == len(self.start)
+            all_drawn = drawn.all()
+            whole = slice(None)
             self.rows = whole if all_read else rows
             self.picked = whole if all_drawn else drawn.nonzero()[:, 0]  # of these
             self.who = whole if all_read and all_drawn else rows[self.picked]
