@@ -167,6 +167,13 @@ class Unread(GPT):
         return super().forward(tokens)
 
 
+class Forgetful(GPT):
+    """It takes a cache, and makes none."""
+
+    def new_cache(self):
+        return None
+
+
 class Still(GPT):
     """Its rows cannot be moved."""
 
@@ -220,7 +227,7 @@ class TestCompared:
             check_step(actor, texts, [10] * 3)
         check_step(actor, texts, [11] * 3)
 
-    @pytest.mark.parametrize("kind", [Moved, Picky, Unread, Late])
+    @pytest.mark.parametrize("kind", [Moved, Picky, Unread, Late, Forgetful])
     def test_sampled_responses(self, kind):
         actor, right = made_of(kind), made_of(GPT)
         prompts = random_texts(3)[:, :4]

@@ -76,7 +76,8 @@ class InStep:
         except Exception as error:  # the model's code may raise anything
             raise NotCachedError(f"it raised {type(error).__name__}: {error}") from error
         if self._cache is None:  # as in gradient checkpointing, while a model trains
-            raise NotCachedError(*[] if self.lm.training else ["a pass makes none"])
+            trains = stated("training", self.lm.model)
+            raise NotCachedError(*[] if trains else ["a pass makes none"])
         if not hasattr(self._cache, "reorder_cache"):
             raise NotCachedError(f"rows of a {type(self._cache).__name__} cannot be moved")
         if not self.n_read:
