@@ -190,6 +190,14 @@ class Scaled(GPT):
         return super()._embed(tokens, n_read) * (1 + (n_read + tokens.shape[1] > 8))
 
 
+class Foreseeing(GPT):
+    """It reads texts otherwise if they have tokens from 5 on, which `check_causal` does not try."""
+
+    def _embed(self, tokens, n_read=0):
+        found = (tokens >= 5).any(-1)[:, None, None]
+        return super()._embed(tokens, n_read) * (1 + found)
+
+
 def made_of(kind: type[GPT]) -> CausalLMActor:
     return CausalLMActor(sharp(kind(VOCAB, 20)).eval())
 
@@ -267,6 +275,14 @@ class TestCompared:
             check_step(actor, prompts, [n] * 3)
         with pytest.raises(ValueError, match="those of the first 8 tokens .* where it has 16"):
             step(actor, prompts, torch.tensor([9] * 3))
+
+    @pytest.mark.parametrize("caches", [True, False])
+    def test_prefixes_that_later_tokens_of_a_response_change(self, caches):
+        actor, prompts = made_of(Foreseeing), torch.arange(4).expand(6, 4)
+        actor.reader.lm.caches = caches
+        with pytest.raises(ValueError, match="those of the first 4 tokens .* where it has 11"):
+            sampled(actor, prompts, 8)
+        assert actor.reader.lm.caches == caches
 
     def test_it_leaves_modes_and_random_numbers_alone(self):
         model = make_model("gpt", dropout=0.3).train()
