@@ -86,8 +86,9 @@ def as_reference(
     elif reference is None or isinstance(reference, nn.Module):
         copied = actor if reference is None else reference
         if any(weight.is_meta for weight in copied.parameters()):
+            name = "actor" if reference is None else "reference"
             raise ValueError(
-                "`actor` has weights on the meta device, of which a copy would stay empty: load "
+                f"`{name}` has weights on the meta device, of which a copy would stay empty: load "
                 "them first, or build FrozenActor(actor), load its weights, and pass it as "
                 "`reference`."
             )
