@@ -132,7 +132,7 @@ runs = {"only measured": fine_tune(0.0)}
 print_last("only measured", runs["only measured"])
 
 # %% [markdown]
-# ![Without a penalty the reward rises and the car no longer reaches its goal](../images/finetune.png)
+# ![Without a penalty the reward rises and no goal is reached](../images/finetune.png)
 #
 # In this picture of five seeds, the reward rises to its maximum (orange), and the car stays at the
 # bottom of the valley. The KL tells it early: up to about 0.3 nats per step most goals are kept, so
