@@ -1,5 +1,6 @@
 """What README.md and CONTRIBUTING.md say is true of the code."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -63,6 +64,31 @@ def test_its_links_and_pictures_are_files(page):
         file = page.parent / target if target else page
         assert file.exists(), link
         assert not anchor or anchor in anchors_of(file.read_text()), link
+
+
+def test_the_home_page_begins_with_the_picture_that_readme_begins_with():
+    first = [
+        re.findall(r"!\[.*\]\((?:docs/)?(.+)\)", page)[0]
+        for page in (README, (ROOT / "docs" / "index.md").read_text())
+    ]
+    assert first[0] == first[1]
+
+
+def test_the_errors_that_pitfalls_quotes_are_raised():
+    page = (ROOT / "docs" / "pitfalls.md").read_text()
+    titles = re.findall(r'^\*\*(".+?)\*\*', page, flags=re.M)
+    quoted = re.findall(r'"(?:\.\.\. )?([^"]+)"', " ".join(titles))
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "torchrl_kl").rglob("*.py")]
+    strings = [
+        node.value
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert len(quoted) == 4
+    for words in quoted:
+        pattern = re.sub(r"\d+", r"\\{\\d}", re.escape(words))
+        assert any(re.search(pattern, string) for string in strings), words
 
 
 def test_every_public_name_is_in_the_documentation():

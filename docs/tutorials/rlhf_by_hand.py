@@ -1,9 +1,8 @@
 # %% [markdown]
 # # RLHF you can check by hand
 #
-# This tutorial fine-tunes a language model on a reward, and holds the KL to the initial model at
-# half a nat. In its language of digits the truth can be computed: the best possible policy, and the
-# coefficient that leads to a given KL.
+# A language model is fine-tuned on a reward, with a KL to the initial model of half a nat. In its
+# language of digits the best possible policy can be computed.
 #
 # ## 1. A language
 #
@@ -54,8 +53,7 @@ print(f"cross-entropy {loss:.3f} nats per token; the entropy of the language is 
 # ## 3. A reward, and everything that can be known about it
 #
 # The first digit of a response should be the last digit of the prompt, plus 1. The reward is 1 if
-# it is, else 0. `Enumeration` goes through all 11^4 responses to each prompt. It gives the
-# coefficient for which the best policy has a KL of 0.5 nats, and that policy's reward.
+# it is, else 0. `Enumeration` goes through all 11^4 responses to each prompt.
 
 # %%
 prompts = language.sample_prompts(4)
@@ -99,8 +97,8 @@ print(f"from 500 samples per prompt: coefficient {coeff_for_budget(rewards, 0.5)
 # %% [markdown]
 # ## 4. PPO with KL control
 #
-# The controller is told the target. It plans a first coefficient from the rewards of the first
-# batch, and searches from there. The learning rate falls to 0.
+# The controller plans a first coefficient from the rewards of the first batch, and searches from
+# there. The learning rate falls to 0.
 
 # %%
 critic = CausalLMCritic(GPT(vocab_size=11, block_size=9, n_out=1))
@@ -136,9 +134,8 @@ for n, batch in enumerate(collector):
 # %% [markdown]
 # ## 5. How good is it?
 #
-# The true values of the policy are again an enumeration. The regret is how much more the best
-# policy has of E[reward] - coeff * KL, at the last coefficient; *gain* is the share of what could
-# be gained.
+# The regret is how much more the best policy has of E[reward] - coeff * KL, at the last
+# coefficient; *gain* is the share of what could be gained.
 
 # %%
 final = known.values(next_logits(gpt), coeff=controller.coeff.item())
