@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 
 import torch
-from style import AMBER, BLACK, BLUE, GREEN, SKY, draw_target, new_figure, save
+from style import AMBER, BLUE, GREEN, SKY, draw_target, new_figure, save
 
 from torchrl_kl import (
     AdaptiveKLController,
