@@ -128,7 +128,7 @@ def draw_probabilities(models: dict[str, Callable[[Tensor], Tensor]], text: Tens
 
 
 def draw_attention(models: dict[str, GPT], text: Tensor, file: Path) -> None:
-    """Which tokens each head reads in `text`, a response included; one row per model.
+    """Which tokens each layer reads in `text`, a response included; one row per model.
 
     At the right: the share of attention that has moved to other tokens since the first model, where
     the first digit is predicted and where the later ones are, over 512 texts of the language.
@@ -137,19 +137,29 @@ def draw_attention(models: dict[str, GPT], text: Tensor, file: Path) -> None:
     texts = torch.cat([text[None], language.sample(language.sample_prompts(511))])[:, :-1]
     names = " ".join(map(str, texts[0].tolist())).replace(str(language.separator), "→").split()
     maps = [model.attention_maps(texts) for model in models.values()]  # (N, layer, head, T, T)
-    figure, axes = plt.subplots(len(maps), 9, figsize=(13, 5), sharex=True, sharey=True)
+    figure, axes = plt.subplots(len(maps), 3, figsize=(10, 9.6), sharex=True, sharey=True)
+    separator = language.prompt_length
     for row, model, values in zip(axes, models, maps, strict=True):
-        for head, panel in enumerate(row):
-            panel.imshow(values[0].flatten(0, 1)[head].numpy(), cmap="Blues", vmin=0, vmax=1)
-            panel.set_xticks(range(len(names)), names, fontsize=8)
-            panel.set_yticks(range(len(names)), names, fontsize=8)
+        for layer, panel in enumerate(row):
+            panel.imshow(values[0, layer].mean(0).numpy(), cmap="Blues", vmin=0, vmax=1)
+            panel.set_xticks(range(len(names)), names)
+            panel.set_yticks(range(len(names)), names)
             panel.grid(False)
-            axes[0, head].set_title(f"layer {head // 3 + 1}")
-        row[0].set_ylabel(COMPARED.get(model, model.replace("_", " ")))
-        moved = (values - maps[0]).abs().sum(-1).mean((0, 1, 2))[language.prompt_length :] / 2
-        shares = f"moved:\n{moved[0]:.2f} at →\n{moved[1:].mean():.2f} later"
-        row[-1].annotate(shares, (1.1, 0.5), xycoords="axes fraction", va="center", fontsize=10)
-    figure.suptitle("What each head reads: attention from the token at the left to those below")
+            axes[0, layer].set_title(f"layer {layer + 1}")
+        row[0].set_ylabel(COMPARED.get(model, model.replace("_", " ")), fontweight="bold")
+        corner = (separator - 1.5, separator - 0.5)  # of the last digit, read by the separator
+        row[0].add_patch(plt.Rectangle(corner, 1, 1, fill=False, color=NO_PENALTY, linewidth=2.5))
+        moved = (values - maps[0]).abs().sum(-1).mean((0, 1, 2))[separator:] / 2
+        shares = f"moved:\n{moved[0]:.0%} at →,\n{moved[1:].mean():.0%} later"
+        if values is not maps[0]:
+            row[-1].annotate(shares, (1.05, 0.5), xycoords="axes fraction", va="center")
+    figure.suptitle(
+        "After RL, layer 1 reads the last prompt digit at → (box), where the rewarded\n"
+        "digit is predicted. Without a penalty, more of the later attention moves too."
+    )
+    figure.supxlabel(
+        "token that is read by the token at the left, mean of three heads", fontsize=11
+    )
     figure.savefig(file)
 
 

@@ -165,10 +165,10 @@ def draw(curves: dict[str, list[dict[str, list]]], target: float, file: Path) ->
     """The curves of each run; bands are the range of the seeds."""
     figure, axes = plt.subplots(2, 2, figsize=(9, 6.8))
     panels = {
-        "true_return": ("Without a penalty the pendulum hangs", "true return of an episode"),
-        "torque_reward": ("A motor at rest is rewarded best", "torque reward of a step"),
-        "kl_reference": ("The controller brings the KL to its target", "KL, nats per step"),
-        "coeff": ("It adapts the coefficient", "coefficient, reward per nat"),
+        "true_return": ("Without a penalty the true return falls", "true return of an episode"),
+        "torque_reward": ("All save torque, most without a penalty", "torque reward of a step"),
+        "kl_reference": ("The controller keeps the KL near its target", "KL, nats per step"),
+        "coeff": ("The controller moves the coefficient", "coefficient, reward per nat"),
     }
     for panel, (metric, (title, unit)) in zip(axes.flat, panels.items(), strict=True):
         for name, color in RUNS.items():

@@ -57,6 +57,14 @@ COLUMNS = {
     "kl_last_quarter": ("KL, last quarter of the batches", "{:.2f}"),
     "coeff_last_quarter": ("coefficient, the same", "{:.3f}"),
 }
+PANELS = {  # metrics with titles and units, in the order of the picture
+    "proxy": ("Without KL control, the proxy reward rises ...", "proxy reward, std of its start"),
+    "gold": ("... while the gold reward falls below its start", "gold reward, std of its start"),
+    "kl": ("Controllers bring the KL to its target ...", "KL, nats per response"),
+    "coeff": ("... by a coefficient that they find", "coefficient, reward per nat"),
+    "perplexity": ("Without KL control, texts end up unlikely ...", "perplexity per token"),
+    "distinct_2": ("... and phrases repeat", "distinct-2 of a batch"),
+}
 QUICK = {"vocab_size": 512, "layers": 1, "width": 32, "lm_updates": 30, "reward_passages": 3000}
 QUICK |= {"reward_epochs": 1, "eval_responses": 64, "batches": 8}
 PRETRAINED = {"lm_updates": 0, "lm_lr": 5e-5, "lr": 2e-5, "critic_lr": 1e-4}
@@ -258,30 +266,27 @@ def make_table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def draw_curves(results: dict[str, dict[str, Any]], target: float, file: Path) -> None:
-    """Rewards against KL (Gao et al. 2022); KL, perplexity and distinct-2 over the batches."""
-    figure, axes = plt.subplots(2, 2, figsize=(10, 7.6))
-    rewards, kls, perplexities, distinct = axes.flat
+    """Rewards against KL (Gao et al. 2022); the other metrics over the batches; means of 9."""
+    figure, axes = plt.subplots(3, 2, figsize=(10, 10.4))
     for run, (title, color) in RUNS.items():
         curves = {}
         for name, values in results[run]["curves"].items():
             curves[name] = [fmean(values[max(i - 4, 0) : i + 5]) for i in range(len(values))]
-        roots = [max(kl, 0.0) ** 0.5 for kl in curves["kl"]]
-        # Runs that are held at a target wander about one place: their end is shown, not their way.
-        start, mark = (-1, "o") if run in ("adaptive", "in_loss") else (0, "")
-        kind = {"color": color, "marker": mark, "markersize": 7}
-        rewards.plot(roots[start:], curves["proxy"][start:], "--", fillstyle="none", **kind)
-        rewards.plot(roots[start:], curves["gold"][start:], **kind)
-        kls.plot(curves["kl"], color=color, label=title)
-        perplexities.plot(curves["perplexity"], color=color)
-        distinct.plot(curves["distinct_2"], color=color)
-    rewards.axhline(0, color=LIGHT_GREY, linewidth=1, zorder=0)
-    rewards.set(title="Without KL control, gold (solid) falls")
-    rewards.set(xlabel="square root of the KL, nats", ylabel="reward, std (proxy: dashed)")
-    draw_goal(kls, target, f"target\n{target:g}")
-    kls.set(title="Controllers bring the KL to its target", ylabel="nats", ylim=(0, 5 * target))
-    perplexities.set(title="Without KL control, perplexity rises", ylabel="per token", yscale="log")
-    distinct.set(title="Without KL control, phrases repeat", ylabel="distinct-2", ylim=(0, 1))
-    figure.legend(*kls.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        for panel, metric in zip(axes.flat, PANELS, strict=True):
+            against = [curves["kl"]] if metric in ("proxy", "gold") else []
+            panel.plot(*against, curves[metric], color=color, label=title)
+            if against:  # where the run ends
+                panel.plot(curves["kl"][-1], curves[metric][-1], "o", color=color)
+    for panel, (title, unit) in zip(axes.flat, PANELS.values(), strict=True):
+        panel.set(title=title, xlabel="batch", ylabel=unit)
+    for panel in axes[0]:
+        panel.set(xlabel="KL, nats per response (dots: the end)", xscale="log")
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.axhline(0, color=LIGHT_GREY, linewidth=1, zorder=0)
+    draw_goal(axes[1, 0], target, f"target\n{target:g}")
+    axes[1, 0].set(ylim=(0, 5 * target))
+    axes[2, 1].set(ylim=(0, 1))
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(file)
 
 

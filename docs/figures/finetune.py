@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import torch
-from style import ADAPTIVE, BLACK, NO_PENALTY, new_figure, save
+from style import ADAPTIVE, NO_PENALTY, draw_target, new_figure, save
 
 README = Path(__file__).parents[2] / "README.md"
 LINE = r"reward ([\d.]+), KL (-?[\d.]+), coefficient ([\d.]+), goals (\d+)"
@@ -67,7 +67,7 @@ def main(folder: Path | None = None, seeds: int = 5, batches: int = 30) -> Path:
         axes.set(title=title, ylabel=unit)
     for axes in panels[2:]:
         axes.set(xlabel="batches of 1000 steps", xticks=range(0, batches + 1, 5))
-    panels[2].axhline(TARGET, color=BLACK, linestyle=":", linewidth=1.5)
+    draw_target(panels[2], TARGET)
     panels[2].set(ylim=(-0.02, 0.82), yticks=(0, TARGET, 0.4, 0.6, 0.8))
     panels[3].set_ylim(0, 1)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 import torch
-from style import AMBER, BLACK, BLUE, GREEN, SKY, new_figure, save
+from style import AMBER, BLACK, BLUE, GREEN, SKY, draw_target, new_figure, save
 
 from torchrl_kl import AdaptiveKLController, KLController, PlannedKLController, coeff_for_budget
 
@@ -48,16 +48,16 @@ def main(folder: Path | None = None, n_batches: int = 120) -> Path:
     coeffs = torch.linspace(0.12, 2, 95).tolist()
     upper.plot(coeffs, [kl_of_optimum(REWARD, c) for c in coeffs], color=BLACK, label="exact")
     sampled = [kl_of_optimum(rewards, c) for c in coeffs]
-    upper.plot(coeffs, sampled, "--", color=BLUE, label="from 512 rewards of the reference")
+    upper.plot(coeffs, sampled, "--", color=BLUE, label="from 512 rewards")
     planned = coeff_for_budget(rewards[None], TARGET)
     upper.plot([planned] * 2, [0, TARGET], ":", color=BLUE)
     upper.annotate(f"planned: {planned:.2f}", (planned, TARGET), (6, 6), textcoords="offset points")
     upper.set(xlabel="coefficient (reward per nat)", ylabel="KL of the optimum (nats)")
-    upper.set_title("Rewards of one batch tell the coefficient of a KL")
+    upper.set_title("512 rewards of the reference give the coefficient")
     runs = {
         "planned": (PlannedKLController(TARGET), GREEN, "-"),
-        "adaptive, from a tenth of it": (AdaptiveKLController(0.06, TARGET, 2000), AMBER, "--"),
-        "adaptive, from ten times it": (AdaptiveKLController(6.0, TARGET, 2000), SKY, "-."),
+        "adaptive from 0.06": (AdaptiveKLController(0.06, TARGET, 2000), AMBER, "--"),
+        "adaptive from 6": (AdaptiveKLController(6.0, TARGET, 2000), SKY, "-."),
     }
     for name, (controller, color, line) in runs.items():
         kls = train(controller, rewards, n_batches)
@@ -66,10 +66,10 @@ def main(folder: Path | None = None, n_batches: int = 120) -> Path:
         late = max((i for i, is_near in enumerate(near) if not is_near), default=-1) + 1
         print(f"{name:28} within 20 % from batch {late}, KL at most {max(kls):.3f} nats")
     lower.set(xlabel="batches", ylabel="KL (nats)")
-    lower.set_title("A search for it passes through other KLs")
+    lower.set_title("A planned start reaches the target sooner than a guess")
     for axes in (upper, lower):
-        axes.axhline(TARGET, color=BLACK, linestyle=":", linewidth=1.2)
-        axes.legend(frameon=False)
+        draw_target(axes, TARGET)
+        axes.legend(frameon=False, loc="upper right")
     print(f"planned {planned:.3f}, exact {coeff_for_budget(REWARD[None], TARGET):.3f}")
     return save(figure, "plan", folder)
 

@@ -25,6 +25,13 @@ def new_figure(rows: int = 1, height: float = 3.3, **options: Any) -> tuple[Any,
     return plt.subplots(rows, **{"figsize": (5.8, height)} | options)
 
 
+def draw_target(axes: Any, value: float, name: str = "target") -> None:
+    """A dotted line at the value that is aimed at, with its name to the right of the panel."""
+    axes.axhline(value, color=BLACK, linestyle=":", linewidth=1.5)
+    where = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 10}
+    axes.annotate(f"{name}\n{value:.2g}", (1, value), xycoords=("axes fraction", "data"), **where)
+
+
 def save(figure: Any, name: str, folder: Path | None = None) -> Path:
     """Writes a picture; returns its path."""
     path = (folder or IMAGES) / f"{name}.png"
