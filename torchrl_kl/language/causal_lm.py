@@ -55,8 +55,8 @@ class CausalLM(nn.Module):
         self.compared: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
         self.causal = 1  # up to how many tokens texts were compared
         self.splits: bool | None = None  # whether its head works apart; see `SplitLM`
-        # Whether prompts can be read once: with gradients or without, and up to which lengths.
-        self.read_once: dict[tuple[bool, int, int], bool] = {}
+        # Whether prompts can be read once: by modes, then by lengths; see `read_at`.
+        self.read_once: dict[tuple[bool, bool], dict[tuple[int, ...], bool]] = {}
         # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
         self.n_out: int | None = stated("n_out", inner)
         self.vocab_size: int | None = stated("vocab_size", inner, config)
@@ -206,22 +206,21 @@ class SplitLM:
     def __call__(self, tokens: Tensor, keep: Tensor) -> Tensor:
         """The last hidden states of texts (N, T) at the positions `keep` (K,): (N, K, H)."""
         self._whole(tokens)
-        return self._take()[:, keep]
+        return self._take(keep)
 
     def read(
         self, tokens: Tensor, cache: Any = None, keep: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         """The same of tokens (N, T) that follow those in a cache, as `CausalLM.read`."""
         _, cache = self._whole.read(tokens, cache)
-        hidden = self._take()
-        return hidden if keep is None else hidden[:, keep], cache
+        return self._take(keep), cache
 
-    def _take(self) -> Tensor:
-        """The hidden states (N, T, H) of the last pass, which are forgotten, as is a cache."""
+    def _take(self, keep: Tensor | None) -> Tensor:
+        """The hidden states (N, K, H) of the last pass, which are forgotten, as is a cache."""
         hidden, fields = _hidden_of(self._output), stated("keys", self._output, default=tuple)()
         caches = dict.fromkeys({*CACHE_KEYWORDS} & {*fields})
         self._output = _with_hidden(self._output, hidden.new_empty(0), **caches)
-        return hidden
+        return hidden if keep is None else hidden[:, keep]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits (K, V) of hidden states (K, H), at least float32."""

@@ -27,7 +27,7 @@ def read_at(
     the output layer. Prompts, the tokens up to the first position that is asked for in a row, are
     read once where many are equal, with the model's own cache, which gradients pass through; these
     rows share the dropout of their prompt. Whole rows are read of models in wrappers, such as those
-    of torch.compile and of several processes, and where the cache computes something else.
+    of torch.compile and of several processes, and where a cache computes something else.
     """
     if not len(last):  # models of Hugging Face read no empty batch
         return lm(tokens.new_zeros(1, 1))[:0, 0]
@@ -36,14 +36,7 @@ def read_at(
     base, found, n_found = torch.empty_like(first), [], 0  # where outputs of rows would begin
     for rows, prompt in _parts(lm, tokens, first, end):
         texts, start = tokens[rows, : int(end[rows].max())], int(first[rows].min())
-        try:
-            output = _read(split or lm, texts, start, prompt)
-        except Exception:
-            if prompt is None:
-                raise
-            # Such as no cache, in gradient checkpointing while a model trains.
-            lm.read_once[torch.is_grad_enabled(), 0, 0] = False
-            output = _read(split or lm, texts, start, None)
+        output = _read(split or lm, texts, start, prompt)
         base[rows] = torch.arange(len(rows), device=base.device) * output.shape[1] + n_found - start
         found.append(output.flatten(0, 1))
         n_found += len(found[-1])
@@ -58,7 +51,7 @@ def _parts(
     # What a few texts compute stays in the processor's cache; elsewhere, keys fill the memory.
     n_together = max(1, _TOGETHER * (1 if cpu else 16) // int(end.max()))
     whole, parts = first < end, []
-    for n in first[first < end - 1].unique().tolist() if _may_read_once(lm) else ():
+    for n in first[first < end - 1].unique().tolist():
         rows = (first == n).nonzero()[:, 0]
         texts = tokens[rows, : int(end[rows].max())]
         _, prompt, sizes = texts[:, : n + 1].unique(dim=0, return_inverse=True, return_counts=True)
@@ -87,36 +80,43 @@ def _read(reader: Any, texts: Tensor, start: int, prompt: Tensor | None) -> Tens
     return torch.cat([output[prompt], reader.read(texts[:, start + 1 :], cache)[0]], 1)
 
 
-def _may_read_once(lm: CausalLM) -> bool:
-    """Whether nothing is known against it, with gradients or without, as they are now."""
-    wrapped = unwrapped(lm.model) is not lm.model or sharded_parts(lm)
-    grad = torch.is_grad_enabled()
-    right = all(same for (kind, *_), same in lm.read_once.items() if kind == grad)
-    return lm.caches and right and not wrapped
-
-
 def _reads_once(lm: CausalLM, texts: Tensor, start: int, prompt: Tensor) -> bool:
     """Whether texts (R, T) can be read so, which is compared where a length has doubled."""
-    key = torch.is_grad_enabled(), start.bit_length(), texts.shape[1].bit_length()
-    if key not in lm.read_once:
+    if not lm.caches or unwrapped(lm.model) is not lm.model or sharded_parts(lm):
+        return False
+    mode = torch.is_grad_enabled(), lm.model.training
+    known, lengths = lm.read_once.setdefault(mode, {}), (start, texts.shape[1])
+    if False not in known.values() and (key := tuple(map(int.bit_length, lengths))) not in known:
         pair = (prompt == prompt.bincount().argmax()).nonzero()[:2, 0]  # of the largest group
-        some = torch.cat([texts[pair[:1]].flip(1), texts[pair]])
-        with torch.autocast(texts.device.type, enabled=False), evaluating(lm):
-            try:
-                output, slope = _with_gradient(lm, some, start, prompt.new_tensor([1, 0, 0]))
-                expected, true_slope = _with_gradient(lm, some, start, None)
-                size, same = true_slope.abs().max(), differ_by_rounding(output, expected, lm)
-                same &= differ_by_rounding(slope / size, true_slope / size, lm)
-            except Exception:  # the model's code may raise anything
-                same = False
-        lm.read_once[key] = same
-    return lm.read_once[key]
+        some, prompt = (
+            torch.cat([texts[pair[:1]].flip(1), texts[pair]]),
+            prompt.new_tensor([1, 0, 0]),
+        )
+        try:
+            known[key] = _reads_alike(lm, some, start, prompt)
+        except Exception:  # the model's code may raise anything, such as where it makes no cache
+            known[key] = False
+    return False not in known.values()
+
+
+def _reads_alike(lm: CausalLM, texts: Tensor, start: int, prompt: Tensor) -> bool:
+    """Whether outputs and gradients, in eval mode, are those of whole rows."""
+    cuda = [p.device for p in lm.parameters() if p.is_cuda][:1]
+    with torch.autocast(texts.device.type, enabled=False), torch.random.fork_rng(cuda):
+        if lm.model.training:  # gradient checkpointing makes no cache
+            _read(lm, texts, start, prompt)
+        with evaluating(lm):
+            output, slope = _with_gradient(lm, texts, start, prompt)
+            expected, true_slope = _with_gradient(lm, texts, start, None)
+    size = true_slope.abs().max().clamp(min=1e-30)
+    alike = differ_by_rounding(slope / size, true_slope / size, lm)
+    return alike and differ_by_rounding(output, expected, lm)
 
 
 def _with_gradient(
     lm: CausalLM, texts: Tensor, start: int, prompt: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs as of `_read`, and the gradient of a weighted sum of them, of the smallest weights.
+    """What `_read` returns, and the gradient of a weighted sum of it, of the smallest weights.
 
     These are in all layers, and need little memory.
     """
