@@ -55,8 +55,8 @@ class CausalLM(nn.Module):
         self.compared: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
         self.causal = 1  # up to how many tokens texts were compared
         self.splits: bool | None = None  # whether its head works apart; see `SplitLM`
-        # Whether prompts can be read once: by modes, then by lengths; see `read_at`.
-        self.read_once: dict[tuple[bool, bool], dict[tuple[int, ...], bool]] = {}
+        # Whether prompts can be read once, with gradients or not, at which lengths; see `read_at`.
+        self.read_once: dict[bool, dict[tuple[int, ...], bool]] = {False: {}, True: {}}
         # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
         self.n_out: int | None = stated("n_out", inner)
         self.vocab_size: int | None = stated("vocab_size", inner, config)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_kl.actors.parallel import sharded_parts, unwrapped
 from torchrl_kl.actors.policy import evaluating
-from torchrl_kl.language.causal_lm import CausalLM, SplitLM, differ_by_rounding
+from torchrl_kl.language.causal_lm import CausalLM, SplitLM, differ_by_rounding, stated
 
 _TOGETHER = 2048  # tokens, without gradients on a CPU
 _LEAST_SAVED = 64  # positions, for which a second pass of the model is made
@@ -82,35 +82,25 @@ def _read(reader: Any, texts: Tensor, start: int, prompt: Tensor | None) -> Tens
 
 def _reads_once(lm: CausalLM, texts: Tensor, start: int, prompt: Tensor) -> bool:
     """Whether texts (R, T) can be read so, which is compared where a length has doubled."""
-    if not lm.caches or unwrapped(lm.model) is not lm.model or sharded_parts(lm):
+    wrapped = unwrapped(lm.model) is not lm.model or sharded_parts(lm)
+    # Its cache would be empty.
+    trains = lm.model.training and any(stated("gradient_checkpointing", m) for m in lm.modules())
+    if wrapped or trains or not lm.caches:
         return False
-    mode = torch.is_grad_enabled(), lm.model.training
-    known, lengths = lm.read_once.setdefault(mode, {}), (start, texts.shape[1])
+    known, lengths = lm.read_once[torch.is_grad_enabled()], (start, texts.shape[1])
     if False not in known.values() and (key := tuple(map(int.bit_length, lengths))) not in known:
         pair = (prompt == prompt.bincount().argmax()).nonzero()[:2, 0]  # of the largest group
-        some, prompt = (
-            torch.cat([texts[pair[:1]].flip(1), texts[pair]]),
-            prompt.new_tensor([1, 0, 0]),
-        )
-        try:
-            known[key] = _reads_alike(lm, some, start, prompt)
-        except Exception:  # the model's code may raise anything, such as where it makes no cache
-            known[key] = False
+        some = torch.cat([texts[pair[:1]].flip(1), texts[pair]])
+        with torch.autocast(texts.device.type, enabled=False), evaluating(lm):
+            try:
+                output, slope = _with_gradient(lm, some, start, prompt.new_tensor([1, 0, 0]))
+                expected, true_slope = _with_gradient(lm, some, start, None)
+                size = true_slope.abs().max().clamp(min=1e-30)
+                known[key] = differ_by_rounding(output, expected, lm)
+                known[key] &= differ_by_rounding(slope / size, true_slope / size, lm)
+            except Exception:  # the model's code may raise anything, such as where it has no cache
+                known[key] = False
     return False not in known.values()
-
-
-def _reads_alike(lm: CausalLM, texts: Tensor, start: int, prompt: Tensor) -> bool:
-    """Whether outputs and gradients, in eval mode, are those of whole rows."""
-    cuda = [p.device for p in lm.parameters() if p.is_cuda][:1]
-    with torch.autocast(texts.device.type, enabled=False), torch.random.fork_rng(cuda):
-        if lm.model.training:  # gradient checkpointing makes no cache
-            _read(lm, texts, start, prompt)
-        with evaluating(lm):
-            output, slope = _with_gradient(lm, texts, start, prompt)
-            expected, true_slope = _with_gradient(lm, texts, start, None)
-    size = true_slope.abs().max().clamp(min=1e-30)
-    alike = differ_by_rounding(slope / size, true_slope / size, lm)
-    return alike and differ_by_rounding(output, expected, lm)
 
 
 def _with_gradient(
