@@ -41,9 +41,13 @@ class Growing:
             return keys, values
         start, new = self.keys.shape[2], (keys, values)
         end = start + keys.shape[2]
-        if not self._buffers or end > self._buffers[0].shape[2]:
-            n_slots = self.room if end <= self.room else 2 * end
-            self._buffers = tuple(_with_room(x, n_slots) for x in (self.keys, self.values))
+        if end > self.room:  # such as with gradients, which need what was there
+            self.keys, self.values = (
+                torch.cat(both, 2) for both in zip((self.keys, self.values), new, strict=True)
+            )
+            return self.keys, self.values
+        if not self._buffers:
+            self._buffers = tuple(_with_room(x, self.room) for x in (self.keys, self.values))
         for buffer, part in zip(self._buffers, new, strict=True):
             buffer.narrow(2, start, end - start).copy_(part)
         self.keys, self.values = (buffer.narrow(2, 0, end) for buffer in self._buffers)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchrl_kl.actors.parallel import without_gradients
 from torchrl_kl.language.blocks import Growing, fast
 from torchrl_kl.language.causal_lm import CausalLM, differ_by_rounding, stated
+from torchrl_kl.language.prompts import read_at
 
 # Outputs, those that were expected, and the size of numbers from which these were made.
 Scores = tuple[Tensor, Tensor, float]
@@ -66,13 +67,16 @@ class InStep:
             output = self._read_new(texts, end)
         else:
             rows = torch.arange(len(texts), device=texts.device)
-            output = self.lm.at(texts, rows, torch.full_like(rows, end - 1))
+            output = read_at(self.lm, texts, rows, torch.full_like(rows, end - 1))
         self.n_read = end
         return output
 
     def _read_new(self, texts: Tensor, end: int) -> Tensor:
         try:
-            output, self._cache = self.lm.read(texts[:, self.n_read : end], self._cache)
+            new, keep = texts[:, self.n_read : end], None
+            if new.shape[1] > 1:  # as `read_at` does, to the last digit
+                keep = torch.tensor([new.shape[1] - 1], device=texts.device)
+            output, self._cache = self.lm.read(new, self._cache, keep)
         except Exception as error:  # the model's code may raise anything
             raise NotCachedError(f"it raised {type(error).__name__}: {error}") from error
         if self._cache is None:  # as in gradient checkpointing, while a model trains
@@ -85,7 +89,7 @@ class InStep:
                 if type(layer).__name__ == "DynamicLayer" and stated("ndim", layer.keys) == 4:
                     layer.__class__ = _growing(type(layer))
                 layer.room = texts.shape[1]
-        return output
+        return output[:, -1]
 
     def select(self, index: Tensor) -> None:
         """Keeps the rows `index`, in this order; some may be repeated."""
@@ -262,7 +266,7 @@ class CachedTexts:
         rows = torch.arange(len(texts), device=texts.device)
 
         def score() -> Scores:
-            return output[some], self.lm.at(texts, rows, torch.full_like(rows, n - 1)), 1.0
+            return output[some], read_at(self.lm, texts, rows, torch.full_like(rows, n - 1)), 1.0
 
         steps.compare(n, score, n if n >= tokens.shape[1] - 1 else n - n // 65)
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torchrl_kl.actors.parallel import in_wrapper, local, sharded_parts, unwrapped
 from torchrl_kl.actors.policy import evaluating
 
-READ_TOGETHER = 2048  # tokens, without gradients on a CPU
 CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")  # the first since transformers 5.24
 
 
@@ -56,6 +55,8 @@ class CausalLM(nn.Module):
         self.compared: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
         self.causal = 1  # up to how many tokens texts were compared
         self.splits: bool | None = None  # whether its head works apart; see `SplitLM`
+        # Whether prompts can be read once, with gradients or not, at which lengths; see `read_at`.
+        self.read_once: dict[bool, dict[tuple[int, ...], bool]] = {False: {}, True: {}}
         # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
         self.n_out: int | None = stated("n_out", inner)
         self.vocab_size: int | None = stated("vocab_size", inner, config)
@@ -63,48 +64,33 @@ class CausalLM(nn.Module):
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
         """Outputs at the positions `keep` (K,), or at all: (N, K, n_out), at least float32."""
-        options: dict[str, Any] = {}
-        if "use_cache" in self._keywords:
-            options["use_cache"] = False
-        if keep is not None and "logits_to_keep" in self._keywords:
-            options["logits_to_keep"] = keep
         model = self.model if torch.is_grad_enabled() else local(self.model)
-        output = _logits_of(model(tokens, **options), tokens)
-        return output if keep is None or "logits_to_keep" in options else output[:, keep]
+        return self._call(model, tokens, keep, use_cache=False)[0]
 
-    def read(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """The outputs (N, n_out) after tokens (N, T) that follow those in a cache; and the cache.
+    def read(
+        self, tokens: Tensor, cache: Any = None, keep: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """The same of tokens (N, T) that follow those in a cache; and the cache.
 
         It is of the model's own making, from None; None if the model makes none.
         """
-        options: dict[str, Any] = {}
-        if "use_cache" in self._keywords:
-            options["use_cache"] = True
         if cache is None and (make := stated("new_cache", innermost(next(self.children())))):
             cache = make()
-        if cache is not None:
-            options[self._cache_keyword] = cache
-        last = tokens.shape[1] - 1
-        if last and "logits_to_keep" in self._keywords:  # as `at` does, to the last digit
-            options["logits_to_keep"] = torch.arange(last, last + 1, device=tokens.device)
-        made = unwrapped(self.model)(tokens, **options)  # compiled, each length would be anew
-        return _logits_of(made, tokens)[:, -1], stated(self._cache_keyword, made, default=cache)
+        options = {"use_cache": True} | ({} if cache is None else {self._cache_keyword: cache})
+        # Compiled, each length would be anew.
+        return self._call(unwrapped(self.model), tokens, keep, **options)
 
-    def at(self, tokens: Tensor, row: Tensor, last: Tensor) -> Tensor:
-        """Outputs of texts (N, T) at pairs of a row and a position, (K,) each: (K, n_out).
-
-        Only positions from the first to the last one asked for go through the output layer.
-        """
-        if not len(last):  # models of Hugging Face read no empty batch
-            return self(tokens.new_zeros(1, 1))[:0, 0]
-        first, final = (int(value) for value in last.aminmax())
-        keep = torch.arange(first, final + 1, device=tokens.device)
-        tokens = tokens[:, : final + 1]
-        if torch.is_grad_enabled() or tokens.device.type != "cpu":
-            return self(tokens, keep)[row, last - first]
-        # What a few texts compute stays in the processor's cache.
-        parts = tokens.split(max(1, READ_TOGETHER // (final + 1)))
-        return torch.cat([self(part, keep) for part in parts])[row, last - first]
+    def _call(
+        self, model: Any, tokens: Tensor, keep: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Any]:
+        if "use_cache" not in self._keywords:
+            del options["use_cache"]
+        if keep is not None and "logits_to_keep" in self._keywords:
+            options["logits_to_keep"] = keep
+        made = model(tokens, **options)
+        output, cache = _logits_of(made, tokens), options.get(self._cache_keyword)
+        output = output if keep is None or "logits_to_keep" in options else output[:, keep]
+        return output, stated(self._cache_keyword, made, default=cache)
 
     @torch.no_grad()
     def check_causal(self, tokens: Tensor, length: int) -> None:
@@ -217,14 +203,24 @@ class SplitLM:
             return _with_hidden(self._output, _hidden_of(self._output)[:1, :1])
         return _with_hidden(self._output, self._hidden)
 
-    at: Any = CausalLM.at  # by `__call__`, hidden states
-
     def __call__(self, tokens: Tensor, keep: Tensor) -> Tensor:
         """The last hidden states of texts (N, T) at the positions `keep` (K,): (N, K, H)."""
         self._whole(tokens)
-        hidden = _hidden_of(self._output)
-        self._output = _with_hidden(self._output, hidden.new_empty(0))
-        return hidden[:, keep]
+        return self._take(keep)
+
+    def read(
+        self, tokens: Tensor, cache: Any = None, keep: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """The same of tokens (N, T) that follow those in a cache, as `CausalLM.read`."""
+        _, cache = self._whole.read(tokens, cache)
+        return self._take(keep), cache
+
+    def _take(self, keep: Tensor | None) -> Tensor:
+        """The hidden states (N, K, H) of the last pass, which are forgotten, as is a cache."""
+        hidden, fields = _hidden_of(self._output), stated("keys", self._output, default=tuple)()
+        caches = dict.fromkeys({*CACHE_KEYWORDS} & {*fields})
+        self._output = _with_hidden(self._output, hidden.new_empty(0), **caches)
+        return hidden if keep is None else hidden[:, keep]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits (K, V) of hidden states (K, H), at least float32."""
@@ -289,9 +285,11 @@ def _hidden_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
-def _with_hidden(output: Any, hidden: Tensor) -> Any:
-    """An output of a decoder with other hidden states."""
-    return hidden if isinstance(output, Tensor) else replace(output, last_hidden_state=hidden)
+def _with_hidden(output: Any, hidden: Tensor, **fields: Any) -> Any:
+    """An output of a decoder with other hidden states, and other fields."""
+    if isinstance(output, Tensor):
+        return hidden
+    return replace(output, last_hidden_state=hidden, **fields)
 
 
 def innermost(model: nn.Module) -> Any:

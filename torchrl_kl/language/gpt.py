@@ -121,7 +121,7 @@ class GPT(nn.Module):
         return output if tokens.ndim == 2 else output.view(*tokens.shape[:-1], *output.shape[1:])
 
     def new_cache(self) -> KeyValues:
-        """An empty cache. Without gradients, tokens can be read part by part with it."""
+        """An empty cache, with which tokens can be read part by part."""
         return KeyValues(len(self.blocks))
 
     def hidden(self, tokens: Tensor, cache: KeyValues | None, keep: Keep) -> Tensor:

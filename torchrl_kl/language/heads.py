@@ -25,6 +25,7 @@ from torchrl_kl.keys import as_tuple, get_required, sibling
 from torchrl_kl.language.causal_lm import CausalLM, SplitLM, can_split
 from torchrl_kl.language.distribution import NextToken
 from torchrl_kl.language.gpt import values_hidden
+from torchrl_kl.language.prompts import read_at
 from torchrl_kl.language.reader import StateReader, check_one_per_text
 from torchrl_kl.language.truncation import Truncation, restrict
 
@@ -55,7 +56,7 @@ class LogitsReader(StateReader):
         if hidden or not can_split(self.lm, tokens.reshape(-1, tokens.shape[-1])):
             return None
         split = SplitLM(self.lm)
-        states = super().forward(tokens, position, split.at).flatten(0, -2)
+        states = super().forward(tokens, position, split).flatten(0, -2)
         tile = lambda rows: NextToken(self.scale(split.logits(rows)))  # noqa: E731
         return TiledCategorical(states, tile, position.shape, size)
 
@@ -325,7 +326,7 @@ class _TextScorer(nn.Module):
                     "counts tokens before padding."
                 )
             texts[rows, end] = self.end_token
-        output = self.lm.at(texts, rows, end)
+        output = read_at(self.lm, texts, rows, end)
         _check_one_output(output.shape[-1])
         return output.view(tokens.shape[:-1])
 

@@ -19,8 +19,9 @@ from torchrl.modules import recurrent_mode
 
 from torchrl_kl.functional.numbers import check_integers
 from torchrl_kl.language.cache import RolloutCache
-from torchrl_kl.language.causal_lm import CausalLM
+from torchrl_kl.language.causal_lm import CausalLM, SplitLM
 from torchrl_kl.language.gpt import values_hidden
+from torchrl_kl.language.prompts import read_at
 
 _LARGE = 2**27  # bytes
 
@@ -53,26 +54,26 @@ class StateReader(nn.Module):
         self.clear_cache()  # it would hold the old weights until the next step
         return super()._apply(fn, recurse)
 
-    def forward(self, tokens: Tensor, position: Tensor, at: Any = None) -> Tensor:
-        """The output for each state; `at`: reads texts, instead of the model's method."""
-        at = at or self.lm.at
+    def forward(self, tokens: Tensor, position: Tensor, split: SplitLM | None = None) -> Tensor:
+        """The output for each state; with `split`, the last hidden state."""
         weight = next(self.parameters(), tokens)
         hidden = values_hidden(tokens) or values_hidden(weight)  # an ensemble's weights are batched
         n_tokens = self._check_state(tokens, position, hidden)
         # Rows that split_trajs padded are all zeros: position 0 is treated as 1.
         length = position.clamp(1, n_tokens).flatten()
         if not len(length):
-            output = self.lm.at(tokens.new_zeros(0, 1), length, length)
+            output = read_at(self.lm, tokens.new_zeros(0, 1), length, length)
         elif hidden:
             rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
             output = self.lm(rows)[torch.arange(len(length), device=rows.device), length - 1]
         elif recurrent_mode():
-            output = at(*_find_texts(tokens[..., :n_tokens], length), length - 1)
+            texts, row = _find_texts(tokens[..., :n_tokens], length)
+            output = read_at(self.lm, texts, row, length - 1, split)
         else:
             rows = tokens[..., :n_tokens].reshape(-1, n_tokens)
             if torch.is_grad_enabled():
                 every = torch.arange(len(rows), device=rows.device)
-                output = at(rows, every, length - 1)
+                output = read_at(self.lm, rows, every, length - 1, split)
             else:
                 output = self._read_next(rows, length)
         return output.view(*position.shape, output.shape[-1])

@@ -22,6 +22,7 @@ from torchrl_kl.language.cache import InStep, NotCachedError, Scores, without_ca
 from torchrl_kl.language.causal_lm import NOT_CAUSAL
 from torchrl_kl.language.distribution import draw
 from torchrl_kl.language.heads import CausalLMActor, CausalLMRewardModel, LogitsReader
+from torchrl_kl.language.prompts import read_at
 from torchrl_kl.language.responses import EndTokens, several
 from torchrl_kl.language.truncation import restrict
 
@@ -304,7 +305,7 @@ class _Draft:
         reader, start, end = self.reader, int(self.start[row]), int(self.end[row])
         last = torch.arange(start - 1, end - 1, device=self.end.device)
         text = self.texts[row : row + 1]
-        logits = reader.scale(reader.lm.at(text, torch.zeros_like(last), last))
+        logits = reader.scale(read_at(reader.lm, text, torch.zeros_like(last), last))
         size = logits[logits.isfinite()].abs().max().item()
         if self.actor.truncation is not None:
             logits = restrict(logits, self.asked[self.actor.kept_key][row, : end - start])
