@@ -1,4 +1,4 @@
-"""Tool calls and several turns: only what the model wrote is penalized, not what a tool answered."""
+"""Tools and several turns: what the model wrote is penalized, and not what a tool answered."""
 
 import torch
 from tensordict import TensorDict
@@ -51,6 +51,7 @@ for n, text in enumerate(dialogs):
 kls = {"by hand": by_hand, "ResponseKLTransform": penalized["next", "kl"], "as_steps": by_step}
 print(f"nats per dialog, {steps.shape[1]} of {dialogs.shape[1] - 5} tokens count")
 for name, kl in kls.items():
-    print(f"{name:22}{kl.mean():.4f}, largest difference {(kl.flatten() - by_hand).abs().max():.0e}")
+    off = (kl.flatten() - by_hand).abs().max()
+    print(f"{name:22}{kl.mean():.4f}, largest difference {off:.0e}")
 unmasked = ResponseKLTransform(model, 0.1, reference=reference)(batch.exclude("masks"))
 print(f"{'without the mask':22}{unmasked['next', 'kl'].mean():.4f}")
