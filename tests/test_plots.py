@@ -40,13 +40,17 @@ def test_runs_are_drawn_at_sqrt_kl_and_joined_in_its_order():
 def test_seeds_are_points_and_their_mean_is_on_the_line():
     kl, reward = torch.tensor([[0.01, 0.07], [1.0, 1.0]]), torch.tensor([[0.1, 0.3], [0.8, 1.0]])
     _, given = plt.subplots()
-    axes = plot_frontier(kl, reward, ax=given)
+    axes = plot_frontier(kl, reward.requires_grad_(), ax=given)
     assert axes is given
     joined, points = axes.lines
     assert_close(drawn(joined), [[0.2, 1.0], [0.2, 0.9]], rtol=1e-6, atol=0)
     expected = [[0.1, math.sqrt(0.07), 1.0, 1.0], [0.1, 0.3, 0.8, 1.0]]
     assert_close(drawn(points), expected, rtol=1e-6, atol=0)
     assert axes.get_legend() is None
+
+
+def test_no_runs_are_an_empty_picture():
+    assert [drawn(line) for line in plot_frontier([], []).lines] == [[[], []]] * 2
 
 
 def test_the_exact_frontier_is_that_of_the_optima():

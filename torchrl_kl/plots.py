@@ -49,7 +49,7 @@ def plot_frontier(
         >>> axes.get_xlabel()
         'sqrt(KL), KL in nats'
     """
-    kls, rewards = (torch.as_tensor(x, dtype=torch.float64).cpu() for x in (kl, reward))
+    kls, rewards = (torch.as_tensor(x, dtype=torch.float64).detach().cpu() for x in (kl, reward))
     if kls.ndim not in (1, 2) or kls.shape != rewards.shape:
         raise ValueError(
             "`kl` and `reward` must have the same shape, (runs,) or (runs, seeds), got "
@@ -71,7 +71,7 @@ def plot_frontier(
     best = sorted((each.kl**0.5, each.reward) for each in optima)
     if best:
         ax.plot(*zip(*best, strict=True), color="0.1", label="exact frontier")
-    columns = [values.reshape(len(kls), -1) for values in (kls, rewards)]  # (N, S)
+    columns = [x if x.ndim == 2 else x.unsqueeze(1) for x in (kls, rewards)]  # (N, S)
     x, y = (values.mean(1) for values in columns)
     order = x.argsort()
     (line,) = ax.plot(x.sqrt()[order], y[order], "--", label=label)
