@@ -49,6 +49,34 @@ def plot_frontier(
         >>> axes.get_xlabel()
         'sqrt(KL), KL in nats'
     """
+    columns = _read_runs(kl, reward)
+    if names is not None and len(names) != len(columns[0]):
+        raise ValueError(
+            f"`names` must have one text for each of {len(columns[0])} runs, got {names}."
+        )
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise ImportError("plot_frontier needs matplotlib: `pip install matplotlib`.") from None
+    ax = plt.subplots()[1] if ax is None else ax
+    best = sorted((each.kl**0.5, each.reward) for each in optima)
+    if best:
+        ax.plot(*zip(*best, strict=True), color="0.1", label="exact frontier")
+    x, y = (values.mean(1) for values in columns)
+    order = x.argsort()
+    (line,) = ax.plot(x.sqrt()[order], y[order], "--", label=label)
+    ax.plot(columns[0].sqrt().flatten(), columns[1].flatten(), "o", color=line.get_color())
+    for name, *place in zip(names or (), x.sqrt().tolist(), y.tolist(), strict=False):
+        ax.annotate(name, place, (6, -12), textcoords="offset points")
+    ax.set(xlabel="sqrt(KL), KL in nats", ylabel="reward")
+    ax.set_xlim(left=0)
+    if best or label:
+        ax.legend()
+    return ax
+
+
+def _read_runs(kl: Any, reward: Any) -> list[Tensor]:
+    """The KL and the reward of each seed of each run, (N, S), checked."""
     kls, rewards = (torch.as_tensor(x, dtype=torch.float64).detach().cpu() for x in (kl, reward))
     if kls.ndim not in (1, 2) or kls.shape != rewards.shape:
         raise ValueError(
@@ -61,25 +89,4 @@ def plot_frontier(
             f"{kls.min():.3g} to {kls.max():.3g}: a mean of few k1 may be negative, so pool more "
             'batches, or measure with estimator="exact".'
         )
-    if names is not None and len(names) != len(kls):
-        raise ValueError(f"`names` must have one text for each of {len(kls)} runs, got {names}.")
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise ImportError("plot_frontier needs matplotlib: `pip install matplotlib`.") from None
-    ax = plt.subplots()[1] if ax is None else ax
-    best = sorted((each.kl**0.5, each.reward) for each in optima)
-    if best:
-        ax.plot(*zip(*best, strict=True), color="0.1", label="exact frontier")
-    columns = [x if x.ndim == 2 else x.unsqueeze(1) for x in (kls, rewards)]  # (N, S)
-    x, y = (values.mean(1) for values in columns)
-    order = x.argsort()
-    (line,) = ax.plot(x.sqrt()[order], y[order], "--", label=label)
-    ax.plot(columns[0].sqrt().flatten(), columns[1].flatten(), "o", color=line.get_color())
-    for name, *place in zip(names or (), x.sqrt().tolist(), y.tolist(), strict=False):
-        ax.annotate(name, place, (6, -12), textcoords="offset points")
-    ax.set(xlabel="sqrt(KL), KL in nats", ylabel="reward")
-    ax.set_xlim(left=0)
-    if best or label:
-        ax.legend()
-    return ax
+    return [values if values.ndim == 2 else values.unsqueeze(1) for values in (kls, rewards)]
