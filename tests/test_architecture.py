@@ -28,7 +28,7 @@ PUBLIC = {
         ReferenceModelLogProbTransform KLDivergenceTransform RewardAdjustmentTransform kl_collector
         KLController ConstantKLController TargetKLController AdaptiveKLController PIDKLController
         ExponentialKLController PlannedKLController coeff_for_budget KLStatistics
-        FrozenActor TopKActor rescore
+        FrozenActor TopKActor rescore plot_frontier
     """,
     "torchrl_kl.functional": "kl_k1 kl_k2 kl_k3 kl_exact kl_top_k masked_mean masked_sum",
     "torchrl_kl.exact": "Enumeration ExactValues PolicyValues enumerate_kl",
@@ -82,6 +82,7 @@ ARROWS: dict[str, set[str]] = {
     "monitor": {*_DATA, "actors", "controllers", "feeding", "functional"},
     "collectors": {"batches", "controllers", "transforms"},
     "trainers": {*_DATA, "transforms"},
+    "plots": {"exact"},  # its types only
 }
 
 # What a room may import of others' packages, in addition to the standard library.
@@ -92,6 +93,7 @@ LIBRARIES = {
     "transforms": TENSORDICT | {"typing_extensions"},  # which torch needs
     "language": TENSORDICT | {"safetensors"},
     "collectors": TENSORDICT | {"cloudpickle"},
+    "plots": {"torch", "matplotlib"},  # which is imported when it is called
 }
 
 

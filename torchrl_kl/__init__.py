@@ -21,6 +21,7 @@ from torchrl_kl.controllers import (
 from torchrl_kl.keys import KLKeys
 from torchrl_kl.monitor import KLMonitor
 from torchrl_kl.objectives import KLPenaltyLoss
+from torchrl_kl.plots import plot_frontier
 from torchrl_kl.trainers import KLControlHook
 from torchrl_kl.transforms import (
     KLConstrainedTransform,
@@ -52,6 +53,7 @@ __all__ = [
     "TopKActor",
     "coeff_for_budget",
     "kl_collector",
+    "plot_frontier",
     "rescore",
 ]
 

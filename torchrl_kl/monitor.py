@@ -23,10 +23,11 @@ _ERRORS = 4  # standard errors that a mean KL must be from the target
 _ROUNDING = 1e-6  # nats per step: the KL of a policy that is still its reference
 
 _OFF_TARGET = (
-    "KL is {kl:.3g}{error} nats per {per} over the last {window} batches ({count} {values}), "
-    "{ratio:.2g} times the target of {target:g}; the coefficient was {coeff:.3g}. {advice}"
+    "KL is {kl:.3g}{error} nats per {per} {span} ({count} {values}), {ratio:.2g} times the "
+    "target of {target:g}; the coefficient was {coeff:.3g}. {advice}"
 )
 _MESSAGES = {
+    "kl_far_above": _OFF_TARGET,
     "kl_above": _OFF_TARGET,
     "kl_below": _OFF_TARGET,
     "coeff_at_max": "The coefficient is at its upper bound, max_coeff = {coeff:g}: it cannot rise "
@@ -50,6 +51,11 @@ _MESSAGES = {
     "that of the sampler. Give both the same weights, temperature, top-k, top-p and min-p.",
 }
 CONDITIONS = tuple(_MESSAGES)
+_FAR_ABOVE = (
+    "Stop the run. If it has just begun, the policy should still be near its reference: look for "
+    "dropout, for weights loaded after the stack was built, and for a sampler with another "
+    "temperature or top-k. Otherwise policy updates are too large (learning rate, epochs)."
+)
 _ABOVE = (
     "The controller raises the coefficient until the KL comes down. If it does not, make the "
     "controller faster (a larger `gain` or `ki`, a smaller `horizon`) or policy updates smaller "
@@ -97,10 +103,12 @@ class KLMonitor:
     Call it on every batch after the stack has run and before the policy is updated. It changes
     neither the batch nor the controller. The conditions:
 
+    - "kl_far_above": the mean KL of this batch alone, which may be the first, is above 10 times the
+      controller's target, and 4 standard errors of at least two values above it: stop the run.
     - "kl_above", "kl_below": the mean KL of the last `window` batches, pooled over trajectories
-      (over steps with `per="step"`), is above 2 times or below 0.5 times the controller's target,
-      and 4 standard errors away from the target if more than one value was pooled. Batches from
-      which a controller plans its first coefficient are left out.
+      (over steps with `per="step"`), is above 2 times or below 0.5 times the target, and 4 standard
+      errors away from it if more than one value was pooled. Batches from which a controller plans
+      its first coefficient are left out of both.
     - "coeff_at_max", "coeff_at_min": the coefficient is at a bound of the controller.
     - "kl_not_finite": some steps have an infinite or NaN KL. They are left out of all means.
     - "negative_noise": the mean k1 is negative, as a sample mean near the reference can be.
@@ -264,34 +272,46 @@ class KLMonitor:
     def _look_at_target(
         self, pools: list[list[float]], coeffs: list[float], applied: float
     ) -> Iterator[Finding]:
-        """Compares the mean KL of a full window with the target."""
-        controller, pool = self.controller, KLStatistics()
-        # Sums and counts add up, so that a batch weighs as much as it has values.
-        for buffer, values in zip(pool.buffers(), zip(*pools, strict=True), strict=False):
-            buffer.fill_(sum(values))
+        """Compares the mean KL of this batch, and that of a full window, with the target."""
+        target = self.controller.target
+        # The standard errors, NaN of one value, keep out means that are off by chance.
+        pool, figures, others = self._pooled(pools[-1:], "in this batch", applied)
+        if pool.count > 1:
+            far = pool.mean > 10 * target and pool.mean - _ERRORS * pool.standard_error > target
+            yield "kl_far_above", far, figures, others | {"advice": _FAR_ABOVE}
+        pool, figures, others = self._pooled(pools, f"over the last {self.window} batches", applied)
         if len(pools) < self.window or pool.count == 0:
             return
-        target, coeff = controller.target, controller.coeff.item()
         mean, error = pool.mean, pool.standard_error
-        count = int(pool.count)
-        figures = {"kl": mean, "standard_error": error, "count": count, "target": target}
-        # The standard errors, NaN of one value, keep out windows that are off by chance.
         above = mean > 2 * target and not mean - _ERRORS * error <= target
         below = mean < 0.5 * target and not mean + _ERRORS * error >= target
         # A coefficient at a bound may have been updated and not have moved.
-        at_bound = not controller.min_coeff < coeff < controller.max_coeff
+        controller = self.controller
+        at_bound = not controller.min_coeff < controller.coeff.item() < controller.max_coeff
         updated = not controller.planning and (len(set(coeffs)) > 1 or at_bound)
+        advice = (_ABOVE if above else _BELOW) if updated else _NOT_UPDATED
+        yield "kl_above", above, figures, others | {"advice": advice}
+        yield "kl_below", below, figures, others | {"advice": advice}
+
+    def _pooled(
+        self, pools: list[list[float]], span: str, applied: float
+    ) -> tuple[KLStatistics, dict[str, float], dict[str, Any]]:
+        """The pool of some batches, and what a message says of it."""
+        pool, target, per = KLStatistics(), self.controller.target, self.controller.per
+        # Sums and counts add up, so that a batch weighs as much as it has values.
+        for buffer, values in zip(pool.buffers(), zip(*pools, strict=True), strict=False):
+            buffer.fill_(sum(values))
+        mean, error, count = pool.mean, pool.standard_error, int(pool.count)
+        figures = {"kl": mean, "standard_error": error, "count": count, "target": target}
         others = {
             "error": f" +- {error:.2g}" if count > 1 else "",
-            "per": controller.per,
-            "window": self.window,
-            "values": {"trajectory": "trajectories", "step": "steps"}[controller.per],
+            "per": per,
+            "span": span,
+            "values": {"trajectory": "trajectories", "step": "steps"}[per],
             "ratio": mean / target,
             "coeff": applied,
-            "advice": (_ABOVE if above else _BELOW) if updated else _NOT_UPDATED,
         }
-        yield "kl_above", above, figures, others
-        yield "kl_below", below, figures, others
+        return pool, figures, others
 
     def _look_at_samples(self, batch: TensorDictBase, k1: Tensor) -> Iterator[Finding]:
         """Whether the policy can have drawn the samples; k1: of the steps that count, (N,)."""

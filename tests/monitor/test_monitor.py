@@ -92,6 +92,43 @@ class TestTarget:
         assert monitor.state_dict()["pools"] == [[1, 0.5, 0.25]]
 
 
+class TestFirstBatch:
+    """Far above the target, one batch is enough; the window only fills in the tenth."""
+
+    @pytest.mark.parametrize(
+        ("kl", "expected"),
+        [
+            ((5.0, 5.0), []),  # 10x is not above 10x
+            ((5.0 + 2**-40,) * 2, ["kl_far_above"]),
+            # 5 values at mean - s and 5 at mean + s: 4 standard errors are 4 s / 3.
+            ((6.0 - 4.1, 6.0 + 4.1) * 5, ["kl_far_above"]),  # 0.53 is above the target
+            ((6.0 - 4.2, 6.0 + 4.2) * 5, []),  # 0.4 is not
+            ((50.0,), []),  # one value has no standard error
+            ((0.0, 0.0), []),
+        ],
+    )
+    def test_thresholds(self, kl, expected):
+        assert names(KLMonitor(per_step())(steps(*kl))) == expected
+
+    def test_says_what_to_do(self):
+        monitor = KLMonitor(per_step(), window=3)
+        (message,) = monitor(steps(5.9, 6.0, 6.1))
+        assert str(message).startswith(
+            "KL is 6 +- 0.058 nats per step in this batch (3 steps), 12 times the target of 0.5; "
+            "the coefficient was 1. Stop the run."
+        )
+        figures = {"kl": 6.0, "standard_error": 0.1 * math.sqrt(1 / 3), "count": 3, "target": 0.5}
+        assert_close(dict(message.figures), figures)
+        assert monitor(steps(5.9, 6.0, 6.1)) == []  # one episode
+
+    def test_it_is_the_last_batch_alone(self):
+        """Also of a window whose mean is far from 10 targets."""
+        monitor = KLMonitor(per_step(), window=2)
+        assert monitor(steps(*[0.3] * 100)) == []
+        assert names(monitor(steps(6.0, 6.0))) == ["kl_far_above"]
+        assert monitor.counts["kl_above"] == (0, 0)
+
+
 class TestAdvice:
     def test_says_the_figures_and_what_to_do(self):
         controller = per_step()

@@ -178,7 +178,8 @@ class TestResponses:
         controller = ExponentialKLController(1.0, 1e-6, per=per)
         monitor = KLMonitor(controller, actor=actor, window=1)
         steps = as_steps(batch, pad_token=None)
-        assert [message.condition for message in monitor(steps)] == ["kl_above"]
+        found = [message.condition for message in monitor(steps)]
+        assert found == ["kl_far_above", "kl_above"]
         ((count, total, _),) = monitor.state_dict()["pools"]
         assert (count, total) == (
             40 if per == "trajectory" else 160,

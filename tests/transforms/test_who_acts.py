@@ -260,11 +260,12 @@ def test_the_monitor_and_the_log_of_a_trainer_are_of_those_who_act():
     stack = KLConstrainedTransform(make_actor(agents=True), controller, keys=keys)
     after = stack(batch)
     k1 = log_ratios(after)[acts].double()
-    (said,) = KLMonitor(
+    monitor = KLMonitor(
         AdaptiveKLController(0.1, 1e-3, 1e6, per="step"), keys=stack_keys(stack), window=1
-    )(after)
-    assert said.figures["count"] == 400
-    assert said.figures["kl"] == pytest.approx(k1.mean().item(), abs=1e-6)
+    )
+    messages = monitor(after)  # of the batch, and of the window
+    assert [said.figures["count"] for said in messages] == [400, 400]
+    assert messages[0].figures["kl"] == pytest.approx(k1.mean().item(), abs=1e-6)
     found = KLControlHook(stack).log_batch(after)
     assert found["kl_to_reference"] == pytest.approx(k1.mean().item(), abs=1e-6)
 
