@@ -104,7 +104,8 @@ class KLMonitor:
     neither the batch nor the controller. The conditions:
 
     - "kl_far_above": the mean KL of this batch alone, which may be the first, is above 10 times the
-      controller's target, and 4 standard errors of at least two values above it: stop the run.
+      controller's target, and 4 standard errors above it: stop the run. The error of n values is
+      at least sqrt(2 target / n), that of k1 at the target.
     - "kl_above", "kl_below": the mean KL of the last `window` batches, pooled over trajectories
       (over steps with `per="step"`), is above 2 times or below 0.5 times the target, and 4 standard
       errors away from it if more than one value was pooled. Batches from which a controller plans
@@ -276,8 +277,10 @@ class KLMonitor:
         target = self.controller.target
         # The standard errors, NaN of one value, keep out means that are off by chance.
         pool, figures, others = self._pooled(pools[-1:], "in this batch", applied)
-        if pool.count > 1:
-            far = pool.mean > 10 * target and pool.mean - _ERRORS * pool.standard_error > target
+        if pool.count:
+            # Few values may lie close together by chance: at the target, k1 varies by this much.
+            error = max(math.sqrt(2 * target / int(pool.count)), pool.standard_error)
+            far = pool.mean > 10 * target and pool.mean - _ERRORS * error > target
             yield "kl_far_above", far, figures, others | {"advice": _FAR_ABOVE}
         pool, figures, others = self._pooled(pools, f"over the last {self.window} batches", applied)
         if len(pools) < self.window or pool.count == 0:

@@ -103,12 +103,27 @@ class TestFirstBatch:
             # 5 values at mean - s and 5 at mean + s: 4 standard errors are 4 s / 3.
             ((6.0 - 4.1, 6.0 + 4.1) * 5, ["kl_far_above"]),  # 0.53 is above the target
             ((6.0 - 4.2, 6.0 + 4.2) * 5, []),  # 0.4 is not
-            ((50.0,), []),  # one value has no standard error
+            ((50.0,), ["kl_far_above"]),
             ((0.0, 0.0), []),
         ],
     )
     def test_thresholds(self, kl, expected):
         assert names(KLMonitor(per_step())(steps(*kl))) == expected
+
+    @pytest.mark.parametrize("count", [1, 2, 8])
+    def test_few_values_that_lie_close_together_by_chance(self, count):
+        """With a target of 0.02, 4 errors of k1 are 0.8 for one value, and the bound is 0.2."""
+        above = 0.02 + 0.8 / math.sqrt(count)
+        for kl, expected in ((above - 0.01, []), (above + 0.01, ["kl_far_above"])):
+            assert names(KLMonitor(per_step(0.02))(steps(*[kl] * count))) == expected
+
+    def test_hardly_ever_at_the_target(self):
+        """2000 batches of two log-ratios N(target, 2 target): each above 4 errors with 3e-5."""
+        kls = torch.randn(2000, 2, generator=torch.Generator().manual_seed(0)) * 0.2 + 0.02
+        monitor = KLMonitor(per_step(0.02))
+        for pair in kls.tolist():
+            monitor(steps(*pair))
+        assert monitor.counts["kl_far_above"].batches <= 3  # more with probability 7e-7
 
     def test_says_what_to_do(self):
         monitor = KLMonitor(per_step(), window=3)
