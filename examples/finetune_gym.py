@@ -167,7 +167,7 @@ def draw(curves: dict[str, list[dict[str, list]]], target: float, file: Path) ->
     panels = {
         "true_return": ("Without a penalty the true return falls", "true return of an episode"),
         "torque_reward": ("All save torque, most without a penalty", "torque reward of a step"),
-        "kl_reference": ("The controller keeps the KL near its target", "KL, nats per step"),
+        "kl_reference": ("The controller ends near its target", "KL, nats per step"),
         "coeff": ("The controller moves the coefficient", "coefficient, reward per nat"),
     }
     for panel, (metric, (title, unit)) in zip(axes.flat, panels.items(), strict=True):
