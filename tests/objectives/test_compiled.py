@@ -30,7 +30,7 @@ def make(**options: Any) -> tuple[Any, Any]:
 def run(function: Any, loss: Any, batch: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """What the loss, or a compiled one, writes, and the gradients of all of its losses."""
     out = dict(function(batch).items())
-    total = sum(value for key, value in out.items() if key.startswith("loss"))
+    total = torch.stack([value for key, value in out.items() if key.startswith("loss")]).sum()
     return out, torch.autograd.grad(total, [p for p in loss.parameters() if p.requires_grad])
 
 
