@@ -207,7 +207,7 @@ class FrozenActor(nn.Module):
 
     def _scored(self, dist: Any, timed: bool) -> Any:
         """The distribution, which is checked when its class is new."""
-        if (name := type(dist).__name__) not in self._known and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and (name := type(dist).__name__) not in self._known:
             self._known.add(name)
             check_density(dist, self._known)
         return dist

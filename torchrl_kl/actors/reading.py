@@ -1,5 +1,6 @@
 """Reading an actor: its keys and modules, and whether it is one."""
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -44,7 +45,9 @@ def is_of_library(thing: Any) -> bool:
 def has_own(actor: Any, name: str) -> bool:
     """Whether an actor has another method than TorchRL's probabilistic actors."""
     library = [getattr(kind, name) for kind in PROBABILISTIC]
-    return getattr(getattr(actor, name, None), "__func__", None) not in library
+    method = getattr(actor, name, None)
+    # Compiled by PyTorch 2.13, `getattr(method, "__func__", None)` is None.
+    return not isinstance(method, MethodType) or method.__func__ not in library
 
 
 def weight_dtype(actor: nn.Module) -> torch.dtype:

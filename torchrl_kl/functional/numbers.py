@@ -33,8 +33,8 @@ class Float64State(nn.Module):
 
 
 def uncompiled(method: _Method) -> _Method:
-    """Leaves a method that edits 0-dim float64 state as it is when its caller is compiled."""
-    # The code that PyTorch 2.13 makes of it edits a copy: the state would never change.
+    """Leaves a method that branches on numbers, or edits 0-dim float64 state, out of any graph."""
+    # The code that PyTorch 2.13 makes of such an edit edits a copy: the state would never change.
     return torch.compiler.disable(method)  # type: ignore[return-value]
 
 

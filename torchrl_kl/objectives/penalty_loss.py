@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -30,7 +30,7 @@ from torchrl_kl.batches import expand_right, find_time_dim
 from torchrl_kl.controllers import KLController, as_controller
 from torchrl_kl.feeding import ControllerFeed
 from torchrl_kl.functional.estimators import kl_exact, kl_k1, kl_k2
-from torchrl_kl.functional.numbers import check_finite, is_floating, widened
+from torchrl_kl.functional.numbers import check_finite, is_floating, uncompiled, widened
 from torchrl_kl.functional.sampler import (
     FEWEST,
     SamplerWeights,
@@ -65,9 +65,23 @@ class Steps:
     action: NestedKey  # in the data; a composite one has keys of its parts
     acts: Tensor | None  # (*B, *A), of agents: True where one acts in a step that counts
 
-    made = cached_property(lambda steps: steps.find_pass())
-    policy = cached_property(lambda steps: steps.made.dist)
-    reference = cached_property(lambda steps: steps.find_reference())
+    # Not by `cached_property`, whose lock cannot be compiled in Python 3.11.
+    _made: Pass | None = None
+    _reference: Distribution | None = None
+
+    @property
+    def made(self) -> Pass:
+        """The pass of the policy."""
+        if self._made is None:
+            self._made = self.find_pass()
+        return self._made
+
+    @property
+    def reference(self) -> Distribution:
+        """The distributions of the reference."""
+        if self._reference is None:
+            self._reference = self.find_reference()
+        return self._reference
 
     def mask_for(self, shape: torch.Size) -> Tensor | None:
         """True where values of a `shape` (*B, ...) count, of that shape; None where all do."""
@@ -314,11 +328,9 @@ class KLPenaltyLoss(LossModule):
     @dispatch()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The loss of a batch (*B), to which nothing is written."""
-        coeff = self.controller.coeff
-        if coeff > 0:
-            refuse_penalized(tensordict, self.tensor_keys.kl_coeff)
-        steps, value, kl, _ = self._terms(tensordict)
-        coeff = coeff.to(value, copy=True)  # a copy, which autograd keeps until `backward`
+        steps, value, kl, _ = self._terms(tensordict, self._penalizes(tensordict))
+        # A copy, since autograd keeps it until `backward`.
+        coeff = self.controller.coeff.to(value, copy=True)
         loss_kl, kl = coeff * value, kl.sum() / steps.count
         if self.reduction != "none":
             loss_kl = loss_kl.sum() / (steps.count if self.reduction == "mean" else 1)
@@ -333,6 +345,14 @@ class KLPenaltyLoss(LossModule):
                 "losses one after the other."
             )
         return TensorDict({**dict(others.items()), **dict(out.items())})
+
+    @uncompiled  # it branches on numbers; all that follows can then be one graph
+    def _penalizes(self, tensordict: TensorDictBase) -> bool:
+        """Whether the coefficient is above 0; RuntimeError if the reward was penalized too."""
+        penalizes = self.controller.coeff.item() > 0
+        if penalizes:
+            refuse_penalized(tensordict, self.tensor_keys.kl_coeff)
+        return penalizes
 
     @torch.no_grad()
     def update_controller(self, tensordict: TensorDictBase) -> float:
@@ -349,7 +369,8 @@ class KLPenaltyLoss(LossModule):
         """
         reward = log_ratio = None
         with evaluating(self.actor_network):
-            steps, _, kl, share = self._terms(tensordict, acted=True)
+            penalizes = self.controller.coeff.item() > 0
+            steps, _, kl, share = self._terms(tensordict, penalizes, acted=True)
             if self.controller.reads_rewards and not self.feed.frozen and share >= FEWEST:
                 reward, log_ratio = self._rewards(steps)
         if reward is None:  # other ranks may have some
@@ -412,12 +433,13 @@ class KLPenaltyLoss(LossModule):
         return batches.flags(steps.data, self._named_keys, shape, steps.mask)
 
     def _terms(
-        self, tensordict: TensorDictBase, *, acted: bool = False
+        self, tensordict: TensorDictBase, penalizes: bool, *, acted: bool = False
     ) -> tuple[Steps, Tensor, Tensor, float]:
         """The steps; what is minimised, before the coefficient, and the measured KL, (*B) each.
 
-        The last number is the effective share of the actions of a sampler, 1 without one. `acted`:
-        whether the policy is the one that acted, whose log-probs are those recorded.
+        The last number is the effective share of the actions of a sampler, 1 without one.
+        `penalizes`: whether the coefficient is above 0. `acted`: whether the policy is the one that
+        acted, whose log-probs are those recorded.
         """
         steps, share = self._steps(tensordict), 1.0
         numbers: dict[Any, Tensor] = {}
@@ -426,7 +448,7 @@ class KLPenaltyLoss(LossModule):
         else:
             value = kl = steps.summed(self._log_prob_and_kl(steps)[1])
         numbers |= {"kl": kl, "loss_kl": value}
-        if self.controller.coeff.item() == 0:  # only measures, also where the KL is infinite
+        if not penalizes:  # only measures, also where the KL is infinite
             value = torch.zeros_like(kl).requires_grad_()
             numbers |= {"kl": kl.masked_fill(kl == torch.inf, 0.0), "loss_kl": value}
         check_finite(type(self).__name__, numbers, steps.mask)
@@ -442,7 +464,7 @@ class KLPenaltyLoss(LossModule):
         recorded, share = self._recorded(steps), 1.0
         ends = self._ends(steps) if self._reads_trajectories else None
         if self.gradient == "k2" or (acted and self._recorded_ref(steps) is not None):
-            log_prob = recorded if acted else steps.log_prob_of(steps.policy)
+            log_prob = recorded if acted else steps.log_prob_of(steps.made.dist)
             ref_log_prob = self._ref_log_prob(steps)
             ratio = (log_prob - recorded).exp()
             value = ratio.detach() * kl_k2(log_prob, ref_log_prob)
@@ -475,7 +497,8 @@ class KLPenaltyLoss(LossModule):
 
     def _log_prob_and_kl(self, steps: Steps) -> tuple[list[Tensor], Tensor]:
         """The log-prob of the actions by parts, if it is read next, and the KL."""
-        pair, mask = (steps.policy, steps.reference), steps.mask_for(steps.policy.batch_shape)
+        pair = (steps.made.dist, steps.reference)
+        mask = steps.mask_for(pair[0].batch_shape)
         # A loss reads it of whole distributions itself; of tiles, all is computed together.
         reads = self.loss is not None and isinstance(pair[0], TiledCategorical)
         if not (self._reads_actions or reads):
