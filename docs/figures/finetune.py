@@ -59,7 +59,7 @@ def main(folder: Path | None = None, seeds: int = 5, batches: int = 30) -> Path:
             axes.fill_between(range(1, batches + 1), low, high, color=color, alpha=0.2, linewidth=0)
     titles = {
         "The reward rises either way, ...": "share of coasting",
-        "... but without a penalty no goal is reached": "goals per batch",
+        "... but only the penalty keeps the goals": "goals per batch",
         "The controller brings the KL to its target": "KL, nats per step",
         "... and finds the coefficient for it": "coefficient",
     }
