@@ -52,8 +52,8 @@ for batch in Collector(env, actor, frames_per_batch=1000, total_frames=8000):
         sum(losses[key] for key in ("loss_objective", "loss_critic", "loss_kl")).backward()
         optimizer.step()
     reward, kl = batch["next", "reward"].mean(), losses["kl"]
-    print(f"reward {reward:.2f}, KL {kl:.3f} nats per step, coefficient {controller.coeff:.2f}")
+    print(f"reward {reward:.2f}, KL {kl:.3f}, coefficient {controller.coeff:.2f}")
 trunk.register_forward_hook(lambda *_: passes.append("trunk"))
 loss(batch)
-print("passes of the trunk for all losses:", len(passes))
+print("passes of the trunk:", len(passes))
 print("reference weights that learn:", len({*loss.parameters()} & {*loss.reference.parameters()}))
