@@ -48,8 +48,8 @@ def run(name, dtype, autocast):
     less, _, other_grads = update(batch)
     gap = max((a - b).abs().max() for a, b in zip(grads, other_grads, strict=True))
     k1 = [each["next", "kl"].abs().max() for each in (cached, batch)]
-    print(f"{name}: |k1| at most {k1[0]:.0e}, rescored {k1[1]:.0e}; in the loss {kl:.0e}")
-    print(f"  {full:.1f} MB held, with checkpointing {less:.1f}; gradients differ by {gap:.0e}")
+    print(f"{name}: |k1| up to {k1[0]:.0e}, rescored {k1[1]:.0e}, exact KL {kl:.0e}")
+    print(f"  held {full:.1f} MB, checkpointed {less:.1f} MB; gradients {gap:.0e} apart")
 
 
 run("float32", torch.float32, nullcontext)
