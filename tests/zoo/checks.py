@@ -5,12 +5,14 @@ Axes: N texts, T tokens of a response, V tokens.
 
 import copy
 import inspect
+import math
 import re
 import traceback
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import torch
@@ -18,7 +20,8 @@ from torchrl.modules import set_recurrent_mode
 
 from tests.zoo.families import VOCAB, build
 from torchrl_kl import KLConstrainedTransform, KLPenaltyLoss
-from torchrl_kl.language import CausalLMActor, sample_responses
+from torchrl_kl.language import CausalLMActor, prompts, sample_responses
+from torchrl_kl.language.causal_lm import CausalLM
 
 PACKAGE = Path(inspect.getfile(CausalLMActor)).parents[1]
 LENGTH, SHARED, RAGGED = 26, (5, 5, 5), (1, 6, 3, 11)  # of the longest text, and of prompts
@@ -129,7 +132,7 @@ class Checks:
     def __init__(self, name: str):
         self.name = name
         self.read = False  # whether texts of any length are
-        self.cached = self.tiles = self.lora = True
+        self.cached = self.tiles = self.lora = self.once = True
         self.remarks: list[str] = []
         self.faults: list[str] = []
 
@@ -141,9 +144,10 @@ class Checks:
                     self.read = True
                     if learns(build(self.name, window)):
                         self._try("loss", self._losses, window, length)
+                        self.once &= self._try("prompts", self._prompts, window, length)
                         self.lora &= self._try("LoRA", self._lora, window, length)
                     else:
-                        self.tiles = self.lora = False
+                        self.tiles = self.lora = self.once = False
                         self._remark("its own backward pass raises in eval mode")
                     break
         return self
@@ -220,6 +224,25 @@ class Checks:
             dist: Any = actor.get_dist(batch.select("tokens", "position"))
         self._close("log-prob of tiles", dist.log_prob(batch["action"]), batch["action_log_prob"])
         self.tiles &= hasattr(dist, "tiles")
+
+    def _prompts(self, window: int, length: int) -> None:
+        """Prompts that are read once, of several lengths: outputs and gradients of whole rows."""
+        texts = torch.stack(random_prompts((length,) * 6))
+        for start in {1, length // 4, length // 2, length - 2}:
+            texts[:, :start] = texts[::3, :start].repeat_interleave(3, 0)
+            row = torch.arange(6).repeat_interleave(length - start)
+            last = torch.arange(start - 1, length - 1).repeat(6)
+            found = []
+            for caches in (False, True):
+                lm = CausalLM(build(self.name, window))
+                lm.caches &= caches
+                with mock.patch.object(prompts, "_LEAST_SAVED", -math.inf):
+                    output = prompts.read_at(lm, texts, row, last).log_softmax(-1)
+                value = output.gather(1, texts[row, last + 1][:, None]).mean()
+                found += [output, gradient(value, lm)]
+                self.once &= not caches or {*lm.read_once[True].values()} == {True}
+            self._close("log-prob with prompts read once", found[2], found[0])
+            self._close("gradient with prompts read once", found[3], found[1])
 
     def _lora(self, window: int, length: int) -> None:
         """Adapters whose model is the reference where they are off."""

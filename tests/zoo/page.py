@@ -9,7 +9,7 @@ from tests.zoo.checks import LENGTH, NOT_ADAPTED, TOLERANCE
 from tests.zoo.families import FAMILIES, LEFT_OUT, SETTINGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-_HEAD = "| {} | cached | tiles | LoRA | remark |\n|---|---|---|---|---|"
+_HEAD = "| {} | cached | prompts once | tiles | LoRA | remark |\n|---|---|---|---|---|---|"
 _TEXT = """# Models
 
 What works with the {n} families of causal language models that are built here, of those in
@@ -24,6 +24,7 @@ alone, unless the remark says otherwise.
 
 - cached ({cached} families): a response of n tokens reads at most 1.1 n positions after the prompt.
   Other models read whole texts at each step; those without a remark take no `past_key_values`.
+- prompts once ({once}): losses and scores read equal prompts once. Other models read whole rows.
 - tiles ({tiles}): `head_chunk` works, see [Large vocabularies](concepts/large_vocabularies.md).
   Elsewhere, the logits of a batch are held in whole.
 - LoRA ({lora}): an adapted model, whose reference is itself without adapters. These are on all
@@ -38,8 +39,8 @@ Not built, since they need more than tokens or other packages: {left_out}.
 
 def row(found: dict[str, Any]) -> str:
     """The row of a family, from what `Checks` found."""
-    works = [found[key] for key in ("cached", "tiles", "lora")]
-    marks = ["yes" if each else "no" for each in works] if found["read"] else ["-"] * 3
+    works = [found[key] for key in ("cached", "once", "tiles", "lora")]
+    marks = ["yes" if each else "no" for each in works] if found["read"] else ["-"] * 4
     remarks = [*found["remarks"], *(f"**{fault}**" for fault in dict.fromkeys(found["faults"]))]
     name = found["name"].replace("@", ": ")
     return f"| {' | '.join([name, *marks, '; '.join(remarks).replace('|', '/')])} |"
@@ -56,7 +57,7 @@ def write(results: dict[str, dict[str, Any]]) -> None:
         date=date.today(),
         versions=", ".join(versions),
         tolerance=TOLERANCE,
-        **{key: sum(found[key] for found in read) for key in ("cached", "tiles", "lora")},
+        **{key: sum(found[key] for found in read) for key in ("cached", "once", "tiles", "lora")},
         not_adapted=", ".join(f"`{name}`" for name in NOT_ADAPTED),
         left_out=", ".join(LEFT_OUT),
     )

@@ -92,7 +92,9 @@ class CausalLMActor(KLActor, ProbabilisticActor):
     """A causal language model as a policy whose action is the next token.
 
     - In TorchRL's recurrent mode, which losses set, a trajectory is scored in one pass. The
-      log-probs are the same as step by step, and states may be shuffled.
+      log-probs are the same as step by step, and states may be shuffled. A prompt of several rows
+      is read once, with the model's cache, if outputs and gradients are those of whole rows; in
+      train mode its dropout is then that of all these rows.
     - In rollouts without gradients, as of collectors, a step computes one new position of each
       text, with the cache that the model makes for itself, one for texts of the same length. Texts
       that do not continue those of the last step are read anew, and so are all texts after weights,

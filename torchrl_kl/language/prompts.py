@@ -15,7 +15,7 @@ from torchrl_kl.actors.policy import evaluating
 from torchrl_kl.language.causal_lm import CausalLM, SplitLM, differ_by_rounding, stated
 
 _TOGETHER = 2048  # tokens, without gradients on a CPU
-_LEAST_SAVED = 64  # positions, for which a second pass of the model is made
+_LEAST_SAVED = 256  # positions that cost as much as a second pass of a small model
 
 
 def read_at(
