@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import tyro
 from figures import ADAPTIVE, CONSTANT, GREY, LIGHT_GREY, NO_PENALTY, draw_band, draw_goal, plt
+from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from torchrl_kl.envs import DigitLanguage
@@ -148,7 +149,7 @@ def draw_attention(models: dict[str, GPT], text: Tensor, file: Path) -> None:
             axes[0, layer].set_title(f"layer {layer + 1}")
         row[0].set_ylabel(COMPARED.get(model, model.replace("_", " ")), fontweight="bold")
         corner = (separator - 1.5, separator - 0.5)  # of the last digit, read by the separator
-        row[0].add_patch(plt.Rectangle(corner, 1, 1, fill=False, color=NO_PENALTY, linewidth=2.5))
+        row[0].add_patch(Rectangle(corner, 1, 1, fill=False, color=NO_PENALTY, linewidth=2.5))
         moved = (values - maps[0]).abs().sum(-1).mean((0, 1, 2))[separator:] / 2
         shares = f"moved:\n{moved[0]:.0%} at →,\n{moved[1:].mean():.0%} later"
         if values is not maps[0]:
