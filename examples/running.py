@@ -66,11 +66,13 @@ def write_json(file: Path, value: Any) -> None:
 class Run:
     """A training loop with a progress bar and a log; `curves` has what was logged, by name.
 
-    Its model is saved in `folder`. `row` is that of its bar, next to those of other processes.
+    Its model is saved in `folder`. `row` is that of its bar, next to those of other processes;
+    where there is no bar, a line says `every` so many steps what it would show.
     """
 
-    def __init__(self, name: str, options: JobOptions, row: int | None = None):
+    def __init__(self, name: str, options: JobOptions, row: int | None = None, every: int = 0):
         self.name, self.row, self.folder = name, row, options.out / name
+        self.every = every
         self.curves: dict[str, list[float]] = {}
         self.logger: Any = get_logger(options.logger, str(options.out / "log"), name)
 
@@ -88,6 +90,9 @@ class Run:
             self.logger.log_scalar(name, value, step=step)
         if show:
             self.bar.set_postfix_str(show.format(**values))
+        if show and self.bar.disable and self.every and (step + 1) % self.every == 0:
+            done = f"{self.bar.desc} {step + 1}/{self.bar.total}"
+            print(f"{done}: {show.format(**values)}", file=sys.stderr, flush=True)
 
 
 def workers(options: JobOptions) -> ProcessPoolExecutor:
