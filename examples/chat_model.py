@@ -1,6 +1,6 @@
 """A chat model is rewarded for positive words, with and without KL control.
 
-SmolLM2-135M-Instruct (or another, by `--model`) answers ordinary requests, six times each. LoRA
+SmolLM2-135M-Instruct (or another, by `--model`) answers ordinary requests, four times each. LoRA
 adapters are trained by GRPO's loss on a proxy reward, the sentiment of the words; the model without
 them is the reference. The gold reward asks for an answer that is kind and belongs to its request,
 and is never trained on. Runs: (a) without a KL penalty, (b) with a constant coefficient, (c) with
@@ -25,7 +25,7 @@ from typing import Any
 
 import chat_model_text as chat
 import torch
-from figures import ADAPTIVE, CONSTANT, IN_LOSS, LIGHT_GREY, NO_PENALTY, draw_band, draw_goal, plt
+from figures import ADAPTIVE, CONSTANT, GREY, IN_LOSS, NO_PENALTY, draw_band, draw_goal, plt
 from peft import LoraConfig, get_peft_model
 from running import JobOptions, Run, open_folder, read_options, workers, write_json
 from tensordict import TensorDict, TensorDictBase
@@ -65,14 +65,14 @@ class Args(JobOptions):
     runs: tuple[str, ...] = tuple(RUNS)  # Which runs to make.
     seeds: int = 1  # How often every run is repeated, with the seeds from --seed on.
     batches: int = 40  # Batches of answers per run.
-    requests: int = 4  # Requests per batch.
-    group: int = 6  # Answers to each request, which are compared with each other.
+    requests: int = 6  # Requests per batch.
+    group: int = 4  # Answers to each request, which are compared with each other.
     tokens: int = 24  # Most tokens of an answer.
     temperature: float = 0.7  # Of the policy and of its reference.
     minibatch: int = 12  # Answers per update.
     rank: int = 8  # Rank of the adapters.
-    lr: float = 1e-3  # Learning rate of the adapters.
-    coeff: float = 0.05  # The constant coefficient, proxy reward per nat.
+    lr: float = 1.5e-3  # Learning rate of the adapters.
+    coeff: float = 0.02  # The constant coefficient, proxy reward per nat.
     target: float = 3.0  # KL that the planned coefficients steer to, nats per answer.
 
 
@@ -117,8 +117,8 @@ class Task:
         header = torch.tensor(self.header).expand(len(batch), -1)
         tokens = torch.cat([header, action], 1)[:, None].expand(*action.shape, -1)
         position = (header.shape[1] + torch.arange(action.shape[1])).expand_as(action)
-        alone = TensorDict(tokens=tokens, position=position, action=action, collector={"mask": mask})
-        alone.batch_size = action.shape
+        entries = {"tokens": tokens, "position": position, "action": action}
+        alone = TensorDict(entries, batch_size=action.shape)
         without = stack.reference.score(alone, timed=True).log_prob
         gain = torch.where(mask, batch["next", "ref_log_prob"] - without, 0.0)
         return self.gold.parts(self.decode(batch), gain.sum(1) / mask.sum(1))
@@ -176,7 +176,7 @@ def train(name: str, seed: int, row: int, task: Task, args: Args) -> dict[str, A
     """GRPO on the proxy, with the KL penalty that a run has. Its figures, curves and answers."""
     torch.manual_seed(seed)
     run, in_loss = Run(f"{name}_{seed}", args, row, every=10), name == "in_loss"
-    lora = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=["q_proj", "v_proj"])
+    lora = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear")
     policy: Any = get_peft_model(chat.load_model(args.model), lora).eval()
     # All logits of a minibatch at once, which is faster than in tiles and needs more memory.
     actor = CausalLMActor(policy, temperature=args.temperature, head_chunk=None)
@@ -205,7 +205,8 @@ def train(name: str, seed: int, row: int, task: Task, args: Args) -> dict[str, A
         for part in minibatches(batch, args.minibatch * batch["tokens"].shape[-1]):
             losses = loss(part)
             optimizer.zero_grad()
-            sum(losses.get(key) for key in ("loss_objective", *["loss_kl"] * in_loss)).backward()
+            total = losses.get("loss_objective")
+            (total + losses.get("loss_kl") if in_loss else total).backward()
             nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
         run.log(step, "proxy {proxy:+.2f}, gold {gold:+.2f}, KL {kl:.2f} nats", **metrics)
@@ -236,21 +237,42 @@ def make_table(before: dict[str, Any], results: dict[str, list[Any]]) -> str:
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Means over five batches."""
-    return [fmean(values[max(i - 2, 0) : i + 3]) for i in range(len(values))]
+    """Means over nine batches, fewer at the ends."""
+    return [fmean(values[max(i - 4, 0) : i + 5]) for i in range(len(values))]
 
 
-def draw_curves(results: dict[str, list[Any]], target: float, file: Path) -> None:
-    """Rewards against KL (Gao et al. 2022); KL, perplexity and distinct-2 over the batches."""
-    figure, axes = plt.subplots(2, 2, figsize=(10, 7.6))
-    rewards, kls, perplexities, distinct = axes.flat
+def draw_curves(before: dict[str, Any], results: dict[str, list[Any]], args: Args) -> None:
+    """Rewards against the KL (Gao et al. 2022), and metrics over the batches."""
+    figure, axes = plt.subplots(2, 3, figsize=(12.5, 7.4))
+    for panel, metric in zip(axes.flat, ("proxy", "gold"), strict=False):
+        panel.axhline(before[metric], color=GREY, linestyle="--", linewidth=1.2, zorder=0)
+        panel.set_xlabel("square root of the KL, nats")
     for name, seeds in results.items():
         title, color = RUNS[name]
-        kls_of = [smooth(result["curves"]["kl"]) for result in seeds]
-        draw_band(kls, kls_of, color, label=title)
-        for panel, metric in ((perplexities, "perplexity"), (distinct, "distinct_2")):
-            draw_band(panel, [smooth(result["curves"][metric]) for result in seeds], color)
-    figure.savefig(file)
+        curves = [result["curves"] for result in seeds]
+        smoothed = [{metric: smooth(curve) for metric, curve in each.items()} for each in curves]
+        for panel, metric in zip(axes.flat, ("proxy", "gold"), strict=False):
+            for each in smoothed:
+                roots = [max(kl, 0.0) ** 0.5 for kl in each["kl"]]
+                panel.plot(roots, each[metric], color=color, linewidth=1.4)
+                panel.plot(roots[-1:], each[metric][-1:], "o", color=color, markersize=8)
+        draw_band(axes[0, 2], [each["kl"] for each in curves], color, label=title)
+        others = zip(axes[1], ("coeff", "perplexity", "distinct_2"), strict=True)
+        for panel, metric in others:
+            draw_band(panel, [each[metric] for each in smoothed], color)
+    draw_goal(axes[0, 2], args.target, f"target\n{args.target:g}")
+    titles = ["Proxy reward: the sentiment of the words", "Gold reward: kind, and an answer"]
+    titles += ["KL of each batch", "Coefficient", "Perplexity before training", "Distinct-2"]
+    labels = ["sentiment, -1 to 1", "standard deviations", "nats per answer"]
+    labels += ["reward per nat", "per token", "different pairs of tokens per pair"]
+    for panel, title, label in zip(axes.flat, titles, labels, strict=True):
+        panel.set(title=title, ylabel=label)
+    for panel in (axes[0, 2], *axes[1]):
+        panel.set_xlabel("batches")
+    axes[0, 2].set_yscale("symlog", linthresh=4 * args.target)
+    axes[1, 1].set_yscale("log")
+    figure.legend(*axes[0, 2].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.savefig(args.out / "chat_model.png")
 
 
 def main() -> None:
@@ -263,7 +285,7 @@ def main() -> None:
         made = {job: pool.submit(train, *job, i, task, args) for i, job in enumerate(jobs)}
         results = {name: [made[name, seed].result() for seed in seeds] for name in args.runs}
     write_json(out / "report.json", {"before": before, "runs": results})
-    draw_curves(results, args.target, out / "chat_model.png")
+    draw_curves(before, results, args)
     print(make_table(before, results))
 
 

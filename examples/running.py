@@ -78,9 +78,9 @@ class Run:
 
     def steps(self, total: int) -> Iterator[int]:
         """The steps of the loop, from 0."""
-        label = self.name.replace("_", " ")
+        self.label, self.total = self.name.replace("_", " "), total
         # disable=None: no bar where stderr is not a terminal.
-        self.bar = tqdm(range(total), desc=label, position=self.row, disable=None)
+        self.bar = tqdm(range(total), desc=self.label, position=self.row, disable=None)
         yield from self.bar
 
     def log(self, step: int, show: str = "", **values: float) -> None:
@@ -91,7 +91,7 @@ class Run:
         if show:
             self.bar.set_postfix_str(show.format(**values))
         if show and self.bar.disable and self.every and (step + 1) % self.every == 0:
-            done = f"{self.bar.desc} {step + 1}/{self.bar.total}"
+            done = f"{self.label} {step + 1}/{self.total}"
             print(f"{done}: {show.format(**values)}", file=sys.stderr, flush=True)
 
 
