@@ -225,9 +225,8 @@ def summarise(result: dict[str, Any]) -> dict[str, float]:
 def make_table(before: dict[str, Any], results: dict[str, list[Any]]) -> str:
     """The table, in Markdown; means over the seeds."""
     rows = [["", *(title for title, _ in COLUMNS.values())], ["---"] * (1 + len(COLUMNS))]
-    named = {"before training": [before]}
-    named |= {RUNS[name][0]: list(map(summarise, each)) for name, each in results.items()}
-    for title, seeds in named.items():
+    named = {RUNS[name][0]: list(map(summarise, each)) for name, each in results.items()}
+    for title, seeds in ({"before training": [before]} | named).items():
         cells = []
         for column, (_, form) in COLUMNS.items():
             values = [figures[column] for figures in seeds if column in figures]
@@ -292,7 +291,9 @@ def main() -> None:
         results = {name: [made[name, seed].result() for seed in seeds] for name in args.runs}
     write_json(out / "report.json", {"before": before, "runs": results})
     draw_curves(before, results, args)
-    print(make_table(before, results))
+    answers = {RUNS[name][0]: each[0]["answers"] for name, each in results.items()}
+    answers = {"before training": before["answers"]} | answers
+    print(make_table(before, results), chat.list_answers(answers), sep="\n")
 
 
 if __name__ == "__main__":

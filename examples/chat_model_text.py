@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from io import StringIO
@@ -153,7 +153,7 @@ class Gold:
 
         mean over tokens of log p(answer | request) - log p(answer | no request)
 
-    The likelihood without the request alone would not do: it is highest where a word is repeated.
+    The likelihood without the request alone would not do: a word that is repeated is likely too.
     Each part is in standard deviations above its mean for the model before training.
     """
 
@@ -179,3 +179,12 @@ def distinct_2(ids: Tensor, counts: Tensor) -> float:
     """Different pairs of neighbouring tokens of answers (N, T), per pair (Li et al. 2016)."""
     pairs = torch.stack([ids[:, :-1], ids[:, 1:]], -1)[counts[:, 1:]]
     return len(pairs.unique(dim=0)) / max(len(pairs), 1)
+
+
+def list_answers(answers: Mapping[str, Sequence[str]]) -> str:
+    """What each model, by name, answers to the held-out requests."""
+    lines = []
+    for i, request in enumerate(HELD_OUT):
+        lines += ["", request]
+        lines += [f"  {name}: {' '.join(texts[i].split())}" for name, texts in answers.items()]
+    return "\n".join(lines)

@@ -41,8 +41,10 @@ def task(script, folder):
 
 @pytest.mark.slow
 def test_figures_curves_and_answers(tmp_path, folder, script, monkeypatch):
+    def letters(texts):
+        return torch.tensor([float(len({*text})) for text in texts])
+
     # What a tiny model writes has no words of VADER's, and the rewards would be equal.
-    letters = lambda texts: torch.tensor([float(len({*text})) for text in texts])
     monkeypatch.setattr(script.chat, "Proxy", lambda: letters)
     printed = run_here(PATH, tmp_path, f"--quick --model {folder} --seeds 2 --out out")
     report = json.loads((tmp_path / "out" / "report.json").read_text())
@@ -58,6 +60,7 @@ def test_figures_curves_and_answers(tmp_path, folder, script, monkeypatch):
             assert coeffs[0] == pytest.approx({"no_kl": 0, "constant": 0.02}.get(name, coeffs[0]))
             assert (min(coeffs) > 0) == (name != "no_kl")
         assert f"| {script.RUNS[name][0]} | " in printed
+        assert printed.count(f"\n  {script.RUNS[name][0]}: ") == 3
     assert (tmp_path / "out" / "chat_model.png").read_bytes().startswith(b"\x89PNG")
 
 
