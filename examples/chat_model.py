@@ -230,7 +230,7 @@ def make_table(before: dict[str, Any], results: dict[str, list[Any]]) -> str:
         cells = []
         for column, (_, form) in COLUMNS.items():
             values = [figures[column] for figures in seeds if column in figures]
-            cells.append(form.format(fmean(values)) if values else "")
+            cells.append(form.format(round(fmean(values), 3) + 0.0) if values else "")
         rows.append([title, *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -251,7 +251,7 @@ def draw_rewards(panel: Any, metric: str, results: dict[str, list[Any]], before:
             last = summarise(result)
             panel.plot(last["kl"] ** 0.5, last[metric], "o", color=color, markersize=8)
     panel.axhline(before, color=GREY, linestyle="--", linewidth=1.2, zorder=0)
-    panel.annotate("before training", (1, before), (0, 4), **BEFORE)
+    panel.annotate("before training", (1, before), (0, -14), **BEFORE)
     panel.set_xlabel("square root of the KL, nats")
 
 
@@ -273,7 +273,7 @@ def draw_curves(before: dict[str, Any], results: dict[str, list[Any]], args: Arg
     proxies.set(title="The words become positive", ylabel="proxy reward: sentiment, -1 to 1")
     golds.set(title="Without KL control, gold falls", ylabel="gold reward, std")
     kls.set(title="Controllers hold the KL", ylabel="nats per answer", ylim=(0, 4 * args.target))
-    coeffs.set(title="How they do it", ylabel="coefficient, proxy reward per nat")
+    coeffs.set(title="By moving the coefficient", ylabel="coefficient, proxy reward per nat")
     perplexities.set(title="Without KL control, perplexity rises", ylabel="per token", yscale="log")
     distinct.set(title="Without KL control, words repeat", ylabel="distinct-2", ylim=(0, 1))
     figure.legend(*kls.get_legend_handles_labels(), loc="outside lower center", ncols=4)
