@@ -66,19 +66,21 @@ def write_json(file: Path, value: Any) -> None:
 class Run:
     """A training loop with a progress bar and a log; `curves` has what was logged, by name.
 
-    Its model is saved in `folder`. `row` is that of its bar, next to those of other processes.
+    Its model is saved in `folder`. `row` is that of its bar, next to those of other processes;
+    where there is no bar, a line says `every` so many steps what it would show.
     """
 
-    def __init__(self, name: str, options: JobOptions, row: int | None = None):
+    def __init__(self, name: str, options: JobOptions, row: int | None = None, every: int = 0):
         self.name, self.row, self.folder = name, row, options.out / name
+        self.every = every
         self.curves: dict[str, list[float]] = {}
         self.logger: Any = get_logger(options.logger, str(options.out / "log"), name)
 
     def steps(self, total: int) -> Iterator[int]:
         """The steps of the loop, from 0."""
-        label = self.name.replace("_", " ")
+        self.label, self.total = self.name.replace("_", " "), total
         # disable=None: no bar where stderr is not a terminal.
-        self.bar = tqdm(range(total), desc=label, position=self.row, disable=None)
+        self.bar = tqdm(range(total), desc=self.label, position=self.row, disable=None)
         yield from self.bar
 
     def log(self, step: int, show: str = "", **values: float) -> None:
@@ -88,6 +90,9 @@ class Run:
             self.logger.log_scalar(name, value, step=step)
         if show:
             self.bar.set_postfix_str(show.format(**values))
+        if show and self.bar.disable and self.every and (step + 1) % self.every == 0:
+            done = f"{self.label} {step + 1}/{self.total}"
+            print(f"{done}: {show.format(**values)}", file=sys.stderr, flush=True)
 
 
 def workers(options: JobOptions) -> ProcessPoolExecutor:

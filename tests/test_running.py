@@ -10,7 +10,7 @@ import pytest
 from tests.scripts import load
 
 SCRIPTS = ["adaptive_vs_static", "collectors", "digit_rlhf", "finetune_gym", "grpo_chat"]
-SCRIPTS += ["movie_reviews"]
+SCRIPTS += ["movie_reviews", "chat_model"]
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,9 @@ def running():
 def test_help_explains_every_option(running, monkeypatch, capsys, name):
     for needed in ("transformers", "peft", "tokenizers"):
         pytest.importorskip(needed)
+    if name == "chat_model":
+        pytest.importorskip("vaderSentiment")
+        pytest.importorskip("afinn")
     script = load(f"examples/{name}.py")
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys, "argv", [name, "--help"])
@@ -54,6 +57,13 @@ def test_a_used_folder_is_refused(running, tmp_path):
     assert json.loads((options.out / "config.json").read_text())["seed"] == 1
     with pytest.raises(SystemExit, match="job is in use: choose another folder, or remove it"):
         running.open_folder(options)
+
+
+def test_without_a_bar_a_line_says_where_a_run_is(running, tmp_path, capsys):
+    run = running.Run("a_part", running.JobOptions(out=tmp_path), every=2)
+    for step in run.steps(5):
+        run.log(step, "loss {loss:.1f}", loss=step / 2)
+    assert capsys.readouterr().err == "a part 2/5: loss 0.5\na part 4/5: loss 1.5\n"
 
 
 @pytest.mark.parametrize(("logger", "files"), [("csv", "**/loss.csv"), ("tensorboard", "events.*")])
