@@ -144,7 +144,8 @@ class Checks:
                     self.read = True
                     if learns(build(self.name, window)):
                         self._try("loss", self._losses, window, length)
-                        self.once &= self._try("prompts", self._prompts, window, length)
+                        right = self._try("prompts", self._prompts, window, length)
+                        self.once &= right  # after it, since it sets it, too
                         self.lora &= self._try("LoRA", self._lora, window, length)
                     else:
                         self.tiles = self.lora = self.once = False
