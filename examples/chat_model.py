@@ -180,8 +180,8 @@ def train(name: str, seed: int, row: int, task: Task, args: Args) -> dict[str, A
     actor = CausalLMActor(policy, temperature=args.temperature, head_chunk=None)
     coeffs = {"no_kl": 0.0, "constant": args.coeff}
     controller: Any = coeffs.get(name, PlannedKLController(args.target))
-    coeff = 0.0 if in_loss else controller  # 0 only measures
-    stack = KLConstrainedTransform(actor, coeff, estimator="exact", reference=policy.disable_adapter)
+    beta = 0.0 if in_loss else controller  # 0 only measures
+    stack = KLConstrainedTransform(actor, beta, estimator="exact", reference=policy.disable_adapter)
     loss: Any = GRPOLoss(actor, entropy_bonus=False)  # type: ignore[arg-type]
     loss.set_keys(action="action", sample_log_prob="action_log_prob")
     if in_loss:
