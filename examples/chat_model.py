@@ -275,7 +275,7 @@ def draw_curves(before: dict[str, Any], results: dict[str, list[Any]], args: Arg
     coeffs.set(title="By moving the coefficient", ylabel="coefficient, proxy reward per nat")
     perplexities.set(title="Without KL control, perplexity rises", ylabel="per token", yscale="log")
     distinct.set(title="Without KL control, words repeat", ylabel="distinct-2", ylim=(0, 1))
-    options = {"loc": "outside lower center", "ncols": 4, "title": f"seeds: {len(seeds)}"}
+    options = {"loc": "outside lower center", "ncols": 4, "title": f"seeds: {args.seeds}"}
     figure.legend(*kls.get_legend_handles_labels(), **options)
     figure.savefig(args.out / "chat_model.png")
 
