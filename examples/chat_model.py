@@ -53,7 +53,7 @@ COLUMNS = {
     "distinct_2": ("distinct-2", "{:.2f}"),
 }
 BEFORE = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
-QUICK = {"batches": 3, "requests": 4, "group": 2, "tokens": 8}
+QUICK = {"batches": 2, "requests": 4, "group": 2, "tokens": 8}
 
 
 @dataclass(frozen=True)
