@@ -53,7 +53,7 @@ COLUMNS = {
     "distinct_2": ("distinct-2", "{:.2f}"),
 }
 BEFORE = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
-QUICK = {"batches": 3, "requests": 4, "group": 2, "tokens": 8}
+QUICK = {"batches": 2, "requests": 4, "group": 2, "tokens": 8}
 
 
 @dataclass(frozen=True)
@@ -180,9 +180,8 @@ def train(name: str, seed: int, row: int, task: Task, args: Args) -> dict[str, A
     actor = CausalLMActor(policy, temperature=args.temperature, head_chunk=None)
     coeffs = {"no_kl": 0.0, "constant": args.coeff}
     controller: Any = coeffs.get(name, PlannedKLController(args.target))
-    reference: Any = policy.disable_adapter
-    in_reward = 0.0 if in_loss else controller  # 0 only measures
-    stack = KLConstrainedTransform(actor, in_reward, estimator="exact", reference=reference)
+    beta = 0.0 if in_loss else controller  # 0 only measures
+    stack = KLConstrainedTransform(actor, beta, estimator="exact", reference=policy.disable_adapter)
     loss: Any = GRPOLoss(actor, entropy_bonus=False)  # type: ignore[arg-type]
     loss.set_keys(action="action", sample_log_prob="action_log_prob")
     if in_loss:
@@ -276,7 +275,8 @@ def draw_curves(before: dict[str, Any], results: dict[str, list[Any]], args: Arg
     coeffs.set(title="By moving the coefficient", ylabel="coefficient, proxy reward per nat")
     perplexities.set(title="Without KL control, perplexity rises", ylabel="per token", yscale="log")
     distinct.set(title="Without KL control, words repeat", ylabel="distinct-2", ylim=(0, 1))
-    figure.legend(*kls.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    options = {"loc": "outside lower center", "ncols": 4, "title": f"seeds: {args.seeds}"}
+    figure.legend(*kls.get_legend_handles_labels(), **options)
     figure.savefig(args.out / "chat_model.png")
 
 

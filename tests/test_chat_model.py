@@ -53,7 +53,7 @@ def test_figures_curves_and_answers(tmp_path, folder, script, monkeypatch):
     for name, seeds in report["runs"].items():
         assert len(seeds) == 2
         for seed, result in enumerate(seeds):
-            assert {len(curve) for curve in result["curves"].values()} == {3}
+            assert {len(curve) for curve in result["curves"].values()} == {2}
             assert len(result["answers"]) == len(report["before"]["answers"]) == 3
             assert (tmp_path / "out" / f"{name}_{seed}" / "adapter_config.json").exists()
             coeffs = result["curves"]["coeff"]
