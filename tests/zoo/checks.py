@@ -237,6 +237,7 @@ class Checks:
             for caches in (False, True):
                 lm = CausalLM(build(self.name, window))
                 lm.caches &= caches
+                lm.check_causal(texts, length)  # after it, BigBird's attention is no longer sparse
                 with mock.patch.object(prompts, "_LEAST_SAVED", -math.inf):
                     output = prompts.read_at(lm, texts, row, last).log_softmax(-1)
                 value = output.gather(1, texts[row, last + 1][:, None]).mean()
