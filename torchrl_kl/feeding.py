@@ -29,6 +29,7 @@ class Reading(NamedTuple):
     values: Tensor | None  # KL of finished trajectories, or of steps, (N,); None: not to be used
     opened: dict[str, Tensor] | None  # the trajectories that are open after the batch
     moves: bool  # whether it may move the controller
+    planning: bool  # whether the KL says nothing about the coefficient, which is planned from it
 
 
 class ControllerFeed(nn.Module):
@@ -101,8 +102,7 @@ class ControllerFeed(nn.Module):
         values, log_ratios, rewards = samples.unbind(-1)
         if plans:
             self.plan_from(controller, rewards=rewards, groups=groups, log_ratios=log_ratios)
-        # The KL of a batch that a controller plans from says nothing about what it plans.
-        return Reading(running, values[:0] if planning else values, opened, moves)
+        return Reading(running, values, opened, moves, planning)
 
     def plan_from(self, controller: KLController, **samples: Tensor | None) -> None:
         """Gives samples (N,) to a controller that plans; see `TargetKLController`.
@@ -121,8 +121,11 @@ class ControllerFeed(nn.Module):
 
     def learn(self, controller: KLController, reading: Reading) -> None:
         """Updates a controller with a batch, and keeps what is open after it."""
+        values = reading.values
+        if values is not None and reading.planning:
+            values = values[:0]
         if reading.moves:
-            self.pool(controller, reading.values)
+            self.pool(controller, values)
         if reading.opened is not None:
             self.trajectories.keep(reading.opened)
 

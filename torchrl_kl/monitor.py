@@ -109,7 +109,7 @@ class KLMonitor:
     - "kl_above", "kl_below": the mean KL of the last `window` batches, pooled over trajectories
       (over steps with `per="step"`), is above 2 times or below 0.5 times the target, and 4 standard
       errors away from it if more than one value was pooled. Batches from which a controller plans
-      its first coefficient are left out of both.
+      its first coefficient are left out.
     - "coeff_at_max", "coeff_at_min": the coefficient is at a bound of the controller.
     - "kl_not_finite": some steps have an infinite or NaN KL. They are left out of all means.
     - "negative_noise": the mean k1 is negative, as a sample mean near the reference can be.
@@ -204,7 +204,8 @@ class KLMonitor:
         coeffs = self._state.coeffs
         if not self.controller.planning:
             coeffs = [*coeffs, self.controller.coeff.item()][-self.window - 1 :]
-        pools, opened = self._state.pools, None
+        pools = self._state.pools
+        opened = pool = None
         if not math.isnan(self.controller.target):
             # A stack with the estimator k1 writes no estimate; one that is named must be there.
             key = self.keys.kl_estimate
@@ -216,10 +217,12 @@ class KLMonitor:
             )
             opened = reading.opened
             pool = KLStatistics().add(reading.values[reading.values.isfinite()])
-            pools = [*pools, [buffer.item() for buffer in pool.buffers()]][-self.window :]
+            counts = KLStatistics() if reading.planning else pool
+            pools = [*pools, [buffer.item() for buffer in counts.buffers()]][-self.window :]
         applied = step.get(self.keys.kl_coeff, None)  # an update may have followed
         coeff = self.controller.coeff if applied is None else applied.flatten()[-1]
-        found = [*self._look_at_numbers(k1), *self._look_at_target(pools, coeffs, coeff.item())]
+        found = [*self._look_at_numbers(k1), *self._look_at_batch(pool, coeff.item())]
+        found += [*self._look_at_window(pools, coeffs, coeff.item())]
         found += [*self._look_at_samples(batch, k1), *self._look_at_sampler(batch)]
         n_batches = self._state.n_batches + 1  # from here on the state changes
         self._state = _State(coeffs, self._state.conditions, n_batches, pools)
@@ -270,41 +273,50 @@ class KLMonitor:
             yield "coeff_at_max", coeff >= controller.max_coeff, {"coeff": coeff}, {}
             yield "coeff_at_min", 0 < coeff <= controller.min_coeff, {"coeff": coeff}, {}
 
-    def _look_at_target(
+    def _look_at_batch(self, pool: KLStatistics | None, applied: float) -> Iterator[Finding]:
+        """Compares the mean KL of this batch alone with ten times the target."""
+        if pool is None or pool.count == 0:
+            return
+        target = self.controller.target
+        # Few values may lie close together by chance: at the target, k1 varies by this much. The
+        # standard error of one value is NaN, which `max` passes over.
+        error = max(math.sqrt(2 * target / int(pool.count)), pool.standard_error)
+        far = pool.mean > 10 * target and pool.mean - _ERRORS * error > target
+        figures, others = self._describe(pool, "in this batch", applied)
+        yield "kl_far_above", far, figures, others | {"advice": _FAR_ABOVE}
+
+    def _look_at_window(
         self, pools: list[list[float]], coeffs: list[float], applied: float
     ) -> Iterator[Finding]:
-        """Compares the mean KL of this batch, and that of a full window, with the target."""
-        target = self.controller.target
-        # The standard errors, NaN of one value, keep out means that are off by chance.
-        pool, figures, others = self._pooled(pools[-1:], "in this batch", applied)
-        if pool.count:
-            # Few values may lie close together by chance: at the target, k1 varies by this much.
-            error = max(math.sqrt(2 * target / int(pool.count)), pool.standard_error)
-            far = pool.mean > 10 * target and pool.mean - _ERRORS * error > target
-            yield "kl_far_above", far, figures, others | {"advice": _FAR_ABOVE}
-        pool, figures, others = self._pooled(pools, f"over the last {self.window} batches", applied)
-        if len(pools) < self.window or pool.count == 0:
-            return
-        mean, error = pool.mean, pool.standard_error
-        above = mean > 2 * target and not mean - _ERRORS * error <= target
-        below = mean < 0.5 * target and not mean + _ERRORS * error >= target
-        # A coefficient at a bound may have been updated and not have moved.
-        controller = self.controller
-        at_bound = not controller.min_coeff < controller.coeff.item() < controller.max_coeff
-        updated = not controller.planning and (len(set(coeffs)) > 1 or at_bound)
-        advice = (_ABOVE if above else _BELOW) if updated else _NOT_UPDATED
-        yield "kl_above", above, figures, others | {"advice": advice}
-        yield "kl_below", below, figures, others | {"advice": advice}
-
-    def _pooled(
-        self, pools: list[list[float]], span: str, applied: float
-    ) -> tuple[KLStatistics, dict[str, float], dict[str, Any]]:
-        """The pool of some batches, and what a message says of it."""
-        pool, target, per = KLStatistics(), self.controller.target, self.controller.per
+        """Compares the mean KL of a full window with the target."""
+        controller, pool = self.controller, KLStatistics()
         # Sums and counts add up, so that a batch weighs as much as it has values.
         for buffer, values in zip(pool.buffers(), zip(*pools, strict=True), strict=False):
             buffer.fill_(sum(values))
-        mean, error, count = pool.mean, pool.standard_error, int(pool.count)
+        if len(pools) < self.window or pool.count == 0:
+            return
+        mean, error = pool.mean, pool.standard_error
+        target, coeff = controller.target, controller.coeff.item()
+        # The standard errors, NaN of one value, keep out windows that are off by chance.
+        above = mean > 2 * target and not mean - _ERRORS * error <= target
+        below = mean < 0.5 * target and not mean + _ERRORS * error >= target
+        # A coefficient at a bound may have been updated and not have moved.
+        at_bound = not controller.min_coeff < coeff < controller.max_coeff
+        updated = not controller.planning and (len(set(coeffs)) > 1 or at_bound)
+        advice = (_ABOVE if above else _BELOW) if updated else _NOT_UPDATED
+        figures, others = self._describe(pool, f"over the last {self.window} batches", applied)
+        yield "kl_above", above, figures, others | {"advice": advice}
+        yield "kl_below", below, figures, others | {"advice": advice}
+
+    def _describe(
+        self, pool: KLStatistics, span: str, applied: float
+    ) -> tuple[dict[str, float], dict[str, Any]]:
+        """The figures of a message, and what else it says, of the pool of some batches."""
+        target = self.controller.target
+        per = self.controller.per
+        mean = pool.mean
+        error = pool.standard_error
+        count = int(pool.count)
         figures = {"kl": mean, "standard_error": error, "count": count, "target": target}
         others = {
             "error": f" +- {error:.2g}" if count > 1 else "",
@@ -314,7 +326,7 @@ class KLMonitor:
             "ratio": mean / target,
             "coeff": applied,
         }
-        return pool, figures, others
+        return figures, others
 
     def _look_at_samples(self, batch: TensorDictBase, k1: Tensor) -> Iterator[Finding]:
         """Whether the policy can have drawn the samples; k1: of the steps that count, (N,)."""

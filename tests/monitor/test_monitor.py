@@ -20,6 +20,7 @@ from torchrl_kl import (
     KLConstrainedTransform,
     KLKeys,
     KLMonitor,
+    PlannedKLController,
 )
 from torchrl_kl.monitor import CONDITIONS, KLMessage
 
@@ -135,6 +136,14 @@ class TestFirstBatch:
         figures = {"kl": 6.0, "standard_error": 0.1 * math.sqrt(1 / 3), "count": 3, "target": 0.5}
         assert_close(dict(message.figures), figures)
         assert monitor(steps(5.9, 6.0, 6.1)) == []  # one episode
+
+    def test_also_of_a_batch_that_a_controller_plans_from(self):
+        """Of a reference that is not where training began; the window leaves such a batch out."""
+        controller = PlannedKLController(0.5, per="step")
+        monitor = KLMonitor(controller, window=1)
+        assert names(monitor(steps(6.0, 6.0))) == ["kl_far_above"]
+        assert controller.planning
+        assert monitor.counts["kl_above"] == (0, 0)
 
     def test_it_is_the_last_batch_alone(self):
         """Also of a window whose mean is far from 10 targets."""

@@ -33,9 +33,12 @@ def read_at(
         return lm(tokens.new_zeros(1, 1))[:0, 0]
     first = last.new_full((len(tokens),), tokens.shape[1]).scatter_reduce(0, row, last, "amin")
     end = torch.zeros_like(first).scatter_reduce(0, row, last + 1, "amax")
-    base, found, n_found = torch.empty_like(first), [], 0  # where outputs of rows would begin
+    base = torch.empty_like(first)  # where the outputs of each row would begin
+    found: list[Tensor] = []
+    n_found = 0
     for rows, prompt in _parts(lm, tokens, first, end):
-        texts, start = tokens[rows, : int(end[rows].max())], int(first[rows].min())
+        texts = tokens[rows, : int(end[rows].max())]
+        start = int(first[rows].min())
         output = _read(split or lm, texts, start, prompt)
         base[rows] = torch.arange(len(rows), device=base.device) * output.shape[1] + n_found - start
         found.append(output.flatten(0, 1))
@@ -50,13 +53,18 @@ def _parts(
     grad, cpu = torch.is_grad_enabled(), tokens.device.type == "cpu"
     # What a few texts compute stays in the processor's cache; elsewhere, keys fill the memory.
     n_together = max(1, _TOGETHER * (1 if cpu else 16) // int(end.max()))
-    whole, parts = first < end, []
+    whole = first < end
+    parts: list[tuple[Tensor, Tensor | None]] = []
     for n in first[first < end - 1].unique().tolist():
         rows = (first == n).nonzero()[:, 0]
         texts = tokens[rows, : int(end[rows].max())]
-        _, prompt, sizes = texts[:, : n + 1].unique(dim=0, return_inverse=True, return_counts=True)
-        saved = (len(rows) - len(sizes)) * (n + 1)
-        if saved < _LEAST_SAVED + 0.1 * texts.numel() or not _reads_once(lm, texts, n, prompt):
+        prompts = texts[:, : n + 1]
+        least = _LEAST_SAVED + 0.1 * texts.numel()
+        if prompts.numel() < least:
+            continue
+        unique, prompt = prompts.unique(dim=0, return_inverse=True)
+        sizes = prompt.bincount()
+        if prompts.numel() - unique.numel() < least or not _reads_once(lm, texts, n, prompt):
             continue
         whole[rows] = False
         part = (sizes.cumsum(0) - sizes)[prompt] // (len(rows) if grad else n_together)
@@ -87,8 +95,9 @@ def _reads_once(lm: CausalLM, texts: Tensor, start: int, prompt: Tensor) -> bool
     trains = lm.model.training and any(stated("gradient_checkpointing", m) for m in lm.modules())
     if wrapped or trains or not lm.caches:
         return False
-    known, lengths = lm.read_once[torch.is_grad_enabled()], (start, texts.shape[1])
-    if False not in known.values() and (key := tuple(map(int.bit_length, lengths))) not in known:
+    known = lm.read_once[torch.is_grad_enabled()]
+    key = start.bit_length(), texts.shape[1].bit_length()
+    if False not in known.values() and key not in known:
         pair = (prompt == prompt.bincount().argmax()).nonzero()[:2, 0]  # of the largest group
         some = torch.cat([texts[pair[:1]].flip(1), texts[pair]])
         with torch.autocast(texts.device.type, enabled=False), evaluating(lm):

@@ -328,7 +328,8 @@ class KLPenaltyLoss(LossModule):
     @dispatch()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The loss of a batch (*B), to which nothing is written."""
-        steps, value, kl, _ = self._terms(tensordict, self._penalizes(tensordict))
+        penalizes = self._penalizes(tensordict)
+        steps, value, kl, _ = self._terms(tensordict, penalizes)
         # A copy, since autograd keeps it until `backward`.
         coeff = self.controller.coeff.to(value, copy=True)
         loss_kl, kl = coeff * value, kl.sum() / steps.count
