@@ -171,10 +171,10 @@ class TargetKLController(KLController):
 
     Example:
         >>> from torchrl_kl import TargetKLController
-        >>> class Steps(TargetKLController):
+        >>> class FixedSteps(TargetKLController):
         ...     def next_coeff(self, kl, n_steps):
         ...         return self.coeff.item() * 1.1 ** ((kl > self.target) - (kl < self.target))
-        >>> controller = Steps(1.0, target=0.5)
+        >>> controller = FixedSteps(1.0, target=0.5)
         >>> [controller.update(kl, n_steps=64) for kl in (0.5, 0.62)]
         [1.0, 1.1]
     """

@@ -56,7 +56,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 @dataclass
-class Steps:
+class LossSteps:
     """The steps of a batch; their distributions over actions are computed when first read."""
 
     find_pass: Callable[[], Pass]  # of the policy
@@ -394,7 +394,7 @@ class KLPenaltyLoss(LossModule):
         self.feed.learn(self.controller, reading._replace(values=values))
         return self.controller.coeff.item()
 
-    def _rewards(self, steps: Steps) -> tuple[Tensor | None, Tensor | None]:
+    def _rewards(self, steps: LossSteps) -> tuple[Tensor | None, Tensor | None]:
         """Rewards to plan from, and log-ratios of actions to the reference, (*B, 1) each."""
         key, planning = unravel_key(("next", self.tensor_keys.reward)), self.controller.planning
         fix = "the coefficient is planned from it; name it with `set_keys(reward=...)`."
@@ -409,7 +409,7 @@ class KLPenaltyLoss(LossModule):
         log_ratio = self._recorded(steps) - self._ref_log_prob(steps)
         return reward, log_ratio.unsqueeze(-1)
 
-    def _outcomes(self, steps: Steps) -> Tensor | None:
+    def _outcomes(self, steps: LossSteps) -> Tensor | None:
         """The advantage of each trajectory at the last step that counts, if it has only one."""
         data, shape = steps.data, (*steps.data.batch_size, 1)
         advantage = data.get(self.tensor_keys.advantage, None)
@@ -428,14 +428,14 @@ class KLPenaltyLoss(LossModule):
         ended = from_here(flags.ends) > 0  # the end itself need not count
         return torch.where(ended, outcomes, 0.0).unsqueeze(-1)
 
-    def _flags(self, steps: Steps) -> batches.Flags:
+    def _flags(self, steps: LossSteps) -> batches.Flags:
         """The flags of all agents together."""
         shape = (*steps.data.batch_size, 1)
         return batches.flags(steps.data, self._named_keys, shape, steps.mask)
 
     def _terms(
         self, tensordict: TensorDictBase, penalizes: bool, *, acted: bool = False
-    ) -> tuple[Steps, Tensor, Tensor, float]:
+    ) -> tuple[LossSteps, Tensor, Tensor, float]:
         """The steps; what is minimised, before the coefficient, and the measured KL, (*B) each.
 
         The last number is the effective share of the actions of a sampler, 1 without one.
@@ -459,7 +459,7 @@ class KLPenaltyLoss(LossModule):
         return steps, value / n_agents, kl.detach() / n_agents, share
 
     def _weighted(
-        self, steps: Steps, acted: bool
+        self, steps: LossSteps, acted: bool
     ) -> tuple[Tensor, Tensor, dict[Any, Tensor], float]:
         """`_terms` where actions are read; log-probs that must be finite, by name; the share."""
         recorded, share = self._recorded(steps), 1.0
@@ -496,7 +496,7 @@ class KLPenaltyLoss(LossModule):
             value, kl = weight * value, weight * kl
         return value, kl, numbers, share
 
-    def _log_prob_and_kl(self, steps: Steps) -> tuple[list[Tensor], Tensor]:
+    def _log_prob_and_kl(self, steps: LossSteps) -> tuple[list[Tensor], Tensor]:
         """The log-prob of the actions by parts, if it is read next, and the KL."""
         pair = (steps.made.dist, steps.reference)
         mask = steps.mask_for(pair[0].batch_shape)
@@ -506,32 +506,32 @@ class KLPenaltyLoss(LossModule):
             return [], kl_exact(*pair, mask=mask)
         return log_prob_and_kl(*pair, steps.data, steps.action, mask)
 
-    def _recorded(self, steps: Steps) -> Tensor:
+    def _recorded(self, steps: LossSteps) -> Tensor:
         """The recorded log-prob of the actions, (*B)."""
         refuse_own_log_prob(self.actor_network)
         keys = LogProbKeys(self.tensor_keys.sample_log_prob).keys
         return steps.summed(*(get_required(steps.data, k, _NO_LOG_PROB).detach() for k in keys))
 
-    def _recorded_ref(self, steps: Steps) -> Tensor | None:
+    def _recorded_ref(self, steps: LossSteps) -> Tensor | None:
         """What the stack of the reference recorded of the actions, if it holds for its weights."""
         key = None if self.reference.moved else self.reference.ref_log_prob_key
         return None if key is None else steps.data.get(("next", *as_tuple(key)), None)
 
-    def _ref_log_prob(self, steps: Steps) -> Tensor:
+    def _ref_log_prob(self, steps: LossSteps) -> Tensor:
         """The log-prob of the actions under the reference, (*B)."""
         recorded = self._recorded_ref(steps)
         if recorded is None:
             return steps.log_prob_of(steps.reference)
         return steps.summed(recorded.detach())
 
-    def _ends(self, steps: Steps) -> Tensor:
+    def _ends(self, steps: LossSteps) -> Tensor:
         """True at the last steps of trajectories, (*B)."""
         flags = self._flags(steps)
         states = batches.read_states(steps.data, self.actor_network.in_keys)
         batches.require_order(states, flags.may_differ)
         return flags.last
 
-    def _steps(self, tensordict: TensorDictBase) -> Steps:
+    def _steps(self, tensordict: TensorDictBase) -> LossSteps:
         key = batches.MASK_KEY if self.loss_mask_key == "auto" else self.loss_mask_key
         acts = batches.counted(tensordict, self._named_keys, mask_key=key)
         given = tensordict
@@ -559,7 +559,7 @@ class KLPenaltyLoss(LossModule):
             with torch.no_grad():  # a shared reference may receive gradients elsewhere
                 return self.reference.get_dist(tensordict, timed=timed)
 
-        return Steps(find_pass, find_reference, tensordict, self.tensor_keys.action, acts)
+        return LossSteps(find_pass, find_reference, tensordict, self.tensor_keys.action, acts)
 
 
 _NO_LOG_PROB = RECORD_LOG_PROB.replace("KLKeys(log_prob=", "set_keys(sample_log_prob=")
