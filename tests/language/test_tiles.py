@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import pickle
 import weakref
 from contextlib import contextmanager
@@ -85,7 +86,8 @@ def assert_equal(got: Any, expected: Any) -> None:
 def test_the_kl_of_half_precision_is_computed_in_float32():
     logits, other = torch.randn(2, 50, 11, generator=seeded())
     policy = Categorical(logits=logits.bfloat16())
-    reference = TiledCategorical(other, lambda rows: Categorical(logits=rows), torch.Size([50]), 9)
+    tile = lambda rows: Categorical(logits=rows)  # noqa: E731
+    reference = TiledCategorical(other, tile, torch.Size([50]), 9, [False])
     kl = kl_exact(policy, reference)
     assert kl.dtype == torch.float32
     expected = kl_divergence(Categorical(logits=policy.logits.double()), Categorical(logits=other))
@@ -383,6 +385,22 @@ class TestTiles:
             assert hidden() is None
         finally:
             gc.enable()
+
+    def test_entropy_comes_with_log_probs_if_it_was_read_last_time(self, batch):
+        """Head calls of log-probs with the entropy after them; only the first time is it late."""
+        model = make_model("gpt", 0)
+        actor, calls = CausalLMActor(model, head_chunk=CHUNK), []
+        n_tiles = math.ceil(batch.numel() / CHUNK)
+        with model.head.register_forward_hook(lambda *_: calls.append(1)):
+            dist_of(actor, batch).log_prob(batch["action"])  # as of a loss without an entropy
+            found = []
+            for _ in range(3):
+                policy = dist_of(actor, batch)
+                calls.clear()
+                policy.log_prob(batch["action"])
+                policy.entropy()
+                found.append(len(calls))
+        assert found == [2 * n_tiles, n_tiles, n_tiles]
 
     def test_what_it_remembers_is_the_entropy_alone(self, batch):
         """The entropy was given as the KL to a reference that came after `log_prob`."""

@@ -121,7 +121,7 @@ def log_prob_and_kl(
         return log_probs_by_part(policy, data, key), kl_exact(policy, reference, mask=mask)
     action = get_required(data, key, _NO_ACTION)
     # A loss asks for log-prob and entropy next, which the policy then knows.
-    log_prob, *_, kl, _ = figures(policy, action, reference, entropy=torch.is_grad_enabled())
+    log_prob, *_, kl, _ = figures(policy, action, reference)
     return [log_prob], kl if mask is None else torch.where(mask, kl, 0.0)
 
 

@@ -34,12 +34,15 @@ class TiledCategorical(Distribution):
     """A categorical distribution (*B) of which only hidden states are held, not the logits.
 
     Log-probs, entropy and KL are computed in tiles of `size` rows, again in the backward pass; see
-    `Tiles`, where `tile` is `make`.
+    `Tiles`, where `tile` is `make`. With log-probs under gradients the same tiles give the entropy
+    if the list `reads`, which an actor's distributions share, says that it was read last time.
     """
 
     arg_constraints = {}  # type: ignore[assignment]  # noqa: RUF012
 
-    def __init__(self, hidden: Tensor, tile: Callable, batch_shape: torch.Size, size: int):
+    def __init__(
+        self, hidden: Tensor, tile: Callable, batch_shape: torch.Size, size: int, reads: list[bool]
+    ):
         grad = torch.is_grad_enabled()
 
         def now(rows: Tensor) -> Any:
@@ -47,20 +50,20 @@ class TiledCategorical(Distribution):
                 return tile(rows)
 
         self.tiles = Tiles(hidden, now, size)
-        self.known: list[Any] = []  # actions, their log-probs, the entropy: of the last figures
+        self.known: list[Any] = []  # actions, their log-probs, perhaps the entropy: the last ones
+        self.reads = reads
         super().__init__(batch_shape, validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probs of actions (*B), nats."""
-        grad = torch.is_grad_enabled()
-        if grad and self.known and is_same(self.known[0], value):
+        if torch.is_grad_enabled() and self.known and is_same(self.known[0], value):
             return self.known[1]
-        # A loss asks for the entropy next, which the same tiles give.
-        return figures(self, value, entropy=grad)[0]
+        return figures(self, value)[0]
 
     def entropy(self) -> Tensor:
         """Nats, (*B)."""
-        return (self.known[2:] or figures(self, entropy=True))[0]
+        self.reads[0] = True
+        return (self.known[2:] or figures(self))[0]
 
     @property
     def logits(self) -> Tensor:
@@ -92,7 +95,7 @@ def as_tiled(dist: Any) -> TiledCategorical:
     logits = widened(dist if isinstance(dist, Tensor) else log_probs_of(dist))
     rows = logits.reshape(-1, logits.shape[-1])
     kind = partial(Categorical, None, validate_args=False)
-    return TiledCategorical(rows, kind, logits.shape[:-1], max(1, len(rows)))
+    return TiledCategorical(rows, kind, logits.shape[:-1], max(1, len(rows)), [False])
 
 
 def within(dist: Any, context: ContextDecorator) -> Any:
@@ -149,13 +152,16 @@ def over_tiles(fn: Callable[..., Any], **parts: Any) -> list[Tensor]:
     return [each.view(*shape, *each.shape[1:]) for each in joined]
 
 
-def figures(
-    policy: Any, action: Tensor | None = None, reference: Any = None, *, entropy: bool = False
-) -> list[Tensor]:
-    """The log-prob of actions (*B), the entropy, KL(policy || reference): those asked for, (*B).
+def figures(policy: Any, action: Tensor | None = None, reference: Any = None) -> list[Tensor]:
+    """The log-prob of actions (*B), the entropy, KL(policy || reference), (*B) each.
 
-    With an action and a reference, the log-prob under the reference follows.
+    Log-prob and KL if action and reference are given; the log-prob under the reference, too, if
+    both are. The entropy if none is, or with an action as in `TiledCategorical`.
     """
+    tiled = as_tiled(policy)
+    entropy = action is None and reference is None
+    if action is not None and torch.is_grad_enabled():
+        entropy, tiled.reads[0] = tiled.reads[0], False
 
     def compute(policy: Any, action: Tensor | None = None, reference: Any = None) -> list[Tensor]:
         log_probs, found = policy.logits, []
@@ -175,12 +181,12 @@ def figures(
                 found.append(reference.log_prob(action))
         return found
 
-    parts: dict[str, Any] = {"policy": as_tiled(policy)}
+    parts: dict[str, Any] = {"policy": tiled}
     parts |= {} if action is None else {"action": action}
     parts |= {} if reference is None else {"reference": as_tiled(reference)}
     found = over_tiles(compute, **parts)
-    if entropy and action is not None:
-        parts["policy"].known = [action, *found[:2]]
+    if action is not None and torch.is_grad_enabled():
+        tiled.known = [action, *found[: 1 + entropy]]
     return found
 
 

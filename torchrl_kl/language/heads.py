@@ -46,6 +46,7 @@ class LogitsReader(StateReader):
         if head_chunk == "auto":
             head_chunk = None if n_out is None else max(1, _TILE // n_out)
         self.head_chunk = None if head_chunk is None else check_count("head_chunk", head_chunk)
+        self.entropy_read = [True]  # see TiledCategorical
 
     def dist(self, tokens: Tensor, position: Tensor) -> TiledCategorical | None:
         """The distributions of the next tokens, in tiles; None if one tile is enough."""
@@ -58,7 +59,7 @@ class LogitsReader(StateReader):
         split = SplitLM(self.lm)
         states = super().forward(tokens, position, split).flatten(0, -2)
         tile = lambda rows: NextToken(self.scale(split.logits(rows)))  # noqa: E731
-        return TiledCategorical(states, tile, position.shape, size)
+        return TiledCategorical(states, tile, position.shape, size, self.entropy_read)
 
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         """The logits for each state, (*B, V)."""

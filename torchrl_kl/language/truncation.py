@@ -80,6 +80,6 @@ def restrict(logits: Any, ids: Tensor) -> Any:
             return NextToken(restrict(make(hidden[rows]).logits, of_rows[rows]))
 
         rows = torch.arange(len(hidden), device=ids.device)
-        return TiledCategorical(rows, tile, logits.batch_shape, size)
+        return TiledCategorical(rows, tile, logits.batch_shape, size, logits.reads)
     kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids.long(), True)
     return logits.masked_fill(~kept, -torch.inf)
