@@ -222,14 +222,15 @@ def summarise(result: dict[str, Any]) -> dict[str, float]:
 
 
 def make_table(before: dict[str, Any], results: dict[str, list[Any]]) -> str:
-    """The table, in Markdown; means over the seeds."""
+    """The table, in Markdown; means over the seeds, of the highest KL the highest."""
     rows = [["", *(title for title, _ in COLUMNS.values())], ["---"] * (1 + len(COLUMNS))]
     named = {RUNS[name][0]: list(map(summarise, each)) for name, each in results.items()}
     for title, seeds in ({"before training": [before]} | named).items():
         cells = []
         for column, (_, form) in COLUMNS.items():
             values = [figures[column] for figures in seeds if column in figures]
-            cells.append(form.format(round(fmean(values), 3) + 0.0) if values else "")
+            combine = max if column == "highest_kl" else fmean
+            cells.append(form.format(round(combine(values), 3) + 0.0) if values else "")
         rows.append([title, *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
