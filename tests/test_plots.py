@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from torchrl_kl import plot_frontier
-from torchrl_kl.exact import Enumeration
+from torchrl_kl.exact import Enumeration, PolicyValues
 
 plt: Any = pytest.importorskip("matplotlib.pyplot")
 
@@ -67,13 +67,23 @@ def test_the_exact_frontier_is_that_of_the_optima():
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["exact frontier"]
 
 
+def test_all_that_is_drawn_on_the_same_axes_is_seen():
+    kl = torch.tensor([-1e-17])  # by rounding
+    reference = PolicyValues(math.inf, 0.0, kl_per_position=kl, token_probs=torch.ones(1, 1, 2) / 2)
+    axes = plot_frontier([0.1], [0.6], optima=[reference])
+    assert plot_frontier([4.0], [0.9], ax=axes) is axes
+    left, right = axes.get_xlim()
+    assert left == 0
+    assert right >= 2
+
+
 @pytest.mark.parametrize(
     ("kl", "reward", "names", "message"),
     [
         ([0.1], [0.1, 0.2], None, r"same shape, .*got \(1,\) and \(2,\): pass one number"),
         (0.1, 0.1, None, r"same shape, .*got \(\) and \(\)"),
-        ([0.1, -0.01], [0.1, 0.2], None, "at least 0.* from -0.01 to 0.1: a mean of few k1"),
-        ([0.1], [math.nan], None, "all numbers finite"),
+        ([0.1, -0.01], [0.1, 0.2], None, "at least 0.* from -0.01 to 0.1 and .*: a mean of few k1"),
+        ([0.1], [math.nan], None, "all numbers finite, .* rewards from nan to nan"),
         ([math.inf], [0.1], None, "all numbers finite"),
         ([0.1, 0.2], [0.1, 0.2], ["a"], r"one text for each of 2 runs, got \['a'\]"),
     ],

@@ -59,7 +59,7 @@ def plot_frontier(
     except ImportError:
         raise ImportError("plot_frontier needs matplotlib: `pip install matplotlib`.") from None
     ax = plt.subplots()[1] if ax is None else ax
-    best = sorted((each.kl**0.5, each.reward) for each in optima)
+    best = sorted((max(each.kl, 0.0) ** 0.5, each.reward) for each in optima)  # rounded below 0
     if best:
         ax.plot(*zip(*best, strict=True), color="0.1", label="exact frontier")
     x, y = (values.mean(1) for values in columns)
@@ -69,7 +69,7 @@ def plot_frontier(
     for name, *place in zip(names or (), x.sqrt().tolist(), y.tolist(), strict=False):
         ax.annotate(name, place, (6, -12), textcoords="offset points")
     ax.set(xlabel="sqrt(KL), KL in nats", ylabel="reward")
-    ax.set_xlim(left=0)
+    ax.set_xlim(left=0, auto=None)
     if best or label:
         ax.legend()
     return ax
@@ -86,7 +86,8 @@ def _read_runs(kl: Any, reward: Any) -> list[Tensor]:
     if not ((kls >= 0) & kls.isfinite() & rewards.isfinite()).all():
         raise ValueError(
             "`kl` must be at least 0, and all numbers finite, got KLs from "
-            f"{kls.min():.3g} to {kls.max():.3g}: a mean of few k1 may be negative, so pool more "
-            'batches, or measure with estimator="exact".'
+            f"{kls.min():.3g} to {kls.max():.3g} and rewards from {rewards.min():.3g} to "
+            f"{rewards.max():.3g}: a mean of few k1 may be negative, so pool more batches, or "
+            'measure with estimator="exact".'
         )
     return [values if values.ndim == 2 else values.unsqueeze(1) for values in (kls, rewards)]

@@ -195,3 +195,14 @@ class TestErrors:
             minibatches(batch.reshape(-1), 10)
         with pytest.raises(KeyError, match="pass `in_keys` as to CausalLMActor"):
             minibatches(batch.exclude("position"), 10)
+        with pytest.raises(
+            TypeError, match="must be a TensorDict, got list: pass what a collector"
+        ):
+            minibatches([batch], 10)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("change", [torch.Tensor.float, lambda x: x.unsqueeze(-1)])
+    def test_positions(self, change):
+        batch = make_batch()
+        batch["position"] = change(batch["position"])
+        with pytest.raises((TypeError, ValueError), match="`position` must"):
+            minibatches(batch, 10)

@@ -224,6 +224,44 @@ class TestWhatIsRead:
             dist_of(actor, steps)
         assert passes.take() == [(3, 9), (180, 7), (1, 9), (60, 7)]
 
+    def test_large_groups_are_cut_without_gradients(self, monkeypatch):
+        monkeypatch.setattr(prompts, "_TOGETHER", 17)  # tokens of a text, whose keys fill no cache
+        actor = actor_of(make_model("gpt"))
+        texts = random_texts(3)[:, :9].repeat_interleave(torch.tensor([20, 3, 2]), 0)
+        steps = sample_responses(actor, texts, 8, pad_token=0)
+        with torch.no_grad():
+            assert_close(dist_of(actor, steps).logits, dist_of(whole(actor), steps).logits)
+            passes = Passes(actor)
+            dist_of(actor, steps)
+        assert sorted(n for n, width in passes.take() if width == 7) == [2, 3, 3, 17]
+
+    def test_groups_of_one_token_next_to_longer_ones(self, monkeypatch):
+        """Steps that count, one after another: a part has only responses of one token."""
+        monkeypatch.setattr(prompts, "_TOGETHER", 17)
+        actor = actor_of(make_model("gpt"))
+        texts, lengths = random_texts(2).repeat(90, 1), [1, 8] * 90
+        texts[:, 8:] = torch.randint(VOCAB, (180, LENGTH - 8), generator=seeded())
+        pairs = [(row, 8 + i) for row, n in enumerate(lengths) for i in range(n)]
+        rows, position = torch.tensor(pairs).T
+        steps = states(texts[rows], position)
+        with torch.no_grad():
+            assert_close(dist_of(actor, steps).logits, dist_of(whole(actor), steps).logits)
+
+    def test_positions_of_int32(self, batch):
+        steps = batch.select("tokens", "position")
+        expected = dist_of(actor_of(make_model("gpt")), steps).logits
+        steps["position"] = steps["position"].int()
+        assert_close(dist_of(actor_of(make_model("gpt")), steps).logits, expected)
+
+    def test_comparing_holds_no_more_logits_than_a_tile(self, batch):
+        model, sizes = make_model("gpt"), []
+        actor = actor_of(model, chunk=7)
+        actor.reader.lm.splits = True  # without the look at that
+        with model.head.register_forward_hook(lambda *call: sizes.append(call[2].shape[1])):
+            dist_of(actor, batch).log_prob(batch["action"])
+        assert read_once(actor)
+        assert max(sizes) == 7
+
     def test_where_a_length_has_doubled_it_is_compared_again(self):
         actor = actor_of(make_plain("llama"))
         for start, end in [(5, 12), (6, 15), (7, 8), (9, 15), (9, 17), (10, 18)]:
@@ -232,7 +270,8 @@ class TestWhatIsRead:
             position = torch.arange(start, end).expand(4, -1)
             with set_recurrent_mode(True):
                 actor.get_dist(states(texts[:, None].expand(*position.shape, -1), position))
-        assert [*actor.reader.lm.read_once[True]] == [(3, 4), (4, 4), (4, 5)]
+        lengths = [key[:2] for key in actor.reader.lm.read_once[True]]
+        assert lengths == [(3, 4), (4, 4), (4, 5)]
 
     def test_rows_of_a_group_share_the_dropout_of_their_prompt(self, batch):
         model = GPT(VOCAB, 20, n_layer=2, n_head=4, n_embd=32, dropout=0.5)
@@ -301,6 +340,42 @@ class TestWhereItDoesNotWork:
             with torch.set_grad_enabled(grad):
                 dist_of(actor, batch)
             assert (passes.take() == [(12, 16)]) != once.get(grad, False)
+
+    def test_what_learns_later_is_compared_too(self, batch):
+        """With all weights frozen there is no gradient to compare."""
+        model = sharp(Detached(VOCAB, 20, n_layer=2, n_head=4, n_embd=32).double()).eval()
+        actor = actor_of(model.requires_grad_(False))
+        dist_of(actor, batch)
+        assert read_once(actor)
+        model.requires_grad_(True)
+        assert_equal(learn("ppo", actor, None, [batch]), learn("ppo", whole(actor), None, [batch]))
+
+    def test_positions_that_depend_on_ids(self):
+        """RoBERTa does not count pad tokens, here in the prompt of the smaller group."""
+        config = transformers.RobertaConfig(
+            **{**SIZES, "max_position_embeddings": 2 * LENGTH},
+            is_decoder=True,
+            pad_token_id=1,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        model = sharp(transformers.RobertaForCausalLM(config).double()).eval()
+        texts = torch.randint(2, VOCAB, (8, LENGTH), generator=seeded())
+        texts[:, :8] = texts[torch.tensor([0] * 5 + [5] * 3), :8]
+        texts[5:, 3:5] = 1
+        position = torch.arange(8, LENGTH).expand(8, -1)
+        steps = states(texts[:, None].expand(*position.shape, -1), position)
+        actor = actor_of(model)
+        assert_close(dist_of(actor, steps).logits, dist_of(whole(actor), steps).logits)
+
+    @pytest.mark.parametrize("part", ["model.layers", "model.layers.0"])
+    def test_checkpoints_in_a_part_that_is_in_train_mode(self, part, batch):
+        model = make_plain("llama")
+        checkpoint(model)
+        model.eval().get_submodule(part).train()
+        actor = actor_of(model)
+        expected = learn("ppo", whole(actor), None, [batch])
+        assert_equal(learn("ppo", actor, None, [batch]), expected, 1e-5)
 
     def test_blocks_in_checkpoints_write_into_the_cache_twice(self, batch):
         model = make_model("gpt")

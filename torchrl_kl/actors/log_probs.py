@@ -37,7 +37,7 @@ def rescore(actor: Any, batch: TensorDictBase, *, time_dim: int | None = None) -
     """A shallow copy of a batch (*B) with the log-probs that `actor` gives its actions in one pass.
 
     For a sampler that computes other numbers than the loss, or records none: another engine, or a
-    cache. The first ratios of an update are then exactly 1, and the sampler's KL is measured.
+    cache. The first ratios of an update are then 1 to rounding, and the sampler's KL is measured.
 
     Keys:
         reads what the actor reads, its action, and the sampler's log-prob if it is there.

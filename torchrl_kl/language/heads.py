@@ -106,10 +106,10 @@ class CausalLMActor(KLActor, ProbabilisticActor):
     - With `top_k`, `top_p` or `min_p` the policy is truncated: its distribution is that of the kept
       tokens, renormalized, and "logits" are -inf for others. The ids of the kept tokens are
       recorded under ("kept", "ids") next to the action (int32, (*B, `top_k`), most likely first,
-      padded with the first id), and reused when the token is scored. Without a record, as in
-      A2CLoss, which passes `in_keys` alone, they are computed, and the drawn token is added to
-      them; `n_rescued` counts the tokens of the last batch that were added. The reference is never
-      truncated.
+      padded with the first id), and reused when the token is scored. Without a record they are
+      computed, and the drawn token is added to them; `n_rescued` counts the tokens of the last
+      batch that were added. A2CLoss passes neither record nor token, so that tokens that are no
+      longer kept have log-prob -inf: put it into a KLPenaltyLoss. The reference is never truncated.
 
     Call `eval()` on a model with dropout: otherwise the recorded log-probs contain its noise.
     Actions are sampled only if the exploration type is RANDOM, which collectors set.

@@ -12,6 +12,8 @@ from torch import Tensor
 from torchrl_kl.batches import MASK_KEY, expand_right
 from torchrl_kl.functional.numbers import check_count
 from torchrl_kl.keys import as_tuple, get_required
+from torchrl_kl.language.reader import check_one_per_text
+from torchrl_kl.transforms.base import check_batch
 
 
 def minibatches(
@@ -42,7 +44,8 @@ def minibatches(
         in_keys: text and position, as those of the actor.
 
     Raises:
-        ValueError, KeyError: the batch is not (N, T) or lacks texts, or `n_tokens` is below 1.
+        TypeError, ValueError, KeyError: the batch is not (N, T) or lacks texts and positions, or
+            `n_tokens` is below 1.
 
     Example:
         >>> import torch
@@ -53,6 +56,7 @@ def minibatches(
         8
     """
     check_count("n_tokens", n_tokens)
+    check_batch(batch)
     if batch.batch_dims != 2:
         raise ValueError(
             "`batch` must be responses (N, T), as of `sample_responses` or `as_steps`, got batch "
@@ -60,6 +64,7 @@ def minibatches(
         )
     fix = "minibatches are cut by it: pass `in_keys` as to CausalLMActor."
     tokens, position = (get_required(batch, key, fix) for key in in_keys)
+    check_one_per_text(position, tokens)
     mask = expand_right(batch.get(MASK_KEY, torch.ones_like(position).bool()), position.shape)
     steps, start = torch.arange(1, batch.shape[1] + 1, device=mask.device), position[:, 0]
     sizes = torch.stack([torch.where(mask, n, 1).amax(1) for n in (steps, position + 1)], 1)
