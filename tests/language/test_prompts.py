@@ -351,7 +351,7 @@ class TestWhereItDoesNotWork:
         assert_equal(learn("ppo", actor, None, [batch]), learn("ppo", whole(actor), None, [batch]))
 
     def test_positions_that_depend_on_ids(self):
-        """RoBERTa does not count pad tokens, here in the prompt of the smaller group."""
+        """RoBERTa does not count pad tokens, here in the prompts of a smaller group, and later."""
         config = transformers.RobertaConfig(
             **{**SIZES, "max_position_embeddings": 2 * LENGTH},
             is_decoder=True,
@@ -367,6 +367,10 @@ class TestWhereItDoesNotWork:
         steps = states(texts[:, None].expand(*position.shape, -1), position)
         actor = actor_of(model)
         assert_close(dist_of(actor, steps).logits, dist_of(whole(actor), steps).logits)
+        for prompts_now in (texts[:4, :8], texts[4:, :8]):
+            drawn = sample_responses(actor, prompts_now, 4, pad_token=0)
+            expected = dist_of(whole(actor), drawn).log_prob(drawn["action"])
+            assert_close(drawn["action_log_prob"], expected)
 
     @pytest.mark.parametrize("part", ["model.layers", "model.layers.0"])
     def test_checkpoints_in_a_part_that_is_in_train_mode(self, part, batch):

@@ -23,7 +23,8 @@ logits and on tiles, are within {tolerance} of what a new model says of each pre
 alone, unless the remark says otherwise.
 
 - cached ({cached} families): a response of n tokens reads at most 1.1 n positions after the prompt.
-  Other models read whole texts at each step; those without a remark take no `past_key_values`.
+  Other models read whole texts at each step; those without a remark take no `past_key_values`, or
+  do not count pad tokens, but for those in a cache.
 - prompts once ({once}): losses and scores read equal prompts once. Other models read whole rows.
 - tiles ({tiles}): `head_chunk` works, see [Large vocabularies](concepts/large_vocabularies.md).
   Elsewhere, the logits of a batch are held in whole.

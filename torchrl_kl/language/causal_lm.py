@@ -50,20 +50,19 @@ class CausalLM(nn.Module):
             )
         # Its cache is used until an output has differed; see `differs`.
         self._cache_keyword = next(filter(self._keywords.__contains__, CACHE_KEYWORDS), "")
-        self.caches = bool(self._cache_keyword)
+        # RoBERTa and its kin do not count pad tokens, but for those in a cache.
+        by_ids = (hasattr(m, "create_position_ids_from_input_ids") for m in inner.modules())
+        self.caches = bool(self._cache_keyword) and not any(by_ids)
         # From how many tokens to how many; of rows that stayed in place, and of others.
         self.compared: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
         self.causal = 1  # up to how many tokens texts were compared
         self.splits: bool | None = None  # whether its head works apart; see `SplitLM`
         # Whether prompts can be read once, with gradients or not, at which lengths; see `read_at`.
         self.read_once: dict[bool, dict[tuple[int, ...], bool]] = {False: {}, True: {}}
-        # Where the model states them: by the names of GPT, or in Hugging Face's `config`.
+        # Sizes, where the model states them: by the names of GPT, or in Hugging Face's `config`.
         self.n_out: int | None = stated("n_out", inner)
         self.vocab_size: int | None = stated("vocab_size", inner, config)
         self.max_tokens: int | None = stated("block_size", inner) or _most_positions(inner, config)
-        pad_token = stated("pad_token_id", config)
-        known = pad_token is not None and 0 <= pad_token < (self.vocab_size or 0)
-        self.pad_token: int | None = pad_token if known else None
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
         """Outputs at the positions `keep` (K,), or at all: (N, K, n_out), at least float32."""

@@ -111,12 +111,8 @@ def _reads_once(lm: CausalLM, reader: Any, texts: Tensor, start: int, prompt: Te
     key = start.bit_length(), texts.shape[1].bit_length(), n_learning
     if False not in known.values() and key not in known:
         pair = (prompt == prompt.bincount().argmax()).nonzero()[:2, 0]  # of the largest group
-        some, groups = (
-            torch.cat([texts[pair[:1]].flip(1), texts[pair]]),
-            prompt.new_tensor([1, 0, 0]),
-        )
-        if lm.pad_token is not None:  # which the positions of RoBERTa do not count
-            some[0, (start + 1) // 2] = lm.pad_token
+        some = torch.cat([texts[pair[:1]].flip(1), texts[pair]])
+        groups = prompt.new_tensor([1, 0, 0])
         with torch.autocast(texts.device.type, enabled=False), evaluating(lm):
             try:
                 output, slope = _with_gradient(lm, reader, some, start, groups)
