@@ -155,8 +155,9 @@ def over_tiles(fn: Callable[..., Any], **parts: Any) -> list[Tensor]:
 def figures(policy: Any, action: Tensor | None = None, reference: Any = None) -> list[Tensor]:
     """The log-prob of actions (*B), the entropy, KL(policy || reference), (*B) each.
 
-    Log-prob and KL if action and reference are given; the log-prob under the reference, too, if
-    both are. The entropy if none is, or with an action as in `TiledCategorical`.
+    The log-prob if there is an action, the KL if there is a reference, and last the log-prob under
+    the reference if there are both. The entropy without them, or with an action where an entropy
+    was read last time; see `TiledCategorical`.
     """
     tiled = as_tiled(policy)
     entropy = action is None and reference is None
