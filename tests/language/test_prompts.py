@@ -381,6 +381,14 @@ class TestWhereItDoesNotWork:
         expected = learn("ppo", whole(actor), None, [batch])
         assert_equal(learn("ppo", actor, None, [batch]), expected, 1e-5)
 
+    def test_layers_that_are_dropped_in_training(self, batch):
+        """OPT leaves a dropped layer out of the cache; here all are dropped."""
+        sizes = {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": SIZES["hidden_size"]}
+        config = transformers.OPTConfig(**sizes, layerdrop=1.0, dropout=0.0, pad_token_id=0)
+        actor = actor_of(transformers.OPTForCausalLM(config).train())
+        expected = dist_of(whole(actor), batch).logits
+        assert_close(dist_of(actor, batch).logits, expected)
+
     def test_blocks_in_checkpoints_write_into_the_cache_twice(self, batch):
         model = make_model("gpt")
         expected = learn("ppo", actor_of(model), None, [batch])

@@ -149,7 +149,7 @@ class TestAgainstEnumeration:
         assert_close(probs[possible] @ k1, expected, rtol=0, atol=1e-12)
         loss = KLPenaltyLoss(actor, 0.0, reference=reference, gradient="sequence", reduction="none")
         with torch.no_grad():
-            exact = loss._terms(steps[possible], penalizes=False)[2]
+            exact = loss._terms(steps[possible], penalizes=False).kl
         # Of a state that several responses pass, each has its share.
         assert_close(probs[possible] @ exact, expected, rtol=0, atol=1e-12)
 

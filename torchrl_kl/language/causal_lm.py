@@ -238,25 +238,30 @@ class SplitLM:
 def can_split(lm: CausalLM, tokens: Tensor) -> bool:
     """Whether a model computes the same in two parts; if not, it warns. Looked at once."""
     if lm.splits is None:
-        text, problem = tokens[:1, :8], "its logits differ"
-        with torch.autocast(text.device.type, enabled=False), evaluating(lm):
-            try:
-                if sharded_parts(lm):  # not asked of it: a rank with a smaller batch would not
-                    raise NotImplementedError("its weights are sharded")
-                expected = lm(text)[0]
-                split = SplitLM(lm)
-                hidden = split(text, torch.arange(text.shape[1], device=text.device))[0]
-                parts = [split.logits(part) for part in hidden.split(3)]
-                lm.splits = differ_by_rounding(torch.cat(parts), expected, lm)
-            except Exception as error:  # the model's code may raise anything
-                lm.splits, problem = False, f"{type(error).__name__}: {error}"
-        if not lm.splits:
+        # A sharded model is not asked: a rank with a smaller batch would not do so.
+        problem = "its weights are sharded" if sharded_parts(lm) else _problem_in_parts(lm, tokens)
+        lm.splits = not problem
+        if problem:
             warnings.warn(
                 "the head of this model does not work on a part of the positions alone "
                 f"({problem}): the logits of a whole batch are held at once.",
                 stacklevel=2,
             )
     return lm.splits
+
+
+def _problem_in_parts(lm: CausalLM, tokens: Tensor) -> str:
+    """Why the head of a model does not work on a part of the positions; empty if it does."""
+    text = tokens[:1, :8]
+    with torch.autocast(text.device.type, enabled=False), evaluating(lm):
+        try:
+            expected = lm(text)[0]
+            split = SplitLM(lm)
+            hidden = split(text, torch.arange(text.shape[1], device=text.device))[0]
+            parts = torch.cat([split.logits(part) for part in hidden.split(3)])
+            return "" if differ_by_rounding(parts, expected, lm) else "its logits differ"
+        except Exception as error:  # the model's code may raise anything
+            return f"{type(error).__name__}: {error}"
 
 
 def _without_decoder(lm: CausalLM, decoder: Any, answer: Callable[..., Any]) -> CausalLM:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import reduce
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams, unravel_key
@@ -112,6 +112,15 @@ class LossSteps:
     def log_prob_of(self, dist: Distribution) -> Tensor:
         """The log-prob of the actions, (*B)."""
         return self.summed(*log_probs_by_part(dist, self.data, self.action))
+
+
+class Terms(NamedTuple):
+    """What a batch (*B) adds to the loss, and what was measured on it."""
+
+    steps: LossSteps
+    value: Tensor  # (*B), what is minimised, before the coefficient
+    kl: Tensor  # (*B), nats
+    share: float  # the effective one of the actions of a sampler, 1 without one
 
 
 class KLPenaltyLoss(LossModule):
@@ -329,16 +338,18 @@ class KLPenaltyLoss(LossModule):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The loss of a batch (*B), to which nothing is written."""
         penalizes = self._penalizes(tensordict)
-        steps, value, kl, _ = self._terms(tensordict, penalizes)
+        terms = self._terms(tensordict, penalizes)
+        count = terms.steps.count
         # A copy, since autograd keeps it until `backward`.
-        coeff = self.controller.coeff.to(value, copy=True)
-        loss_kl, kl = coeff * value, kl.sum() / steps.count
+        coeff = self.controller.coeff.to(terms.value, copy=True)
+        loss_kl = coeff * terms.value
         if self.reduction != "none":
-            loss_kl = loss_kl.sum() / (steps.count if self.reduction == "mean" else 1)
+            loss_kl = loss_kl.sum() / (count if self.reduction == "mean" else 1)
+        kl = terms.kl.sum() / count
         out = TensorDict(loss_kl=loss_kl, kl=kl, kl_coeff=coeff.detach().clone())
         if self.loss is None:
             return out
-        with steps.made.given_to(self.loss):
+        with terms.steps.made.given_to(self.loss):
             others = self.loss(tensordict)
         if taken := sorted(set(out.keys()) & set(others.keys())):
             raise ValueError(
@@ -371,15 +382,17 @@ class KLPenaltyLoss(LossModule):
         reward = log_ratio = None
         with evaluating(self.actor_network):
             penalizes = self.controller.coeff.item() > 0
-            steps, _, kl, share = self._terms(tensordict, penalizes, acted=True)
-            if self.controller.reads_rewards and not self.feed.frozen and share >= FEWEST:
+            terms = self._terms(tensordict, penalizes, acted=True)
+            steps = terms.steps
+            counts = terms.share >= FEWEST
+            if self.controller.reads_rewards and not self.feed.frozen and counts:
                 reward, log_ratio = self._rewards(steps)
         if reward is None:  # other ranks may have some
             self.feed.plan_from(self.controller)
         reading = self.feed.read(
             self.controller,
             tensordict,
-            kl.unsqueeze(-1),
+            terms.kl.unsqueeze(-1),
             steps.mask,
             keys=self._named_keys,
             time_dim=self.time_dim,
@@ -388,7 +401,7 @@ class KLPenaltyLoss(LossModule):
             reward=reward,
             log_ratio=log_ratio,
         )
-        values = reading.values if share >= FEWEST else None
+        values = reading.values if counts else None
         if values is not None and self.controller.per == "step":  # the mean over those who act
             values = values * (len(values) / steps.count)
         self.feed.learn(self.controller, reading._replace(values=values))
@@ -433,12 +446,9 @@ class KLPenaltyLoss(LossModule):
         shape = (*steps.data.batch_size, 1)
         return batches.flags(steps.data, self._named_keys, shape, steps.mask)
 
-    def _terms(
-        self, tensordict: TensorDictBase, penalizes: bool, *, acted: bool = False
-    ) -> tuple[LossSteps, Tensor, Tensor, float]:
-        """The steps; what is minimised, before the coefficient, and the measured KL, (*B) each.
+    def _terms(self, tensordict: TensorDictBase, penalizes: bool, *, acted: bool = False) -> Terms:
+        """What a batch (*B) adds.
 
-        The last number is the effective share of the actions of a sampler, 1 without one.
         `penalizes`: whether the coefficient is above 0. `acted`: whether the policy is the one that
         acted, whose log-probs are those recorded.
         """
@@ -456,7 +466,7 @@ class KLPenaltyLoss(LossModule):
         # Both are sums over the agents.
         agents = LogProbKeys(self.tensor_keys.action).batch_size(tensordict)
         n_agents = agents[tensordict.batch_dims :].numel()
-        return steps, value / n_agents, kl.detach() / n_agents, share
+        return Terms(steps, value / n_agents, kl.detach() / n_agents, share)
 
     def _weighted(
         self, steps: LossSteps, acted: bool
